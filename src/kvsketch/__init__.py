@@ -1,0 +1,48 @@
+"""kvsketch: language models with long contexts and a small KV cache.
+
+Importing this package loads nothing; what you use loads what it needs.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvsketch.attention import Partial, WeightedTokens, exact_attention, merge, weighted_attention
+    from kvsketch.caches.registry import methods, parse_spec
+    from kvsketch.huggingface import SketchCache, attach, detach, load_cache, make_cache, prefill
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "kvsketch.attention": ("Partial", "WeightedTokens", "exact_attention", "merge", "weighted_attention"),
+    "kvsketch.caches.registry": ("methods", "parse_spec"),
+    "kvsketch.huggingface": ("SketchCache", "attach", "detach", "load_cache", "make_cache", "prefill"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "Partial",
+    "SketchCache",
+    "WeightedTokens",
+    "__version__",
+    "attach",
+    "detach",
+    "exact_attention",
+    "load_cache",
+    "make_cache",
+    "merge",
+    "methods",
+    "parse_spec",
+    "prefill",
+    "weighted_attention",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'kvsketch' has no attribute {name!r}")
+    return getattr(import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,120 @@
+"""Attention over weighted tokens: two types, one merge, and the definition everything else is tested against.
+
+Exponential attention is a ratio of two sums over tokens, and both sums are linear in the tokens:
+
+    Attn(q) = Σ_i a_i · exp(⟨q, k_i⟩ · scale) · v_i  /  Σ_i b_i · exp(⟨q, k_i⟩ · scale)
+
+So a long sequence can be replaced by a few tokens with weights: `a` for what a token adds to the
+answer (value weight), `b` for what it adds to the denominator (mass weight). Exact attention has
+a = b = 1. Everything here works with log a and log b, so that nothing overflows.
+
+Legend of shapes: b rows of the batch, h KV heads, g query heads per KV head, q queries, n entries,
+d width of keys, e width of values. Query heads are ordered KV head first: head = h_index · g + g_index.
+"""
+
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+NO_MASS = float("-inf")  # the log weight of an empty slot
+
+
+@dataclass(frozen=True)
+class WeightedTokens:
+    """Entries per row and KV head. A weight of None means one for all; `-inf` marks an empty slot."""
+
+    keys: Float[Tensor, "b h n d"]
+    values: Float[Tensor, "b h n e"]
+    log_mass: Float[Tensor, "b #h n"] | None = None
+    log_value: Float[Tensor, "b #h n"] | None = None  # None: the same as log_mass
+
+    @property
+    def count(self) -> int:
+        """Number of slots per row and head, empty ones included."""
+        return self.keys.shape[2]
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Attention over some of the tokens, with the log of its denominator: enough to merge it with the rest."""
+
+    out: Float[Tensor, "b hg q e"]
+    lse: Float[Tensor, "b hg q"]
+
+
+def merge(*parts: Partial) -> Partial:
+    """Attention over the union of the parts' tokens; order and grouping do not matter.
+
+    Each answer counts with its share of the joint denominator, so this stays exact when a ≠ b.
+    """
+    return reduce(_merge_two, parts)
+
+
+def _merge_two(left: Partial, right: Partial) -> Partial:
+    lse = torch.logaddexp(left.lse, right.lse)
+    finite = lse.masked_fill(lse == NO_MASS, 0.0)  # no tokens on either side: shares of zero, not NaN
+    left_share = torch.exp(left.lse - finite)[..., None]
+    right_share = torch.exp(right.lse - finite)[..., None]
+    return Partial(left_share * left.out + right_share * right.out, lse)
+
+
+def exact_attention(
+    query: Float[Tensor, "b hg q d"],
+    keys: Float[Tensor, "b h n d"],
+    values: Float[Tensor, "b h n e"],
+    scale: float,
+    *,
+    visible: Bool[Tensor, "#b #h #q n"] | None = None,
+    softcap: float | None = None,
+) -> Partial:
+    """Attention over all tokens, or over the visible ones: a = b = 1."""
+    return weighted_attention(query, WeightedTokens(keys, values), scale, visible=visible, softcap=softcap)
+
+
+def weighted_attention(
+    query: Float[Tensor, "b hg q d"],
+    tokens: WeightedTokens,
+    scale: float,
+    *,
+    visible: Bool[Tensor, "#b #h #q n"] | None = None,
+    softcap: float | None = None,
+) -> Partial:
+    """The estimate Σ a·exp(s)·v / Σ b·exp(s), by definition: the oracle of every faster form.
+
+    Computed in float32 (float64 for float64 input) and returned in it. `softcap` bends the logits
+    as Gemma 2 does, before the weights are added.
+    """
+    precise = torch.float64 if query.dtype == torch.float64 else torch.float32
+    queries = fold_groups(query, tokens.keys.shape[1]).to(precise)  # [b, h, g·q, d]
+    logits = queries @ tokens.keys.to(precise).transpose(-1, -2) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if visible is not None:
+        logits = logits.masked_fill(~_repeat_for_groups(visible, logits.shape[2]), NO_MASS)
+
+    masses = logits if tokens.log_mass is None else logits + tokens.log_mass[:, :, None]
+    lse = torch.logsumexp(masses, dim=-1)
+    finite = lse.masked_fill(lse == NO_MASS, 0.0)[..., None]
+    weighted = masses if tokens.log_value is None else logits + tokens.log_value[:, :, None]
+    out = torch.exp(weighted - finite) @ tokens.values.to(precise)
+    return Partial(unfold_groups(out, query.shape[1]), lse.reshape(query.shape[:3]))
+
+
+def fold_groups(query: Float[Tensor, "b hg q d"], heads: int) -> Float[Tensor, "b h gq d"]:
+    """Queries of the heads that share a KV head, as rows of one matrix: the keys are read once, not g times."""
+    rows, _, queries, width = query.shape
+    return query.reshape(rows, heads, -1, width) if queries else query.new_empty(rows, heads, 0, width)
+
+
+def unfold_groups(out: Float[Tensor, "b h gq e"], query_heads: int) -> Float[Tensor, "b hg q e"]:
+    """Undo `fold_groups`."""
+    rows, heads, folded, width = out.shape
+    return out.reshape(rows, query_heads, folded * heads // query_heads, width)
+
+
+def _repeat_for_groups(visible: Bool[Tensor, "b h q n"], folded: int) -> Bool[Tensor, "b h gq n"]:
+    """The mask of q queries for the g·q rows of `fold_groups`."""
+    return visible if visible.shape[2] == 1 else visible.repeat(1, 1, folded // visible.shape[2], 1)

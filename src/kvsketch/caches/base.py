@@ -1,0 +1,174 @@
+"""What a method is: a frozen config, and a `Past` that takes the tokens leaving the window."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from kvsketch.attention import Partial, WeightedTokens
+from kvsketch.caches.budget import Budget, Keep, check_keep
+from kvsketch.kernels.weighted_attention import weighted_attention
+
+BLOCK = 32  # tokens leave the window in blocks of this many, so that no method works token by token
+PREFILLS = ("exact", "streaming")
+
+
+@dataclass(frozen=True)
+class LeavingTokens:
+    """Tokens that leave the window, in order.
+
+    `ranks[r, i]` counts the tokens of row r that left before token i; -1 where the token is not
+    this row's to write (padding, or it left the row's window before).
+    """
+
+    keys: Float[Tensor, "b h n d"]
+    values: Float[Tensor, "b h n e"]
+    ranks: Int64[Tensor, "b n"]
+    counts: tuple[int, ...]  # tokens of each row that will have left, these included
+
+
+class Past(ABC):
+    """What one layer remembers of the tokens that left its window, for all rows and KV heads."""
+
+    @abstractmethod
+    def write(self, tokens: LeavingTokens) -> None:
+        """Take tokens; the method decides what remains of them."""
+
+    @abstractmethod
+    def attend(self, query: Float[Tensor, "b hg q d"], scale: float, softcap: float | None) -> Partial | None:
+        """Attention over what is held, or looked up; None if that is nothing."""
+
+    @abstractmethod
+    def count_entries(self) -> Int64[Tensor, "b h"] | None:
+        """Entries held per row and KV head; None before the first write."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors of the state by name, the batch as their first dimension."""
+
+    @abstractmethod
+    def numbers(self) -> dict[str, list[int]]:
+        """All other state by name, a number for each row."""
+
+    @abstractmethod
+    def restore(self, tensors: dict[str, Tensor], numbers: dict[str, list[int]]) -> None:
+        """Take back what `tensors` and `numbers` gave, perhaps with other rows."""
+
+    def map_rows(self, move: Callable[[Tensor], Tensor], rows: list[int]) -> None:
+        """Replace every tensor by `move` of it, which brings row `rows[i]` to row i."""
+        self.restore(
+            {name: move(tensor) for name, tensor in self.tensors().items()},
+            {name: [numbers[row] for row in rows] for name, numbers in self.numbers().items()},
+        )
+
+
+class EntriesPast(Past):
+    """A past that is a set of weighted entries, all of them read for every query."""
+
+    @abstractmethod
+    def entries(self) -> WeightedTokens | None:
+        """The entries, or None if there are none."""
+
+    def attend(self, query: Float[Tensor, "b hg q d"], scale: float, softcap: float | None) -> Partial | None:
+        """Attention over all entries."""
+        entries = self.entries()
+        return None if entries is None else weighted_attention(query, entries, scale, softcap=softcap)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodConfig(ABC):
+    """What every method is told: the exact parts, and how a prompt is read.
+
+    `prefill="exact"`: the tokens of one call see all earlier tokens of that call exactly; the past
+    is written at its end. `prefill="streaming"`: a call is read in chunks of `chunk` tokens, each
+    seeing what the cache holds by then, so memory does not grow with the prompt.
+    """
+
+    name: ClassVar[str]
+    seed_matters: ClassVar[bool] = False
+
+    sinks: int = 4
+    prefill: str = "exact"
+    chunk: int = 1024
+
+    def __post_init__(self) -> None:
+        check_count("sinks", self.sinks, least=0)
+        check_count("chunk", self.chunk, least=1)
+        if self.prefill not in PREFILLS:
+            raise ValueError(f"prefill must be one of {', '.join(PREFILLS)}, got {self.prefill!r}")
+
+    @property
+    @abstractmethod
+    def budget_given(self) -> Keep:
+        """The budget as the user gave it; 1.0 where the method keeps all."""
+
+    @abstractmethod
+    def least_entries(self) -> int:
+        """The smallest number of entries with which the method works."""
+
+    @abstractmethod
+    def window_size(self, budget: Budget, count: int) -> int | None:
+        """How many of the latest tokens stay exact once `count` were seen; None is all of them."""
+
+    @abstractmethod
+    def new_past(self, budget: Budget, layer: int) -> Past:
+        """An empty past for one layer."""
+
+    def __str__(self) -> str:
+        """The spec that parses back to this config: the fields that differ from their defaults."""
+        changed = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"{self.name}({', '.join(changed)})" if changed else self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetedConfig(MethodConfig):
+    """A method that forgets: `keep` says how much may be held (sinks, window and past together)."""
+
+    keep: Keep = 0.25
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_keep(self.keep)
+        self.check_entries(self.keep if isinstance(self.keep, int) else None)
+
+    @property
+    def budget_given(self) -> Keep:
+        return self.keep
+
+    def check_entries(self, entries: int | None) -> None:
+        """Refuse a fixed number of entries that the exact parts alone would use up."""
+        if entries is not None and entries < self.least_entries():
+            raise ValueError(
+                f"keep={self.keep!r} leaves {entries} entries per row and KV head, but {self} needs at least "
+                f"{self.least_entries()}: give more, or fewer sinks or a smaller window"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowedConfig(BudgetedConfig):
+    """A method that keeps the last `window` tokens exactly and works on those before them."""
+
+    window: int = 64
+
+    def __post_init__(self) -> None:
+        check_count("window", self.window, least=1)
+        super().__post_init__()
+
+    def exact_entries(self) -> int:
+        """Entries that sinks and window take at most; the window may run over by one block."""
+        return self.sinks + self.window + BLOCK
+
+    def least_entries(self) -> int:
+        return self.exact_entries() + BLOCK
+
+    def window_size(self, budget: Budget, count: int) -> int | None:
+        return self.window
+
+
+def check_count(name: str, value: int, *, least: int) -> None:
+    """Refuse anything but a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")

@@ -1,0 +1,59 @@
+"""How much a cache may hold: a fraction of the tokens seen, a number of entries, or bytes."""
+
+import re
+from dataclasses import dataclass
+
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+Keep = float | int | str
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What one layer may hold for `count` tokens of a row: `entries(count)`, never less than `least`."""
+
+    fraction: float | None  # of the tokens seen
+    fixed: int | None  # or so many entries
+    least: int
+
+    def entries(self, count: int) -> int:
+        """Entries that may be held per row and KV head once `count` tokens were seen."""
+        if self.fixed is not None:
+            return self.fixed
+        assert self.fraction is not None
+        return max(int(self.fraction * count), self.least)
+
+
+def check_keep(keep: Keep) -> None:
+    """Refuse a budget that is none."""
+    expected = 'a fraction in (0, 1] such as 0.25, a number of entries such as 4096, or bytes such as "512MB"'
+    if isinstance(keep, bool) or not isinstance(keep, float | int | str):
+        raise ValueError(f"keep must be {expected}, got {keep!r}")
+    if isinstance(keep, str):
+        parse_bytes(keep)
+    elif isinstance(keep, float) and not 0.0 < keep <= 1.0:
+        raise ValueError(f"keep must be {expected}, got {keep!r}")
+    elif keep <= 0:
+        raise ValueError(f"keep must be {expected}, got {keep!r}")
+
+
+def parse_bytes(text: str) -> int:
+    """The number of bytes in "512MB", "1.5 GiB" or "4096 B"."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
+    units = {unit.lower(): size for unit, size in UNITS.items()}
+    if found is None or found[2].lower() not in units:
+        raise ValueError(f"keep={text!r} is not a size: expected a number and one of {', '.join(UNITS)}, as in '512MB'")
+    size = int(float(found[1]) * units[found[2].lower()])
+    if size == 0:
+        raise ValueError(f"keep={text!r} is no memory at all: expected at least one byte")
+    return size
+
+
+def fixed_entries(keep: Keep, layer_bytes: int | None, entry_bytes: int) -> int | None:
+    """The number of entries per row and head that `keep` fixes; None where it is a fraction.
+
+    `layer_bytes` is the layer's share of a budget in bytes, `entry_bytes` what one entry of all rows and heads takes.
+    """
+    if isinstance(keep, str):
+        assert layer_bytes is not None, "a budget in bytes needs the layer's share"
+        return layer_bytes // entry_bytes
+    return None if isinstance(keep, float) else keep

@@ -1,0 +1,28 @@
+"""Exact attention: nothing leaves the window."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvsketch.caches.base import MethodConfig, Past
+from kvsketch.caches.budget import Budget, Keep
+from kvsketch.caches.streaming_llm import Nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exact(MethodConfig):
+    """Keeps every token: what the others are compared with."""
+
+    name: ClassVar[str] = "exact"
+
+    @property
+    def budget_given(self) -> Keep:
+        return 1.0
+
+    def least_entries(self) -> int:
+        return 0
+
+    def window_size(self, budget: Budget, count: int) -> int | None:
+        return None
+
+    def new_past(self, budget: Budget, layer: int) -> Past:
+        return Nothing()

@@ -1,0 +1,344 @@
+"""Where a token goes: stream → window → past, and how a query reads all three.
+
+A layer's stream of tokens is held as
+
+    [ sinks | past | window ]
+      exact  method  exact
+
+Every token has a rank: how many tokens of its row came before it, padding not counted. The first
+`sinks` ranks stay. The rest stay until `window` later tokens have come, then they are written to the
+past, a block at a time. All of this is decided by ranks, row by row, so a row of a padded batch is
+treated as if it were alone.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from kvsketch.attention import NO_MASS, Partial, WeightedTokens, merge
+from kvsketch.caches.base import BLOCK, LeavingTokens, MethodConfig, Past
+from kvsketch.caches.budget import Budget, fixed_entries
+from kvsketch.caches.storage import Rows, storage_bytes
+from kvsketch.kernels.weighted_attention import causal_attention, weighted_attention
+
+PROBES = 8  # queries of a prompt that are answered twice, to see how far the cache is from exact attention
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """Tokens of one call: keys and values, and which of them are real (None: all)."""
+
+    keys: Float[Tensor, "b h q d"]
+    values: Float[Tensor, "b h q e"]
+    valid: Bool[Tensor, "b q"] | None = None
+
+    def split(self, size: int) -> Iterator["NewTokens"]:
+        """The same tokens in chunks."""
+        for start in range(0, self.keys.shape[2], size):
+            part = slice(start, start + size)
+            valid = None if self.valid is None else self.valid[:, part]
+            yield NewTokens(self.keys[:, :, part], self.values[:, :, part], valid)
+
+
+class LayerCache:
+    """What one attention layer holds of its stream, for all rows and KV heads."""
+
+    def __init__(self, config: MethodConfig, layer: int, layer_bytes: Callable[[int, int], int] | None = None) -> None:
+        """`layer_bytes(rows, bytes per token)` is the layer's share of a budget in bytes."""
+        self.config, self.layer, self.layer_bytes = config, layer, layer_bytes
+        self.recording = False  # hold back all writing to the past until the next `crop`
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.seen = 0  # tokens per row, padding included: the logical length
+        self.lengths: list[int] = []  # real tokens per row
+        self.left: list[int] = []  # tokens per row that went to the past
+        self.keys, self.values, self.ranks = Rows(dim=2), Rows(dim=2), Rows(dim=1)  # sinks and window
+        self.ragged = False  # whether the window may hold columns that are not all rows' (rank -1)
+        self.tail = 0  # columns at the end of the window none of whose tokens has left: what `crop` can take
+        self.budget: Budget | None = None
+        self.past: Past | None = None
+        self.error: Float[Tensor, "b hg"] | None = None  # relative error of the answers, per query head
+        self.measured_at = 0  # tokens seen when it was measured
+
+    # -- reading
+
+    def read(
+        self, query: Float[Tensor, "b hg q d"], new: NewTokens, scale: float, softcap: float | None = None
+    ) -> Partial:
+        """Attention of the new tokens' queries over all that is held and over the new tokens; then they are held too."""
+        if not self.started:
+            self._start(new)
+        size = new.keys.shape[2] if self.config.prefill == "exact" else self.config.chunk
+        if size >= new.keys.shape[2]:
+            return self._read_chunk(query, new, scale, softcap)
+        parts = []
+        for index, chunk in enumerate(new.split(size)):
+            part = query[:, :, index * size : index * size + chunk.keys.shape[2]]
+            parts.append(self._read_chunk(part, chunk, scale, softcap))
+        return Partial(torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2))
+
+    def attend(self, query: Float[Tensor, "b hg q d"], scale: float, softcap: float | None = None) -> Partial | None:
+        """Attention over all that is held, all of it visible; None if nothing is."""
+        parts = []
+        if self.past is not None and (past := self.past.attend(query, scale, softcap)) is not None:
+            parts.append(past)
+        if self.keys.length:
+            parts.append(weighted_attention(query, self._window_tokens(), scale, softcap=softcap))
+        return merge(*parts) if parts else None
+
+    def _read_chunk(self, query: Tensor, new: NewTokens, scale: float, softcap: float | None) -> Partial:
+        if new.keys.shape[2] == 1 and new.valid is None:
+            # The new token sees all that is held and itself: with it in the window, that is one call less.
+            self._hold(new)
+            answer = self.attend(query, scale, softcap)
+            assert answer is not None, "the new token itself is held"
+            self.settle()
+            return answer
+        held = self.attend(query, scale, softcap)
+        among = causal_attention(query, new.keys, new.values, scale, valid=new.valid, softcap=softcap)
+        answer = among if held is None else merge(held, among)
+        before = self._probe(query, new, scale, softcap)
+        self._hold_long(new)
+        self._measure(before, query, scale, softcap)
+        return answer
+
+    def _window_tokens(self) -> WeightedTokens:
+        held = self.ranks.view >= 0 if self.ragged else None
+        return WeightedTokens(self.keys.view, self.values.view, _mass_of(held))
+
+    # -- writing
+
+    def _start(self, new: NewTokens) -> None:
+        rows, heads, _, width = new.keys.shape
+        entry_bytes = rows * heads * (width + new.values.shape[-1]) * new.keys.element_size() + rows * 12  # rank, weight
+        share = None if self.layer_bytes is None else self.layer_bytes(rows, entry_bytes)
+        fixed = fixed_entries(self.config.budget_given, share, entry_bytes)
+        least = self.config.least_entries()
+        if fixed is not None and fixed < least:
+            raise ValueError(
+                f"keep={self.config.budget_given!r} leaves {fixed} entries per row and KV head in each layer, but "
+                f"{self.config} needs at least {least} ({rows} rows, {least * entry_bytes:,} bytes a layer): "
+                "give more bytes, or fewer sinks or a smaller window"
+            )
+        fraction = self.config.budget_given if isinstance(self.config.budget_given, float) else None
+        self.budget = Budget(fraction, fixed, least)
+        self.past = self.config.new_past(self.budget, self.layer)
+        self.lengths, self.left = [0] * rows, [0] * rows
+
+    @property
+    def started(self) -> bool:
+        """Whether any token came."""
+        return self.past is not None
+
+    def _hold(self, new: NewTokens) -> None:
+        """Put new tokens into the window."""
+        ranks = self._ranks_of(new)
+        self.keys.append(new.keys)
+        self.values.append(new.values)
+        self.ranks.append(ranks)
+        self._count(new)
+
+    def _ranks_of(self, new: NewTokens) -> Tensor:
+        rows, _, count, _ = new.keys.shape
+        device = new.keys.device
+        if new.valid is None and not self.ragged:
+            return torch.arange(self.seen, self.seen + count, device=device).expand(rows, -1)
+        first = torch.tensor(self.lengths, device=device)[:, None]
+        if new.valid is None:
+            return first + torch.arange(count, device=device)
+        return (first + new.valid.cumsum(1) - 1).masked_fill(~new.valid, -1)
+
+    def _count(self, new: NewTokens) -> None:
+        count = new.keys.shape[2]
+        added = [count] * len(self.lengths) if new.valid is None else new.valid.sum(1).tolist()
+        self.lengths = [length + more for length, more in zip(self.lengths, added, strict=True)]
+        # Rows of unequal lengths leave the window at different times.
+        self.ragged = self.ragged or new.valid is not None
+        self.seen += count
+        self.tail += count
+
+    def _hold_long(self, new: NewTokens) -> None:
+        """Put new tokens where they belong, without first copying a long prompt into the window."""
+        if self.recording or self.keys.length or new.valid is not None:
+            self._hold(new)
+            self.settle()
+            return
+        # The first call, without padding: all ranks are column numbers.
+        count = new.keys.shape[2]
+        self._count(new)
+        leaving = self._due()[0]
+        start, stop = (self.config.sinks, self.config.sinks + leaving) if leaving else (0, 0)
+        ranks = torch.arange(count, device=new.keys.device).expand(new.keys.shape[0], -1)
+        if leaving:
+            self._write(new.keys[:, :, start:stop], new.values[:, :, start:stop], ranks[:, :leaving])
+            self.tail = count - stop
+        for rows, tensor in ((self.keys, new.keys), (self.values, new.values), (self.ranks, ranks)):
+            rows.append(tensor.narrow(rows.dim, 0, start))
+            rows.append(tensor.narrow(rows.dim, stop, count - stop))
+
+    def settle(self) -> None:
+        """Write to the past what is due to leave the window."""
+        if self.recording:
+            return
+        due = self._due()
+        if due == self.left:
+            return
+        if self.ragged:
+            self._settle_ragged(due)
+            return
+        sinks, leaving = self.config.sinks, due[0] - self.left[0]
+        part = slice(sinks, sinks + leaving)
+        ranks = self.ranks.view[:, part] - sinks
+        self._write(self.keys.view[:, :, part], self.values.view[:, :, part], ranks)
+        for rows in (self.keys, self.values, self.ranks):
+            rows.remove(sinks, sinks + leaving)
+        self.tail = self.keys.length - sinks
+
+    def _settle_ragged(self, due: list[int]) -> None:
+        """The same where rows differ: a column may leave one row and stay in another."""
+        ranks, sinks = self.ranks.view, self.config.sinks
+        device = ranks.device
+        first = torch.tensor(self.left, device=device)[:, None] + sinks
+        stop = torch.tensor(due, device=device)[:, None] + sinks
+        leaving = (ranks >= first) & (ranks < stop)
+        columns = leaving.any(0).nonzero()[:, 0]
+        past_ranks = (ranks - sinks).masked_fill(~leaving, -1).index_select(1, columns)
+        self._write(
+            self.keys.view.index_select(2, columns), self.values.view.index_select(2, columns), past_ranks, due
+        )
+        self.tail = min(self.tail, self.keys.length - 1 - int(columns[-1]))
+        ranks.masked_fill_(leaving, -1)
+        # A column stays while it is some row's. Those of the tail stay in any case: `crop` counts them.
+        kept = (ranks >= 0).any(0)
+        kept[self.keys.length - self.tail :] = True
+        kept = kept.nonzero()[:, 0]
+        for rows in (self.keys, self.values, self.ranks):
+            rows.keep(kept)
+
+    def _due(self) -> list[int]:
+        """How many tokens of each row should have left sinks and window by now: a whole number of blocks."""
+        assert self.budget is not None
+        due = []
+        for length, left in zip(self.lengths, self.left, strict=True):
+            window = self.config.window_size(self.budget, length)
+            beyond = 0 if window is None else max(0, length - self.config.sinks - window)
+            due.append(max(left, beyond // BLOCK * BLOCK))
+        return due
+
+    def _write(self, keys: Tensor, values: Tensor, ranks: Tensor, due: list[int] | None = None) -> None:
+        assert self.past is not None
+        counts = self._due() if due is None else due
+        self.past.write(LeavingTokens(keys, values, ranks, tuple(counts)))
+        self.left = list(counts)
+
+    # -- how far from exact
+
+    def _probe(self, query: Tensor, new: NewTokens, scale: float, softcap: float | None) -> Partial | None:
+        """What the last queries of a first call would see if nothing were dropped; None where that is not known."""
+        first_and_whole = self.seen == 0 and self.config.prefill == "exact" and not self.recording
+        if not first_and_whole or self.config.window_size(self._budget, 0) is None:
+            return None
+        everything = WeightedTokens(new.keys, new.values, _mass_of(new.valid))
+        return weighted_attention(query[:, :, -PROBES:], everything, scale, softcap=softcap)
+
+    def _measure(self, before: Partial | None, query: Tensor, scale: float, softcap: float | None) -> None:
+        if before is None:
+            return
+        after = self.attend(query[:, :, -PROBES:], scale, softcap)
+        assert after is not None, "the call's tokens are held"
+        exact = before.out.float()
+        self.error = (after.out.float() - exact).norm(dim=(2, 3)) / exact.norm(dim=(2, 3)).clamp_min(1e-30)
+        self.measured_at = self.seen
+
+    @property
+    def _budget(self) -> Budget:
+        assert self.budget is not None, "no token came yet"
+        return self.budget
+
+    # -- rows, tail, state
+
+    def crop(self, count: int) -> None:
+        """Take back the last `count` tokens; they must not have left the window."""
+        if count > self.tail:
+            raise ValueError(
+                f"cannot take back {count} tokens: only the last {self.tail} of {self.seen} are still uncompressed"
+            )
+        if count:
+            dropped = (self.ranks.view[:, self.keys.length - count :] >= 0).sum(1).tolist()
+            self.lengths = [length - less for length, less in zip(self.lengths, dropped, strict=True)]
+            for rows in (self.keys, self.values, self.ranks):
+                rows.remove(rows.length - count, rows.length)
+            self.seen -= count
+            self.tail -= count
+
+    def map_rows(self, move: Callable[[Tensor], Tensor], rows: list[int]) -> None:
+        """Replace every tensor by `move` of it, which brings row `rows[i]` to row i."""
+        if self.past is None:
+            return
+        for stored in (self.keys, self.values, self.ranks):
+            stored.map(move)
+        self.past.map_rows(move, rows)
+        self.lengths = [self.lengths[row] for row in rows]
+        self.left = [self.left[row] for row in rows]
+        self.error = None if self.error is None else move(self.error)
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
+        """Everything that `restore` needs, as tensors and as JSON."""
+        if self.past is None:
+            return {}, {}
+        tensors = {"keys": self.keys.view, "values": self.values.view, "ranks": self.ranks.view}
+        tensors |= {f"past.{name}": tensor for name, tensor in self.past.tensors().items()}
+        if self.error is not None:
+            tensors["error"] = self.error
+        numbers: dict[str, object] = {
+            "seen": self.seen,
+            "lengths": self.lengths,
+            "left": self.left,
+            "ragged": self.ragged,
+            "tail": self.tail,
+            "measured_at": self.measured_at,
+            "past": self.past.numbers(),
+            "budget": [self._budget.fraction, self._budget.fixed, self._budget.least],
+        }
+        return tensors, numbers
+
+    def restore(self, tensors: dict[str, Tensor], numbers: dict) -> None:
+        """Take back what `state` gave."""
+        self.reset()
+        if not numbers:
+            return
+        self.budget = Budget(*numbers["budget"])
+        self.past = self.config.new_past(self.budget, self.layer)
+        for name, rows in (("keys", self.keys), ("values", self.values), ("ranks", self.ranks)):
+            rows.append(tensors[name])
+        for name in ("seen", "lengths", "left", "ragged", "tail", "measured_at"):
+            setattr(self, name, numbers[name])
+        held = {name.removeprefix("past."): tensor for name, tensor in tensors.items() if name.startswith("past.")}
+        self.past.restore(held, numbers["past"])
+        self.error = tensors.get("error")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held, spare room included."""
+        held = [] if self.past is None else list(self.past.tensors().values())
+        return storage_bytes([self.keys.buffer, self.values.buffer, self.ranks.buffer, *held])
+
+    def count_entries(self) -> Tensor | None:
+        """Entries held per row and KV head."""
+        if self.past is None:
+            return None
+        window = (self.ranks.view >= 0).sum(1)[:, None].expand(-1, self.keys.view.shape[1])
+        past = self.past.count_entries()
+        return window if past is None else window + past
+
+
+def _mass_of(held: Tensor | None) -> Tensor | None:
+    """Log weights of the columns that a row holds: 0 where it does, `-inf` where not. [b, n] → [b, 1, n]"""
+    if held is None:
+        return None
+    return torch.zeros(held.shape, device=held.device).masked_fill(~held, NO_MASS)[:, None]

@@ -1,0 +1,65 @@
+"""The methods by name, and the specs that choose and configure them: "uniform(keep=0.25)"."""
+
+import ast
+import difflib
+from collections.abc import Iterable
+from dataclasses import fields
+
+from kvsketch.caches.base import MethodConfig
+from kvsketch.caches.exact import Exact
+from kvsketch.caches.streaming_llm import StreamingLLM
+from kvsketch.caches.uniform import Uniform
+
+METHODS: dict[str, type[MethodConfig]] = {
+    "exact": Exact,
+    "streaming_llm": StreamingLLM,
+    "uniform": Uniform,
+}
+
+
+def methods() -> dict[str, str]:
+    """Every method's name with one line on what it keeps."""
+    return {name: (config.__doc__ or "").strip().split("\n")[0] for name, config in METHODS.items()}
+
+
+def parse_spec(spec: str | MethodConfig) -> MethodConfig:
+    """The config that a spec such as "uniform(keep=0.25, window=128)" names; str(config) parses back to it."""
+    if isinstance(spec, MethodConfig):
+        return spec
+    if not isinstance(spec, str):
+        raise ValueError(f'a spec is text such as "uniform(keep=0.25)", got {spec!r}')
+    name, options = _read_call(spec)
+    if name not in METHODS:
+        raise ValueError(f"unknown method {name!r} in {spec!r}; {_suggest(name, METHODS)}")
+    config = METHODS[name]
+    known = [field.name for field in fields(config)]
+    for option in options:
+        if option not in known:
+            raise ValueError(f"{name} has no option {option!r} (in {spec!r}); {_suggest(option, known)}")
+    return config(**options)
+
+
+def _read_call(spec: str) -> tuple[str, dict[str, object]]:
+    """Name and options of `name` or `name(option=literal, ...)`."""
+    wrong = f'cannot read the spec {spec!r}: expected a name, or a name with options as in "uniform(keep=0.25)"'
+    try:
+        call = ast.parse(spec.strip(), mode="eval").body
+        if isinstance(call, ast.Name):
+            return call.id, {}
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+            raise ValueError(wrong)
+        if call.args or any(keyword.arg is None for keyword in call.keywords):
+            raise ValueError(f"{wrong}; every option needs its name, as in keep=0.25")
+        return call.func.id, {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+    except (SyntaxError, TypeError, RecursionError, MemoryError) as error:
+        raise ValueError(wrong) from error
+    except ValueError as error:
+        if str(error).startswith(wrong):
+            raise
+        raise ValueError(f"{wrong}; values are numbers or quoted text") from error
+
+
+def _suggest(name: str, known: Iterable[str]) -> str:
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"

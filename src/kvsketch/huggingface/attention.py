@@ -1,0 +1,173 @@
+"""The attention function and the mask function that transformers calls for an attached model.
+
+A layer's `update` returns the new keys with a link to the layer's cache; the attention function
+follows it, so a query is answered from that cache and nothing has to be kept beside the call. Keys
+without a link (sliding layers, other caches, no cache) get ordinary attention, equal to stock.
+"""
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+from kvsketch.attention import Partial, WeightedTokens, merge
+from kvsketch.caches.layer import NewTokens
+from kvsketch.kernels.weighted_attention import reference
+
+if TYPE_CHECKING:
+    from kvsketch.huggingface.cache import SketchLayer
+
+NAME = "kvsketch"  # must not contain "flash": transformers looks for that word
+
+
+def register() -> None:
+    """Make the two functions known to transformers under their name; a second time changes nothing."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+def link(keys: Tensor, layer: "SketchLayer") -> Tensor:
+    """The keys, as a new tensor object that leads to the layer they were given to."""
+    linked = keys.view_as(keys)
+    linked._kvsketch_layer = weakref.ref(layer)  # type: ignore[attr-defined]
+    return linked
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **kwargs: Any,
+) -> Tensor | None:
+    """Plain causal layers get the padding mask as it is (None if nothing is padded), all others a stock 4-D mask."""
+    if q_length == 0:
+        raise ValueError(
+            "the call brought no new tokens. To continue from a filled cache pass the whole text again, or only "
+            "the new tokens with the mask of all: model.generate(**cache.new_tokens(ids), past_key_values=cache)"
+        )
+    plain = mask_function is causal_mask_function and local_size is None
+    if plain and not isinstance(q_offset, Tensor) and kv_length + kv_offset == q_offset + q_length:
+        if attention_mask is None or (not torch.compiler.is_compiling() and bool(attention_mask.all())):
+            return None
+        return attention_mask
+    return sdpa_mask(
+        batch_size,
+        q_length,
+        kv_length,
+        q_offset,
+        kv_offset,
+        mask_function,
+        attention_mask,
+        local_size,
+        allow_is_causal_skip=False,
+        **kwargs,
+    )
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of the new queries over a layer's cache and the new tokens. [b, hg, q, d] → [b, q, hg, e]"""
+    layer = _linked_layer(key)
+    if layer is not None:
+        layer.meet(module)
+    if kwargs.get("output_attentions"):
+        raise ValueError(
+            'kvsketch does not form attention weights: leave output_attentions off, or kvsketch.detach(model) and use "eager"'
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if layer is None:
+        return _unlinked(module, query, key, value, attention_mask, dropout, scale, softcap, s_aux, kwargs)
+    new = NewTokens(key, value, _valid(attention_mask, query.shape[2]))
+    part = layer.read(query, new, scale, softcap)
+    return _output(part, s_aux, query), None
+
+
+def _linked_layer(key: Tensor) -> "SketchLayer | None":
+    reference_to_layer = getattr(key, "_kvsketch_layer", None)
+    return None if reference_to_layer is None else reference_to_layer()
+
+
+def _valid(attention_mask: Tensor | None, new: int) -> Tensor | None:
+    """Which of the new tokens are real; None if all are."""
+    if attention_mask is None:
+        return None
+    if attention_mask.ndim != 2:
+        raise ValueError(
+            f"a kvsketch cache takes a 2-D padding mask (rows × tokens), got one of shape {tuple(attention_mask.shape)}: "
+            "custom 4-D masks and packed sequences are not supported, give each sequence a row of its own"
+        )
+    if attention_mask.shape[1] < new:
+        raise ValueError(
+            f"the attention mask covers {attention_mask.shape[1]} tokens, but {new} new ones came: it must cover "
+            "all tokens, those in the cache included"
+        )
+    valid = attention_mask[:, -new:]
+    return None if bool(valid.all()) else valid
+
+
+def _output(part: Partial, s_aux: Tensor | None, query: Tensor) -> Tensor:
+    """The answer as transformers wants it; a learned sink (gpt-oss) is one more set, with mass and no value."""
+    if s_aux is not None:
+        sinks = s_aux.float()[None, :, None].expand(part.lse.shape)
+        part = merge(part, Partial(torch.zeros_like(part.out), sinks))
+    return part.out.to(query.dtype).transpose(1, 2).contiguous()
+
+
+def _unlinked(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    scale: float,
+    softcap: float | None,
+    s_aux: Tensor | None,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, None]:
+    """Ordinary attention over the keys that came, as stock computes it."""
+    queries, count = query.shape[2], key.shape[2]
+    guard = getattr(module, "_kvsketch_guard", None)
+    if guard is not None:
+        guard.check_not_dropped(count)
+    causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    partly_new = attention_mask is None and causal and 1 < queries < count  # a chunk after an ordinary cache
+    if partly_new or (attention_mask is not None and attention_mask.ndim == 2):
+        attention_mask = sdpa_mask(
+            query.shape[0],
+            queries,
+            count,
+            count - queries,
+            0,
+            attention_mask=attention_mask,
+            allow_is_causal_skip=False,
+            device=query.device,
+        )
+    if softcap is None and s_aux is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scale, **kwargs)
+    if attention_mask is None and causal and queries > 1:
+        at = torch.arange(count, device=query.device)
+        attention_mask = (at[count - queries :, None] >= at)[None, None]
+    part = reference.attend(query, WeightedTokens(key, value), scale, visible=attention_mask, softcap=softcap)
+    return _output(part, s_aux, query), None

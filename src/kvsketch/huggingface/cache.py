@@ -1,0 +1,319 @@
+"""A transformers `Cache` whose full-attention layers are kvsketch's; sliding and other layers stay stock."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin, get_layer_types_and_kwargs
+
+from kvsketch.attention import Partial
+from kvsketch.caches.base import MethodConfig
+from kvsketch.caches.budget import parse_bytes
+from kvsketch.caches.layer import LayerCache, NewTokens
+from kvsketch.caches.storage import storage_bytes
+from kvsketch.huggingface.attention import link
+from kvsketch.huggingface.model import ModelLink
+from kvsketch.huggingface.report import LayerReport, Report
+
+
+class SketchLayer(CacheLayerMixin):
+    """One full-attention layer: takes new tokens in `update`, and holds them once the attention function has read them."""
+
+    is_compileable = False
+    is_sliding = False
+    is_croppable = False  # what has left the window cannot be taken back
+    supports_early_init = False
+
+    def __init__(self, config: MethodConfig, layer_idx: int, model: ModelLink, layer_bytes: Callable[..., int] | None):
+        super().__init__()
+        self.held = LayerCache(config, layer_idx, layer_bytes)
+        self.model = model
+        self.pending = 0  # new tokens that were taken and that attention has not asked for yet
+        self.broken = False  # a read failed in its middle
+        self.cropped = True  # `crop` was called since the last read
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Buffers are made when tokens come."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Take new tokens; the attention function finds this layer through the keys returned."""
+        self.model.check_attached()
+        self._check(key_states, value_states)
+        self.lazy_initialization(key_states, value_states)
+        self.pending = key_states.shape[2]
+        return link(key_states, self), value_states
+
+    def read(self, query: Tensor, new: NewTokens, scale: float, softcap: float | None) -> Partial:
+        """Attention over all that is held and the new tokens, which are held from now on."""
+        self.broken = True  # until the read is through
+        part = self.held.read(query, new, scale, softcap)
+        self.broken = self.cropped = False
+        return part
+
+    def meet(self, module: nn.Module) -> None:
+        """The attention function has found this layer, on behalf of a module."""
+        self.pending = 0
+        self.model.check_module(module)
+
+    def end_stale_recording(self) -> None:
+        """Assisted decoding crops after every call, so a call that was not followed by a crop means that it has ended."""
+        if self.held.recording and not self.cropped:
+            self.held.recording = False
+            self.held.settle()
+
+    def _check(self, keys: Tensor, values: Tensor) -> None:
+        if self.held.started:
+            held, new = self.held.keys.view, keys
+            if held.shape[0] != new.shape[0]:
+                raise ValueError(
+                    f"the cache holds {held.shape[0]} rows, but {new.shape[0]} came: for beams or several answers "
+                    "from a filled cache call cache.batch_repeat_interleave(n) first"
+                )
+            if (held.shape[1], held.shape[3], held.dtype) != (new.shape[1], new.shape[3], new.dtype):
+                raise ValueError(
+                    f"layer {self.held.layer} holds {held.shape[1]} KV heads of width {held.shape[3]} in {held.dtype}, "
+                    f"but {new.shape[1]} of width {new.shape[3]} in {new.dtype} came: the cache is another model's"
+                )
+        # One token at a time is not looked at: the check would stall a GPU at every layer of every
+        # step, and a NaN shows in the logits as it does with any cache.
+        if keys.shape[2] > 1 and not torch.compiler.is_compiling():
+            for name, tensor in (("keys", keys), ("values", values)):
+                if not bool(torch.isfinite(tensor).all()):
+                    raise ValueError(
+                        f"layer {self.held.layer} was given {name} that are NaN or infinite; nothing was stored. "
+                        "Look for an overflow in the model (float16?) or in its inputs"
+                    )
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, not tokens held: positions follow from it."""
+        return self.held.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The logical size of the mask; the attention function makes its own."""
+        return self.held.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        """There is no maximum."""
+        return -1
+
+    def activate_past_recording(self) -> None:
+        """Hold back compression until `crop` says how many of the latest tokens stay."""
+        self.held.recording = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last tokens, given as a number below zero; then compress what was held back."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes the number of tokens to remove, as in crop(-3), got {tokens_to_remove}")
+        if not self.held.started:
+            return
+        self.held.crop(-tokens_to_remove)
+        self.cropped = True
+        if self.held.recording:
+            self.held.recording = False
+            self.held.settle()
+            self.held.recording = True
+
+    def reset(self) -> None:
+        """Forget everything, a call that failed half-way included."""
+        self.held.reset()
+        self.held.recording = False
+        self.pending, self.broken, self.cropped, self.is_initialized = 0, False, True, False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes what row `beam_idx[i]` was."""
+        self._map_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)), beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times."""
+        rows = [row for row in range(len(self.held.lengths)) for _ in range(repeats)]
+        self._map_rows(lambda tensor: tensor.repeat_interleave(repeats, 0), rows)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Only these rows."""
+        index = torch.as_tensor(indices)
+        index = index.nonzero()[:, 0] if index.dtype == torch.bool else index
+        self._map_rows(lambda tensor: tensor.index_select(0, index.to(tensor.device)), index.tolist())
+
+    def _map_rows(self, move: Callable[[Tensor], Tensor], rows: list[int]) -> None:
+        self.held.map_rows(move, rows)
+
+    def offload(self) -> None:
+        """Not supported; `make_cache` never asks for it."""
+        raise ValueError("kvsketch caches are not offloaded: a smaller keep= holds less")
+
+
+class SketchCache(Cache):
+    """The cache that `make_cache` returns: pass it to `generate` or to the model as `past_key_values`."""
+
+    def __init__(self, config: MethodConfig, model: ModelLink) -> None:
+        self.config, self.model = config, model
+        types, options = get_layer_types_and_kwargs(model.config)
+        options = [options] * len(types) if isinstance(options, dict) else options  # one dict up to transformers 5.17
+        super().__init__(layers=[self._new_layer(i, kind, options[i]) for i, kind in enumerate(types)])
+
+    def _new_layer(self, index: int, kind: str, options: dict[str, Any]) -> Any:
+        if kind != "full_attention":
+            return DYNAMIC_LAYER_TYPE_MAPPING[kind](**options)
+        by_bytes = self._layer_bytes if isinstance(self.config.budget_given, str) else None
+        return SketchLayer(self.config, index, self.model, by_bytes)
+
+    def _layer_bytes(self, rows: int, entry_bytes: int) -> int:
+        """One sketch layer's share of a budget in bytes: what sliding layers leave, in equal parts."""
+        total = parse_bytes(str(self.config.budget_given))
+        windows = [getattr(layer, "sliding_window", 0) or 0 for layer in self.layers]
+        left = total - sum(windows) * entry_bytes
+        if left <= 0:
+            raise ValueError(
+                f"keep={self.config.budget_given!r} is less than the sliding layers alone need: "
+                f"{sum(windows) * entry_bytes:,} bytes for {rows} rows"
+            )
+        return left // len(self.sketch_layers)
+
+    @property
+    def sketch_layers(self) -> list[SketchLayer]:
+        """The layers that are kvsketch's."""
+        return [layer for layer in self.layers if isinstance(layer, SketchLayer)]
+
+    # -- what transformers calls
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Take a layer's new tokens."""
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if layer is None:
+            raise ValueError(f"the model has a layer {layer_idx}, but this cache was made for {len(self.layers)} layers")
+        if isinstance(layer, SketchLayer):
+            self._check_whole(layer, key_states.shape[2])
+            return layer.update(key_states, value_states, *args, **kwargs)
+        keys, values = layer.update(key_states, value_states, *args, **kwargs)
+        _let_go(layer)
+        return keys, values
+
+    def _check_whole(self, layer: SketchLayer, count: int) -> None:
+        """Refuse to go on where layers do not stand at the same token."""
+        first = self.sketch_layers[0]
+        if layer is not first:
+            if first.pending:
+                raise ValueError(
+                    f"layer {first.held.layer} took {first.pending} tokens that its attention never asked for: this "
+                    "model changes keys between cache and attention, which kvsketch does not support"
+                )
+            if layer.held.seen + count != first.held.seen:
+                raise ValueError(
+                    f"layer {layer.held.layer} was given {count} tokens at position {layer.held.seen}, but layer "
+                    f"{first.held.layer} stands at {first.held.seen}: all layers must read the same tokens"
+                )
+            return
+        lengths = {other.held.seen for other in self.sketch_layers}
+        if len(lengths) > 1 or any(other.broken or other.pending for other in self.sketch_layers):
+            raise ValueError(
+                f"an earlier call failed half-way: layers hold between {min(lengths)} and {max(lengths)} tokens. "
+                "This cache cannot be used further; reset() it, or go on with a copy made before that call"
+            )
+        self._check_rotation(first.held.seen, count)
+        for other in self.sketch_layers:
+            other.end_stale_recording()
+
+    def _check_rotation(self, seen: int, count: int) -> None:
+        """Refuse to mix keys that were rotated with different frequencies."""
+        rope = self.model.rope
+        if rope is None or seen == 0 or seen + count <= rope.limit:
+            return
+        if rope.kind == "dynamic" and count > 1:
+            raise ValueError(
+                f"this model rescales its rotary frequencies with the length beyond {rope.limit} tokens, so keys of "
+                f"different calls do not fit together: {seen} tokens are held and {count} came. Pass the whole prompt "
+                "in one call, or stay below"
+            )
+        if rope.kind == "longrope" and seen <= rope.limit:
+            raise ValueError(rope.crossing(seen, seen + count))
+
+    def activate_past_recording(self) -> None:
+        """Called by assisted decoding, which feeds the whole prompt again and so needs an empty cache."""
+        if self.get_seq_length() > 0:
+            raise ValueError(
+                f"assisted decoding (and prompt look-up) must start from an empty cache, this one holds "
+                f"{self.get_seq_length()} tokens: transformers would feed them a second time. Use a new cache, or "
+                "generate without an assistant"
+            )
+        super().activate_past_recording()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SketchCache":
+        """An independent copy, for the same model."""
+        twin = self.__class__.__new__(self.__class__)
+        memo[id(self)] = twin  # before the layers, which may refer to the cache
+        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return twin
+
+    def fork(self) -> "SketchCache":
+        """An independent copy, for one more question about the same text."""
+        return copy.deepcopy(self)
+
+    # -- what a user asks
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held by all layers, spare room included."""
+        return sum(_layer_bytes_held(layer) for layer in self.layers)
+
+    def report(self) -> Report:
+        """What is held, against what an uncompressed cache would hold."""
+        layers = []
+        for index, layer in enumerate(self.layers):
+            if not isinstance(layer, SketchLayer):
+                layers.append(LayerReport(index, None, _layer_bytes_held(layer), _layer_bytes_held(layer), None, 0))
+                continue
+            held, entries = layer.held, layer.held.count_entries()
+            full = 0
+            if entries is not None:
+                keys, values = held.keys.view, held.values.view
+                per_token = keys.shape[1] * (keys.shape[3] + values.shape[3]) * keys.element_size()
+                full = held.seen * keys.shape[0] * per_token
+            error = None if held.error is None else held.error.mean(0).tolist()
+            per_head = None if entries is None else entries.float().mean(0).tolist()
+            layers.append(LayerReport(index, per_head, held.nbytes, full, error, held.measured_at))
+        return Report(str(self.config), self.get_seq_length(), tuple(layers))
+
+    def new_tokens(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> dict[str, Tensor]:
+        """Inputs for `generate` that continue from this cache with only the new tokens.
+
+        Remembers the padding of the tokens already held: `model.generate(**cache.new_tokens(ids), past_key_values=cache)`.
+        """
+        if input_ids.ndim != 2 or input_ids.shape[1] == 0:
+            raise ValueError(f"new tokens are rows × tokens with at least one token, got shape {tuple(input_ids.shape)}")
+        if not self.sketch_layers or not self.sketch_layers[0].held.started:
+            raise ValueError("the cache is empty: pass the prompt to generate as it is")
+        held = self.sketch_layers[0].held
+        if input_ids.shape[0] != len(held.lengths):
+            raise ValueError(f"the cache holds {len(held.lengths)} rows, but {input_ids.shape[0]} came")
+        new = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        # Only their number matters: positions count the ones, and the cache knows which tokens are real.
+        lengths = torch.tensor(held.lengths, device=input_ids.device)[:, None]
+        old = (torch.arange(held.seen, device=input_ids.device) >= held.seen - lengths).to(new.dtype)
+        return {"input_ids": input_ids, "attention_mask": torch.cat([old, new], 1)}
+
+    def save(self, path: str | Path) -> None:
+        """Write everything held to a safetensors file; `kvsketch.load_cache` reads it back."""
+        from kvsketch.huggingface.files import save_cache
+
+        save_cache(self, path)
+
+
+def _let_go(layer: Any) -> None:
+    """Sliding layers keep a view of all keys of a long prompt; copy the few they use."""
+    for name in ("keys", "values"):
+        tensor = getattr(layer, name, None)
+        if isinstance(tensor, Tensor) and tensor.untyped_storage().nbytes() > 2 * tensor.numel() * tensor.element_size():
+            setattr(layer, name, tensor.clone())
+
+
+def _layer_bytes_held(layer: Any) -> int:
+    if isinstance(layer, SketchLayer):
+        return layer.held.nbytes
+    return storage_bytes(value for value in vars(layer).values() if isinstance(value, Tensor))

@@ -1,0 +1,74 @@
+"""The two lines a user writes, and reading a long prompt in chunks."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvsketch.caches.base import MethodConfig
+from kvsketch.caches.registry import parse_spec
+from kvsketch.huggingface.cache import SketchCache
+from kvsketch.huggingface.model import attach, watch
+
+
+def make_cache(model: PreTrainedModel, method: str | MethodConfig = "uniform(keep=0.25)") -> SketchCache:
+    """An empty cache for `model.generate(..., past_key_values=cache)`; also attaches the model.
+
+    `method` is a spec: see `kvsketch.methods()`. `kvsketch.detach(model)` undoes the attaching.
+    """
+    config = parse_spec(method)
+    cache = SketchCache(config, attach(model))
+    watch(model, cache)
+    return cache
+
+
+@torch.no_grad()
+def prefill(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    cache: SketchCache,
+    *,
+    attention_mask: Tensor | None = None,
+    chunk: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> SketchCache:
+    """Have the cache read a prompt, without generating; then ask with `cache.new_tokens`.
+
+    Reads all tokens in one call, or `chunk` at a time so that the model's own activations stay
+    small; by default in chunks where the method says `prefill="streaming"`. `progress` is called with
+    the number of tokens read after each chunk. `attention_mask` covers the new tokens alone.
+    """
+    if input_ids.ndim != 2 or input_ids.shape[1] == 0:
+        raise ValueError(f"a prompt is rows × tokens with at least one token, got shape {tuple(input_ids.shape)}")
+    if chunk is None:
+        chunk = cache.config.chunk if cache.config.prefill == "streaming" else input_ids.shape[1]
+    if chunk < 1:
+        raise ValueError(f"chunk must be at least 1, got {chunk}")
+    mask = None
+    if attention_mask is not None:
+        if attention_mask.shape != input_ids.shape:
+            raise ValueError(
+                f"attention_mask must cover the new tokens, {tuple(input_ids.shape)}, got {tuple(attention_mask.shape)}"
+            )
+        mask = attention_mask
+    if cache.get_seq_length():
+        mask = cache.new_tokens(input_ids, mask)["attention_mask"]
+    elif mask is not None and bool(mask.all()):
+        mask = None
+    seen = cache.get_seq_length()
+    for start in range(0, input_ids.shape[1], chunk):
+        ids = input_ids[:, start : start + chunk]
+        known = None if mask is None else mask[:, : seen + start + ids.shape[1]]
+        positions = None if known is None else (known.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+        model(
+            input_ids=ids,
+            attention_mask=known,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        if progress is not None:
+            progress(start + ids.shape[1])
+    return cache

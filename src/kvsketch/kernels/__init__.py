@@ -1,0 +1,1 @@
+"""One folder per operation; in each, the plain reference beside its faster forms."""

@@ -1,0 +1,75 @@
+"""Attention over weighted tokens, and causal attention of new tokens among themselves.
+
+`reference.py` is plain torch and runs anywhere; `fused.py` runs torch's CPU kernel. A faster form
+for another device is one more file here and one more line in the two functions below.
+"""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from kvsketch.attention import NO_MASS, Partial, WeightedTokens, merge
+from kvsketch.kernels.weighted_attention import fused, reference
+
+MASKED_QUERIES_AT_ONCE = 1024  # a mask of all queries against all keys would be n²
+
+
+def weighted_attention(
+    query: Float[Tensor, "b hg q d"], tokens: WeightedTokens, scale: float, *, softcap: float | None = None
+) -> Partial:
+    """Attention over weighted tokens, all of them visible to all queries."""
+    if fused.can_run(query, softcap):
+        return fused.attend_biased(query, tokens, scale)
+    return reference.attend(query, tokens, scale, softcap=softcap)
+
+
+def causal_attention(
+    query: Float[Tensor, "b hg q d"],
+    keys: Float[Tensor, "b h q d"],
+    values: Float[Tensor, "b h q e"],
+    scale: float,
+    *,
+    valid: Bool[Tensor, "b q"] | None = None,
+    softcap: float | None = None,
+) -> Partial:
+    """Attention of q tokens among themselves: each sees itself and the valid ones before it."""
+    if query.shape[2] == 1:
+        return _single(query, keys, values, scale, softcap)
+    if valid is None and fused.can_run(query, softcap):
+        return fused.softmax_attention(query, keys, values, scale, causal=True)
+    blocks = [
+        _causal_block(query, keys, values, scale, valid, softcap, start, min(start + MASKED_QUERIES_AT_ONCE, keys.shape[2]))
+        for start in range(0, keys.shape[2], MASKED_QUERIES_AT_ONCE)
+    ]
+    return Partial(torch.cat([part.out for part in blocks], 2), torch.cat([part.lse for part in blocks], 2))
+
+
+def _single(query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None) -> Partial:
+    """One new token sees itself, padding or not, so that no row of the batch is empty."""
+    return weighted_attention(query, WeightedTokens(keys, values), scale, softcap=softcap)
+
+
+def _causal_block(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    valid: Tensor | None,
+    softcap: float | None,
+    start: int,
+    stop: int,
+) -> Partial:
+    """Queries start…stop-1 against all keys up to stop-1."""
+    at = torch.arange(stop, device=query.device)
+    visible = (at[start:, None] >= at)[None, None]  # [1, 1, q, n]
+    if valid is not None:
+        # A padding token sees itself alone: its answer is never used, and must not be NaN.
+        visible = visible & valid[:, None, None, :stop] | (at[start:, None] == at)
+    block, keys, values = query[:, :, start:stop], keys[:, :, :stop], values[:, :, :stop]
+    if fused.can_run(query, softcap):
+        bias = torch.zeros(visible.shape, device=query.device).masked_fill(~visible, NO_MASS)
+        return fused.softmax_attention(block, keys, values, scale, bias=bias)
+    return reference.attend(block, WeightedTokens(keys, values), scale, visible=visible, softcap=softcap)
+
+
+__all__ = ["causal_attention", "merge", "weighted_attention"]

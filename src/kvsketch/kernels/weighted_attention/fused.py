@@ -1,0 +1,123 @@
+"""Weighted attention through torch's fused CPU kernel: no logits in memory, keys read once per KV head.
+
+`softmax_attention` is the one call; it gives the log of the denominator, which the public
+`scaled_dot_product_attention` does not. Two routes bring the weights into it:
+
+- biased: log weights as an additive float32 bias on the logits;
+- folded: log weights as two more key dimensions (a high and a low part, so that nothing is lost in
+  16 bits), for fused kernels that take no bias.
+
+With a ≠ b the values get more columns: the kernel averages [a/c·v, b/c] under the weights
+c = max(a, b), and the answer is the ratio of the two.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from kvsketch.attention import NO_MASS, Partial, WeightedTokens, fold_groups, unfold_groups
+
+DEAD = -3e4  # log weight of an empty slot in the folded route: exp gives 0, and 16 bits can hold it
+
+
+def can_run(query: Tensor, softcap: float | None) -> bool:
+    """Whether the fused kernel takes these queries."""
+    floats = (torch.float32, torch.bfloat16, torch.float16)
+    return query.device.type == "cpu" and query.dtype in floats and softcap is None
+
+
+def softmax_attention(
+    query: Float[Tensor, "b hg q d"],
+    keys: Float[Tensor, "b h n d"],
+    values: Float[Tensor, "b h n e"],
+    scale: float,
+    *,
+    bias: Float[Tensor, "b #h #q n"] | None = None,
+    causal: bool = False,
+) -> Partial:
+    """Attention with its lse; bit for bit what `scaled_dot_product_attention` computes on the CPU.
+
+    The kernel wants keys and values of one width, so the narrower is padded with zeros. A row whose
+    bias is `-inf` everywhere answers 0 with lse 0 there; `attend_biased` sets that to `-inf`.
+    """
+    key_width, value_width = keys.shape[-1], values.shape[-1]
+    if key_width != value_width:
+        width = max(key_width, value_width)
+        query, keys, values = (F.pad(x, (0, width - x.shape[-1])) for x in (query, keys, values))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, 0.0, causal, attn_mask=bias, scale=scale
+    )
+    return Partial(out[..., :value_width], lse)
+
+
+def attend_biased(query: Float[Tensor, "b hg q d"], tokens: WeightedTokens, scale: float) -> Partial:
+    """Weighted attention with the log weights as a bias."""
+    values, log_weight, shares_mass = _one_weight(tokens)
+    bias = None if log_weight is None else log_weight[:, :, None].float()  # bf16 would lose log 256 by 0.03
+    part = softmax_attention(fold_groups(query, tokens.keys.shape[1]), tokens.keys, values, scale, bias=bias)
+    if log_weight is not None:
+        part = _without_dead_rows(part, log_weight)
+    return _finish(part, query, tokens.values.shape[-1], shares_mass)
+
+
+def attend_folded(query: Float[Tensor, "b hg q d"], tokens: WeightedTokens, scale: float) -> Partial:
+    """Weighted attention with the log weights as two more key dimensions: no bias, no mask."""
+    values, log_weight, shares_mass = _one_weight(tokens)
+    heads = tokens.keys.shape[1]
+    queries = fold_groups(query, heads)
+    if log_weight is None:
+        return _finish(
+            softmax_attention(queries, tokens.keys, values, scale), query, tokens.values.shape[-1], shares_mass
+        )
+    # A shift by the largest weight cancels in the ratio and is added back to the lse.
+    shift = log_weight.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
+    relative = (log_weight.float() - shift).clamp_min(DEAD)
+    step = 2.0 ** round(-math.log2(scale))  # a power of two near 1/scale: exact in 16 bits
+    high, low = _split((relative / (scale * step)).expand(-1, heads, -1), query.dtype)
+    steps = torch.full_like(queries[..., :1], step)
+    part = softmax_attention(
+        torch.cat([queries, steps, steps], -1),
+        torch.cat([tokens.keys, high[..., None], low[..., None]], -1),
+        values,
+        scale,
+    )
+    part = _without_dead_rows(Partial(part.out, part.lse + shift), log_weight)
+    return _finish(part, query, tokens.values.shape[-1], shares_mass)
+
+
+def _one_weight(tokens: WeightedTokens) -> tuple[Tensor, Tensor | None, bool]:
+    """Values and a single log weight for the kernel, and whether the values carry columns of mass."""
+    if tokens.log_value is None:
+        return tokens.values, tokens.log_mass, False
+    log_mass = torch.zeros_like(tokens.log_value) if tokens.log_mass is None else tokens.log_mass
+    log_weight = torch.maximum(log_mass, tokens.log_value).float()
+    finite = log_weight.masked_fill(log_weight == NO_MASS, 0.0)
+    value_share, mass_share = torch.exp(tokens.log_value - finite), torch.exp(log_mass - finite)
+    rows, heads, count, _ = tokens.values.shape
+    high, low = _split(mass_share.expand(rows, heads, count), tokens.values.dtype)
+    scaled = (tokens.values * value_share[..., None]).to(tokens.values.dtype)
+    return torch.cat([scaled, high[..., None], low[..., None]], -1), log_weight, True
+
+
+def _split(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Two numbers of `dtype` whose sum is x."""
+    high = x.to(dtype)
+    return high, (x - high.float()).to(dtype)
+
+
+def _without_dead_rows(part: Partial, log_weight: Tensor) -> Partial:
+    """Heads that hold nothing answer 0 with lse `-inf`."""
+    dead = (log_weight == NO_MASS).all(-1)[..., None]  # [b, h, 1]
+    return Partial(part.out.masked_fill(dead[..., None], 0.0), part.lse.masked_fill(dead, NO_MASS))
+
+
+def _finish(part: Partial, query: Tensor, width: int, shares_mass: bool) -> Partial:
+    out, lse = part.out, part.lse
+    if shares_mass:
+        mass = out[..., width].float() + out[..., width + 1].float()
+        lse = lse + torch.log(mass)
+        out = out[..., :width].float() / mass.masked_fill(mass == 0.0, 1.0)[..., None]
+    return Partial(unfold_groups(out, query.shape[1]), lse.reshape(query.shape[:3]))

@@ -1,0 +1,139 @@
+"""Tiny random models of every supported family."""
+
+import torch
+import transformers as T
+from transformers import PreTrainedModel
+
+VOCABULARY = 97
+SLIDING_THEN_FULL = ["sliding_attention", "full_attention"] * 2
+
+
+def _config(cls, **given):
+    options = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 1024,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+    } | given
+    return cls(**{name: value for name, value in options.items() if value is not None or name == "eos_token_id"})
+
+
+def _rope(**parameters):
+    return {"rope_theta": 10000.0, **parameters}
+
+
+LLAMA3_ROPE = _rope(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+)
+YARN_ROPE = _rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=128)
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+OSS_MOE = {"num_local_experts": 2, "num_experts_per_tok": 1}
+
+FAMILIES = {
+    "llama": lambda: T.LlamaForCausalLM(_config(T.LlamaConfig)),
+    "llama_mha": lambda: T.LlamaForCausalLM(_config(T.LlamaConfig, num_key_value_heads=8)),
+    "llama_llama3_rope": lambda: T.LlamaForCausalLM(_config(T.LlamaConfig, rope_parameters=LLAMA3_ROPE)),
+    "llama_yarn": lambda: T.LlamaForCausalLM(_config(T.LlamaConfig, rope_parameters=YARN_ROPE)),
+    "mistral_full": lambda: T.MistralForCausalLM(_config(T.MistralConfig)),
+    "qwen2": lambda: T.Qwen2ForCausalLM(_config(T.Qwen2Config)),
+    "qwen3": lambda: T.Qwen3ForCausalLM(_config(T.Qwen3Config)),
+    "qwen3_moe": lambda: T.Qwen3MoeForCausalLM(_config(T.Qwen3MoeConfig, **MOE)),
+    "gemma2": lambda: T.Gemma2ForCausalLM(
+        _config(T.Gemma2Config, sliding_window=16, query_pre_attn_scalar=16, attn_logit_softcapping=5.0)
+    ),
+    "gemma3": lambda: T.Gemma3ForCausalLM(
+        _config(T.Gemma3TextConfig, sliding_window=16, query_pre_attn_scalar=16, layer_types=SLIDING_THEN_FULL)
+    ),
+    "phi3": lambda: T.Phi3ForCausalLM(_config(T.Phi3Config, head_dim=None, num_attention_heads=4)),
+    "glm4": lambda: T.Glm4ForCausalLM(_config(T.Glm4Config)),
+    "olmo2": lambda: T.Olmo2ForCausalLM(_config(T.Olmo2Config, head_dim=None)),
+    "granite": lambda: T.GraniteForCausalLM(_config(T.GraniteConfig, head_dim=None)),
+    "smollm3": lambda: T.SmolLM3ForCausalLM(_config(T.SmolLM3Config)),
+    "gpt_oss": lambda: T.GptOssForCausalLM(
+        _config(T.GptOssConfig, sliding_window=16, rope_parameters=_rope(rope_type="default"), **OSS_MOE)
+    ),
+    "cohere2": lambda: T.Cohere2ForCausalLM(_config(T.Cohere2Config, sliding_window=16)),
+}
+NO_FULL_LAYER = {"mistral_sliding": lambda: T.MistralForCausalLM(_config(T.MistralConfig, sliding_window=16))}
+REFUSED = {
+    "deepseek_v3": lambda: T.DeepseekV3ForCausalLM(
+        _config(
+            T.DeepseekV3Config,
+            head_dim=None,
+            num_key_value_heads=8,
+            q_lora_rank=16,
+            kv_lora_rank=16,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=16,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=4,
+            moe_intermediate_size=32,
+            n_shared_experts=1,
+        )
+    ),
+    "falcon": lambda: T.FalconForCausalLM(_config(T.FalconConfig, head_dim=None)),
+}
+PROJECTIONS = ("q_proj", "k_proj", "qkv_proj", "query_key_value")
+
+
+def build(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, attention: str | None = None):
+    """A model of the family; queries and keys are sharpened, for random ones attend almost uniformly."""
+    torch.manual_seed(seed)
+    model: PreTrainedModel = (FAMILIES | NO_FULL_LAYER | REFUSED)[family]()
+    model = model.to(dtype).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2 and any(part in name for part in PROJECTIONS):
+                parameter.mul_(8)
+            if name.endswith("sinks"):
+                parameter.normal_()
+    model.set_attn_implementation(attention or exact_attention_of(family))
+    return model
+
+
+def exact_attention_of(family: str) -> str:
+    """The stock attention that computes the family right: some leave out soft-capping or sinks in sdpa."""
+    return "eager" if family in ("gemma2", "gpt_oss") else "sdpa"
+
+
+def longrope_phi3(limit: int = 32) -> PreTrainedModel:
+    """A Phi-3 that switches its rotary frequencies after `limit` tokens."""
+    rope = _rope(
+        rope_type="longrope",
+        short_factor=[1.0] * 8,
+        long_factor=[1.0 + 0.7 * i for i in range(8)],
+        original_max_position_embeddings=limit,
+        factor=32.0,
+    )
+    torch.manual_seed(0)
+    config = _config(
+        T.Phi3Config,
+        head_dim=None,
+        num_attention_heads=4,
+        original_max_position_embeddings=limit,
+        rope_parameters=rope,
+    )
+    return T.Phi3ForCausalLM(config).eval()
+
+
+def dynamic_llama(limit: int = 32) -> PreTrainedModel:
+    """A Llama that rescales its rotary frequencies with every length beyond `limit`."""
+    torch.manual_seed(0)
+    rope = _rope(rope_type="dynamic", factor=4.0)
+    return T.LlamaForCausalLM(_config(T.LlamaConfig, max_position_embeddings=limit, rope_parameters=rope)).eval()
+
+
+def tokens(rows: int, count: int, seed: int = 1) -> torch.Tensor:
+    """Random token ids, none of them padding."""
+    return torch.randint(1, VOCABULARY, (rows, count), generator=torch.Generator().manual_seed(seed))
