@@ -7,7 +7,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from transformers.modeling_utils import AttentionInterface
 
 from kvsketch.algorithms.draws import uniforms
-from kvsketch.algorithms.sampling import empty_sample, offer_token
+from kvsketch.algorithms.sampling import Sample, empty_sample, offer_token
 from kvsketch.attention import WeightedTokens, exact_attention, merge, weighted_attention
 from kvsketch.caches.base import BLOCK, MethodConfig
 from kvsketch.caches.budget import Budget
@@ -23,20 +23,29 @@ def budget_of(config: MethodConfig) -> Budget:
 
 
 @functools.cache
+def sample_after(config: MethodConfig, layer: int, head: int, left: int) -> Sample:
+    """What the one-head algorithm holds of the ranks 0…left-1; keys and values are the ranks themselves."""
+    if left == 0:
+        nothing = torch.zeros(1)
+        return empty_sample(config.plan(budget_of(config)), nothing, nothing)
+    sample = sample_after(config, layer, head, left - BLOCK)
+    ranks = torch.arange(left - BLOCK, left)
+    for rank, uniform in zip(ranks, uniforms(config.seed, layer, head, ranks), strict=True):
+        token = rank.float()[None]
+        sample = offer_token(sample, token, token, uniform)
+    return sample
+
+
+@functools.cache
 def log_weights(config: MethodConfig, layer: int, heads: int, length: int) -> torch.Tensor:
-    """Log weight of each of the first `length` tokens of a row, [h, length]: sinks, past by the one-head sample, window."""
-    budget = budget_of(config)
-    window = config.window_size(budget, length)
+    """Log weight of each of the first `length` tokens of a row: sinks, past by the one-head sample, window. [h, length]"""
+    window = config.window_size(budget_of(config), length)
     left = 0 if window is None else max(0, length - config.sinks - window) // BLOCK * BLOCK
     weights = torch.zeros(heads, length)
     weights[:, config.sinks : config.sinks + left] = DROPPED
     if config.name == "uniform" and left:
-        plan = config.plan(budget)
         for head in range(heads):
-            sample = empty_sample(plan, torch.zeros(1), torch.zeros(1))
-            for rank in range(left):
-                token = torch.tensor([float(rank)])
-                sample = offer_token(sample, token, token, uniforms(config.seed, layer, head, rank))
+            sample = sample_after(config, layer, head, left)
             held = sample.log_weights if config.weights == "count" else torch.zeros(len(sample.keys))
             weights[head, config.sinks + sample.keys[:, 0].long()] = held
     return weights

@@ -22,7 +22,7 @@ def _config(cls, **given):
         "bos_token_id": 1,
         "eos_token_id": None,
     } | given
-    return cls(**{name: value for name, value in options.items() if value is not None or name == "eos_token_id"})
+    return cls(**{name: value for name, value in options.items() if name != "head_dim" or value is not None})
 
 
 def _rope(**parameters):
@@ -41,7 +41,7 @@ FAMILIES = {
     "llama_mha": lambda: T.LlamaForCausalLM(_config(T.LlamaConfig, num_key_value_heads=8)),
     "llama_llama3_rope": lambda: T.LlamaForCausalLM(_config(T.LlamaConfig, rope_parameters=LLAMA3_ROPE)),
     "llama_yarn": lambda: T.LlamaForCausalLM(_config(T.LlamaConfig, rope_parameters=YARN_ROPE)),
-    "mistral_full": lambda: T.MistralForCausalLM(_config(T.MistralConfig)),
+    "mistral_full": lambda: T.MistralForCausalLM(_config(T.MistralConfig, sliding_window=None)),
     "qwen2": lambda: T.Qwen2ForCausalLM(_config(T.Qwen2Config)),
     "qwen3": lambda: T.Qwen3ForCausalLM(_config(T.Qwen3Config)),
     "qwen3_moe": lambda: T.Qwen3MoeForCausalLM(_config(T.Qwen3MoeConfig, **MOE)),

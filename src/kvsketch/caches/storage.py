@@ -29,7 +29,7 @@ class Rows:
     def resize(self, length: int, like: Tensor, most: int | None = None) -> None:
         """Have `length` rows shaped as those of `like`; new ones are not filled. Room is never made beyond `most`."""
         if self.buffer is None or length > self.buffer.shape[self.dim]:
-            room = length + max(SPARE, length // SPARE)
+            room = length + _room(length)
             shape = list(like.shape)
             shape[self.dim] = room if most is None else max(length, min(room, most))
             grown = torch.empty(shape, dtype=like.dtype, device=like.device)
@@ -64,10 +64,14 @@ class Rows:
             self.buffer = function(self.view).contiguous()
 
     def _give_back(self) -> None:
-        """Shrink a buffer that is mostly empty, as after a long prompt in a short window."""
+        """Shrink a buffer that has more room than growing by tokens ever makes, as after a long chunk."""
         assert self.buffer is not None
-        if self.buffer.shape[self.dim] > 2 * (self.length + SPARE):
+        if self.buffer.shape[self.dim] > self.length + 2 * _room(self.length):
             self.buffer = self.view.clone()
+
+
+def _room(length: int) -> int:
+    return max(SPARE, length // SPARE)
 
 
 def storage_bytes(tensors: Iterable[Tensor | None]) -> int:

@@ -1,0 +1,346 @@
+"""Bad input gets a ValueError that says what was expected, what came and what to do; nothing is lost by it."""
+
+import copy
+
+import pytest
+import torch
+import zoo
+from transformers import DynamicCache
+
+import kvsketch
+
+COMPRESSED = "uniform(keep=0.5, window=16)"
+
+
+@pytest.fixture()
+def model():
+    return zoo.build("llama")
+
+
+@pytest.fixture()
+def filled(model):
+    return kvsketch.prefill(model, zoo.tokens(1, 200), kvsketch.make_cache(model, COMPRESSED))
+
+
+def answer(model, cache):
+    """Greedy text after one more question: the same before and after a refused call."""
+    twin = cache.fork()
+    inputs = twin.new_tokens(zoo.tokens(1, 7, seed=9))
+    return model.generate(**inputs, past_key_values=twin, max_new_tokens=6, do_sample=False)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("uniform(keep=0)", "keep must be a fraction"),
+        ("uniform(keep=0.0)", "keep must be a fraction"),
+        ("uniform(keep=-1)", "keep must be a fraction"),
+        ("uniform(keep=1.5)", "keep must be a fraction"),
+        ("uniform(keep=True)", "keep must be a fraction"),
+        ("uniform(keep=None)", "keep must be a fraction"),
+        ("uniform(keep='12 parsecs')", "is not a size"),
+        ("uniform(keep='lots')", "is not a size"),
+        ("uniform(keep='0MB')", "no memory at all"),
+        ("uniform(keep=50)", "needs at least"),
+        ("streaming_llm(keep=20)", "needs at least"),
+        ("uniform(window=0)", "window must be a whole number of at least 1"),
+        ("uniform(sinks=-1)", "sinks must be a whole number of at least 0"),
+        ("uniform(window=2.5)", "window must be a whole number"),
+        ("uniform(prefill='later')", "prefill must be one of exact, streaming"),
+        ("uniform(chunk=0)", "chunk must be a whole number of at least 1"),
+        ("uniform(weights='some')", "weights must be one of count, none"),
+        ("uniform(seed='x')", "seed must be a whole number"),
+        ("unifrom(keep=0.5)", "did you mean uniform"),
+        ("streamingllm", "did you mean streaming_llm"),
+        ("quantum", "there are exact, streaming_llm, uniform"),
+        ("uniform(kep=0.5)", "no option 'kep'.*did you mean keep"),
+        ("exact(keep=0.5)", "exact has no option 'keep'"),
+        ("uniform(0.5)", "every option needs its name"),
+        ("uniform(keep=0.5", "cannot read the spec"),
+        ("uniform(keep=open('x'))", "values are numbers or quoted text"),
+        ("", "cannot read the spec"),
+        ("a.b(c=1)", "cannot read the spec"),
+        (3, "a spec is text"),
+    ],
+)
+def test_specs(spec, message, model):
+    with pytest.raises(ValueError, match=message):
+        kvsketch.make_cache(model, spec)
+    assert model.config._attn_implementation == "sdpa", "a refused spec must not attach the model"
+
+
+def test_a_budget_in_bytes_that_is_too_small_says_what_is_needed(model):
+    cache = kvsketch.make_cache(model, "uniform(keep='10KB')")
+    with pytest.raises(ValueError, match=r"needs at least \d+ \(1 rows, [\d,]+ bytes a layer\)"):
+        model(zoo.tokens(1, 20), past_key_values=cache)
+
+
+def test_a_budget_in_bytes_below_the_sliding_layers_needs_says_so():
+    model = zoo.build("gemma3")
+    cache = kvsketch.make_cache(model, "uniform(keep='1KB')")
+    with pytest.raises(ValueError, match="less than the sliding layers alone need"):
+        model(zoo.tokens(1, 20), past_key_values=cache)
+
+
+def test_no_model():
+    with pytest.raises(ValueError, match="expected a transformers model, got str"):
+        kvsketch.make_cache("llama")
+
+
+def test_empty_prompts(model, filled):
+    empty = torch.zeros(1, 0, dtype=torch.long)
+    for call in (
+        lambda: kvsketch.prefill(model, empty, kvsketch.make_cache(model)),
+        lambda: filled.new_tokens(empty),
+        lambda: model(empty, past_key_values=kvsketch.make_cache(model)),
+    ):
+        with pytest.raises(ValueError, match="at least one token|no new tokens"):
+            call()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 20, 21, 68])
+def test_prompts_shorter_than_sinks_and_window_are_exact(count):
+    stock, ours = zoo.build("llama"), zoo.build("llama")
+    ids = zoo.tokens(1, count)
+    for spec in ("uniform(keep=0.25)", "streaming_llm(keep=200)", "uniform(keep=0.25, prefill='streaming', chunk=7)"):
+        got = ours.generate(ids, past_key_values=kvsketch.make_cache(ours, spec), max_new_tokens=5, do_sample=False)
+        assert torch.equal(got, stock.generate(ids, max_new_tokens=5, do_sample=False))
+
+
+def test_only_new_tokens_without_the_mask_of_all(model, filled):
+    before = answer(model, filled)
+    with pytest.raises(ValueError, match="cache.new_tokens"):
+        model.generate(zoo.tokens(1, 7), past_key_values=filled, max_new_tokens=3)
+    assert torch.equal(answer(model, filled), before)
+
+
+def test_new_tokens_of_an_empty_cache(model):
+    with pytest.raises(ValueError, match="the cache is empty"):
+        kvsketch.make_cache(model).new_tokens(zoo.tokens(1, 3))
+
+
+def test_new_tokens_for_other_rows(filled):
+    with pytest.raises(ValueError, match="holds 1 rows, but 2 came"):
+        filled.new_tokens(zoo.tokens(2, 3))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_keys_that_are_not_finite(model, value):
+    cache = kvsketch.make_cache(model, COMPRESSED)
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    good = weight.detach().clone()
+    with torch.no_grad():
+        weight[0, 0] = value
+    with pytest.raises(ValueError, match=r"layer 0 was given keys that are NaN or infinite; nothing was stored"):
+        model(zoo.tokens(1, 200), past_key_values=cache)
+    with torch.no_grad():
+        weight.copy_(good)
+    assert cache.get_seq_length() == 0
+    kvsketch.prefill(model, zoo.tokens(1, 200), cache)  # the cache is as good as new
+    assert cache.get_seq_length() == 200
+
+
+def test_a_nan_in_a_decode_step_shows_in_its_logits(model, filled):
+    embedding = torch.full((1, 1, 64), float("nan"))
+    with torch.no_grad():
+        logits = model(inputs_embeds=embedding, past_key_values=filled).logits
+    assert logits.isnan().all()
+
+
+def test_a_call_that_fails_half_way_leaves_a_cache_that_says_so(model, filled):
+    weight = model.model.layers[2].self_attn.v_proj.weight
+    good = weight.detach().clone()
+    copy_before = filled.fork()
+    expected = answer(model, copy_before)
+    with torch.no_grad():
+        weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match="layer 2 was given values that are NaN"):
+        kvsketch.prefill(model, zoo.tokens(1, 5), filled)
+    with torch.no_grad():
+        weight.copy_(good)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="failed half-way: layers hold between 200 and 205 tokens"):
+            kvsketch.prefill(model, zoo.tokens(1, 5), filled)
+    assert torch.equal(answer(model, copy_before), expected)
+    filled.reset()
+    kvsketch.prefill(model, zoo.tokens(1, 200), filled)
+    assert torch.equal(answer(model, filled), expected)
+
+
+def test_running_out_of_memory_inside_a_layer_is_not_forgotten(model, filled, monkeypatch):
+    from kvsketch.caches.layer import LayerCache
+
+    def fail(*args, **kwargs):
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LayerCache, "_measure", fail)
+        with pytest.raises(MemoryError):
+            kvsketch.prefill(model, zoo.tokens(1, 5), filled)
+    with pytest.raises(ValueError, match="failed half-way"):
+        kvsketch.prefill(model, zoo.tokens(1, 5), filled)
+
+
+def test_a_cache_of_another_model(model, filled):
+    twin = zoo.build("llama")
+    kvsketch.attach(twin)
+    before = answer(model, filled)
+    with pytest.raises(ValueError, match="made for another model object"):
+        twin(zoo.tokens(1, 3), past_key_values=filled)
+    assert torch.equal(answer(model, filled), before)
+
+
+def test_other_heads_widths_and_types():
+    model = zoo.build("llama")
+    cache = kvsketch.prefill(model, zoo.tokens(1, 50), kvsketch.make_cache(model, COMPRESSED))
+    layer = cache.sketch_layers[0]
+    for keys in (torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 16, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match="holds 2 KV heads of width 16 in torch.float32, but"):
+            layer.update(keys, keys)
+    with pytest.raises(ValueError, match="holds 1 rows, but 2 came"):
+        model(zoo.tokens(2, 1), past_key_values=cache)
+    with pytest.raises(ValueError, match="made for 4 layers"):
+        cache.update(torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 1, 16), 7)
+
+
+def test_without_attaching(model, filled):
+    before = answer(model, filled)
+    kvsketch.detach(model)
+    with pytest.raises(ValueError, match='computes attention with "sdpa".*attach'):
+        model(zoo.tokens(1, 1), past_key_values=filled)
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match='computes attention with "eager".*attach'):
+        model(zoo.tokens(1, 1), past_key_values=filled)
+    kvsketch.attach(model)
+    assert torch.equal(answer(model, filled), before)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 3, 203), (1, 1, 3, 3)])
+def test_masks_of_four_dimensions(model, filled, shape):
+    before = answer(model, filled)
+    mask = torch.ones(shape, dtype=torch.bool)
+    with pytest.raises(ValueError, match="takes a 2-D padding mask"):
+        model(zoo.tokens(1, 3), attention_mask=mask, past_key_values=filled, position_ids=torch.arange(200, 203)[None])
+    assert torch.equal(answer(model, filled), before)
+
+
+def test_a_mask_that_is_too_short(model, filled):
+    before = answer(model, filled)
+    mask = torch.tensor([[0, 1]])
+    with pytest.raises(ValueError, match="covers 2 tokens, but 3 new ones came"):
+        model(zoo.tokens(1, 3), attention_mask=mask, past_key_values=filled, position_ids=torch.arange(200, 203)[None])
+    assert torch.equal(answer(model, filled), before)
+
+
+def test_packed_sequences(model):
+    """Positions that start again mean several sequences in one row; stock sees them only without a cache."""
+    positions = torch.cat([torch.arange(20), torch.arange(20)])[None]
+    with pytest.raises(ValueError, match="packed"):
+        model(zoo.tokens(1, 40), position_ids=positions, past_key_values=kvsketch.make_cache(model, COMPRESSED))
+    stock = zoo.build("llama")
+    kvsketch.attach(model)
+    with torch.no_grad():  # without our cache: as stock
+        got = model(zoo.tokens(1, 40), position_ids=positions, use_cache=False).logits
+        expected = stock(zoo.tokens(1, 40), position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=5e-6)
+
+
+def test_attention_weights(model, filled):
+    before = answer(model, filled)
+    with pytest.raises(ValueError, match="does not form attention weights"):
+        model(zoo.tokens(1, 3), past_key_values=filled, output_attentions=True)
+    assert torch.equal(answer(model, filled), before)
+
+
+def test_assistants_with_a_filled_cache(model, filled):
+    ids = torch.cat([zoo.tokens(1, 200), zoo.tokens(1, 5, seed=2)], 1)
+    for options in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": zoo.build("llama")}):
+        with pytest.raises(ValueError, match="must start from an empty cache"):
+            model.generate(ids, past_key_values=filled, max_new_tokens=3, do_sample=False, **options)
+
+
+def test_crop_by_a_positive_number(filled):
+    with pytest.raises(ValueError, match="number of tokens to remove"):
+        filled.crop(3)
+
+
+def test_a_cache_implementation_beside_the_cache(model, filled):
+    with pytest.raises(ValueError, match="cache_implementation"):
+        model.generate(zoo.tokens(1, 201), past_key_values=filled, cache_implementation="static", max_new_tokens=2)
+
+
+def test_prefill_arguments(model):
+    cache = kvsketch.make_cache(model)
+    with pytest.raises(ValueError, match="chunk must be at least 1, got 0"):
+        kvsketch.prefill(model, zoo.tokens(1, 5), cache, chunk=0)
+    with pytest.raises(ValueError, match="attention_mask must cover the new tokens"):
+        kvsketch.prefill(model, zoo.tokens(1, 5), cache, attention_mask=torch.ones(1, 4))
+
+
+def test_a_cache_that_the_model_drops_at_its_rotary_switch():
+    """Phi-3 with longrope recomputes everything with a cache of its own; that must not go unnoticed."""
+    model = zoo.longrope_phi3(limit=32)
+    with pytest.raises(ValueError, match="switches its rotary frequencies at 32 tokens"):
+        cache = kvsketch.make_cache(model, COMPRESSED)
+        model.generate(zoo.tokens(1, 28), past_key_values=cache, max_new_tokens=12, do_sample=False)
+    with pytest.raises(ValueError, match="switches its rotary frequencies at 32 tokens"):
+        cache = kvsketch.make_cache(model, COMPRESSED)
+        model.generate(zoo.tokens(1, 60), past_key_values=cache, max_new_tokens=2, do_sample=False)
+    with pytest.raises(ValueError, match="switches its rotary frequencies at 32 tokens"):
+        kvsketch.prefill(model, zoo.tokens(1, 60), kvsketch.make_cache(model, COMPRESSED), chunk=16)
+
+
+def test_longrope_on_one_side_of_the_switch_is_right():
+    stock, model = zoo.longrope_phi3(limit=32), zoo.longrope_phi3(limit=32)
+    short = {"max_new_tokens": 6, "do_sample": False}
+    ids = zoo.tokens(1, 24)
+    got = model.generate(ids, past_key_values=kvsketch.make_cache(model, "exact"), **short)
+    assert torch.equal(got, stock.generate(ids, **short))
+    long = zoo.tokens(1, 60)
+    cache = kvsketch.prefill(model, long[:, :-1], kvsketch.make_cache(model, "exact"))
+    got = model.generate(long, past_key_values=cache, **short)
+    assert torch.equal(got, stock.generate(long, **short))
+    kvsketch.detach(model)
+    assert torch.equal(model.generate(long, **short), stock.generate(long, **short))
+
+
+def test_dynamic_rotary_scaling():
+    stock, model = zoo.dynamic_llama(limit=32), zoo.dynamic_llama(limit=32)
+    ids = zoo.tokens(1, 60)
+    with pytest.raises(ValueError, match="rescales its rotary frequencies"):
+        kvsketch.prefill(model, ids, kvsketch.make_cache(model, COMPRESSED), chunk=20)
+    got = model.generate(ids, past_key_values=kvsketch.make_cache(model, "exact"), max_new_tokens=6, do_sample=False)
+    assert torch.equal(got, stock.generate(ids, max_new_tokens=6, do_sample=False))
+
+
+def test_models_whose_layers_share_a_cache():
+    model = zoo.build("llama")
+    model.config.num_kv_shared_layers = 2
+    with pytest.raises(ValueError, match="share one cache"):
+        kvsketch.make_cache(model)
+
+
+def test_a_model_that_changes_keys_after_the_cache(model):
+    """As MLA does: the link is lost, and that is noticed in the first call."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+    cache = kvsketch.make_cache(model, COMPRESSED)
+    ours = ALL_ATTENTION_FUNCTIONS["kvsketch"]
+
+    def lossy(module, query, key, *args, **kwargs):
+        return ours(module, query, key.clone(), *args, **kwargs)
+
+    AttentionInterface.register("kvsketch", lossy)
+    try:
+        with pytest.raises(ValueError, match="changes keys between cache and attention"):
+            model(zoo.tokens(1, 20), past_key_values=cache)
+    finally:
+        AttentionInterface.register("kvsketch", ours)
+
+
+def test_a_stock_cache_can_still_be_used_after_all_this(model, filled):
+    stock = zoo.build("llama")
+    ids = zoo.tokens(1, 30)
+    got = model.generate(ids, past_key_values=DynamicCache(config=model.config), max_new_tokens=5, do_sample=False)
+    assert torch.equal(got, stock.generate(ids, max_new_tokens=5, do_sample=False))
+    assert copy.deepcopy(filled).get_seq_length() == 200

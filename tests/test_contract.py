@@ -1,0 +1,307 @@
+"""What every method promises; a new line in the registry is tested without a word here."""
+
+import copy
+
+import pytest
+import torch
+
+from kvsketch.attention import exact_attention
+from kvsketch.caches.base import BLOCK
+from kvsketch.caches.layer import LayerCache, NewTokens
+from kvsketch.caches.registry import METHODS, methods, parse_spec
+
+ROWS, HEADS, GROUP, WIDTH = 2, 2, 2, 16
+SCALE = WIDTH**-0.5
+FIXED_SLACK = 128  # entries per row and head, beyond 1.05 × the budget: window run-over, open stratum, spare rows
+BUDGETED = [name for name, config in METHODS.items() if name != "exact"]
+SMALL = {"exact": {}} | {name: {"keep": 0.25} for name in BUDGETED}
+
+
+def small(name, **given):
+    """A config of the method that drops most of a few hundred tokens."""
+    return METHODS[name](**(SMALL[name] | given))
+
+
+def stream(count, *, dtype=torch.float32, rows=ROWS, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(rows, HEADS * GROUP, count, WIDTH, generator=generator)
+    keys, values = (torch.randn(rows, HEADS, count, WIDTH, generator=generator) for _ in range(2))
+    return query.to(dtype), keys.to(dtype), values.to(dtype)
+
+
+def feed(cache, query, keys, values, sizes, valid=None):
+    """Read the stream in calls of these sizes; the answers in order."""
+    out, start = [], 0
+    for size in sizes:
+        part = slice(start, start + size)
+        real = None if valid is None or bool(valid[:, part].all()) else valid[:, part]
+        new = NewTokens(keys[:, :, part], values[:, :, part], real)
+        out.append(cache.read(query[:, :, part], new, SCALE).out)
+        start += size
+    return torch.cat(out, 2)
+
+
+def held(cache):
+    """All that a cache holds, as comparable tensors."""
+    tensors, numbers = cache.state()
+    tensors.pop("error", None)
+    numbers.pop("measured_at")
+    return {name: tensor.clone() for name, tensor in tensors.items()}, numbers
+
+
+def causal_answers(query, keys, values):
+    count = query.shape[2]
+    visible = torch.ones(count, count, dtype=torch.bool).tril()[None, None]
+    return exact_attention(query, keys, values, SCALE, visible=visible).out
+
+
+def assert_same(left, right):
+    assert left[1] == right[1]
+    assert left[0].keys() == right[0].keys()
+    for name in left[0]:
+        torch.testing.assert_close(left[0][name], right[0][name], rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_it_says_in_one_line_what_it_keeps(name):
+    assert 20 < len(methods()[name]) < 120
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_its_spec_parses_back(name):
+    for config in (METHODS[name](), small(name, sinks=2, prefill="streaming", chunk=77)):
+        assert parse_spec(str(config)) == config
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("sizes", [[200], [1] * 100, [60, 1, 40, *[1] * 50]], ids=["at once", "one by one", "mixed"])
+def test_it_is_exact_while_the_budget_holds_everything(name, sizes):
+    given = {} if name == "exact" else {"keep": 200 + BLOCK}
+    count = sum(sizes)
+    query, keys, values = stream(count)
+    got = feed(LayerCache(METHODS[name](**given), 0), query, keys, values, sizes)
+    torch.testing.assert_close(got, causal_answers(query, keys, values), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", BUDGETED)
+def test_keeping_all_tokens_is_exact(name):
+    query, keys, values = stream(300)
+    got = feed(LayerCache(small(name, keep=1.0), 0), query, keys, values, [200, *[1] * 100])
+    torch.testing.assert_close(got, causal_answers(query, keys, values), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("sizes", [[400], [100, 300], [399, 1], [37] * 10 + [30]], ids=str)
+def test_a_chunk_is_held_as_its_tokens_one_by_one(name, sizes):
+    query, keys, values = stream(400)
+    config = small(name)
+    together, apart = LayerCache(config, 3), LayerCache(config, 3)
+    feed(together, query, keys, values, sizes)
+    feed(apart, query, keys, values, [1] * 400)
+    assert_same(held(together), held(apart))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_same_seed_gives_the_same_bytes_and_leaves_global_randomness_alone(name):
+    query, keys, values = stream(400)
+    before = torch.random.get_rng_state()
+    caches = [LayerCache(small(name), 0) for _ in range(2)]
+    for cache in caches:
+        feed(cache, query, keys, values, [400])
+    assert_same(held(caches[0]), held(caches[1]))
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", BUDGETED)
+@pytest.mark.parametrize("keep", [0.125, 0.25, 0.5, 512, 2000])
+@pytest.mark.parametrize("sizes", [[4000], [500] * 8, [3000, *[1] * 300]], ids=["at once", "chunks", "decoding"])
+def test_bytes_stay_within_the_budget(name, keep, sizes):
+    query, keys, values = stream(sum(sizes), rows=1)
+    cache = LayerCache(small(name, keep=keep), 0)
+    start = 0
+    entry = 2 * HEADS * WIDTH * keys.element_size() + 12  # one for all heads, with its rank and weight
+    for size in sizes:
+        feed(cache, query[:, :, start:], keys[:, :, start:], values[:, :, start:], [size])
+        start += size
+        budget = keep if isinstance(keep, int) else keep * start
+        assert cache.nbytes <= (1.05 * budget + FIXED_SLACK) * entry
+    if start > 3500:  # and the budget is used, not only respected
+        assert cache.nbytes >= 0.8 * min(budget, start) * entry
+
+
+@pytest.mark.parametrize("name", BUDGETED)
+@pytest.mark.parametrize("prefill", ["exact", "streaming"])
+def test_a_budget_in_bytes_is_kept(name, prefill):
+    share = 400_000
+    cache = LayerCache(small(name, keep="1MB", prefill=prefill), 0, lambda rows, entry_bytes: share)
+    feed(cache, *stream(4000), [3000, *[1] * 100, 400])
+    assert 0.8 * share <= cache.nbytes <= 1.05 * share + FIXED_SLACK * ROWS * (2 * HEADS * WIDTH * 4 + 12)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("prefill", ["exact", "streaming"])
+def test_a_padded_row_equals_the_row_alone(name, prefill):
+    count, padding = 420, 61
+    query, keys, values = stream(count)
+    valid = torch.ones(ROWS, count, dtype=torch.bool)
+    valid[0, :padding] = False
+    config = small(name, prefill=prefill, chunk=count)  # one chunk: it is cut at the same tokens in both
+    sizes = [300, *[1] * 70, 50]
+    together = LayerCache(config, 1)
+    got = feed(together, query, keys, values, sizes, valid)
+    assert got.isfinite().all()
+    for row, skip in ((0, padding), (1, 0)):
+        alone = LayerCache(config, 1)
+        single = [t[row : row + 1, :, skip:] for t in (query, keys, values)]
+        expected = feed(alone, *single, [sizes[0] - skip, *sizes[1:]])
+        torch.testing.assert_close(got[row : row + 1, :, skip:], expected, rtol=1e-4, atol=1e-5)
+        assert torch.equal(together.count_entries()[row], alone.count_entries()[0])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_rows_of_every_length_are_served(name):
+    """Empty rows, rows shorter than the sinks, shorter than the window, and long ones, in one batch."""
+    lengths = [0, 1, 3, 40, 90, 300]
+    count = max(lengths)
+    query, keys, values = stream(count + 40, rows=len(lengths))
+    valid = torch.ones(len(lengths), count + 40, dtype=torch.bool)
+    for row, length in enumerate(lengths):
+        valid[row, : count - length] = False
+    got = feed(LayerCache(small(name), 0), query, keys, values, [count, *[1] * 40], valid)
+    assert got.isfinite().all()
+    for row, length in enumerate(lengths):
+        skip = count - length
+        single = [t[row : row + 1, :, skip:] for t in (query, keys, values)]
+        expected = feed(LayerCache(small(name), 0), *single, [length, *[1] * 40] if length else [1] * 40)
+        torch.testing.assert_close(got[row : row + 1, :, skip:], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_follows_single_precision(name, dtype):
+    query, keys, values = stream(400, dtype=dtype)
+    config = small(name)
+    got = feed(LayerCache(config, 0), query, keys, values, [350, *[1] * 50])
+    wide = feed(LayerCache(config, 0), *(t.float() for t in (query, keys, values)), [350, *[1] * 50])
+    rounding = torch.finfo(dtype).eps
+    assert (got.float() - wide).norm() / wide.norm() < 2 * rounding
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_huge_keys_give_finite_answers(name):
+    query, keys, values = stream(400)
+    got = feed(LayerCache(small(name), 0), query * 100, keys * 100, values, [350, *[1] * 50])
+    assert got.isfinite().all()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_reset_forgets_everything(name):
+    query, keys, values = stream(400)
+    used, fresh = LayerCache(small(name), 0), LayerCache(small(name), 0)
+    feed(used, *stream(400, seed=1), [400])
+    used.reset()
+    assert used.nbytes == 0
+    torch.testing.assert_close(
+        feed(used, query, keys, values, [300, 100]), feed(fresh, query, keys, values, [300, 100]), rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_copy_lives_its_own_life(name):
+    query, keys, values = stream(500)
+    original = LayerCache(small(name), 0)
+    feed(original, query, keys, values, [400])
+    before = held(original)
+    twin = copy.deepcopy(original)
+    rest = [t[:, :, 400:] for t in (query, keys, values)]
+    answers = feed(twin, *rest, [50, *[1] * 50])
+    assert_same(held(original), before)
+    torch.testing.assert_close(feed(original, *rest, [50, *[1] * 50]), answers, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_rows_can_be_moved_repeated_and_dropped(name):
+    query, keys, values = stream(500, rows=3)
+    valid = torch.ones(3, 500, dtype=torch.bool)
+    valid[1, :77] = False
+    cache = LayerCache(small(name), 0)
+    feed(cache, query, keys, values, [400], valid)
+    index = torch.tensor([2, 1, 1, 0])
+    cache.map_rows(lambda tensor: tensor.index_select(0, index), index.tolist())
+    rest = [t[index][:, :, 400:] for t in (query, keys, values)]
+    got = feed(cache, *rest, [1] * 60)
+    for row, source in enumerate(index.tolist()):
+        alone = LayerCache(small(name), 0)
+        skip = 77 if source == 1 else 0
+        single = [t[source : source + 1, :, skip:] for t in (query, keys, values)]
+        expected = feed(alone, *single, [400 - skip, *[1] * 60])[:, :, 400 - skip :]
+        torch.testing.assert_close(got[row : row + 1], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("padding", [0, 30])
+def test_state_can_be_taken_out_and_put_back(name, padding):
+    query, keys, values = stream(500)
+    valid = torch.ones(ROWS, 500, dtype=torch.bool)
+    valid[0, :padding] = False
+    cache = LayerCache(small(name), 2)
+    feed(cache, query, keys, values, [300, *[1] * 45], valid)
+    tensors, numbers = cache.state()
+    twin = LayerCache(small(name), 2)
+    twin.restore({name: tensor.clone() for name, tensor in tensors.items()}, copy.deepcopy(numbers))
+    assert_same(held(twin), held(cache))
+    rest = [t[:, :, 345:] for t in (query, keys, values)]
+    torch.testing.assert_close(feed(twin, *rest, [1] * 80), feed(cache, *rest, [1] * 80), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("padding", [0, 30])
+def test_the_uncompressed_tail_can_be_taken_back(name, padding):
+    query, keys, values = stream(500)
+    valid = torch.ones(ROWS, 500, dtype=torch.bool)
+    valid[0, :padding] = False
+    config = small(name)
+    cache, straight = LayerCache(config, 0), LayerCache(config, 0)
+    feed(cache, query, keys, values, [400], valid)
+    feed(straight, query, keys, values, [400], valid)
+    wrong = [t.flip(2)[:, :, :5] for t in (query, keys, values)]
+    feed(cache, *wrong, [5])
+    assert cache.left == straight.left, "choose other counts: a block left the window in between"
+    cache.crop(5)
+    rest = [t[:, :, 400:] for t in (query, keys, values)]
+    torch.testing.assert_close(feed(cache, *rest, [1] * 60), feed(straight, *rest, [1] * 60), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", BUDGETED)
+def test_what_has_left_the_window_cannot_be_taken_back(name):
+    query, keys, values = stream(600)
+    cache = LayerCache(small(name, keep=0.125), 0)
+    feed(cache, query, keys, values, [600])
+    before = held(cache)
+    with pytest.raises(ValueError, match=r"cannot take back 500 tokens: only the last \d+ of 600"):
+        cache.crop(500)
+    assert_same(held(cache), before)
+
+
+@pytest.mark.parametrize("name", BUDGETED)
+def test_streaming_equals_chunks_given_by_hand(name):
+    query, keys, values = stream(1000)
+    streaming = LayerCache(small(name, prefill="streaming", chunk=128), 0)
+    by_hand = LayerCache(small(name), 0)
+    got = feed(streaming, query, keys, values, [1000])
+    expected = feed(by_hand, query, keys, values, [128] * 7 + [104])
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    assert_same(held(streaming), held(by_hand))
+
+
+@pytest.mark.parametrize("name", BUDGETED)
+def test_the_reported_error_is_the_error(name):
+    query, keys, values = stream(600)
+    cache = LayerCache(small(name), 0)
+    feed(cache, query, keys, values, [600])
+    assert cache.measured_at == 600
+    exact = exact_attention(query[:, :, -8:], keys, values, SCALE).out
+    got = cache.attend(query[:, :, -8:], SCALE).out
+    expected = (got - exact).norm(dim=(2, 3)) / exact.norm(dim=(2, 3))
+    torch.testing.assert_close(cache.error, expected)
+    assert (cache.error > 0.05).all()  # something was dropped, and it shows

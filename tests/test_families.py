@@ -1,0 +1,224 @@
+"""Every supported family of models: equal to stock while nothing is dropped, equal to the oracle when much is."""
+
+import warnings
+
+import oracle
+import pytest
+import torch
+import zoo
+from transformers import DynamicCache
+
+import kvsketch
+
+ROWS, PROMPT, STEPS = 3, 150, 40
+COMPRESSED = ["uniform(keep=0.5, window=16, seed=3)", "uniform(keep=104, sinks=2, window=16)", "streaming_llm(keep=0.25)"]
+
+
+def padding_mask(rows=ROWS, count=PROMPT):
+    """Left padding: 60 tokens in the first row, 3 in the second, none in the others."""
+    mask = torch.ones(rows, count, dtype=torch.long)
+    mask[0, :60] = 0
+    mask[1, :3] = 0
+    return mask
+
+
+@torch.no_grad()
+def logits(model, cache, calls, mask=None):
+    """Logits of every token that is fed, call by call, with positions as `generate` would give them."""
+    out, seen = [], 0
+    for ids in calls:
+        seen += ids.shape[1]
+        options = {}
+        if mask is not None:
+            mask = torch.cat([mask, mask.new_ones(mask.shape[0], max(0, seen - mask.shape[1]))], 1)
+            known = mask[:, :seen]
+            options["attention_mask"] = known
+            options["position_ids"] = (known.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+        out.append(model(ids, past_key_values=cache, use_cache=True, **options).logits)
+    return torch.cat(out, 1)
+
+
+def calls_of(rows, prompt=PROMPT, steps=STEPS):
+    return [zoo.tokens(rows, prompt), *zoo.tokens(rows, steps, seed=2).split(1, 1)]
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_with_nothing_dropped_logits_equal_stock(family):
+    stock, ours = zoo.build(family), zoo.build(family)
+    cache = kvsketch.make_cache(ours, "exact")
+    calls = calls_of(2)
+    expected = logits(stock, DynamicCache(config=stock.config), calls)
+    got = logits(ours, cache, calls)
+    if zoo.exact_attention_of(family) == "sdpa":
+        # The prompt goes through the very call that stock makes. A decode step does so where query
+        # and KV heads are as many; with groups, stock's call on a CPU is the slow one that we avoid.
+        assert torch.equal(got[:, :PROMPT], expected[:, :PROMPT])
+        if stock.config.num_attention_heads == stock.config.num_key_value_heads:
+            assert torch.equal(got, expected)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-6)
+    assert torch.equal(got.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_with_padding_and_nothing_dropped_logits_equal_stock(family):
+    stock, ours = zoo.build(family), zoo.build(family)
+    mask = padding_mask()
+    calls = calls_of(ROWS, steps=6)
+    expected = logits(stock, DynamicCache(config=stock.config), calls, mask)
+    got = logits(ours, kvsketch.make_cache(ours, "exact"), calls, mask)
+    real = torch.cat([mask, mask.new_ones(ROWS, 6)], 1).bool()
+    torch.testing.assert_close(got[real], expected[real], rtol=1e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("spec", COMPRESSED)
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_compressed_padded_batches_follow_the_oracle(family, spec):
+    """Prompt, decoding across several blocks, and a second turn, for rows of different lengths."""
+    ours, slow = zoo.build(family), zoo.build(family)
+    config = kvsketch.parse_spec(spec)
+    oracle.install(slow, config)
+    cache = kvsketch.make_cache(ours, config)
+    calls = [*calls_of(ROWS), zoo.tokens(ROWS, 45, seed=3), *zoo.tokens(ROWS, 3, seed=4).split(1, 1)]
+    mask = padding_mask()
+    expected = logits(slow, DynamicCache(config=slow.config), calls, mask)
+    got = logits(ours, cache, calls, mask)
+    real = torch.cat([mask, mask.new_ones(ROWS, got.shape[1] - PROMPT)], 1).bool()
+    torch.testing.assert_close(got[real], expected[real], rtol=1e-4, atol=1e-5)
+    exact = zoo.build(family)
+    dropped = logits(exact, DynamicCache(config=exact.config), calls, mask)
+    assert (got[:, -1] - dropped[:, -1]).abs().max() > 1e-3, "compression should have had an effect"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_stays_near_stock(family, dtype):
+    stock, ours = zoo.build(family, dtype=dtype), zoo.build(family, dtype=dtype)
+    calls = calls_of(2, steps=8)
+    expected = logits(stock, DynamicCache(config=stock.config), calls).float()
+    got = logits(ours, kvsketch.make_cache(ours, "exact"), calls).float()
+    wide = zoo.build(family, dtype=dtype).float()
+    truth = logits(wide, DynamicCache(config=wide.config), calls)
+    ours_error, stock_error = (got - truth).norm(), (expected - truth).norm()
+    assert ours_error <= 2 * stock_error
+
+
+def test_a_model_without_full_attention_warns_that_there_is_nothing_to_compress():
+    model = zoo.build("mistral_sliding")
+    stock = zoo.build("mistral_sliding")
+    with pytest.warns(UserWarning, match="nothing to compress"):
+        cache = kvsketch.make_cache(model, "uniform")
+    calls = calls_of(2, steps=6)
+    expected = logits(stock, DynamicCache(config=stock.config), calls)
+    torch.testing.assert_close(logits(model, cache, calls), expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"), [("deepseek_v3", "MLA"), ("falcon", "does not let its attention be exchanged")]
+)
+def test_families_that_cannot_be_served_are_refused(family, reason):
+    model = zoo.build(family, attention="eager")
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match=reason):
+        kvsketch.make_cache(model, "uniform")
+    assert model.config._attn_implementation == before
+
+
+def test_remote_code_is_refused():
+    model = zoo.build("llama")
+    remote = type("RemoteModel", (type(model),), {"__module__": "transformers_modules.somebody.something"})
+    model.__class__ = remote
+    with pytest.raises(ValueError, match="remote code"):
+        kvsketch.make_cache(model)
+
+
+def test_encoder_decoder_models_are_refused():
+    import transformers
+
+    small = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 32}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**small))
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        kvsketch.make_cache(model)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_an_attached_model_without_our_cache_answers_as_before(family, padded):
+    """No cache, a stock cache in one call, in chunks, and token by token."""
+    stock, ours = zoo.build(family), zoo.build(family)
+    kvsketch.attach(ours)
+    mask = padding_mask() if padded else None
+    real = padding_mask().bool() if padded else torch.ones(ROWS, PROMPT, dtype=torch.bool)
+    ids = zoo.tokens(ROWS, PROMPT)
+    with torch.no_grad():
+        options = {"attention_mask": mask, "use_cache": False}
+        torch.testing.assert_close(
+            ours(ids, **options).logits[real], stock(ids, **options).logits[real], rtol=1e-5, atol=5e-6
+        )
+    for calls in ([ids], list(ids.split(40, 1)), [ids[:, :140], *ids[:, 140:].split(1, 1)]):
+        expected = logits(stock, DynamicCache(config=stock.config), calls, mask)
+        got = logits(ours, DynamicCache(config=ours.config), calls, mask)
+        torch.testing.assert_close(got[real], expected[real], rtol=1e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_an_attached_model_still_works_with_a_static_cache(family):
+    stock, ours = zoo.build(family), zoo.build(family)
+    kvsketch.attach(ours)
+    ids = zoo.tokens(2, 30)
+    options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static", "disable_compile": True}
+    assert torch.equal(ours.generate(ids, **options), stock.generate(ids, **options))
+
+
+def test_training_an_attached_model_gives_the_same_gradients():
+    stock, ours = zoo.build("llama"), zoo.build("llama")
+    kvsketch.attach(ours)
+    ids = zoo.tokens(2, 30)
+    for model in (stock, ours):
+        model.train()
+        model(ids, labels=ids).loss.backward()
+    for (name, one), (_, other) in zip(stock.named_parameters(), ours.named_parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, msg=name)
+
+
+def test_detach_restores_the_model():
+    for family in ("llama", "gemma2", "gpt_oss"):
+        model = zoo.build(family)
+        before = {name: value for name, value in vars(model).items() if not name.startswith("_")}
+        attention, config = model.config._attn_implementation, model.config.to_dict()
+        attributes = [set(vars(module)) for module in model.modules()]
+        hooks = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()]
+        kvsketch.make_cache(model, "uniform")
+        assert model.config._attn_implementation == "kvsketch"
+        kvsketch.detach(model)
+        assert model.config._attn_implementation == attention
+        assert model.config.to_dict() == config
+        assert [set(vars(module)) for module in model.modules()] == attributes
+        assert [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()] == hooks
+        assert {name: value for name, value in vars(model).items() if not name.startswith("_")} == before
+        kvsketch.detach(model)  # a second time is harmless
+
+
+def test_attaching_twice_keeps_the_first_attention_for_detach():
+    model = zoo.build("llama", attention="eager")
+    kvsketch.make_cache(model, "uniform")
+    kvsketch.make_cache(model, "exact")
+    kvsketch.detach(model)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_vision_language_model_has_only_its_text_attached():
+    import transformers
+
+    text = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "layer_types": ["sliding_attention", "full_attention"]}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    before = model.config.vision_config._attn_implementation
+    kvsketch.make_cache(model, "uniform")
+    assert model.config.text_config._attn_implementation == "kvsketch"
+    assert model.config.vision_config._attn_implementation == before
+    kvsketch.detach(model)
+    assert model.config.text_config._attn_implementation == before

@@ -1,0 +1,308 @@
+"""Generation through transformers' own `generate`: every mode, padded batches, later turns, chunks, copies."""
+
+import copy
+
+import pytest
+import torch
+import zoo
+from transformers import DynamicCache
+
+import kvsketch
+
+FAMILIES = ["llama", "gemma3", "qwen3", "gpt_oss"]
+COMPRESSED = "uniform(keep=0.5, window=16)"
+GREEDY = {"do_sample": False}
+
+
+def generate(model, ids, cache=None, **options):
+    options = {"max_new_tokens": 12, **GREEDY, **options}
+    return model.generate(ids, past_key_values=cache, **options)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {},
+        {"do_sample": True, "top_k": 20},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"num_beams": 4},
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"num_beams": 3, "do_sample": True},
+        {"prefill_chunk_size": 16},
+        {"repetition_penalty": 1.3, "min_new_tokens": 5},
+    ],
+    ids=str,
+)
+def test_with_nothing_dropped_every_mode_gives_stocks_text(family, mode):
+    stock, ours = zoo.build(family), zoo.build(family)
+    ids = zoo.tokens(2, 60)
+    torch.manual_seed(0)
+    expected = generate(stock, ids, **mode)
+    torch.manual_seed(0)
+    got = generate(ours, ids, kvsketch.make_cache(ours, "exact"), **mode)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "mode", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}, {"prefill_chunk_size": 50}], ids=str
+)
+def test_every_mode_runs_compressed(family, mode):
+    model = zoo.build(family)
+    cache = kvsketch.make_cache(model, COMPRESSED)
+    ids = zoo.tokens(2, 600)
+    out = generate(model, ids, cache, **mode)
+    assert out.shape[1] == 612
+    assert torch.equal(out[0, :600], ids[0])
+    assert cache.get_seq_length() == 611
+    assert cache.nbytes < 0.75 * cache.report().full_nbytes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_beams_over_a_compressed_cache_follow_their_rows(family):
+    """One beam that is reordered each step must give what greedy search gives."""
+    model = zoo.build(family)
+    ids = zoo.tokens(3, 200)
+    beams = model.generate(
+        ids, past_key_values=kvsketch.make_cache(model, COMPRESSED), num_beams=2, max_new_tokens=1, do_sample=False
+    )
+    greedy = generate(model, ids, kvsketch.make_cache(model, COMPRESSED), max_new_tokens=1)
+    assert torch.equal(beams, greedy)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("helper", ["same model", "other model", "prompt look-up"])
+def test_assisted_decoding_from_an_empty_cache_gives_greedy_text(family, helper):
+    stock, ours = zoo.build(family), zoo.build(family)
+    ids = zoo.tokens(1, 60)
+    options = {
+        "same model": {"assistant_model": zoo.build(family)},
+        "other model": {"assistant_model": zoo.build(family, seed=7)},
+        "prompt look-up": {"prompt_lookup_num_tokens": 3},
+    }[helper]
+    expected = generate(stock, ids, max_new_tokens=30)
+    assert torch.equal(generate(ours, ids, kvsketch.make_cache(ours, "exact"), max_new_tokens=30, **options), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_assisted_decoding_compresses_between_its_steps(family):
+    model = zoo.build(family)
+    cache = kvsketch.make_cache(model, "uniform(keep=0.25, window=16)")
+    generate(model, zoo.tokens(1, 400), cache, max_new_tokens=40, prompt_lookup_num_tokens=3)
+    layer = cache.sketch_layers[0].held
+    assert layer.left[0] >= 350
+    # The tokens of a later call are compressed too: recording has ended with assisted decoding.
+    more = cache.new_tokens(zoo.tokens(1, 200, seed=5))
+    model.generate(**more, past_key_values=cache, max_new_tokens=2, do_sample=False)
+    assert layer.left[0] >= 580
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("spec", ["exact", COMPRESSED, "streaming_llm(keep=0.25)"])
+def test_every_row_of_a_padded_batch_equals_the_row_alone(family, spec):
+    model = zoo.build(family)
+    ids = zoo.tokens(3, 200)
+    mask = torch.ones_like(ids)
+    mask[0, :90], mask[1, :7] = 0, 0
+    ids = ids.masked_fill(mask == 0, 0)
+    together = generate(model, ids, kvsketch.make_cache(model, spec), attention_mask=mask, max_new_tokens=50)
+    for row, skip in enumerate((90, 7, 0)):
+        alone = generate(model, ids[row : row + 1, skip:], kvsketch.make_cache(model, spec), max_new_tokens=50)
+        assert torch.equal(together[row : row + 1, skip:], alone)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunked_prefill_is_compressed_chunk_by_chunk(family):
+    """The budget holds after every chunk, and positions stay those of the text."""
+    model = zoo.build(family)
+    ids = zoo.tokens(1, 640)
+    cache = kvsketch.make_cache(model, "uniform(keep=160, window=16)")
+    largest = 0
+
+    def watch(read):
+        nonlocal largest
+        largest = max(largest, *(int(layer.held.count_entries().max()) for layer in cache.sketch_layers))
+        assert cache.get_seq_length() == read
+
+    kvsketch.prefill(model, ids, cache, chunk=64, progress=watch)
+    assert largest <= 160
+    by_generate = kvsketch.make_cache(model, "uniform(keep=160, window=16)")
+    generate(model, ids, by_generate, prefill_chunk_size=64, max_new_tokens=1)
+    for one, other in zip(cache.sketch_layers, by_generate.sketch_layers, strict=True):
+        assert one.held.seen == other.held.seen == 640
+        torch.testing.assert_close(one.held.keys.view, other.held.keys.view, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_streaming_prefill_in_one_call_equals_chunks_by_hand(family):
+    """As one forward pass keeps all activations but reads layer by layer, only the cache matters for the answer."""
+    model = zoo.build(family)
+    ids = zoo.tokens(1, 512)
+    text = []
+    for options in ({}, {"prefill_chunk_size": 128}):
+        cache = kvsketch.make_cache(model, "uniform(keep=0.5, window=16, prefill='streaming', chunk=128)")
+        text.append(generate(model, ids, cache, **options))
+    assert torch.equal(*text)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_second_turn_with_nothing_dropped_gives_stocks_text(family, padded):
+    stock, ours = zoo.build(family), zoo.build(family)
+    first, second = zoo.tokens(2, 60), zoo.tokens(2, 20, seed=3)
+    mask = torch.ones_like(first)
+    if padded:
+        mask[0, :25] = 0
+        first = first.masked_fill(mask == 0, 0)
+    stock_cache, cache = DynamicCache(config=stock.config), kvsketch.make_cache(ours, "exact")
+    one = generate(stock, first, stock_cache, attention_mask=mask)
+    two = generate(ours, first, cache, attention_mask=mask)
+    assert torch.equal(one, two)
+    both = torch.cat([one, second], 1)
+    full_mask = torch.cat([mask, mask.new_ones(2, both.shape[1] - 60)], 1)
+    expected = generate(stock, both, stock_cache, attention_mask=full_mask)
+    as_whole_text = generate(ours, both, cache.fork(), attention_mask=full_mask)
+    assert torch.equal(as_whole_text, expected)
+    # Only the new tokens: the last generated one was never fed, so it comes with them.
+    new = both[:, cache.get_seq_length() :]
+    only_new = ours.generate(**cache.new_tokens(new), past_key_values=cache, max_new_tokens=12, do_sample=False)
+    assert torch.equal(only_new[:, new.shape[1] :], expected[:, both.shape[1] :])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_later_turns_are_compressed(family):
+    model = zoo.build(family)
+    cache = kvsketch.make_cache(model, "uniform(keep=160, window=16)")
+    kvsketch.prefill(model, zoo.tokens(1, 300), cache)
+    for turn in range(4):
+        ids = zoo.tokens(1, 300, seed=10 + turn)
+        out = model.generate(**cache.new_tokens(ids), past_key_values=cache, max_new_tokens=5, do_sample=False)
+        assert out.shape[1] == 305
+        assert all(int(layer.held.count_entries().max()) <= 160 for layer in cache.sketch_layers)
+    assert cache.get_seq_length() == 300 + 4 * 304
+
+
+@pytest.mark.parametrize("copying", [copy.deepcopy, lambda cache: cache.fork()], ids=["deepcopy", "fork"])
+def test_one_text_many_questions(copying):
+    model = zoo.build("llama")
+    ids = zoo.tokens(1, 300)
+    cache = kvsketch.prefill(model, ids, kvsketch.make_cache(model, COMPRESSED))
+    before = cache.report()
+    questions = [zoo.tokens(1, 9, seed=seed) for seed in range(3)]
+    answers = []
+    for question in questions:
+        twin = copying(cache)
+        answers.append(
+            model.generate(**twin.new_tokens(question), past_key_values=twin, max_new_tokens=8, do_sample=False)
+        )
+    assert cache.report() == before
+    for question, answer in zip(questions, answers, strict=True):
+        fresh = kvsketch.prefill(model, ids, kvsketch.make_cache(model, COMPRESSED))
+        expected = model.generate(
+            **fresh.new_tokens(question), past_key_values=fresh, max_new_tokens=8, do_sample=False
+        )
+        assert torch.equal(answer, expected)
+
+
+def test_beams_from_a_filled_cache_after_repeating_its_row():
+    model = zoo.build("llama")
+    ids = zoo.tokens(1, 100)
+    filled = kvsketch.prefill(model, ids[:, :90], kvsketch.make_cache(model, COMPRESSED))
+    repeated = filled.fork()
+    repeated.batch_repeat_interleave(3)
+    out = model.generate(ids, past_key_values=repeated, num_beams=3, max_new_tokens=6, do_sample=False)
+    assert out.shape == (1, 106)
+    with pytest.raises(ValueError, match="batch_repeat_interleave"):
+        model.generate(ids, past_key_values=filled, num_beams=3, max_new_tokens=6, do_sample=False)
+
+
+def test_rows_can_be_selected_from_a_filled_cache():
+    model = zoo.build("llama")
+    ids = zoo.tokens(3, 150)
+    cache = kvsketch.prefill(model, ids, kvsketch.make_cache(model, COMPRESSED))
+    cache.batch_select_indices(torch.tensor([2, 0]))
+    question = zoo.tokens(1, 5, seed=4).expand(2, -1)
+    got = model.generate(**cache.new_tokens(question), past_key_values=cache, max_new_tokens=6, do_sample=False)
+    for place, row in enumerate((2, 0)):
+        alone = kvsketch.prefill(model, ids[row : row + 1], kvsketch.make_cache(model, COMPRESSED))
+        expected = model.generate(**alone.new_tokens(question[:1]), past_key_values=alone, max_new_tokens=6, do_sample=False)
+        assert torch.equal(got[place : place + 1], expected)
+
+
+def test_crop_takes_back_the_uncompressed_tail():
+    model = zoo.build("llama")
+    cache = kvsketch.prefill(model, zoo.tokens(1, 300), kvsketch.make_cache(model, "uniform(keep=0.5, window=64)"))
+    question, other = zoo.tokens(1, 6, seed=4), zoo.tokens(1, 6, seed=5)
+    expected = cache.fork()
+    first = model.generate(**expected.new_tokens(question), past_key_values=expected, max_new_tokens=1, do_sample=False)
+    kvsketch.prefill(model, other, cache)
+    cache.crop(-6)
+    assert cache.get_seq_length() == 300
+    got = model.generate(**cache.new_tokens(question), past_key_values=cache, max_new_tokens=1, do_sample=False)
+    assert torch.equal(got, first)
+    with pytest.raises(ValueError, match="only the last"):
+        cache.crop(-200)
+
+
+def test_a_bare_forward_without_positions_continues_at_the_right_place():
+    """Logical and physical length are different numbers: positions follow the logical one."""
+    model = zoo.build("llama")
+    ids = zoo.tokens(1, 300)
+    cache = kvsketch.prefill(model, ids, kvsketch.make_cache(model, COMPRESSED))
+    step = torch.tensor([[5]])
+    with torch.no_grad():
+        implied = model(step, past_key_values=cache.fork()).logits
+        stated = model(step, past_key_values=cache.fork(), position_ids=torch.tensor([[300]])).logits
+        wrong = model(step, past_key_values=cache, position_ids=torch.tensor([[150]])).logits
+    assert torch.equal(implied, stated)
+    assert not torch.allclose(implied, wrong)
+
+
+def test_several_new_tokens_equal_one_at_a_time():
+    """Appended tokens see each other causally, as long as no block leaves the window between them."""
+    model = zoo.build("llama")
+    cache = kvsketch.prefill(model, zoo.tokens(1, 290), kvsketch.make_cache(model, COMPRESSED))
+    more = zoo.tokens(1, 8, seed=6)
+    assert cache.sketch_layers[0].held.tail + 8 < 16 + 32
+    one_by_one, left = cache.fork(), cache.sketch_layers[0].held.left
+    with torch.no_grad():
+        together = model(more, past_key_values=cache).logits
+        apart = torch.cat([model(token, past_key_values=one_by_one).logits for token in more.split(1, 1)], 1)
+    assert one_by_one.sketch_layers[0].held.left == left
+    torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-5)
+
+
+def test_reset_gives_an_empty_cache():
+    model = zoo.build("gemma3")
+    ids = zoo.tokens(1, 200)
+    cache = kvsketch.make_cache(model, COMPRESSED)
+    first = generate(model, ids, cache)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert torch.equal(generate(model, ids, cache), first)
+
+
+def test_two_models_and_caches_at_once():
+    one, other = zoo.build("llama", seed=0), zoo.build("llama", seed=1)
+    ids = zoo.tokens(1, 120)
+    alone = [generate(model, ids, kvsketch.make_cache(model, COMPRESSED)) for model in (one, other)]
+    caches = [kvsketch.make_cache(model, COMPRESSED) for model in (one, other)]
+    with torch.no_grad():
+        for chunk in ids[:, :-1].split(119, 1):
+            for model, cache in zip((one, other), caches, strict=True):
+                model(chunk, past_key_values=cache)
+    for model, cache, expected in zip((one, other), caches, alone, strict=True):
+        assert generate(model, ids, cache).shape == expected.shape
+
+
+def test_a_model_spread_over_devices_by_accelerate():
+    import accelerate
+
+    model, spread = zoo.build("llama"), zoo.build("llama")
+    ids = zoo.tokens(1, 200)
+    expected = generate(model, ids, kvsketch.make_cache(model, COMPRESSED))
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    places |= {f"model.layers.{i}": "cpu" for i in range(4)}
+    spread = accelerate.dispatch_model(spread, device_map=places, force_hooks=True)
+    assert torch.equal(generate(spread, ids, kvsketch.make_cache(spread, COMPRESSED)), expected)

@@ -1,0 +1,41 @@
+"""Specs and budgets as a user writes them."""
+
+import pytest
+
+import kvsketch
+from kvsketch.caches.budget import Budget, parse_bytes
+from kvsketch.caches.uniform import Uniform
+
+
+def test_a_spec_is_a_typed_frozen_config():
+    config = kvsketch.parse_spec("uniform(keep=0.125, window=32, weights='none')")
+    assert config == Uniform(keep=0.125, window=32, weights="none")
+    assert kvsketch.parse_spec(config) is config
+    with pytest.raises(AttributeError):
+        config.keep = 0.5
+
+
+def test_a_spec_shows_what_differs_from_the_defaults():
+    assert str(Uniform()) == "uniform"
+    assert str(Uniform(keep="512MB", seed=3)) == "uniform(keep='512MB', seed=3)"
+    assert kvsketch.parse_spec(" uniform ( keep = 4096 ) ") == Uniform(keep=4096)
+
+
+def test_methods_are_listed_with_one_line_each():
+    listed = kvsketch.methods()
+    assert {"exact", "streaming_llm", "uniform"} <= set(listed)
+    assert all("\n" not in line for line in listed.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1B", 1), ("512MB", 512_000_000), ("1.5 GiB", 3 << 29), (" 2kib ", 2048), ("10kb", 10_000), ("3GB", 3 * 10**9)],
+)
+def test_sizes(text, size):
+    assert parse_bytes(text) == size
+
+
+def test_a_fraction_never_goes_below_what_the_method_needs():
+    budget = Budget(0.25, None, least=100)
+    assert [budget.entries(n) for n in (0, 100, 400, 401, 4000)] == [100, 100, 100, 100, 1000]
+    assert Budget(None, 512, least=100).entries(10**6) == 512

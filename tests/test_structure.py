@@ -1,0 +1,85 @@
+"""The folder tree is the architecture: imports run one way, and importing kvsketch loads nothing heavy."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "kvsketch"
+ORDER = ["attention", "algorithms", "kernels", "caches", "huggingface", "evaluation", "cli"]
+SCRIPT = """
+import sys, threading
+before = set(sys.modules)
+import kvsketch
+loaded = {name.split(".")[0] for name in set(sys.modules) - before}
+heavy = loaded & {"transformers", "triton", "matplotlib", "numpy", "typer", "rich", "safetensors"}
+assert not heavy, heavy
+kvsketch.methods(), kvsketch.parse_spec("uniform(keep=0.5)")
+heavy = {name.split(".")[0] for name in sys.modules} & {"transformers", "matplotlib", "typer"}
+assert not heavy, heavy
+"""
+UNCHANGED = """
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
+from transformers.models.llama import modeling_llama
+
+def world():
+    modeling = {name: id(value) for name, value in vars(modeling_llama).items()}
+    return (sorted(AttentionInterface().valid_keys()), sorted(AttentionMaskInterface().valid_keys()),
+            dict(DYNAMIC_LAYER_TYPE_MAPPING), modeling, torch.get_default_dtype(), torch.get_num_threads(),
+            torch.random.get_rng_state().sum().item())
+
+before = world()
+import kvsketch, kvsketch.huggingface, kvsketch.cli
+assert world() == before
+"""
+
+
+def module_of(path):
+    return path.relative_to(SOURCE).with_suffix("").parts[0]
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_run_one_way(path):
+    here = module_of(path)
+    if here == "__init__" or here == "__main__":
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in getattr(node, "names", [])]
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        for name in names:
+            assert name is not None, f"{path}: relative import"
+            parts = name.split(".")
+            if parts[0] == "transformers":
+                assert ORDER.index(here) >= ORDER.index("huggingface"), f"{here} imports transformers"
+            if parts[0] == "kvsketch" and len(parts) > 1:
+                assert ORDER.index(parts[1]) <= ORDER.index(here), f"{here} imports {name}"
+
+
+def run(script):
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+
+
+def test_importing_kvsketch_loads_nothing_heavy():
+    done = run(SCRIPT)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_importing_kvsketch_changes_nothing_global():
+    done = run(UNCHANGED)
+    assert done.returncode == 0, done.stderr
+
+
+def test_unknown_names_are_attribute_errors():
+    import kvsketch
+
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = kvsketch.nothing
+    assert set(kvsketch.__all__) <= set(dir(kvsketch))
+    for name in kvsketch.__all__:
+        assert getattr(kvsketch, name) is not None
