@@ -19,7 +19,9 @@ DROPPED = float("-inf")
 def budget_of(config: MethodConfig) -> Budget:
     keep = config.budget_given
     assert not isinstance(keep, str), "the oracle does not know a layer's share of bytes"
-    return Budget(keep if isinstance(keep, float) else None, None if isinstance(keep, float) else keep, config.least_entries())
+    return Budget(
+        keep if isinstance(keep, float) else None, None if isinstance(keep, float) else keep, config.least_entries()
+    )
 
 
 @functools.cache
@@ -38,7 +40,7 @@ def sample_after(config: MethodConfig, layer: int, head: int, left: int) -> Samp
 
 @functools.cache
 def log_weights(config: MethodConfig, layer: int, heads: int, length: int) -> torch.Tensor:
-    """Log weight of each of the first `length` tokens of a row: sinks, past by the one-head sample, window. [h, length]"""
+    """Log weight of each of a row's first tokens: sinks, past by the one-head sample, window. [h, length]"""
     window = config.window_size(budget_of(config), length)
     left = 0 if window is None else max(0, length - config.sinks - window) // BLOCK * BLOCK
     weights = torch.zeros(heads, length)
@@ -56,7 +58,9 @@ def read(config, layer, query, keys, values, real, scale, softcap=None):
     heads, count, new = keys.shape[1], keys.shape[2], query.shape[2]
     old = count - new
     among = torch.ones(new, new, dtype=torch.bool).tril() & real[old:] | torch.eye(new, dtype=torch.bool)
-    part = exact_attention(query, keys[:, :, old:], values[:, :, old:], scale, visible=among[None, None], softcap=softcap)
+    part = exact_attention(
+        query, keys[:, :, old:], values[:, :, old:], scale, visible=among[None, None], softcap=softcap
+    )
     if not real[:old].any():
         return part
     weights = torch.full((heads, old), DROPPED)
@@ -77,7 +81,16 @@ def install(model, config: MethodConfig) -> None:
         else:
             real = torch.ones(rows, count, dtype=torch.bool) if attention_mask is None else attention_mask
             parts = [
-                read(config, module.layer_idx, query[r : r + 1], key[r : r + 1], value[r : r + 1], real[r], scale, softcap)
+                read(
+                    config,
+                    module.layer_idx,
+                    query[r : r + 1],
+                    key[r : r + 1],
+                    value[r : r + 1],
+                    real[r],
+                    scale,
+                    softcap,
+                )
                 for r in range(rows)
             ]
             out, lse = torch.cat([p.out for p in parts]), torch.cat([p.lse for p in parts])

@@ -1,5 +1,6 @@
 """The definition of weighted attention, its faster forms, and merging."""
 
+import itertools
 import math
 
 import pytest
@@ -46,16 +47,30 @@ def weights(kind):
         "different": lambda: (torch.randn(shape), torch.randn(shape)),
         "different with zeros": lambda: ((torch.rand(shape) * some).log(), (torch.rand(shape) * some.flip(-1)).log()),
         "wide": lambda: (torch.empty(shape).uniform_(-6, 6), torch.empty(shape).uniform_(-6, 6)),
-        "values or keys": lambda: ((32 * torch.rand(shape) * keys_only).log(), (8 * torch.rand(shape) * (1 - keys_only)).log()),
+        "values or keys": lambda: (
+            (32 * torch.rand(shape) * keys_only).log(),
+            (8 * torch.rand(shape) * (1 - keys_only)).log(),
+        ),
     }[kind]()
 
 
-KINDS = ["all one", "equal", "shared by heads", "equal with empty slots", "different", "different with zeros", "wide", "values or keys"]
+KINDS = [
+    "all one",
+    "equal",
+    "shared by heads",
+    "equal with empty slots",
+    "different",
+    "different with zeros",
+    "wide",
+    "values or keys",
+]
 
 
 def in_float64(query, tokens, **options):
     wide = [None if t is None else t.double() for t in (tokens.log_mass, tokens.log_value)]
-    return weighted_attention(query.double(), WeightedTokens(tokens.keys.double(), tokens.values.double(), *wide), SCALE, **options)
+    return weighted_attention(
+        query.double(), WeightedTokens(tokens.keys.double(), tokens.values.double(), *wide), SCALE, **options
+    )
 
 
 def plain_torch(query, tokens):
@@ -118,9 +133,11 @@ def test_parts_merge_to_the_whole_in_any_order(cuts, order):
     log_mass, log_value = weights("different with zeros")
     whole = weighted_attention(query, WeightedTokens(keys, values, log_mass, log_value), SCALE)
     edges = [0, *sorted(cuts), ENTRIES]
-    pieces = [slice(a, b) for a, b in zip(edges, edges[1:], strict=False) if b > a]
+    pieces = [slice(a, b) for a, b in itertools.pairwise(edges) if b > a]
     parts = [
-        weighted_attention(query, WeightedTokens(keys[:, :, p], values[:, :, p], log_mass[..., p], log_value[..., p]), SCALE)
+        weighted_attention(
+            query, WeightedTokens(keys[:, :, p], values[:, :, p], log_mass[..., p], log_value[..., p]), SCALE
+        )
         for p in pieces
     ]
     # A numerator without any mass is not a Partial (there is nothing to divide by): leave such cuts out.

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-import zoo
 
 import kvsketch
+import zoo
 
 pytestmark = [
     pytest.mark.slow,
@@ -43,5 +43,7 @@ def test_compiled_decoding_equals_eager_across_blocks(spec):
     with torch.no_grad():
         for token in zoo.tokens(1, 40, seed=5).split(1, 1):
             expected = model(token, past_key_values=eager_cache).logits
-            torch.testing.assert_close(step(token, past_key_values=compiled_cache).logits, expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                step(token, past_key_values=compiled_cache).logits, expected, rtol=1e-4, atol=1e-5
+            )
     assert compiled_cache.sketch_layers[0].held.left == eager_cache.sketch_layers[0].held.left

@@ -2,16 +2,20 @@
 
 import warnings
 
-import oracle
 import pytest
 import torch
-import zoo
 from transformers import DynamicCache
 
 import kvsketch
+import oracle
+import zoo
 
 ROWS, PROMPT, STEPS = 3, 150, 40
-COMPRESSED = ["uniform(keep=0.5, window=16, seed=3)", "uniform(keep=104, sinks=2, window=16)", "streaming_llm(keep=0.25)"]
+COMPRESSED = [
+    "uniform(keep=0.5, window=16, seed=3)",
+    "uniform(keep=104, sinks=2, window=16)",
+    "streaming_llm(keep=0.25)",
+]
 
 
 def padding_mask(rows=ROWS, count=PROMPT):

@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
-import zoo
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 import kvsketch
+import zoo
 
 SPECS = ["exact", "uniform(keep=0.25, window=16)", "uniform(keep='400KB', window=16)", "streaming_llm(keep=128)"]
 
@@ -43,7 +43,7 @@ def test_a_saved_cache_gives_the_same_text(family, spec, tmp_path):
 
 
 def test_the_file_holds_what_the_cache_holds(tmp_path):
-    model, cache = filled_cache("llama", "uniform(keep=0.25, window=16)")
+    _, cache = filled_cache("llama", "uniform(keep=0.25, window=16)")
     cache.save(tmp_path / "c.safetensors")
     assert (tmp_path / "c.safetensors").stat().st_size < 1.1 * cache.nbytes + 4096
     with safe_open(tmp_path / "c.safetensors", "pt") as file:
@@ -107,7 +107,7 @@ def test_an_empty_cache_is_not_saved(tmp_path):
 def test_a_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
     from kvsketch.huggingface import files
 
-    model, cache = filled_cache("llama", "uniform")
+    _, cache = filled_cache("llama", "uniform")
     path = tmp_path / "c.safetensors"
     cache.save(path)
     before = path.read_bytes()

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-import zoo
 from transformers import DynamicCache
 
 import kvsketch
+import zoo
 
 FAMILIES = ["llama", "gemma3", "qwen3", "gpt_oss"]
 COMPRESSED = "uniform(keep=0.5, window=16)"
@@ -226,7 +226,9 @@ def test_rows_can_be_selected_from_a_filled_cache():
     got = model.generate(**cache.new_tokens(question), past_key_values=cache, max_new_tokens=6, do_sample=False)
     for place, row in enumerate((2, 0)):
         alone = kvsketch.prefill(model, ids[row : row + 1], kvsketch.make_cache(model, COMPRESSED))
-        expected = model.generate(**alone.new_tokens(question[:1]), past_key_values=alone, max_new_tokens=6, do_sample=False)
+        expected = model.generate(
+            **alone.new_tokens(question[:1]), past_key_values=alone, max_new_tokens=6, do_sample=False
+        )
         assert torch.equal(got[place : place + 1], expected)
 
 

@@ -8,7 +8,12 @@ import torch
 from kvsketch.algorithms.draws import uniforms
 from kvsketch.algorithms.sampling import Plan, choose_slots, empty_sample, log_weights, offer_token
 
-PLANS = [Plan(slots=8), Plan(slots=8, first=20, period=12), Plan(slots=4, first=4, period=4), Plan(slots=8, first=100, period=16)]
+PLANS = [
+    Plan(slots=8),
+    Plan(slots=8, first=20, period=12),
+    Plan(slots=4, first=4, period=4),
+    Plan(slots=8, first=100, period=16),
+]
 
 
 def sample_of(plan, count, seed, head=0):
@@ -49,7 +54,9 @@ def test_draws_are_a_function_of_the_address_alone():
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
     together = uniforms(7, 0, torch.arange(4)[:, None], torch.arange(64))
-    apart = torch.stack([torch.cat([uniforms(7, 0, head, torch.arange(s, s + 16)) for s in range(0, 64, 16)]) for head in range(4)])
+    apart = torch.stack(
+        [torch.cat([uniforms(7, 0, head, torch.arange(s, s + 16)) for s in range(0, 64, 16)]) for head in range(4)]
+    )
     assert torch.equal(together, apart)
     assert torch.equal(torch.random.get_rng_state(), before)
 

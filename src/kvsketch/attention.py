@@ -28,8 +28,8 @@ class WeightedTokens:
 
     keys: Float[Tensor, "b h n d"]
     values: Float[Tensor, "b h n e"]
-    log_mass: Float[Tensor, "b #h n"] | None = None
-    log_value: Float[Tensor, "b #h n"] | None = None  # None: the same as log_mass
+    log_mass: Float[Tensor, " b #h n"] | None = None
+    log_value: Float[Tensor, " b #h n"] | None = None  # None: the same as log_mass
 
     @property
     def count(self) -> int:

@@ -41,9 +41,7 @@ class Plan:
         return stratum * self.slots + min(self.slots, count - begin)
 
 
-def choose_slots(
-    plan: Plan, ranks: Int64[Tensor, "..."], uniform: Float[Tensor, "..."]
-) -> Int64[Tensor, "..."]:
+def choose_slots(plan: Plan, ranks: Int64[Tensor, "..."], uniform: Float[Tensor, "..."]) -> Int64[Tensor, "..."]:
     """The slot that each token takes, or -1 where it is passed over; a later token overwrites an earlier one.
 
     Vitter's Algorithm R: token number n draws a place in 1…n and takes the slot of that number, if there is one.

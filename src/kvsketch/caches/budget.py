@@ -30,9 +30,7 @@ def check_keep(keep: Keep) -> None:
         raise ValueError(f"keep must be {expected}, got {keep!r}")
     if isinstance(keep, str):
         parse_bytes(keep)
-    elif isinstance(keep, float) and not 0.0 < keep <= 1.0:
-        raise ValueError(f"keep must be {expected}, got {keep!r}")
-    elif keep <= 0:
+    elif (isinstance(keep, float) and not 0.0 < keep <= 1.0) or keep <= 0:
         raise ValueError(f"keep must be {expected}, got {keep!r}")
 
 

@@ -70,7 +70,7 @@ class LayerCache:
     def read(
         self, query: Float[Tensor, "b hg q d"], new: NewTokens, scale: float, softcap: float | None = None
     ) -> Partial:
-        """Attention of the new tokens' queries over all that is held and over the new tokens; then they are held too."""
+        """Attention of the new tokens' queries over all that is held and the new tokens; then they are held too."""
         if not self.started:
             self._start(new)
         size = new.keys.shape[2] if self.config.prefill == "exact" else self.config.chunk
@@ -103,7 +103,7 @@ class LayerCache:
         among = causal_attention(query, new.keys, new.values, scale, valid=new.valid, softcap=softcap)
         answer = among if held is None else merge(held, among)
         before = self._probe(query, new, scale, softcap)
-        self._hold_long(new)
+        self.hold(new)
         self._measure(before, query, scale, softcap)
         return answer
 
@@ -115,7 +115,9 @@ class LayerCache:
 
     def _start(self, new: NewTokens) -> None:
         rows, heads, _, width = new.keys.shape
-        entry_bytes = rows * heads * (width + new.values.shape[-1]) * new.keys.element_size() + rows * 12  # rank, weight
+        entry_bytes = (
+            rows * heads * (width + new.values.shape[-1]) * new.keys.element_size() + rows * 12
+        )  # rank, weight
         share = None if self.layer_bytes is None else self.layer_bytes(rows, entry_bytes)
         fixed = fixed_entries(self.config.budget_given, share, entry_bytes)
         least = self.config.least_entries()
@@ -162,8 +164,10 @@ class LayerCache:
         self.seen += count
         self.tail += count
 
-    def _hold_long(self, new: NewTokens) -> None:
-        """Put new tokens where they belong, without first copying a long prompt into the window."""
+    def hold(self, new: NewTokens) -> None:
+        """Put new tokens where they belong, without an answer; a long prompt is not first copied into the window."""
+        if not self.started:
+            self._start(new)
         if self.recording or self.keys.length or new.valid is not None:
             self._hold(new)
             self.settle()
@@ -208,9 +212,7 @@ class LayerCache:
         leaving = (ranks >= first) & (ranks < stop)
         columns = leaving.any(0).nonzero()[:, 0]
         past_ranks = (ranks - sinks).masked_fill(~leaving, -1).index_select(1, columns)
-        self._write(
-            self.keys.view.index_select(2, columns), self.values.view.index_select(2, columns), past_ranks, due
-        )
+        self._write(self.keys.view.index_select(2, columns), self.values.view.index_select(2, columns), past_ranks, due)
         self.tail = min(self.tail, self.keys.length - 1 - int(columns[-1]))
         ranks.masked_fill_(leaving, -1)
         # A column stays while it is some row's. Those of the tail stay in any case: `crop` counts them.

@@ -4,6 +4,7 @@ import ast
 import difflib
 from collections.abc import Iterable
 from dataclasses import fields
+from typing import Any
 
 from kvsketch.caches.base import MethodConfig
 from kvsketch.caches.exact import Exact
@@ -39,7 +40,7 @@ def parse_spec(spec: str | MethodConfig) -> MethodConfig:
     return config(**options)
 
 
-def _read_call(spec: str) -> tuple[str, dict[str, object]]:
+def _read_call(spec: str) -> tuple[str, dict[str, Any]]:
     """Name and options of `name` or `name(option=literal, ...)`."""
     wrong = f'cannot read the spec {spec!r}: expected a name, or a name with options as in "uniform(keep=0.25)"'
     try:

@@ -92,12 +92,14 @@ def attention(
         layer.meet(module)
     if kwargs.get("output_attentions"):
         raise ValueError(
-            'kvsketch does not form attention weights: leave output_attentions off, or kvsketch.detach(model) and use "eager"'
+            "kvsketch does not form attention weights: leave output_attentions off, or kvsketch.detach(model) "
+            'and use "eager"'
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if layer is None:
         return _unlinked(module, query, key, value, attention_mask, dropout, scale, softcap, s_aux, kwargs)
     new = NewTokens(key, value, _valid(attention_mask, query.shape[2]))
+    _check_one_sequence(kwargs.get("position_ids"), new)
     part = layer.read(query, new, scale, softcap)
     return _output(part, s_aux, query), None
 
@@ -113,7 +115,7 @@ def _valid(attention_mask: Tensor | None, new: int) -> Tensor | None:
         return None
     if attention_mask.ndim != 2:
         raise ValueError(
-            f"a kvsketch cache takes a 2-D padding mask (rows × tokens), got one of shape {tuple(attention_mask.shape)}: "
+            f"a kvsketch cache takes a 2-D padding mask, rows × tokens, got shape {tuple(attention_mask.shape)}: "
             "custom 4-D masks and packed sequences are not supported, give each sequence a row of its own"
         )
     if attention_mask.shape[1] < new:
@@ -123,6 +125,20 @@ def _valid(attention_mask: Tensor | None, new: int) -> Tensor | None:
         )
     valid = attention_mask[:, -new:]
     return None if bool(valid.all()) else valid
+
+
+def _check_one_sequence(positions: Tensor | None, new: NewTokens) -> None:
+    """Refuse rows whose positions start again: several sequences packed into one, which would see each other."""
+    if positions is None or positions.ndim != 2 or positions.shape[1] < 2 or torch.compiler.is_compiling():
+        return
+    back = positions.diff(dim=1) < 0
+    if new.valid is not None:
+        back = back & new.valid[:, 1:] & new.valid[:, :-1]
+    if bool(back.any()):
+        raise ValueError(
+            "positions start again within a row: packed sequences are not supported with a kvsketch cache, "
+            "give each sequence a row of its own"
+        )
 
 
 def _output(part: Partial, s_aux: Tensor | None, query: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from kvsketch.huggingface.report import LayerReport, Report
 
 
 class SketchLayer(CacheLayerMixin):
-    """One full-attention layer: takes new tokens in `update`, and holds them once the attention function has read them."""
+    """One full-attention layer: takes new tokens in `update`, holds them once the attention function has read them."""
 
     is_compileable = False
     is_sliding = False
@@ -61,7 +61,7 @@ class SketchLayer(CacheLayerMixin):
         self.model.check_module(module)
 
     def end_stale_recording(self) -> None:
-        """Assisted decoding crops after every call, so a call that was not followed by a crop means that it has ended."""
+        """Assisted decoding crops after every call: a call that was not followed by a crop means that it has ended."""
         if self.held.recording and not self.cropped:
             self.held.recording = False
             self.held.settle()
@@ -187,7 +187,9 @@ class SketchCache(Cache):
         """Take a layer's new tokens."""
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if layer is None:
-            raise ValueError(f"the model has a layer {layer_idx}, but this cache was made for {len(self.layers)} layers")
+            raise ValueError(
+                f"the model has a layer {layer_idx}, but this cache was made for {len(self.layers)} layers"
+            )
         if isinstance(layer, SketchLayer):
             self._check_whole(layer, key_states.shape[2])
             return layer.update(key_states, value_states, *args, **kwargs)
@@ -283,10 +285,12 @@ class SketchCache(Cache):
     def new_tokens(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> dict[str, Tensor]:
         """Inputs for `generate` that continue from this cache with only the new tokens.
 
-        Remembers the padding of the tokens already held: `model.generate(**cache.new_tokens(ids), past_key_values=cache)`.
+        Knows the padding of the tokens already held: `model.generate(**cache.new_tokens(ids), past_key_values=cache)`.
         """
         if input_ids.ndim != 2 or input_ids.shape[1] == 0:
-            raise ValueError(f"new tokens are rows × tokens with at least one token, got shape {tuple(input_ids.shape)}")
+            raise ValueError(
+                f"new tokens are rows × tokens with at least one token, got shape {tuple(input_ids.shape)}"
+            )
         if not self.sketch_layers or not self.sketch_layers[0].held.started:
             raise ValueError("the cache is empty: pass the prompt to generate as it is")
         held = self.sketch_layers[0].held
@@ -309,7 +313,10 @@ def _let_go(layer: Any) -> None:
     """Sliding layers keep a view of all keys of a long prompt; copy the few they use."""
     for name in ("keys", "values"):
         tensor = getattr(layer, name, None)
-        if isinstance(tensor, Tensor) and tensor.untyped_storage().nbytes() > 2 * tensor.numel() * tensor.element_size():
+        if (
+            isinstance(tensor, Tensor)
+            and tensor.untyped_storage().nbytes() > 2 * tensor.numel() * tensor.element_size()
+        ):
             setattr(layer, name, tensor.clone())
 
 

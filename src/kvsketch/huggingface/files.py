@@ -48,7 +48,9 @@ def save_cache(cache: "SketchCache", path: str | Path) -> None:
     os.close(handle)
     try:
         # Tensors may be views of one buffer; a file wants each for itself.
-        save_file({name: tensor.clone() for name, tensor in tensors.items()}, unfinished, {"kvsketch": json.dumps(header)})
+        save_file(
+            {name: tensor.clone() for name, tensor in tensors.items()}, unfinished, {"kvsketch": json.dumps(header)}
+        )
         os.replace(unfinished, path)
     finally:
         Path(unfinished).unlink(missing_ok=True)
@@ -87,7 +89,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118: not a dict
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
     if "kvsketch" not in metadata:

@@ -38,7 +38,9 @@ def causal_attention(
     if valid is None and fused.can_run(query, softcap):
         return fused.softmax_attention(query, keys, values, scale, causal=True)
     blocks = [
-        _causal_block(query, keys, values, scale, valid, softcap, start, min(start + MASKED_QUERIES_AT_ONCE, keys.shape[2]))
+        _causal_block(
+            query, keys, values, scale, valid, softcap, start, min(start + MASKED_QUERIES_AT_ONCE, keys.shape[2])
+        )
         for start in range(0, keys.shape[2], MASKED_QUERIES_AT_ONCE)
     ]
     return Partial(torch.cat([part.out for part in blocks], 2), torch.cat([part.lse for part in blocks], 2))

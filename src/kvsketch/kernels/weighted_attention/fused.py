@@ -35,7 +35,7 @@ def softmax_attention(
     values: Float[Tensor, "b h n e"],
     scale: float,
     *,
-    bias: Float[Tensor, "b #h #q n"] | None = None,
+    bias: Float[Tensor, " b #h #q n"] | None = None,
     causal: bool = False,
 ) -> Partial:
     """Attention with its lse; bit for bit what `scaled_dot_product_attention` computes on the CPU.

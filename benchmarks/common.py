@@ -1,0 +1,122 @@
+"""What all benchmarks share: the model, rows with their provenance, and the memory of this process."""
+
+import json
+import os
+import platform
+import subprocess
+import threading
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
+
+
+def random_llama(
+    *,
+    layers: int = 8,
+    heads: int = 32,
+    kv_heads: int = 8,
+    head_dim: int = 128,
+    hidden: int = 512,
+    dtype: torch.dtype = torch.bfloat16,
+):
+    """A Llama with random weights; narrow outside attention, so that attention and cache are what is measured."""
+    config = transformers.LlamaConfig(
+        vocab_size=1000,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=1 << 20,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config).to(dtype).eval()
+
+
+def prompt(count: int) -> torch.Tensor:
+    """Random tokens."""
+    return torch.randint(1, 1000, (1, count), generator=torch.Generator().manual_seed(1))
+
+
+def write_row(name: str, row: dict[str, Any]) -> None:
+    """Append a row to docs/results/{name}.jsonl, with where it comes from."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    row = row | provenance()
+    with open(RESULTS / f"{name}.jsonl", "a") as file:
+        file.write(json.dumps(row) + "\n")
+    print(json.dumps({key: value for key, value in row.items() if key != "provenance"}))
+
+
+def provenance() -> dict[str, Any]:
+    """Commit, versions and machine."""
+    here = Path(__file__).parent
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=False
+    )
+    dirty = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "../src"], cwd=here, check=False).returncode
+    return {
+        "provenance": {
+            "commit": commit.stdout.strip() + ("+changes" if dirty else ""),
+            "date": datetime.now(UTC).date().isoformat(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+            "threads": torch.get_num_threads(),
+            "processor": _processor(),
+        }
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+class PeakMemory:
+    """The most resident memory within a `with` block, beyond what there was before it."""
+
+    def __enter__(self) -> "PeakMemory":
+        self.before = self.peak = resident_bytes()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.01):
+            self.peak = max(self.peak, resident_bytes())
+
+    def __exit__(self, *exception: object) -> None:
+        self._done.set()
+        self._thread.join()
+        self.peak = max(self.peak, resident_bytes())
+
+    @property
+    def growth(self) -> int:
+        return self.peak - self.before
+
+
+def seconds(function) -> float:
+    """How long one call takes."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start

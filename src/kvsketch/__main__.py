@@ -1,0 +1,5 @@
+"""`python -m kvsketch` is the command line."""
+
+from kvsketch.cli import main
+
+main()

@@ -1,0 +1,252 @@
+"""The command line: `kvsketch methods`, `kvsketch generate`, `kvsketch demo`."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+import kvsketch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from kvsketch.evaluation.session import Timing
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+notes = Console(stderr=True)  # everything but the answer, so that the answer can be piped
+
+RANDOM_MODEL = (
+    "No model was named: this is a small Llama with random weights. Its text means nothing; "
+    "bytes, speed and attention errors are real."
+)
+
+
+def main() -> None:
+    """Run the command line; bad input ends with one line and exit code 2."""
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        notes.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"kvsketch {kvsketch.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Language models with long contexts and a small KV cache."""
+
+
+@app.command()
+def methods() -> None:
+    """List the methods, with a line on what each keeps."""
+    table = Table("method", "what it keeps", box=None, pad_edge=False)
+    for name, line in kvsketch.methods().items():
+        table.add_row(name, line)
+    Console().print(table)
+
+
+@app.command()
+def generate(
+    model: Annotated[
+        str | None, typer.Argument(help="A model's folder or name; a small random one if left out.")
+    ] = None,
+    method: Annotated[str, typer.Option("--method", "-m", help="How the cache is kept small.")] = "uniform(keep=0.25)",
+    prompt_file: Annotated[Path | None, typer.Option(help="A text to read; - is standard input.")] = None,
+    question: Annotated[str | None, typer.Option(help="Asked after the text, when the cache is compressed.")] = None,
+    save_cache: Annotated[Path | None, typer.Option(help="Keep the cache of the text in this file.")] = None,
+    load_cache: Annotated[Path | None, typer.Option(help="Start from a saved cache instead of a text.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the answer.")] = 128,
+    chunk: Annotated[int | None, typer.Option(min=1, help="Read the text so many tokens at a time.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto for the checkpoint's own.")] = "auto",
+    device: Annotated[
+        str | None, typer.Option(help="Where to run, such as cuda; the default is the best there is.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.0,
+    raw: Annotated[bool, typer.Option("--raw", help="Do not use the model's chat template.")] = False,
+    report: Annotated[bool, typer.Option("--report", help="Also show what each layer holds.")] = False,
+) -> None:
+    """Read a text with a bounded cache, and answer or go on."""
+    _check_sources(prompt_file, question, load_cache, save_cache)
+    kvsketch.parse_spec(method)
+    text = None if prompt_file is None else _read_text(prompt_file)
+    language_model, tokenizer = _load(model, dtype, device)
+    before, after = _split_prompt(tokenizer, text, question, raw)
+    new = _ids(tokenizer, after, language_model, special=False) if after else None
+    prefill_time = None
+    if load_cache is not None:
+        cache = kvsketch.load_cache(language_model, load_cache)
+    else:
+        cache = kvsketch.make_cache(language_model, method)
+        ids = _ids(tokenizer, before, language_model, special=not _uses_template(tokenizer, raw))
+        if new is None and save_cache is None:
+            ids, new = ids[:, :-1], ids[:, -1:]  # to go on, the model needs one token that the cache has not read
+        if ids.shape[1]:
+            prefill_time = _read_with_bar(language_model, ids, cache, chunk)
+        if save_cache is not None:
+            cache.save(save_cache)
+            notes.print(f"cache saved in {save_cache}")
+    decode_time = None
+    if new is not None:
+        decode_time = _answer(language_model, tokenizer, new, cache, max_new_tokens, temperature)
+    _closing_table(cache, prefill_time, decode_time)
+    if report:
+        notes.print(str(cache.report()), highlight=False)
+
+
+@app.command()
+def demo(
+    tokens: Annotated[int, typer.Option(min=500, help="Length of the document.")] = 6000,
+) -> None:
+    """Compare methods on one document: bytes, speed and attention errors side by side."""
+    from kvsketch.evaluation.demo import METHODS, run_demo
+
+    console = Console()
+    console.print(RANDOM_MODEL, soft_wrap=True)
+    table = Table(title=f"one document of {tokens:,} tokens, one question")
+    for heading in ("method", "cache", "of full", "error", "prefill tok/s", "decode tok/s", "first words"):
+        table.add_column(heading, justify="left" if heading in ("method", "first words") else "right")
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), console=notes, transient=True) as bar:
+        task = bar.add_task("", total=len(METHODS))
+        for row in run_demo(tokens, lambda method: bar.update(task, description=method)):
+            error = row.report.error
+            table.add_row(
+                row.method,
+                _size(row.report.nbytes),
+                f"{row.report.nbytes / row.report.full_nbytes:.1%}",
+                "0" if error is None else f"{error:.3f}",
+                f"{row.prefill.rate:,.0f}",
+                f"{row.decode.rate:,.0f}",
+                repr(row.text[:16]),
+            )
+            bar.advance(task)
+    console.print(table)
+    console.print(
+        "error: how far the attention's answers are from exact attention's, relative, after the document was read;\n"
+        "mean over layers and heads. Try: kvsketch generate --prompt-file README.md --question 'What is this?' --report"
+    )
+
+
+def _check_sources(
+    prompt_file: Path | None, question: str | None, load_cache: Path | None, save_cache: Path | None
+) -> None:
+    if (prompt_file is None) == (load_cache is None):
+        raise ValueError("give a text with --prompt-file, or a saved cache with --load-cache, and not both")
+    if load_cache is not None and not question:
+        raise ValueError("--load-cache needs a --question to answer")
+    if load_cache is not None and save_cache is not None:
+        raise ValueError("--save-cache keeps the cache of a text that was read; with --load-cache none is read")
+
+
+def _read_text(path: Path) -> str:
+    text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    if not text.strip():
+        raise ValueError(f"{path} is empty: there is nothing to read")
+    return text
+
+
+def _load(name: str | None, dtype: str, device: str | None) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """The model and its tokenizer; without a name, the random stand-in, and say so."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype != "auto" and dtype not in kinds:
+        raise ValueError(f"--dtype must be auto or one of {', '.join(kinds)}, got {dtype!r}")
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name is None:
+        from kvsketch.evaluation.stand_in import byte_tokenizer, stand_in_model
+
+        notes.print(f"[yellow]{RANDOM_MODEL}[/yellow]", soft_wrap=True)
+        return stand_in_model(dtype=kinds.get(dtype, torch.float32)).to(place), byte_tokenizer()
+    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto" if dtype == "auto" else kinds[dtype])
+    return model.to(place).eval(), AutoTokenizer.from_pretrained(name)
+
+
+def _uses_template(tokenizer: "PreTrainedTokenizerBase", raw: bool) -> bool:
+    return not raw and getattr(tokenizer, "chat_template", None) is not None
+
+
+def _split_prompt(
+    tokenizer: "PreTrainedTokenizerBase", text: str | None, question: str | None, raw: bool
+) -> tuple[str, str]:
+    """What the cache reads, and what comes after it: the question, and the chat template's end."""
+    if not _uses_template(tokenizer, raw):
+        return text or "", question or ""
+    border = "\u2063kvsketch\u2063"  # invisible separators: no text has them around this word
+    content = f"{text or ''}{border}{question or ''}"
+    message = [{"role": "user", "content": content}]
+    rendered = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    before, _, after = str(rendered).partition(border)
+    return before, after
+
+
+def _ids(tokenizer: "PreTrainedTokenizerBase", text: str, model: "PreTrainedModel", *, special: bool) -> "Tensor":
+    ids: Tensor = tokenizer(text, return_tensors="pt", add_special_tokens=special)["input_ids"]
+    return ids.to(model.device)
+
+
+def _read_with_bar(model: "PreTrainedModel", ids: "Tensor", cache: Any, chunk: int | None) -> "Timing":
+    from kvsketch.evaluation.session import read_prompt
+
+    columns = (TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeRemainingColumn())
+    with Progress(*columns, console=notes, transient=True) as bar:
+        task = bar.add_task("reading", total=ids.shape[1])
+        return read_prompt(model, ids, cache, chunk=chunk, progress=lambda read: bar.update(task, completed=read))
+
+
+def _answer(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    new: "Tensor",
+    cache: Any,
+    max_new_tokens: int,
+    temperature: float,
+) -> "Timing":
+    from transformers import TextStreamer
+
+    from kvsketch.evaluation.session import answer
+
+    options = {"do_sample": True, "temperature": temperature} if temperature else {}
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    _, timing = answer(model, new, cache, max_new_tokens=max_new_tokens, streamer=streamer, **options)
+    return timing
+
+
+def _closing_table(cache: Any, prefill: "Timing | None", decode: "Timing | None") -> None:
+    report = cache.report()
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_row("method", report.method)
+    table.add_row("tokens seen", f"{report.seen:,}")
+    if prefill is not None:
+        table.add_row("prompt", f"{prefill.tokens:,} tokens, {prefill.rate:,.0f} tokens/s")
+    if decode is not None and decode.tokens:
+        table.add_row("answer", f"{decode.tokens + 1:,} tokens, {decode.rate:,.1f} tokens/s")
+    share = f" ({report.nbytes / report.full_nbytes:.1%})" if report.full_nbytes else ""
+    table.add_row("cache", f"{_size(report.nbytes)} of {_size(report.full_nbytes)}{share}")
+    if report.error is not None:
+        table.add_row("attention error", f"{report.error:.3f} (mean over layers and heads, after the text was read)")
+    notes.print(table)
+
+
+def _size(count: int) -> str:
+    """Bytes for people."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"

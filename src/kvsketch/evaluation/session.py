@@ -1,0 +1,88 @@
+"""Reading a prompt and answering from its cache, with a stopwatch: what `generate` and `demo` have in common."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from kvsketch.huggingface import SketchCache, prefill
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Some tokens and the seconds they took."""
+
+    tokens: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+class Stopwatch(BaseStreamer):
+    """Passes tokens on to another streamer and times them, the first excepted: it comes with the question."""
+
+    def __init__(self, inner: BaseStreamer | None = None) -> None:
+        self.inner, self.times = inner, list[float]()
+
+    def put(self, value: Tensor) -> None:
+        """One more token; the first call brings the prompt."""
+        self.times.append(time.perf_counter())
+        if self.inner is not None:
+            self.inner.put(value)
+
+    def end(self) -> None:
+        """The text is complete."""
+        if self.inner is not None:
+            self.inner.end()
+
+    @property
+    def timing(self) -> Timing:
+        """Of the tokens after the first."""
+        generated = self.times[1:]
+        return (
+            Timing(max(0, len(generated) - 1), generated[-1] - generated[0]) if len(generated) > 1 else Timing(0, 0.0)
+        )
+
+
+def read_prompt(
+    model: PreTrainedModel,
+    ids: Tensor,
+    cache: SketchCache,
+    *,
+    chunk: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Timing:
+    """Have the cache read a prompt."""
+    start = time.perf_counter()
+    prefill(model, ids, cache, chunk=chunk, progress=progress)
+    return Timing(ids.numel(), time.perf_counter() - start)
+
+
+@torch.no_grad()
+def answer(
+    model: PreTrainedModel,
+    ids: Tensor,
+    cache: SketchCache,
+    *,
+    max_new_tokens: int,
+    streamer: BaseStreamer | None = None,
+    **options: object,
+) -> tuple[Tensor, Timing]:
+    """What the model says after these new tokens, and how fast."""
+    watch = Stopwatch(streamer)
+    inputs = cache.new_tokens(ids) if cache.get_seq_length() else {"input_ids": ids}
+    out = model.generate(
+        **inputs,
+        past_key_values=cache,
+        max_new_tokens=max_new_tokens,
+        streamer=watch,
+        **{"do_sample": False, **options},
+    )
+    return out[:, ids.shape[1] :], watch.timing
