@@ -194,7 +194,8 @@ class SketchCache(Cache):
             self._check_whole(layer, key_states.shape[2])
             return layer.update(key_states, value_states, *args, **kwargs)
         keys, values = layer.update(key_states, value_states, *args, **kwargs)
-        _let_go(layer)
+        if key_states.shape[2] > 1:
+            _let_go(layer)
         return keys, values
 
     def _check_whole(self, layer: SketchLayer, count: int) -> None:
