@@ -49,7 +49,7 @@ def stock_bytes(cache) -> int:
 
 
 def measure(way: str, count: int) -> None:
-    model = random_llama()
+    model = random_llama(heads=16)
     read(way, model, prompt(256))  # warm up
     ids = prompt(count)
     with PeakMemory() as memory:
