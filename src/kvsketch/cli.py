@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -112,13 +113,14 @@ def demo(
     tokens: Annotated[int, typer.Option(min=500, help="Length of the document.")] = 6000,
 ) -> None:
     """Compare methods on one document: bytes, speed and attention errors side by side."""
-    from kvsketch.evaluation.demo import METHODS, run_demo
+    from kvsketch.evaluation.demo import METHODS, NEW_TOKENS, run_demo
 
     console = Console()
     console.print(RANDOM_MODEL, soft_wrap=True)
-    table = Table(title=f"one document of {tokens:,} tokens, one question")
-    for heading in ("method", "cache", "of full", "error", "prefill tok/s", "decode tok/s", "first words"):
-        table.add_column(heading, justify="left" if heading in ("method", "first words") else "right")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column(f"{tokens:,} tokens, one question", overflow="fold")
+    for heading in ("cache", "of full", "error", "read/s", "write/s", "same text"):
+        table.add_column(heading, justify="right", no_wrap=True)
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), console=notes, transient=True) as bar:
         task = bar.add_task("", total=len(METHODS))
         for row in run_demo(tokens, lambda method: bar.update(task, description=method)):
@@ -130,13 +132,14 @@ def demo(
                 "0" if error is None else f"{error:.3f}",
                 f"{row.prefill.rate:,.0f}",
                 f"{row.decode.rate:,.0f}",
-                repr(row.text[:16]),
+                f"{row.agreement} of {NEW_TOKENS}",
             )
             bar.advance(task)
     console.print(table)
     console.print(
-        "error: how far the attention's answers are from exact attention's, relative, after the document was read;\n"
-        "mean over layers and heads. Try: kvsketch generate --prompt-file README.md --question 'What is this?' --report"
+        "error: how far attention's answers are from exact attention's after the document was read, relative; "
+        "mean over layers and heads.\nread/s, write/s: tokens a second. same text: tokens of the answer before the first that differs from exact's.\n"
+        "Next: kvsketch generate --prompt-file README.md --question 'What is this?' --report"
     )
 
 
@@ -152,6 +155,8 @@ def _check_sources(
 
 
 def _read_text(path: Path) -> str:
+    if str(path) != "-" and not path.is_file():
+        raise ValueError(f"there is no file {path}")
     text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     if not text.strip():
         raise ValueError(f"{path} is empty: there is nothing to read")

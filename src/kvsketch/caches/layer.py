@@ -165,25 +165,32 @@ class LayerCache:
         self.tail += count
 
     def hold(self, new: NewTokens) -> None:
-        """Put new tokens where they belong, without an answer; a long prompt is not first copied into the window."""
+        """Put new tokens where they belong, without an answer; those that leave at once never enter the window."""
         if not self.started:
             self._start(new)
-        if self.recording or self.keys.length or new.valid is not None:
+        if self.recording or self.ragged or new.valid is not None:
             self._hold(new)
             self.settle()
             return
-        # The first call, without padding: all ranks are column numbers.
-        count = new.keys.shape[2]
+        held, first, count = self.keys.length, self.seen, new.keys.shape[2]
+        ranks = self._ranks_of(new)
         self._count(new)
-        leaving = self._due()[0]
-        start, stop = (self.config.sinks, self.config.sinks + leaving) if leaving else (0, 0)
-        ranks = torch.arange(count, device=new.keys.device).expand(new.keys.shape[0], -1)
-        if leaving:
-            self._write(new.keys[:, :, start:stop], new.values[:, :, start:stop], ranks[:, :leaving])
-            self.tail = count - stop
+        leaving = self._due()[0] - self.left[0]
+        from_window = min(leaving, max(0, held - self.config.sinks))
+        self._leave_window(from_window)
+        start = max(0, self.config.sinks - first)  # new tokens before this one are sinks
+        stop = start + leaving - from_window
+        if stop > start:
+            part = slice(start, stop)
+            left = [self.left[0] + stop - start] * len(self.left)
+            self._write(new.keys[:, :, part], new.values[:, :, part], ranks[:, part], left)
         for rows, tensor in ((self.keys, new.keys), (self.values, new.values), (self.ranks, ranks)):
-            rows.append(tensor.narrow(rows.dim, 0, start))
-            rows.append(tensor.narrow(rows.dim, stop, count - stop))
+            if stop > start:
+                rows.append(tensor.narrow(rows.dim, 0, start))
+                rows.append(tensor.narrow(rows.dim, stop, count - stop))
+            else:
+                rows.append(tensor)
+        self.tail = min(self.tail, count - stop) if stop > start else self.tail
 
     def settle(self) -> None:
         """Write to the past what is due to leave the window."""
@@ -194,14 +201,19 @@ class LayerCache:
             return
         if self.ragged:
             self._settle_ragged(due)
+        else:
+            self._leave_window(due[0] - self.left[0])
+
+    def _leave_window(self, count: int) -> None:
+        """Write the oldest tokens after the sinks to the past; all rows stand at the same rank."""
+        if count == 0:
             return
-        sinks, leaving = self.config.sinks, due[0] - self.left[0]
-        part = slice(sinks, sinks + leaving)
-        ranks = self.ranks.view[:, part] - sinks
-        self._write(self.keys.view[:, :, part], self.values.view[:, :, part], ranks)
+        part = slice(self.config.sinks, self.config.sinks + count)
+        left = [self.left[0] + count] * len(self.left)
+        self._write(self.keys.view[:, :, part], self.values.view[:, :, part], self.ranks.view[:, part], left)
         for rows in (self.keys, self.values, self.ranks):
-            rows.remove(sinks, sinks + leaving)
-        self.tail = self.keys.length - sinks
+            rows.remove(part.start, part.stop)
+        self.tail = min(self.tail, self.seen - self.config.sinks - self.left[0])
 
     def _settle_ragged(self, due: list[int]) -> None:
         """The same where rows differ: a column may leave one row and stay in another."""
@@ -211,7 +223,7 @@ class LayerCache:
         stop = torch.tensor(due, device=device)[:, None] + sinks
         leaving = (ranks >= first) & (ranks < stop)
         columns = leaving.any(0).nonzero()[:, 0]
-        past_ranks = (ranks - sinks).masked_fill(~leaving, -1).index_select(1, columns)
+        past_ranks = ranks.masked_fill(~leaving, -1).index_select(1, columns)
         self._write(self.keys.view.index_select(2, columns), self.values.view.index_select(2, columns), past_ranks, due)
         self.tail = min(self.tail, self.keys.length - 1 - int(columns[-1]))
         ranks.masked_fill_(leaving, -1)
@@ -232,11 +244,12 @@ class LayerCache:
             due.append(max(left, beyond // BLOCK * BLOCK))
         return due
 
-    def _write(self, keys: Tensor, values: Tensor, ranks: Tensor, due: list[int] | None = None) -> None:
+    def _write(self, keys: Tensor, values: Tensor, ranks: Tensor, left: list[int]) -> None:
+        """Give tokens to the past; afterwards `left` of each row went there."""
         assert self.past is not None
-        counts = self._due() if due is None else due
-        self.past.write(LeavingTokens(keys, values, ranks, tuple(counts)))
-        self.left = list(counts)
+        self.left = list(left)
+        past_ranks = (ranks - self.config.sinks).clamp_min(-1)  # -1 stays -1: it is no rank
+        self.past.write(LeavingTokens(keys, values, past_ranks, tuple(self.left)))
 
     # -- how far from exact
 

@@ -10,7 +10,7 @@ from kvsketch.evaluation.session import Timing, answer, read_prompt
 from kvsketch.evaluation.stand_in import byte_tokenizer, stand_in_model
 from kvsketch.huggingface import Report, make_cache
 
-METHODS = ("exact", "streaming_llm(keep=0.25)", "uniform(keep=0.25)", "uniform(keep=0.25, weights='none')")
+METHODS = ("exact", "streaming_llm(keep=0.125)", "uniform(keep=0.125)", "uniform(keep=0.125, weights='none')")
 QUESTION = "\nWhat was noted in the harbour office? "
 NEW_TOKENS = 48
 PLACES = ("harbour office", "north gate", "old mill", "signal tower", "market hall", "river lock", "glass house")
@@ -26,7 +26,7 @@ class Row:
     report: Report
     prefill: Timing
     decode: Timing
-    text: str
+    agreement: int  # how many tokens the answer shares with exact attention's before the first other one
 
 
 def document(characters: int, seed: int = 0) -> str:
@@ -48,6 +48,7 @@ def run_demo(tokens: int, advance: Callable[[str], None] | None = None) -> Itera
     prompt = tokenizer(document(tokens), return_tensors="pt")["input_ids"]
     question = tokenizer(QUESTION, return_tensors="pt")["input_ids"]
     model = stand_in_model(dtype=torch.bfloat16, kv_heads=4)
+    exact: list[int] = []
     for method in METHODS:
         if advance is not None:
             advance(method)
@@ -55,4 +56,11 @@ def run_demo(tokens: int, advance: Callable[[str], None] | None = None) -> Itera
         prefill = read_prompt(model, prompt, cache)
         report = cache.report()
         out, decode = answer(model, question, cache, max_new_tokens=NEW_TOKENS)
-        yield Row(method, report, prefill, decode, tokenizer.decode(out[0]))
+        tokens_out = out[0].tolist()
+        exact = exact or tokens_out
+        yield Row(method, report, prefill, decode, _shared_start(tokens_out, exact))
+
+
+def _shared_start(one: list[int], other: list[int]) -> int:
+    same = [a == b for a, b in zip(one, other, strict=True)]
+    return same.index(False) if False in same else len(same)

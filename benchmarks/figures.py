@@ -1,0 +1,107 @@
+"""Figures from the rows in docs/results, and from nothing else: `python benchmarks/figures.py`."""
+
+import json
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from common import RESULTS
+
+FIGURES = Path(__file__).parent.parent / "docs" / "figures"
+STOCK, OURS, OTHERS = "#9a9a9a", "#0b6e75", ("#d1495b", "#edae49", "#30638e")
+GIB, MIB = 2**30, 2**20
+
+
+def rows(name: str) -> list[dict]:
+    """The latest row of each setting."""
+    latest: dict[tuple, dict] = {}
+    for line in (RESULTS / f"{name}.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        latest[(row.get("method") or row.get("way"), row["n"], row["heads"], row["kv_heads"])] = row
+    return list(latest.values())
+
+
+def plain_axes(width: float = 7.2, height: float = 3.6):
+    figure, axes = plt.subplots(figsize=(width, height), dpi=150)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def save(figure, name: str) -> None:
+    FIGURES.mkdir(parents=True, exist_ok=True)
+    figure.tight_layout()
+    figure.savefig(FIGURES / f"{name}.png")
+    plt.close(figure)
+
+
+def long_prompt() -> None:
+    """Resident memory against tokens read."""
+    figure, axes = plain_axes()
+    colours = iter(OTHERS)
+    for row in sorted(rows("long_prompt"), key=lambda row: row["resident_growth"][-1][1]):
+        tokens, growth = zip(*row["resident_growth"], strict=True)
+        stock = row["way"].startswith("stock")
+        label = row["way"].split("(")[0] + _kept(row["way"])
+        colour = STOCK if stock else OURS if "4096" in row["way"] else next(colours)
+        line = axes.plot([t / 1000 for t in tokens], [g / MIB for g in growth], color=colour, lw=2)[0]
+        axes.annotate(
+            f" {label}", (tokens[-1] / 1000, growth[-1] / MIB), color=line.get_color(), va="center", fontsize=9
+        )
+    axes.set_xlim(0, 290)
+    axes.set_xticks(range(0, 201, 50))
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("thousand tokens read")
+    axes.set_ylabel("memory above start (MiB)")
+    axes.set_title("Reading a long prompt in chunks", loc="left")
+    save(figure, "long_prompt")
+
+
+def _kept(way: str) -> str:
+    return f", keep {way.split('keep=')[1].split(',')[0].rstrip(')')}" if "keep=" in way else ""
+
+
+def memory() -> None:
+    """Peak memory of reading 32k tokens, and what the cache holds afterwards."""
+    found = sorted(rows("memory"), key=lambda row: row["peak_growth_bytes"])
+    figure, axes = plain_axes(height=3.4)
+    names = [row["way"] for row in found]
+    peaks = [row["peak_growth_bytes"] / GIB for row in found]
+    held = [row["cache_bytes"] / GIB for row in found]
+    colours = [STOCK if name.startswith("stock") else OTHERS[1] if name == "kvpress" else OURS for name in names]
+    axes.barh(names, peaks, color=colours, alpha=0.4)
+    axes.barh(names, held, color=colours)
+    for place, (peak, cache) in enumerate(zip(peaks, held, strict=True)):
+        axes.text(peak + 0.01, place, f"{peak:.2f}   cache {cache:.2f}", va="center", fontsize=8)
+    axes.set_xlim(0, max(peaks) * 1.25)
+    axes.set_xlabel("GiB above start: peak while reading (light), cache afterwards (dark)")
+    axes.set_title(f"Reading {found[0]['n']:,} tokens", loc="left")
+    save(figure, "memory")
+
+
+def decode() -> None:
+    """Decode speed against context length, for a model with grouped queries."""
+    figure, axes = plain_axes()
+    found = [row for row in rows("decode") if row["kv_heads"] < row["heads"]]
+    methods = list(dict.fromkeys(row["method"] for row in found))
+    colours = iter(OTHERS)
+    for method in methods:
+        points = sorted((row["n"], row["tokens_per_second"]) for row in found if row["method"] == method)
+        colour = STOCK if method == "stock" else OURS if method == "exact" else next(colours)
+        axes.plot(*zip(*points, strict=True), color=colour, lw=2, marker="o", ms=4)
+        axes.annotate(f" {method}", points[-1], color=colour, va="center", fontsize=9)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    ticks = sorted({row["n"] for row in found})
+    axes.set_xticks(ticks, [f"{n:,}" for n in ticks])
+    axes.set_xlim(ticks[0] / 1.2, ticks[-1] * 6)
+    axes.set_xlabel("tokens in context")
+    axes.set_ylabel("tokens per second")
+    axes.set_title("Decoding on two CPU cores", loc="left")
+    save(figure, "decode")
+
+
+if __name__ == "__main__":
+    for draw in (long_prompt, memory, decode):
+        draw()
