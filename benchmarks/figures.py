@@ -7,6 +7,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+
 from common import RESULTS
 
 FIGURES = Path(__file__).parent.parent / "docs" / "figures"

@@ -92,10 +92,12 @@ def test_assisted_decoding_compresses_between_its_steps(family):
     generate(model, zoo.tokens(1, 400), cache, max_new_tokens=40, prompt_lookup_num_tokens=3)
     layer = cache.sketch_layers[0].held
     assert layer.left[0] >= 350
+    assert all(stock.keys.shape[2] <= 16 for stock in cache.layers if stock not in cache.sketch_layers)
     # The tokens of a later call are compressed too: recording has ended with assisted decoding.
     more = cache.new_tokens(zoo.tokens(1, 200, seed=5))
     model.generate(**more, past_key_values=cache, max_new_tokens=2, do_sample=False)
     assert layer.left[0] >= 580
+    assert all(stock.keys.shape[2] <= 16 for stock in cache.layers if stock not in cache.sketch_layers)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -245,6 +247,20 @@ def test_crop_takes_back_the_uncompressed_tail():
     assert torch.equal(got, first)
     with pytest.raises(ValueError, match="only the last"):
         cache.crop(-200)
+
+
+def test_crop_with_sliding_layers_is_all_or_nothing():
+    model = zoo.build("gemma3")
+    cache = kvsketch.prefill(model, zoo.tokens(1, 12), kvsketch.make_cache(model, COMPRESSED))
+    cache.crop(-3)  # the sliding windows of 16 have not moved yet
+    assert cache.get_seq_length() == 9
+    kvsketch.prefill(model, zoo.tokens(1, 60), cache)
+    lengths = [layer.get_seq_length() for layer in cache.layers]
+    with pytest.raises(ValueError, match=r"the sliding window of layer 0 has moved on.*fork"):
+        cache.crop(-3)
+    assert [layer.get_seq_length() for layer in cache.layers] == lengths == [69] * 4
+    cache.crop(0)
+    assert generate(model, zoo.tokens(1, 80), cache, max_new_tokens=2).shape[1] == 82
 
 
 def test_a_bare_forward_without_positions_continues_at_the_right_place():

@@ -138,7 +138,8 @@ def demo(
     console.print(table)
     console.print(
         "error: how far attention's answers are from exact attention's after the document was read, relative; "
-        "mean over layers and heads.\nread/s, write/s: tokens a second. same text: tokens of the answer before the first that differs from exact's.\n"
+        "mean over layers and heads.\nread/s, write/s: tokens a second. "
+        "same text: tokens of the answer before the first that differs from exact's.\n"
         "Next: kvsketch generate --prompt-file README.md --question 'What is this?' --report"
     )
 

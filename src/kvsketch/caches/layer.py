@@ -277,12 +277,16 @@ class LayerCache:
 
     # -- rows, tail, state
 
-    def crop(self, count: int) -> None:
-        """Take back the last `count` tokens; they must not have left the window."""
+    def check_crop(self, count: int) -> None:
+        """Refuse to take back tokens that have left the window."""
         if count > self.tail:
             raise ValueError(
                 f"cannot take back {count} tokens: only the last {self.tail} of {self.seen} are still uncompressed"
             )
+
+    def crop(self, count: int) -> None:
+        """Take back the last `count` tokens; they must not have left the window."""
+        self.check_crop(count)
         if count:
             dropped = (self.ranks.view[:, self.keys.length - count :] >= 0).sum(1).tolist()
             self.lengths = [length - less for length, less in zip(self.lengths, dropped, strict=True)]

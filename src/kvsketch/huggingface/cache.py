@@ -60,12 +60,6 @@ class SketchLayer(CacheLayerMixin):
         self.pending = 0
         self.model.check_module(module)
 
-    def end_stale_recording(self) -> None:
-        """Assisted decoding crops after every call: a call that was not followed by a crop means that it has ended."""
-        if self.held.recording and not self.cropped:
-            self.held.recording = False
-            self.held.settle()
-
     def _check(self, keys: Tensor, values: Tensor) -> None:
         if self.held.started:
             held, new = self.held.keys.view, keys
@@ -107,8 +101,6 @@ class SketchLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens, given as a number below zero; then compress what was held back."""
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop takes the number of tokens to remove, as in crop(-3), got {tokens_to_remove}")
         if not self.held.started:
             return
         self.held.crop(-tokens_to_remove)
@@ -220,8 +212,8 @@ class SketchCache(Cache):
                 "This cache cannot be used further; reset() it, or go on with a copy made before that call"
             )
         self._check_rotation(first.held.seen, count)
-        for other in self.sketch_layers:
-            other.end_stale_recording()
+        if first.held.recording and not first.cropped:
+            self._end_recording()
 
     def _check_rotation(self, seen: int, count: int) -> None:
         """Refuse to mix keys that were rotated with different frequencies."""
@@ -246,6 +238,35 @@ class SketchCache(Cache):
                 "generate without an assistant"
             )
         super().activate_past_recording()
+
+    def _end_recording(self) -> None:
+        """Assisted decoding crops after every call: as one was not followed by a crop, it has ended."""
+        for layer in self.layers:
+            if isinstance(layer, SketchLayer):
+                layer.held.recording = False
+                layer.held.settle()
+            elif getattr(layer, "record_past", False):
+                layer.crop(0)  # back to the size of its window
+                layer.record_past = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last tokens, given as a number below zero: all layers do, or none does."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes the number of tokens to remove, as in crop(-3), got {tokens_to_remove}")
+        recording = [layer for layer in self.layers if getattr(layer, "record_past", False)]
+        if tokens_to_remove:
+            for layer in self.sketch_layers:
+                layer.held.check_crop(-tokens_to_remove)
+            for index, layer in enumerate(self.layers):
+                full = getattr(layer, "is_sliding", False) and layer.get_seq_length() >= layer.sliding_window
+                if full and layer not in recording:
+                    raise ValueError(
+                        f"cannot take back tokens: the sliding window of layer {index} has moved on and dropped what "
+                        "it would need. Keep a cache.fork() from before those tokens instead"
+                    )
+        for layer in self.layers:
+            if isinstance(layer, SketchLayer) or tokens_to_remove or layer in recording:
+                layer.crop(tokens_to_remove)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SketchCache":
         """An independent copy, for the same model."""

@@ -1,5 +1,6 @@
 """The two lines a user writes, and reading a long prompt in chunks."""
 
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -57,6 +58,8 @@ def prefill(
     elif mask is not None and bool(mask.all()):
         mask = None
     seen = cache.get_seq_length()
+    # Only the cache matters, so logits are computed for one token alone where the model can leave out the others.
+    fewer = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     for start in range(0, input_ids.shape[1], chunk):
         ids = input_ids[:, start : start + chunk]
         known = None if mask is None else mask[:, : seen + start + ids.shape[1]]
@@ -67,7 +70,7 @@ def prefill(
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,
-            logits_to_keep=1,
+            **fewer,
         )
         if progress is not None:
             progress(start + ids.shape[1])
