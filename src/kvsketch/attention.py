@@ -48,7 +48,9 @@ class Partial:
 def merge(*parts: Partial) -> Partial:
     """Attention over the union of the parts' tokens; order and grouping do not matter.
 
-    Each answer counts with its share of the joint denominator, so this stays exact when a ≠ b.
+    Each answer counts with its share of the joint denominator, so this stays exact when a ≠ b, as
+    long as every part has mass of its own: entries with a value weight but no mass belong into one
+    `WeightedTokens` with those that carry the mass.
     """
     return reduce(_merge_two, parts)
 

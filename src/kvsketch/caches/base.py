@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvsketch.attention import Partial, WeightedTokens
 from kvsketch.caches.budget import Budget, Keep, check_keep
+from kvsketch.caches.storage import storage_bytes
 from kvsketch.kernels.weighted_attention import weighted_attention
 
 BLOCK = 32  # tokens leave the window in blocks of this many, so that no method works token by token
@@ -45,13 +46,18 @@ class Past(ABC):
     def count_entries(self) -> Int64[Tensor, "b h"] | None:
         """Entries held per row and KV head; None before the first write."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held, spare room included."""
+        return storage_bytes(self.tensors().values())
+
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of the state by name, the batch as their first dimension."""
 
     @abstractmethod
     def numbers(self) -> dict[str, list[int]]:
-        """All other state by name, a number for each row."""
+        """All other state by name, a number for each row; no numbers before the first write."""
 
     @abstractmethod
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, list[int]]) -> None:
@@ -61,7 +67,7 @@ class Past(ABC):
         """Replace every tensor by `move` of it, which brings row `rows[i]` to row i."""
         self.restore(
             {name: move(tensor) for name, tensor in self.tensors().items()},
-            {name: [numbers[row] for row in rows] for name, numbers in self.numbers().items()},
+            {name: [numbers[row] for row in rows] if numbers else [] for name, numbers in self.numbers().items()},
         )
 
 
@@ -88,7 +94,6 @@ class MethodConfig(ABC):
     """
 
     name: ClassVar[str]
-    seed_matters: ClassVar[bool] = False
 
     sinks: int = 4
     prefill: str = "exact"

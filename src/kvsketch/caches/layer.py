@@ -35,12 +35,25 @@ class NewTokens:
     values: Float[Tensor, "b h q e"]
     valid: Bool[Tensor, "b q"] | None = None
 
-    def split(self, size: int) -> Iterator["NewTokens"]:
-        """The same tokens in chunks."""
-        for start in range(0, self.keys.shape[2], size):
-            part = slice(start, start + size)
-            valid = None if self.valid is None else self.valid[:, part]
-            yield NewTokens(self.keys[:, :, part], self.values[:, :, part], valid)
+    def part(self, start: int, stop: int) -> "NewTokens":
+        """Tokens start…stop-1."""
+        valid = None if self.valid is None else self.valid[:, start:stop]
+        return NewTokens(self.keys[:, :, start:stop], self.values[:, :, start:stop], valid)
+
+    def detached(self) -> "NewTokens":
+        """The same numbers without their history: what is held must not keep a call's activations alive."""
+        return NewTokens(self.keys.detach(), self.values.detach(), self.valid)
+
+
+def chunks(count: int, size: int) -> Iterator[tuple[int, int]]:
+    """Bounds of chunks of `size` tokens, the first one shorter if need be.
+
+    Counted from the end, where the rows of a left-padded batch agree: each is cut as if it were alone.
+    """
+    first = count % size or size
+    yield 0, min(first, count)
+    for start in range(first, count, size):
+        yield start, start + size
 
 
 class LayerCache:
@@ -73,13 +86,13 @@ class LayerCache:
         """Attention of the new tokens' queries over all that is held and the new tokens; then they are held too."""
         if not self.started:
             self._start(new)
-        size = new.keys.shape[2] if self.config.prefill == "exact" else self.config.chunk
-        if size >= new.keys.shape[2]:
+        count = new.keys.shape[2]
+        if self.config.prefill == "exact" or count <= self.config.chunk:
             return self._read_chunk(query, new, scale, softcap)
-        parts = []
-        for index, chunk in enumerate(new.split(size)):
-            part = query[:, :, index * size : index * size + chunk.keys.shape[2]]
-            parts.append(self._read_chunk(part, chunk, scale, softcap))
+        parts = [
+            self._read_chunk(query[:, :, start:stop], new.part(start, stop), scale, softcap)
+            for start, stop in chunks(count, self.config.chunk)
+        ]
         return Partial(torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2))
 
     def attend(self, query: Float[Tensor, "b hg q d"], scale: float, softcap: float | None = None) -> Partial | None:
@@ -94,7 +107,7 @@ class LayerCache:
     def _read_chunk(self, query: Tensor, new: NewTokens, scale: float, softcap: float | None) -> Partial:
         if new.keys.shape[2] == 1 and new.valid is None:
             # The new token sees all that is held and itself: with it in the window, that is one call less.
-            self._hold(new)
+            self._append(new.detached(), self._ranks_of(new))
             answer = self.attend(query, scale, softcap)
             assert answer is not None, "the new token itself is held"
             self.settle()
@@ -137,13 +150,35 @@ class LayerCache:
         """Whether any token came."""
         return self.past is not None
 
-    def _hold(self, new: NewTokens) -> None:
-        """Put new tokens into the window."""
+    def hold(self, new: NewTokens) -> None:
+        """Put new tokens where they belong, without an answer; those that leave at once never enter the window."""
+        if not self.started:
+            self._start(new)
+        new = new.detached()
         ranks = self._ranks_of(new)
+        if self.recording:
+            self._append(new, ranks)
+        elif self.ragged or new.valid is not None:
+            self._hold_ragged(new, ranks)
+        else:
+            self._hold_even(new, ranks)
+
+    def settle(self) -> None:
+        """Write to the past what is due to leave the window."""
+        if self.recording or self._due() == self.left:
+            return
+        if self.ragged:
+            self._leave_ragged(self.keys.view, self.values.view, self.ranks.view)
+            self._compact()
+        else:
+            self._leave_window(self._due()[0] - self.left[0])
+
+    def _append(self, new: NewTokens, ranks: Tensor) -> None:
+        """Put new tokens into the window."""
+        self._count(new)
         self.keys.append(new.keys)
         self.values.append(new.values)
         self.ranks.append(ranks)
-        self._count(new)
 
     def _ranks_of(self, new: NewTokens) -> Tensor:
         rows, _, count, _ = new.keys.shape
@@ -164,16 +199,9 @@ class LayerCache:
         self.seen += count
         self.tail += count
 
-    def hold(self, new: NewTokens) -> None:
-        """Put new tokens where they belong, without an answer; those that leave at once never enter the window."""
-        if not self.started:
-            self._start(new)
-        if self.recording or self.ragged or new.valid is not None:
-            self._hold(new)
-            self.settle()
-            return
+    def _hold_even(self, new: NewTokens, ranks: Tensor) -> None:
+        """All rows stand at the same rank: what leaves is a slice."""
         held, first, count = self.keys.length, self.seen, new.keys.shape[2]
-        ranks = self._ranks_of(new)
         self._count(new)
         leaving = self._due()[0] - self.left[0]
         from_window = min(leaving, max(0, held - self.config.sinks))
@@ -184,25 +212,11 @@ class LayerCache:
             part = slice(start, stop)
             left = [self.left[0] + stop - start] * len(self.left)
             self._write(new.keys[:, :, part], new.values[:, :, part], ranks[:, part], left)
+            self.tail = min(self.tail, count - stop)
         for rows, tensor in ((self.keys, new.keys), (self.values, new.values), (self.ranks, ranks)):
+            rows.append(tensor.narrow(rows.dim, 0, start if stop > start else count))
             if stop > start:
-                rows.append(tensor.narrow(rows.dim, 0, start))
                 rows.append(tensor.narrow(rows.dim, stop, count - stop))
-            else:
-                rows.append(tensor)
-        self.tail = min(self.tail, count - stop) if stop > start else self.tail
-
-    def settle(self) -> None:
-        """Write to the past what is due to leave the window."""
-        if self.recording:
-            return
-        due = self._due()
-        if due == self.left:
-            return
-        if self.ragged:
-            self._settle_ragged(due)
-        else:
-            self._leave_window(due[0] - self.left[0])
 
     def _leave_window(self, count: int) -> None:
         """Write the oldest tokens after the sinks to the past; all rows stand at the same rank."""
@@ -215,24 +229,52 @@ class LayerCache:
             rows.remove(part.start, part.stop)
         self.tail = min(self.tail, self.seen - self.config.sinks - self.left[0])
 
-    def _settle_ragged(self, due: list[int]) -> None:
-        """The same where rows differ: a column may leave one row and stay in another."""
-        ranks, sinks = self.ranks.view, self.config.sinks
-        device = ranks.device
-        first = torch.tensor(self.left, device=device)[:, None] + sinks
-        stop = torch.tensor(due, device=device)[:, None] + sinks
-        leaving = (ranks >= first) & (ranks < stop)
+    def _hold_ragged(self, new: NewTokens, ranks: Tensor) -> None:
+        """Rows stand at different ranks: a column may leave one row and stay in another."""
+        self._count(new)
+        if self._due() == self.left:
+            parts = new.keys, new.values, ranks
+        else:
+            if self.keys.length:
+                self._leave_ragged(self.keys.view, self.values.view, self.ranks.view)
+            ranks = ranks.clone()
+            self._leave_ragged(new.keys, new.values, ranks)
+            kept = (ranks >= 0).any(0).nonzero()[:, 0]
+            parts = new.keys.index_select(2, kept), new.values.index_select(2, kept), ranks.index_select(1, kept)
+        for rows, tensor in zip((self.keys, self.values, self.ranks), parts, strict=True):
+            rows.append(tensor)
+        self._compact()
+
+    def _leave_ragged(self, keys: Tensor, values: Tensor, ranks: Tensor) -> None:
+        """Write to the past what is due among these columns; its ranks become -1."""
+        sinks = self.config.sinks
+        stop = torch.tensor(self._due(), device=ranks.device)[:, None] + sinks
+        leaving = (ranks >= sinks) & (ranks < stop)  # what left before has rank -1
         columns = leaving.any(0).nonzero()[:, 0]
-        past_ranks = ranks.masked_fill(~leaving, -1).index_select(1, columns)
-        self._write(self.keys.view.index_select(2, columns), self.values.view.index_select(2, columns), past_ranks, due)
-        self.tail = min(self.tail, self.keys.length - 1 - int(columns[-1]))
+        if columns.numel() == 0:
+            return
+        part = slice(int(columns[0]), int(columns[-1]) + 1)
+        left = [before + more for before, more in zip(self.left, leaving.sum(1).tolist(), strict=True)]
+        due_ranks = ranks.masked_fill(~leaving, -1)[:, part]
+        self._write(keys[:, :, part], values[:, :, part], due_ranks, left)
         ranks.masked_fill_(leaving, -1)
-        # A column stays while it is some row's. Those of the tail stay in any case: `crop` counts them.
-        kept = (ranks >= 0).any(0)
-        kept[self.keys.length - self.tail :] = True
-        kept = kept.nonzero()[:, 0]
+
+    def _compact(self) -> None:
+        """Have no more columns than the fullest row needs, each row's tokens to the right in their order."""
+        held = self.ranks.view >= 0
+        # The last columns that are all rows' stay in place: those are what `crop` can take.
+        self.tail = min(self.tail, int(held.all(0).flip(0).cumprod(0).sum()))
+        old = held[:, : held.shape[1] - self.tail]
+        width = int(old.sum(1).max()) if old.numel() else 0
+        if width == old.shape[1]:
+            return
+        index = old.long().sort(dim=1, stable=True).indices[:, old.shape[1] - width :]  # empty ones first
         for rows in (self.keys, self.values, self.ranks):
-            rows.keep(kept)
+            front = rows.view.narrow(rows.dim, 0, old.shape[1])
+            where = index if rows.dim == 1 else index[:, None, :, None].expand(-1, front.shape[1], -1, front.shape[3])
+            moved = front.gather(rows.dim, where)
+            rows.remove(0, old.shape[1] - width)
+            rows.view.narrow(rows.dim, 0, width).copy_(moved)
 
     def _due(self) -> list[int]:
         """How many tokens of each row should have left sinks and window by now: a whole number of blocks."""
@@ -256,7 +298,8 @@ class LayerCache:
     def _probe(self, query: Tensor, new: NewTokens, scale: float, softcap: float | None) -> Partial | None:
         """What the last queries of a first call would see if nothing were dropped; None where that is not known."""
         first_and_whole = self.seen == 0 and self.config.prefill == "exact" and not self.recording
-        if not first_and_whole or self.config.window_size(self._budget, 0) is None:
+        padded_end = new.valid is not None and not bool(new.valid[:, -PROBES:].all())
+        if not first_and_whole or padded_end or self.config.window_size(self._budget, 0) is None:
             return None
         everything = WeightedTokens(new.keys, new.values, _mass_of(new.valid))
         return weighted_attention(query[:, :, -PROBES:], everything, scale, softcap=softcap)
@@ -344,8 +387,8 @@ class LayerCache:
     @property
     def nbytes(self) -> int:
         """Bytes of memory held, spare room included."""
-        held = [] if self.past is None else list(self.past.tensors().values())
-        return storage_bytes([self.keys.buffer, self.values.buffer, self.ranks.buffer, *held])
+        past = 0 if self.past is None else self.past.nbytes
+        return storage_bytes([self.keys.buffer, self.values.buffer, self.ranks.buffer]) + past
 
     def count_entries(self) -> Tensor | None:
         """Entries held per row and KV head."""

@@ -53,11 +53,6 @@ class Rows:
         self.length -= stop - start
         self._give_back()
 
-    def keep(self, index: Tensor) -> None:
-        """Keep only the rows with these numbers, in their order."""
-        self.buffer = self.view.index_select(self.dim, index)
-        self.length = index.shape[0]
-
     def map(self, function: Callable[[Tensor], Tensor]) -> None:
         """Replace the rows in use by a function of them."""
         if self.buffer is not None:

@@ -13,7 +13,7 @@ from kvsketch.algorithms.sampling import Plan, choose_slots, log_weights
 from kvsketch.attention import NO_MASS, WeightedTokens
 from kvsketch.caches.base import BLOCK, EntriesPast, LeavingTokens, Past, WindowedConfig
 from kvsketch.caches.budget import Budget
-from kvsketch.caches.storage import Rows
+from kvsketch.caches.storage import Rows, storage_bytes
 
 WEIGHTS = ("count", "none")
 
@@ -33,9 +33,8 @@ class Uniform(WindowedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_seed = isinstance(self.seed, int) and not isinstance(self.seed, bool)
-        if not check_seed:
-            raise ValueError(f"seed must be a whole number, got {self.seed!r}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"seed must be a whole number from 0 to 2⁶³ - 1, got {self.seed!r}")
         if self.weights not in WEIGHTS:
             raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, got {self.weights!r}")
 
@@ -100,6 +99,10 @@ class UniformPast(EntriesPast):
         if self.log_mass is None:
             return None
         return (self.log_mass > NO_MASS).sum(-1).expand(-1, self.keys.view.shape[1])
+
+    @property
+    def nbytes(self) -> int:
+        return storage_bytes([self.keys.buffer, self.values.buffer, self.log_mass])
 
     def tensors(self) -> dict[str, Tensor]:
         if self.log_mass is None:

@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvsketch.attention import NO_MASS, Partial, WeightedTokens, merge
+from kvsketch.attention import NO_MASS, Partial, WeightedTokens
 from kvsketch.kernels.weighted_attention import fused, reference
 
-MASKED_QUERIES_AT_ONCE = 1024  # a mask of all queries against all keys would be n²
+MASK_AT_ONCE = 1 << 24  # elements, 64 MiB of float32: a mask of all queries against all keys would be n²
 
 
 def weighted_attention(
@@ -37,11 +37,11 @@ def causal_attention(
         return _single(query, keys, values, scale, softcap)
     if valid is None and fused.can_run(query, softcap):
         return fused.softmax_attention(query, keys, values, scale, causal=True)
+    count = keys.shape[2]
+    size = max(16, MASK_AT_ONCE // (keys.shape[0] * count))
     blocks = [
-        _causal_block(
-            query, keys, values, scale, valid, softcap, start, min(start + MASKED_QUERIES_AT_ONCE, keys.shape[2])
-        )
-        for start in range(0, keys.shape[2], MASKED_QUERIES_AT_ONCE)
+        _causal_block(query, keys, values, scale, valid, softcap, start, min(start + size, count))
+        for start in range(0, count, size)
     ]
     return Partial(torch.cat([part.out for part in blocks], 2), torch.cat([part.lse for part in blocks], 2))
 
@@ -74,4 +74,4 @@ def _causal_block(
     return reference.attend(block, WeightedTokens(keys, values), scale, visible=visible, softcap=softcap)
 
 
-__all__ = ["causal_attention", "merge", "weighted_attention"]
+__all__ = ["causal_attention", "weighted_attention"]
