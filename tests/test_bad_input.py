@@ -125,13 +125,6 @@ def test_prompts_shorter_than_sinks_and_window_are_exact(count):
         assert torch.equal(got, stock.generate(ids, max_new_tokens=5, do_sample=False))
 
 
-def test_only_new_tokens_without_the_mask_of_all(model, filled):
-    before = answer(model, filled)
-    with pytest.raises(ValueError, match=r"cache\.new_tokens"):
-        model.generate(zoo.tokens(1, 7), past_key_values=filled, max_new_tokens=3)
-    assert torch.equal(answer(model, filled), before)
-
-
 def test_new_tokens_of_an_empty_cache(model):
     with pytest.raises(ValueError, match="the cache is empty"):
         kvsketch.make_cache(model).new_tokens(zoo.tokens(1, 3))
@@ -149,7 +142,7 @@ def test_keys_that_are_not_finite(model, value):
     good = weight.detach().clone()
     with torch.no_grad():
         weight[0, 0] = value
-    with pytest.raises(ValueError, match=r"layer 0 was given keys that are NaN or infinite; nothing was stored"):
+    with pytest.raises(ValueError, match=r"layer 0 was given keys that are NaN or infinite; it has stored none"):
         model(zoo.tokens(1, 200), past_key_values=cache)
     with torch.no_grad():
         weight.copy_(good)
@@ -185,18 +178,17 @@ def test_a_call_that_fails_half_way_leaves_a_cache_that_says_so(model, filled):
     assert torch.equal(answer(model, filled), expected)
 
 
-def test_running_out_of_memory_inside_a_layer_is_not_forgotten(model, filled, monkeypatch):
-    from kvsketch.caches.layer import LayerCache
+def test_a_failure_inside_a_layer_is_not_forgotten(model, filled):
+    """Here a query of the wrong width; running out of memory ends the same way."""
+    from kvsketch.huggingface.attention import attention
 
-    def fail(*args, **kwargs):
-        raise MemoryError
-
-    with monkeypatch.context() as patched:
-        patched.setattr(LayerCache, "_measure", fail)
-        with pytest.raises(MemoryError):
-            kvsketch.prefill(model, zoo.tokens(1, 5), filled)
-    with pytest.raises(ValueError, match="failed half-way"):
-        kvsketch.prefill(model, zoo.tokens(1, 5), filled)
+    keys = torch.zeros(1, 2, 5, 16)
+    linked, values = filled.update(keys, keys, 0)
+    with pytest.raises((RuntimeError, TypeError)):
+        attention(model.model.layers[0].self_attn, torch.zeros(1, 8, 5, 7), linked, values)
+    for call in (lambda: kvsketch.prefill(model, zoo.tokens(1, 5), filled), lambda: filled.save("never.safetensors")):
+        with pytest.raises(ValueError, match="failed half-way"):
+            call()
 
 
 def test_a_cache_of_another_model(model, filled):
@@ -208,17 +200,72 @@ def test_a_cache_of_another_model(model, filled):
     assert torch.equal(answer(model, filled), before)
 
 
+def test_models_that_share_a_config_are_told_apart(model, filled):
+    twin = type(model)(model.config).eval()
+    assert twin.config is model.config
+    with pytest.raises(ValueError, match="made for another model object"):
+        twin(zoo.tokens(1, 3), past_key_values=filled)
+    kvsketch.attach(twin)
+    kvsketch.detach(twin)
+    kvsketch.detach(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_model_inside_another_is_the_same_model(model):
+    kvsketch.attach(model)
+    kvsketch.attach(model.model)
+    kvsketch.detach(model)
+    kvsketch.detach(model.model)
+    assert model.config._attn_implementation == "sdpa"
+
+
 def test_other_heads_widths_and_types():
     model = zoo.build("llama")
     cache = kvsketch.prefill(model, zoo.tokens(1, 50), kvsketch.make_cache(model, COMPRESSED))
-    layer = cache.sketch_layers[0]
     for keys in (torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 16, dtype=torch.bfloat16)):
         with pytest.raises(ValueError, match=r"holds 2 KV heads of width 16 in torch\.float32, but"):
-            layer.update(keys, keys)
+            cache.update(keys, keys, 0)
     with pytest.raises(ValueError, match="holds 1 rows, but 2 came"):
         model(zoo.tokens(2, 1), past_key_values=cache)
     with pytest.raises(ValueError, match="made for 4 layers"):
         cache.update(torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 1, 16), 7)
+
+
+REFUSED_CALLS = {
+    "attention weights": lambda m, c: m(zoo.tokens(1, 3), past_key_values=c, output_attentions=True),
+    "4-D mask": lambda m, c: m(zoo.tokens(1, 3), past_key_values=c, attention_mask=torch.ones(1, 1, 3, 203).bool()),
+    "other rows": lambda m, c: m(zoo.tokens(2, 3), past_key_values=c),
+    "beams": lambda m, c: m.generate(zoo.tokens(1, 201), past_key_values=c, num_beams=2, max_new_tokens=2),
+    "infinite input": lambda m, c: m(inputs_embeds=torch.full((1, 3, 64), float("inf")), past_key_values=c),
+    "wrong position": lambda m, c: m(zoo.tokens(1, 3), past_key_values=c, position_ids=torch.arange(3)[None]),
+    "another model": lambda m, c: zoo.attached("gemma3")(zoo.tokens(1, 3), past_key_values=c),
+}
+
+
+@pytest.mark.parametrize("call", REFUSED_CALLS)
+def test_with_sliding_layers_a_refused_call_leaves_a_cache_that_is_whole_or_says_that_it_is_not(call):
+    """Sliding layers before the first full one have taken the tokens by the time some mistakes can be seen."""
+    model = zoo.build("gemma3")
+    cache = kvsketch.prefill(model, zoo.tokens(1, 200), kvsketch.make_cache(model, COMPRESSED))
+    expected = answer(model, cache)
+    with pytest.raises(ValueError, match=r"kvsketch|cache|NaN"), torch.no_grad():
+        REFUSED_CALLS[call](model, cache)
+    lengths = {layer.get_seq_length() for layer in cache.layers}
+    if lengths == {200}:
+        assert torch.equal(answer(model, cache), expected)
+    else:
+        with pytest.raises(ValueError, match="failed half-way"):
+            model(zoo.tokens(1, 1), past_key_values=cache)
+    assert lengths == {200} or call in ("attention weights", "4-D mask", "wrong position", "another model")
+
+
+@pytest.mark.parametrize("count", [1, 7, 50, 120, 150, 199])
+def test_new_ids_without_the_mask_of_all(model, filled, count):
+    """transformers takes them for the whole text and cuts off what the cache has seen."""
+    before = answer(model, filled)
+    with pytest.raises(ValueError, match=r"cache\.new_tokens"):
+        model.generate(zoo.tokens(1, count), past_key_values=filled, max_new_tokens=3, do_sample=False)
+    assert torch.equal(answer(model, filled), before)
 
 
 def test_without_attaching(model, filled):
@@ -245,7 +292,7 @@ def test_masks_of_four_dimensions(model, filled, shape):
 def test_a_mask_that_is_too_short(model, filled):
     before = answer(model, filled)
     mask = torch.tensor([[0, 1]])
-    with pytest.raises(ValueError, match="covers 2 tokens, but 3 new ones came"):
+    with pytest.raises(ValueError, match="covers 2 tokens, but there are 203"):
         model(zoo.tokens(1, 3), attention_mask=mask, past_key_values=filled, position_ids=torch.arange(200, 203)[None])
     assert torch.equal(answer(model, filled), before)
 
@@ -316,8 +363,19 @@ def test_longrope_on_one_side_of_the_switch_is_right():
     cache = kvsketch.prefill(model, long[:, :-1], kvsketch.make_cache(model, "exact"))
     got = model.generate(long, past_key_values=cache, **short)
     assert torch.equal(got, stock.generate(long, **short))
-    kvsketch.detach(model)
+    # Calls that have nothing to do with a cache of ours are none of the guard's business.
+    kvsketch.make_cache(model, "exact")
     assert torch.equal(model.generate(long, **short), stock.generate(long, **short))
+    with torch.no_grad():
+        assert torch.equal(model(long).logits, stock(long).logits)
+
+
+def test_a_fork_that_is_dropped_at_the_rotary_switch():
+    model = zoo.longrope_phi3(limit=32)
+    ids = zoo.tokens(1, 28)
+    fork = kvsketch.prefill(model, ids[:, :-1], kvsketch.make_cache(model, COMPRESSED)).fork()
+    with pytest.raises(ValueError, match="switches its rotary frequencies at 32 tokens"):
+        model.generate(ids, past_key_values=fork, max_new_tokens=12, do_sample=False)
 
 
 def test_dynamic_rotary_scaling():

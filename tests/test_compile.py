@@ -23,6 +23,22 @@ explained = torch._dynamo.explain(model.forward)(torch.tensor([[5]]), past_key_v
 assert explained.graph_break_count == 0, explained.break_reasons
 assert explained.graph_count == 1, explained.graph_count
 """
+WITH_A_MASK = """
+for skip in (0, 30):
+    ids = zoo.tokens(2, 200)
+    mask = torch.ones_like(ids)
+    mask[0, :skip] = 0
+    cache = kvsketch.prefill(model, ids, kvsketch.make_cache(model, spec), attention_mask=mask)
+    inputs = cache.new_tokens(torch.tensor([[5], [6]]))
+    positions = (inputs["attention_mask"].cumsum(1) - 1)[:, -1:]
+    with torch.no_grad():
+        expected = model(**inputs, position_ids=positions, past_key_values=cache.fork()).logits
+        explained = torch._dynamo.explain(model.forward)(**inputs, position_ids=positions, past_key_values=cache.fork())
+        assert explained.graph_break_count == 0, explained.break_reasons
+        step = torch.compile(model.forward, backend="eager", dynamic=True)
+        got = step(**inputs, position_ids=positions, past_key_values=cache).logits
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+"""
 DECODE = """
 twin = cache.fork()
 before = cache.sketch_layers[0].held.left
@@ -51,6 +67,11 @@ def run(script, family, spec):
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_decode_step_has_no_graph_break(family, spec):
     run(COUNT_BREAKS, family, spec)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_decode_step_with_a_padding_mask_has_no_graph_break(spec):
+    run(WITH_A_MASK, "llama", spec)
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -130,6 +130,32 @@ def test_bytes_stay_within_the_budget(name, keep, sizes):
 
 
 @pytest.mark.parametrize("name", BUDGETED)
+@pytest.mark.parametrize("keep", [0.25, 512])
+@pytest.mark.parametrize("side", ["left", "right", "holes"])
+def test_bytes_stay_within_the_budget_of_the_longest_row(name, keep, side):
+    """Whatever the padding: buffers are as wide as the fullest row needs."""
+    lengths, count = [300, 900, 1500, 2400], 2400
+    query, keys, values = stream(count + 200, rows=4)
+    valid = torch.ones(4, count + 200, dtype=torch.bool)
+    for row, length in enumerate(lengths):
+        if side == "left":
+            valid[row, : count - length] = False
+        elif side == "right":
+            valid[row, length:count] = False
+        else:
+            valid[row, :count] = torch.rand(count, generator=torch.Generator().manual_seed(row)) < length / count
+    cache = LayerCache(small(name, keep=keep), 0)
+    entry = 4 * (2 * HEADS * WIDTH * keys.element_size() + 12)
+    feed(cache, query, keys, values, [2000, 400], valid)
+    budget = keep if isinstance(keep, int) else keep * count
+    assert cache.nbytes <= (1.05 * budget + FIXED_SLACK) * entry
+    rest = [t[:, :, count:] for t in (query, keys, values)]
+    feed(cache, *rest, [1] * 200, valid[:, count:])
+    budget = keep if isinstance(keep, int) else keep * (count + 200)
+    assert cache.nbytes <= (1.05 * budget + FIXED_SLACK) * entry
+
+
+@pytest.mark.parametrize("name", BUDGETED)
 @pytest.mark.parametrize("prefill", ["exact", "streaming"])
 def test_a_budget_in_bytes_is_kept(name, prefill):
     share = 400_000
@@ -236,6 +262,16 @@ def test_rows_can_be_moved_repeated_and_dropped(name):
         single = [t[source : source + 1, :, skip:] for t in (query, keys, values)]
         expected = feed(alone, *single, [400 - skip, *[1] * 60])[:, :, 400 - skip :]
         torch.testing.assert_close(got[row : row + 1], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_rows_can_be_moved_before_anything_has_left_the_window(name):
+    query, keys, values = stream(20, rows=2)
+    cache = LayerCache(small(name), 0)
+    feed(cache, query, keys, values, [20])
+    cache.map_rows(lambda tensor: tensor.flip(0), [1, 0])
+    got = cache.attend(query[:, :, -1:].flip(0), SCALE).out
+    torch.testing.assert_close(got, exact_attention(query[:, :, -1:], keys, values, SCALE).out.flip(0))
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -49,7 +49,8 @@ def test_the_file_holds_what_the_cache_holds(tmp_path):
     with safe_open(tmp_path / "c.safetensors", "pt") as file:
         header = json.loads(file.metadata()["kvsketch"])
     assert header["format"] == 1
-    assert header["method"] == "uniform(window=16)"
+    assert header["method"] == "uniform"
+    assert header["options"]["keep"] == 0.25  # defaults too: they may be others when the file is read
     assert header["model_type"] == "llama"
 
 
@@ -64,6 +65,26 @@ def test_another_models_file_is_refused(tmp_path):
     for other in [*others, fine_tuned]:
         with pytest.raises(ValueError, match=r"saved for another model \(a 'llama'\)"):
             kvsketch.load_cache(other, path)
+
+
+def test_settings_that_keys_do_not_depend_on_may_differ(tmp_path):
+    model, cache = filled_cache("llama", "uniform")
+    cache.save(tmp_path / "c.safetensors")
+    expected = ask(model, cache)
+    again = zoo.build("llama")
+    again.config.pad_token_id, again.config.use_cache, again.config.max_position_embeddings = 5, False, 4096
+    assert torch.equal(ask(again, kvsketch.load_cache(again, tmp_path / "c.safetensors")), expected)
+
+
+def test_a_cache_that_is_broken_is_not_saved(tmp_path):
+    model, cache = filled_cache("llama", "uniform")
+    with torch.no_grad():
+        model.model.layers[2].self_attn.v_proj.weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match="NaN"):
+        kvsketch.prefill(model, zoo.tokens(2, 5), cache)
+    with pytest.raises(ValueError, match="failed half-way"):
+        cache.save(tmp_path / "c.safetensors")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_files_that_are_none(tmp_path):

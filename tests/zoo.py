@@ -4,6 +4,8 @@ import torch
 import transformers as T
 from transformers import PreTrainedModel
 
+import kvsketch
+
 VOCABULARY = 97
 SLIDING_THEN_FULL = ["sliding_attention", "full_attention"] * 2
 
@@ -99,6 +101,13 @@ def build(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, att
             if name.endswith("sinks"):
                 parameter.normal_()
     model.set_attn_implementation(attention or exact_attention_of(family))
+    return model
+
+
+def attached(family: str):
+    """A model of the family that computes attention with kvsketch."""
+    model = build(family)
+    kvsketch.attach(model)
     return model
 
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 import kvsketch
@@ -32,7 +33,7 @@ def main() -> None:
     try:
         app()
     except (ValueError, OSError) as error:
-        notes.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+        notes.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
 
 
@@ -65,7 +66,9 @@ def generate(
     model: Annotated[
         str | None, typer.Argument(help="A model's folder or name; a small random one if left out.")
     ] = None,
-    method: Annotated[str, typer.Option("--method", "-m", help="How the cache is kept small.")] = "uniform(keep=0.25)",
+    method: Annotated[
+        str | None, typer.Option("--method", "-m", help="How the cache is kept small; uniform(keep=0.25) if left out.")
+    ] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="A text to read; - is standard input.")] = None,
     question: Annotated[str | None, typer.Option(help="Asked after the text, when the cache is compressed.")] = None,
     save_cache: Annotated[Path | None, typer.Option(help="Keep the cache of the text in this file.")] = None,
@@ -81,8 +84,8 @@ def generate(
     report: Annotated[bool, typer.Option("--report", help="Also show what each layer holds.")] = False,
 ) -> None:
     """Read a text with a bounded cache, and answer or go on."""
-    _check_sources(prompt_file, question, load_cache, save_cache)
-    kvsketch.parse_spec(method)
+    _check_sources(prompt_file, question, load_cache, save_cache, method)
+    config = kvsketch.parse_spec(method or "uniform(keep=0.25)")
     text = None if prompt_file is None else _read_text(prompt_file)
     language_model, tokenizer = _load(model, dtype, device)
     before, after = _split_prompt(tokenizer, text, question, raw)
@@ -91,7 +94,7 @@ def generate(
     if load_cache is not None:
         cache = kvsketch.load_cache(language_model, load_cache)
     else:
-        cache = kvsketch.make_cache(language_model, method)
+        cache = kvsketch.make_cache(language_model, config)
         ids = _ids(tokenizer, before, language_model, special=not _uses_template(tokenizer, raw))
         if new is None and save_cache is None:
             ids, new = ids[:, :-1], ids[:, -1:]  # to go on, the model needs one token that the cache has not read
@@ -145,7 +148,7 @@ def demo(
 
 
 def _check_sources(
-    prompt_file: Path | None, question: str | None, load_cache: Path | None, save_cache: Path | None
+    prompt_file: Path | None, question: str | None, load_cache: Path | None, save_cache: Path | None, method: str | None
 ) -> None:
     if (prompt_file is None) == (load_cache is None):
         raise ValueError("give a text with --prompt-file, or a saved cache with --load-cache, and not both")
@@ -153,6 +156,10 @@ def _check_sources(
         raise ValueError("--load-cache needs a --question to answer")
     if load_cache is not None and save_cache is not None:
         raise ValueError("--save-cache keeps the cache of a text that was read; with --load-cache none is read")
+    if load_cache is not None and method is not None:
+        raise ValueError("--method is chosen when a text is read; a loaded cache keeps the one it was made with")
+    if save_cache is not None and not save_cache.absolute().parent.is_dir():
+        raise ValueError(f"there is no folder {save_cache.absolute().parent} to save the cache in")
 
 
 def _read_text(path: Path) -> str:
@@ -173,6 +180,10 @@ def _load(name: str | None, dtype: str, device: str | None) -> "tuple[PreTrained
     if dtype != "auto" and dtype not in kinds:
         raise ValueError(f"--dtype must be auto or one of {', '.join(kinds)}, got {dtype!r}")
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {place!r} is not there: {str(error).splitlines()[0]}") from error
     if name is None:
         from kvsketch.evaluation.stand_in import byte_tokenizer, stand_in_model
 
@@ -208,9 +219,11 @@ def _ids(tokenizer: "PreTrainedTokenizerBase", text: str, model: "PreTrainedMode
 def _read_with_bar(model: "PreTrainedModel", ids: "Tensor", cache: Any, chunk: int | None) -> "Timing":
     from kvsketch.evaluation.session import read_prompt
 
-    columns = (TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeRemainingColumn())
+    count = ids.shape[1]
+    in_one_call = chunk is None and cache.config.prefill == "exact"  # then the bar can only show that it is at work
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=notes, transient=True) as bar:
-        task = bar.add_task("reading", total=ids.shape[1])
+        task = bar.add_task(f"reading {count:,} tokens", total=None if in_one_call else count)
         return read_prompt(model, ids, cache, chunk=chunk, progress=lambda read: bar.update(task, completed=read))
 
 

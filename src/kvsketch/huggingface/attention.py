@@ -57,8 +57,14 @@ def mask(
         )
     plain = mask_function is causal_mask_function and local_size is None
     if plain and not isinstance(q_offset, Tensor) and kv_length + kv_offset == q_offset + q_length:
-        if attention_mask is None or (not torch.compiler.is_compiling() and bool(attention_mask.all())):
+        if attention_mask is None or torch.compiler.is_compiling():
+            return attention_mask
+        # Looked at once here, and not in every layer: on a GPU each look waits for the device.
+        if bool(attention_mask.all()):
             return None
+        new = attention_mask[:, -q_length:]
+        attention_mask = attention_mask.view_as(attention_mask)
+        attention_mask._kvsketch_new = None if bool(new.all()) else new  # type: ignore[attr-defined]
         return attention_mask
     return sdpa_mask(
         batch_size,
@@ -98,8 +104,9 @@ def attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if layer is None:
         return _unlinked(module, query, key, value, attention_mask, dropout, scale, softcap, s_aux, kwargs)
-    new = NewTokens(key, value, _valid(attention_mask, query.shape[2]))
-    _check_one_sequence(kwargs.get("position_ids"), new)
+    new = NewTokens(key, value, _valid(attention_mask, query.shape[2], layer.held.seen))
+    if layer.is_first and not torch.compiler.is_compiling():
+        layer.check_positions(kwargs.get("position_ids"), new)
     part = layer.read(query, new, scale, softcap)
     return _output(part, s_aux, query), None
 
@@ -109,7 +116,7 @@ def _linked_layer(key: Tensor) -> "SketchLayer | None":
     return None if reference_to_layer is None else reference_to_layer()
 
 
-def _valid(attention_mask: Tensor | None, new: int) -> Tensor | None:
+def _valid(attention_mask: Tensor | None, new: int, seen: int) -> Tensor | None:
     """Which of the new tokens are real; None if all are."""
     if attention_mask is None:
         return None
@@ -118,27 +125,17 @@ def _valid(attention_mask: Tensor | None, new: int) -> Tensor | None:
             f"a kvsketch cache takes a 2-D padding mask, rows × tokens, got shape {tuple(attention_mask.shape)}: "
             "custom 4-D masks and packed sequences are not supported, give each sequence a row of its own"
         )
-    if attention_mask.shape[1] < new:
+    if attention_mask.shape[1] != seen + new:
         raise ValueError(
-            f"the attention mask covers {attention_mask.shape[1]} tokens, but {new} new ones came: it must cover "
-            "all tokens, those in the cache included"
+            f"the attention mask covers {attention_mask.shape[1]} tokens, but there are {seen + new}: {seen} in the "
+            f"cache and {new} new ones. It must cover all of them, as that of cache.new_tokens(ids) does"
         )
+    if hasattr(attention_mask, "_kvsketch_new"):
+        return attention_mask._kvsketch_new
+    if new == 1 and torch.compiler.is_compiling():
+        return None  # a step of decoding brings a real token; to look would break the graph
     valid = attention_mask[:, -new:]
     return None if bool(valid.all()) else valid
-
-
-def _check_one_sequence(positions: Tensor | None, new: NewTokens) -> None:
-    """Refuse rows whose positions start again: several sequences packed into one, which would see each other."""
-    if positions is None or positions.ndim != 2 or positions.shape[1] < 2 or torch.compiler.is_compiling():
-        return
-    back = positions.diff(dim=1) < 0
-    if new.valid is not None:
-        back = back & new.valid[:, 1:] & new.valid[:, :-1]
-    if bool(back.any()):
-        raise ValueError(
-            "positions start again within a row: packed sequences are not supported with a kvsketch cache, "
-            "give each sequence a row of its own"
-        )
 
 
 def _output(part: Partial, s_aux: Tensor | None, query: Tensor) -> Tensor:
@@ -179,6 +176,11 @@ def _unlinked(
             attention_mask=attention_mask,
             allow_is_causal_skip=False,
             device=query.device,
+        )
+    if attention_mask is not None and attention_mask.shape[-1] != count:
+        raise ValueError(
+            f"the attention mask {tuple(attention_mask.shape)} is not for the {count} keys of this layer: a model with "
+            "sliding layers and a kvsketch cache takes a 2-D padding mask, rows × tokens"
         )
     if softcap is None and s_aux is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scale, **kwargs)

@@ -13,7 +13,7 @@ from kvsketch.attention import Partial
 from kvsketch.caches.base import MethodConfig
 from kvsketch.caches.budget import parse_bytes
 from kvsketch.caches.layer import LayerCache, NewTokens
-from kvsketch.caches.storage import storage_bytes
+from kvsketch.caches.storage import Rows, storage_bytes
 from kvsketch.huggingface.attention import link
 from kvsketch.huggingface.model import ModelLink
 from kvsketch.huggingface.report import LayerReport, Report
@@ -31,6 +31,9 @@ class SketchLayer(CacheLayerMixin):
         super().__init__()
         self.held = LayerCache(config, layer_idx, layer_bytes)
         self.model = model
+        self.is_first = False  # of the cache's sketch layers: it remembers the padding, and checks positions
+        self.padding = Rows(dim=1)  # in the first layer, once there is any: which tokens so far are real
+        self.offsets: list[int] | None = None  # in the first layer: position less rank, of each row's first token
         self.pending = 0  # new tokens that were taken and that attention has not asked for yet
         self.broken = False  # a read failed in its middle
         self.cropped = True  # `crop` was called since the last read
@@ -42,8 +45,7 @@ class SketchLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take new tokens; the attention function finds this layer through the keys returned."""
-        self.model.check_attached()
-        self._check(key_states, value_states)
+        self.check(key_states)
         self.lazy_initialization(key_states, value_states)
         self.pending = key_states.shape[2]
         return link(key_states, self), value_states
@@ -52,36 +54,68 @@ class SketchLayer(CacheLayerMixin):
         """Attention over all that is held and the new tokens, which are held from now on."""
         self.broken = True  # until the read is through
         part = self.held.read(query, new, scale, softcap)
+        if self.is_first:
+            self._remember_padding(new)
         self.broken = self.cropped = False
         return part
+
+    def _remember_padding(self, new: NewTokens) -> None:
+        rows, count = new.keys.shape[0], new.keys.shape[2]
+        if new.valid is None and not self.padding.length:
+            return
+        device = new.keys.device
+        if not self.padding.length:
+            self.padding.append(torch.ones(rows, self.held.seen - count, dtype=torch.bool, device=device))
+        real = torch.ones(rows, count, dtype=torch.bool, device=device) if new.valid is None else new.valid
+        self.padding.append(real)
+
+    def check_positions(self, positions: Tensor | None, new: NewTokens) -> None:
+        """Refuse tokens that do not follow on those held: text that was cut wrongly, or several texts in one row."""
+        if positions is None or positions.ndim != 2:
+            return
+        positions = positions.expand(new.keys.shape[0], -1)
+        if positions.shape[1] > 1:
+            back = positions.diff(dim=1) < 0
+            if new.valid is not None:
+                back = back & new.valid[:, 1:] & new.valid[:, :-1]
+            if bool(back.any()):
+                raise ValueError(
+                    "positions start again within a row: packed sequences are not supported with a kvsketch cache, "
+                    "give each sequence a row of its own"
+                )
+        lengths = self.held.lengths or [0] * new.keys.shape[0]
+        if new.valid is None:
+            first = positions[:, 0].tolist()
+            begun = [True] * len(first)
+        else:
+            first = positions.gather(1, new.valid.long().argmax(1, keepdim=True))[:, 0].tolist()
+            begun = new.valid.any(1).tolist()
+        offsets = [place - length for place, length in zip(first, lengths, strict=True)]
+        before = self.offsets or offsets
+        for row, (offset, known, real) in enumerate(zip(offsets, before, begun, strict=True)):
+            if real and lengths[row] and offset != known:
+                raise ValueError(
+                    f"row {row} goes on at position {first[row]}, but the cache has read {lengths[row]} of its tokens "
+                    f"and expects position {lengths[row] + known}. To continue with new tokens only, pass "
+                    "**cache.new_tokens(ids); to pass the whole text, its beginning must be what the cache has read"
+                )
+        self.offsets = [o if r and not n else k for o, k, r, n in zip(offsets, before, begun, lengths, strict=True)]
 
     def meet(self, module: nn.Module) -> None:
         """The attention function has found this layer, on behalf of a module."""
         self.pending = 0
         self.model.check_module(module)
 
-    def _check(self, keys: Tensor, values: Tensor) -> None:
-        if self.held.started:
-            held, new = self.held.keys.view, keys
-            if held.shape[0] != new.shape[0]:
-                raise ValueError(
-                    f"the cache holds {held.shape[0]} rows, but {new.shape[0]} came: for beams or several answers "
-                    "from a filled cache call cache.batch_repeat_interleave(n) first"
-                )
-            if (held.shape[1], held.shape[3], held.dtype) != (new.shape[1], new.shape[3], new.dtype):
-                raise ValueError(
-                    f"layer {self.held.layer} holds {held.shape[1]} KV heads of width {held.shape[3]} in {held.dtype}, "
-                    f"but {new.shape[1]} of width {new.shape[3]} in {new.dtype} came: the cache is another model's"
-                )
-        # One token at a time is not looked at: the check would stall a GPU at every layer of every
-        # step, and a NaN shows in the logits as it does with any cache.
-        if keys.shape[2] > 1 and not torch.compiler.is_compiling():
-            for name, tensor in (("keys", keys), ("values", values)):
-                if not bool(torch.isfinite(tensor).all()):
-                    raise ValueError(
-                        f"layer {self.held.layer} was given {name} that are NaN or infinite; nothing was stored. "
-                        "Look for an overflow in the model (float16?) or in its inputs"
-                    )
+    def check(self, keys: Tensor) -> None:
+        """Refuse keys that cannot be this layer's."""
+        if not self.held.started:
+            return
+        held = self.held.keys.view
+        if (held.shape[1], held.shape[3], held.dtype) != (keys.shape[1], keys.shape[3], keys.dtype):
+            raise ValueError(
+                f"layer {self.held.layer} holds {held.shape[1]} KV heads of width {held.shape[3]} in {held.dtype}, "
+                f"but {keys.shape[1]} of width {keys.shape[3]} in {keys.dtype} came: the cache is another model's"
+            )
 
     def get_seq_length(self) -> int:
         """Tokens seen, not tokens held: positions follow from it."""
@@ -104,6 +138,8 @@ class SketchLayer(CacheLayerMixin):
         if not self.held.started:
             return
         self.held.crop(-tokens_to_remove)
+        if self.padding.length:
+            self.padding.remove(self.padding.length + tokens_to_remove, self.padding.length)
         self.cropped = True
         if self.held.recording:
             self.held.recording = False
@@ -114,6 +150,7 @@ class SketchLayer(CacheLayerMixin):
         """Forget everything, a call that failed half-way included."""
         self.held.reset()
         self.held.recording = False
+        self.padding, self.offsets = Rows(dim=1), None
         self.pending, self.broken, self.cropped, self.is_initialized = 0, False, True, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -133,6 +170,24 @@ class SketchLayer(CacheLayerMixin):
 
     def _map_rows(self, move: Callable[[Tensor], Tensor], rows: list[int]) -> None:
         self.held.map_rows(move, rows)
+        self.padding.map(move)
+        self.offsets = None if self.offsets is None else [self.offsets[row] for row in rows]
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Everything that `restore` needs, as tensors and as JSON."""
+        tensors, numbers = self.held.state()
+        if self.padding.length:
+            tensors["padding"] = self.padding.view
+        return tensors, numbers | {"offsets": self.offsets}
+
+    def restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+        """Take back what `state` gave."""
+        self.reset()
+        self.held.restore(tensors, numbers)
+        self.offsets = numbers["offsets"]
+        if "padding" in tensors:
+            self.padding.append(tensors["padding"])
+        self.lazy_initialization(tensors["keys"], tensors["values"])
 
     def offload(self) -> None:
         """Not supported; `make_cache` never asks for it."""
@@ -147,6 +202,11 @@ class SketchCache(Cache):
         types, options = get_layer_types_and_kwargs(model.config)
         options = [options] * len(types) if isinstance(options, dict) else options  # one dict up to transformers 5.17
         super().__init__(layers=[self._new_layer(i, kind, options[i]) for i, kind in enumerate(types)])
+        for layer in self.sketch_layers[:1]:
+            layer.is_first = True
+        self.asked_for_length = False  # see DropGuard
+        if model.guard is not None:
+            model.guard.caches.add(self)
 
     def _new_layer(self, index: int, kind: str, options: dict[str, Any]) -> Any:
         if kind != "full_attention":
@@ -177,43 +237,86 @@ class SketchCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Take a layer's new tokens."""
-        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
-        if layer is None:
+        if layer_idx >= len(self.layers):
             raise ValueError(
                 f"the model has a layer {layer_idx}, but this cache was made for {len(self.layers)} layers"
             )
-        if isinstance(layer, SketchLayer):
-            self._check_whole(layer, key_states.shape[2])
-            return layer.update(key_states, value_states, *args, **kwargs)
+        layer = self.layers[layer_idx]
+        self._check_call(layer_idx, key_states, value_states)
         keys, values = layer.update(key_states, value_states, *args, **kwargs)
-        if key_states.shape[2] > 1:
-            _let_go(layer)
+        if not isinstance(layer, SketchLayer):
+            _let_go(layer, prompt=key_states.shape[2] > 1)
         return keys, values
 
-    def _check_whole(self, layer: SketchLayer, count: int) -> None:
-        """Refuse to go on where layers do not stand at the same token."""
-        first = self.sketch_layers[0]
-        if layer is not first:
-            if first.pending:
+    @property
+    def seen(self) -> int:
+        """Tokens read so far, padding included."""
+        return self._counting_layers[0].get_seq_length()
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch; 0 while nothing was read."""
+        layer = self._counting_layers[0]
+        if isinstance(layer, SketchLayer):
+            return len(layer.held.lengths)
+        return layer.keys.shape[0] if layer.is_initialized else 0
+
+    @property
+    def _counting_layers(self) -> list[Any]:
+        """The layers that count tokens: all but linear attention and the like."""
+        return [layer for layer in self.layers if isinstance(layer, CacheLayerMixin)]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens read so far, padding included."""
+        self.asked_for_length = True
+        return super().get_seq_length(layer_idx)
+
+    def _check_call(self, layer_idx: int, keys: Tensor, values: Tensor) -> None:
+        """Refuse a call before its first layer takes anything, and a layer that is out of step."""
+        layer, count = self.layers[layer_idx], keys.shape[2]
+        first = self._counting_layers[0]
+        if layer is first:
+            self.model.check_attached()
+            self.asked_for_length = False
+            self.check_whole()
+            if self.rows not in (0, keys.shape[0]):
                 raise ValueError(
-                    f"layer {first.held.layer} took {first.pending} tokens that its attention never asked for: this "
-                    "model changes keys between cache and attention, which kvsketch does not support"
+                    f"the cache holds {self.rows} rows, but {keys.shape[0]} came: for beams or several answers "
+                    "from a filled cache call cache.batch_repeat_interleave(n) first"
                 )
-            if layer.held.seen + count != first.held.seen:
+            self._check_rotation(self.seen, count)
+            if any(other.held.recording and not other.cropped for other in self.sketch_layers):
+                self.end_recording()
+        else:
+            waiting = next((other for other in self.sketch_layers if other.pending), None)
+            if waiting is not None:
                 raise ValueError(
-                    f"layer {layer.held.layer} was given {count} tokens at position {layer.held.seen}, but layer "
-                    f"{first.held.layer} stands at {first.held.seen}: all layers must read the same tokens"
+                    f"layer {waiting.held.layer} took {waiting.pending} tokens that its attention never asked for: "
+                    "this model changes keys between cache and attention, which kvsketch does not support"
                 )
-            return
-        lengths = {other.held.seen for other in self.sketch_layers}
-        if len(lengths) > 1 or any(other.broken or other.pending for other in self.sketch_layers):
+            if layer.get_seq_length() + count != first.get_seq_length():
+                raise ValueError(
+                    f"layer {layer_idx} was given {count} tokens at position {layer.get_seq_length()}, but the first "
+                    f"layer stands at {first.get_seq_length()}: all layers must read the same tokens"
+                )
+        # One token at a time is not looked at: the check would stall a GPU at every layer of every
+        # step, and a NaN shows in the logits as it does with any cache.
+        if count > 1 and not torch.compiler.is_compiling():
+            for name, tensor in (("keys", keys), ("values", values)):
+                if not bool(torch.isfinite(tensor).all()):
+                    raise ValueError(
+                        f"layer {layer_idx} was given {name} that are NaN or infinite; it has stored none of them. "
+                        "Look for an overflow in the model (float16?) or in its inputs"
+                    )
+
+    def check_whole(self) -> None:
+        """Refuse to go on after a call that some layers took and others did not."""
+        lengths = {layer.get_seq_length() for layer in self._counting_layers}
+        if len(lengths) > 1 or any(layer.broken or layer.pending for layer in self.sketch_layers):
             raise ValueError(
                 f"an earlier call failed half-way: layers hold between {min(lengths)} and {max(lengths)} tokens. "
                 "This cache cannot be used further; reset() it, or go on with a copy made before that call"
             )
-        self._check_rotation(first.held.seen, count)
-        if first.held.recording and not first.cropped:
-            self._end_recording()
 
     def _check_rotation(self, seen: int, count: int) -> None:
         """Refuse to mix keys that were rotated with different frequencies."""
@@ -231,22 +334,30 @@ class SketchCache(Cache):
 
     def activate_past_recording(self) -> None:
         """Called by assisted decoding, which feeds the whole prompt again and so needs an empty cache."""
-        if self.get_seq_length() > 0:
+        if self.seen > 0:
             raise ValueError(
                 f"assisted decoding (and prompt look-up) must start from an empty cache, this one holds "
-                f"{self.get_seq_length()} tokens: transformers would feed them a second time. Use a new cache, or "
+                f"{self.seen} tokens: transformers would feed them a second time. Use a new cache, or "
                 "generate without an assistant"
             )
         super().activate_past_recording()
 
-    def _end_recording(self) -> None:
-        """Assisted decoding crops after every call: as one was not followed by a crop, it has ended."""
+    def end_recording(self) -> None:
+        """Compress what assisted decoding held back, now that it has ended."""
         for layer in self.layers:
             if isinstance(layer, SketchLayer):
                 layer.held.recording = False
                 layer.held.settle()
             elif getattr(layer, "record_past", False):
-                layer.crop(0)  # back to the size of its window
+                if layer.get_seq_length():
+                    layer.crop(0)  # back to the size of its window
+                layer.record_past = False
+
+    def reset(self) -> None:
+        """Forget everything, a call that failed half-way included."""
+        super().reset()
+        for layer in self.layers:
+            if hasattr(layer, "record_past"):
                 layer.record_past = False
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -273,6 +384,8 @@ class SketchCache(Cache):
         twin = self.__class__.__new__(self.__class__)
         memo[id(self)] = twin  # before the layers, which may refer to the cache
         twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        if self.model.guard is not None:
+            self.model.guard.caches.add(twin)
         return twin
 
     def fork(self) -> "SketchCache":
@@ -302,26 +415,35 @@ class SketchCache(Cache):
             error = None if held.error is None else held.error.mean(0).tolist()
             per_head = None if entries is None else entries.float().mean(0).tolist()
             layers.append(LayerReport(index, per_head, held.nbytes, full, error, held.measured_at))
-        return Report(str(self.config), self.get_seq_length(), tuple(layers))
+        return Report(str(self.config), self.seen, tuple(layers))
 
     def new_tokens(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> dict[str, Tensor]:
         """Inputs for `generate` that continue from this cache with only the new tokens.
 
-        Knows the padding of the tokens already held: `model.generate(**cache.new_tokens(ids), past_key_values=cache)`.
+        `model.generate(**cache.new_tokens(ids), past_key_values=cache)`. Knows the padding of the tokens already
+        read. The last token that `generate` returned was not read yet: what follows an answer begins with it
+        (`torch.cat([answer[:, -1:], question], 1)`).
         """
         if input_ids.ndim != 2 or input_ids.shape[1] == 0:
             raise ValueError(
                 f"new tokens are rows × tokens with at least one token, got shape {tuple(input_ids.shape)}"
             )
-        if not self.sketch_layers or not self.sketch_layers[0].held.started:
+        if self.seen == 0:
             raise ValueError("the cache is empty: pass the prompt to generate as it is")
-        held = self.sketch_layers[0].held
-        if input_ids.shape[0] != len(held.lengths):
-            raise ValueError(f"the cache holds {len(held.lengths)} rows, but {input_ids.shape[0]} came")
+        if input_ids.shape[0] != self.rows:
+            raise ValueError(f"the cache holds {self.rows} rows, but {input_ids.shape[0]} came")
+        if not self.sketch_layers and self.rows > 1:
+            raise ValueError(
+                "no layer of this model is kvsketch's, so the padding of its rows is not known: pass generate the new "
+                "tokens with an attention_mask that covers all tokens"
+            )
+        if any(layer.held.recording for layer in self.sketch_layers):
+            self.end_recording()
         new = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        # Only their number matters: positions count the ones, and the cache knows which tokens are real.
-        lengths = torch.tensor(held.lengths, device=input_ids.device)[:, None]
-        old = (torch.arange(held.seen, device=input_ids.device) >= held.seen - lengths).to(new.dtype)
+        if self.sketch_layers and self.sketch_layers[0].padding.length:
+            old = self.sketch_layers[0].padding.view.to(new)
+        else:
+            old = new.new_ones(self.rows, self.seen)
         return {"input_ids": input_ids, "attention_mask": torch.cat([old, new], 1)}
 
     def save(self, path: str | Path) -> None:
@@ -331,15 +453,16 @@ class SketchCache(Cache):
         save_cache(self, path)
 
 
-def _let_go(layer: Any) -> None:
-    """Sliding layers keep a view of all keys of a long prompt; copy the few they use."""
+def _let_go(layer: Any, prompt: bool) -> None:
+    """Have a stock layer hold what it uses: not all keys of a long prompt, not a call's autograd history."""
     for name in ("keys", "values"):
         tensor = getattr(layer, name, None)
-        if (
-            isinstance(tensor, Tensor)
-            and tensor.untyped_storage().nbytes() > 2 * tensor.numel() * tensor.element_size()
-        ):
-            setattr(layer, name, tensor.clone())
+        if not isinstance(tensor, Tensor):
+            continue
+        tensor = tensor.detach()
+        if prompt and tensor.untyped_storage().nbytes() > 2 * tensor.numel() * tensor.element_size():
+            tensor = tensor.clone()  # a sliding layer keeps a view of the whole prompt
+        setattr(layer, name, tensor)
 
 
 def _layer_bytes_held(layer: Any) -> int:

@@ -3,6 +3,7 @@
 import json
 import os
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvsketch.caches.registry import parse_spec
-from kvsketch.huggingface.model import attach, watch
+from kvsketch.caches.registry import METHODS
+from kvsketch.huggingface.model import attach
 
 if TYPE_CHECKING:
     from kvsketch.huggingface.cache import SketchCache
@@ -25,20 +26,22 @@ def save_cache(cache: "SketchCache", path: str | Path) -> None:
     """Write a cache; the file appears whole or not at all."""
     from kvsketch.huggingface.cache import SketchLayer
 
-    if cache.get_seq_length() == 0:
+    if cache.seen == 0:
         raise ValueError("the cache is empty: there is nothing to save before it has read a prompt")
+    cache.check_whole()
     tensors: dict[str, Tensor] = {}
     layers: list[dict[str, Any]] = []
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, SketchLayer):
-            held, numbers = layer.held.state()
+            held, numbers = layer.state()
         else:
             held, numbers = _stock_state(layer)
         tensors |= {f"{index}.{name}": tensor.contiguous() for name, tensor in held.items()}
         layers.append({"type": type(layer).__name__, "state": numbers})
     header = {
         "format": FORMAT,
-        "method": str(cache.config),
+        "method": cache.config.name,
+        "options": asdict(cache.config),
         "model_type": cache.model.config.model_type,
         "fingerprint": cache.model.fingerprint,
         "layers": layers,
@@ -69,17 +72,15 @@ def load_cache(model: PreTrainedModel, path: str | Path) -> "SketchCache":
             f"{path} was saved for another model (a {header['model_type']!r}): keys mean nothing to other weights. "
             f"Load the model it was made with, in the same dtype; this one is a {link.config.model_type!r}"
         )
-    cache = SketchCache(parse_spec(header["method"]), link)
+    cache = SketchCache(METHODS[header["method"]](**header["options"]), link)
     device = next(model.parameters()).device
     for index, (layer, saved) in enumerate(zip(cache.layers, header["layers"], strict=True)):
         prefix = f"{index}."
         held = {n.removeprefix(prefix): t.to(device) for n, t in tensors.items() if n.startswith(prefix)}
         if isinstance(layer, SketchLayer):
-            layer.held.restore(held, saved["state"])
-            layer.lazy_initialization(held["keys"], held["values"])
+            layer.restore(held, saved["state"])
         else:
             _restore_stock(layer, held, saved["state"])
-    watch(model, cache)
     return cache
 
 

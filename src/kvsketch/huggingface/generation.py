@@ -8,9 +8,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvsketch.caches.base import MethodConfig
+from kvsketch.caches.layer import chunks
 from kvsketch.caches.registry import parse_spec
 from kvsketch.huggingface.cache import SketchCache
-from kvsketch.huggingface.model import attach, watch
+from kvsketch.huggingface.model import attach
 
 
 def make_cache(model: PreTrainedModel, method: str | MethodConfig = "uniform(keep=0.25)") -> SketchCache:
@@ -19,9 +20,7 @@ def make_cache(model: PreTrainedModel, method: str | MethodConfig = "uniform(kee
     `method` is a spec: see `kvsketch.methods()`. `kvsketch.detach(model)` undoes the attaching.
     """
     config = parse_spec(method)
-    cache = SketchCache(config, attach(model))
-    watch(model, cache)
-    return cache
+    return SketchCache(config, attach(model))
 
 
 @torch.no_grad()
@@ -53,16 +52,16 @@ def prefill(
                 f"attention_mask must cover the new tokens, {tuple(input_ids.shape)}, got {tuple(attention_mask.shape)}"
             )
         mask = attention_mask
-    if cache.get_seq_length():
+    seen = cache.seen
+    if seen:
         mask = cache.new_tokens(input_ids, mask)["attention_mask"]
-    elif mask is not None and bool(mask.all()):
+    if mask is not None and bool(mask.all()):
         mask = None
-    seen = cache.get_seq_length()
     # Only the cache matters, so logits are computed for one token alone where the model can leave out the others.
     fewer = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    for start in range(0, input_ids.shape[1], chunk):
-        ids = input_ids[:, start : start + chunk]
-        known = None if mask is None else mask[:, : seen + start + ids.shape[1]]
+    for start, stop in chunks(input_ids.shape[1], chunk):
+        ids = input_ids[:, start:stop]
+        known = None if mask is None else mask[:, : seen + stop]
         positions = None if known is None else (known.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
         model(
             input_ids=ids,
@@ -73,5 +72,5 @@ def prefill(
             **fewer,
         )
         if progress is not None:
-            progress(start + ids.shape[1])
+            progress(stop)
     return cache

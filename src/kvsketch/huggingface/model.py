@@ -15,8 +15,20 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from kvsketch.huggingface.attention import NAME, register
 
-ATTACHED = "_kvsketch_attached"  # on the model: what it had before
+BEFORE = "_kvsketch_before"  # on attention modules: the attention they had
 GUARD = "_kvsketch_guard"  # on attention modules of models that may drop a cache
+ARCHITECTURE = (
+    "model_type",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "layer_types",
+    "sliding_window",
+    "rope_parameters",
+    "attn_logit_softcapping",
+)  # what keys depend on beside the weights
 SAMPLED_WEIGHTS = 64  # numbers of every parameter that go into a model's fingerprint
 
 
@@ -36,13 +48,34 @@ class Rotation:
         )
 
 
+@dataclass
+class DropGuard:
+    """Notices that a model has dropped the cache it was given at its rotary switch (Phi-3 does, without a word)."""
+
+    rope: Rotation
+    caches: "weakref.WeakSet[Any]" = field(default_factory=weakref.WeakSet)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DropGuard":
+        return DropGuard(self.rope)
+
+    def check_not_dropped(self, total: int) -> None:
+        """Called where attention runs without one of our caches."""
+        for cache in self.caches:
+            # `generate` asks the cache that it was given for its length before every call, dropped or not.
+            if cache.asked_for_length and cache.seen <= self.rope.limit < total:
+                cache.asked_for_length = False
+                raise ValueError(self.rope.crossing(cache.seen, total))
+
+
 @dataclass(frozen=True)
 class ModelLink:
     """The model that a cache was made for. Copies of the cache share it."""
 
-    config: Any  # the text model's config, the very object
+    config: Any  # the text model's
+    modules: frozenset[int]  # ids of its attention modules
     fingerprint: str
     rope: Rotation | None
+    guard: DropGuard | None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModelLink":
         return self
@@ -58,36 +91,19 @@ class ModelLink:
 
     def check_module(self, module: nn.Module) -> None:
         """Refuse the layers of another model."""
-        if getattr(module, "config", self.config) is not self.config:
+        if id(module) not in self.modules:
             raise ValueError(
                 "this cache was made for another model object: make one for this model with "
                 "kvsketch.make_cache(model, ...), or save it and use kvsketch.load_cache(model, path)"
             )
 
 
-@dataclass
-class DropGuard:
-    """Notices that a model has dropped its cache at the rotary switch (Phi-3 does, without a word)."""
-
-    rope: Rotation
-    caches: "weakref.WeakSet[Any]" = field(default_factory=weakref.WeakSet)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "DropGuard":
-        return DropGuard(self.rope)
-
-    def check_not_dropped(self, total: int) -> None:
-        """Called where attention runs without one of our caches."""
-        for cache in self.caches:
-            seen = cache.get_seq_length()
-            if seen <= self.rope.limit < total:
-                raise ValueError(self.rope.crossing(seen, total))
-
-
 def attach(model: PreTrainedModel) -> ModelLink:
     """Let the model compute attention with kvsketch; without one of our caches it answers as before."""
     text = _check_supported(model)
-    if not hasattr(model, ATTACHED):
-        before = text._attn_implementation
+    modules = list(attention_modules(model))
+    before = text._attn_implementation
+    if before != NAME:
         register()
         _set_attention(model, text, NAME)
         if text._attn_implementation != NAME or not model._can_set_attn_implementation():
@@ -96,34 +112,30 @@ def attach(model: PreTrainedModel) -> ModelLink:
                 f"{type(model).__name__} does not let its attention be exchanged (it does not use transformers' "
                 "AttentionInterface), so kvsketch cannot serve it"
             )
-        setattr(model, ATTACHED, before)
-    elif text._attn_implementation != NAME:  # somebody has set another one since
-        _set_attention(model, text, NAME)
+        for module in modules:
+            if not hasattr(module, BEFORE):
+                setattr(module, BEFORE, before)
     rope = _changing_rotation(text)
+    guard = None
     if rope is not None and rope.kind == "longrope":
-        for module in attention_modules(model):
-            if not hasattr(module, GUARD):
-                setattr(module, GUARD, DropGuard(rope))
-    return ModelLink(text, fingerprint(model, text), rope)
+        guard = next((getattr(m, GUARD) for m in modules if hasattr(m, GUARD)), None) or DropGuard(rope)
+        for module in modules:
+            setattr(module, GUARD, guard)
+    return ModelLink(text, frozenset(map(id, modules)), fingerprint(model, text), rope, guard)
 
 
 def detach(model: PreTrainedModel) -> None:
     """Give the model back the attention it had; harmless where it is not attached."""
-    if not hasattr(model, ATTACHED):
-        return
     text = model.config.get_text_config(decoder=True)
-    _set_attention(model, text, getattr(model, ATTACHED))
-    delattr(model, ATTACHED)
-    for module in attention_modules(model):
-        if hasattr(module, GUARD):
-            delattr(module, GUARD)
-
-
-def watch(model: PreTrainedModel, cache: Any) -> None:
-    """Have the model's guards, if it has any, notice when this cache is dropped."""
-    for module in attention_modules(model):
-        if hasattr(module, GUARD):
-            getattr(module, GUARD).caches.add(cache)
+    modules = list(attention_modules(model))
+    if text._attn_implementation == NAME:
+        # Not noted down where a model that shares this config was attached instead.
+        usual = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+        _set_attention(model, text, next((getattr(m, BEFORE) for m in modules if hasattr(m, BEFORE)), usual))
+    for module in modules:
+        for note in (BEFORE, GUARD):
+            if hasattr(module, note):
+                delattr(module, note)
 
 
 def attention_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
@@ -185,8 +197,7 @@ def _changing_rotation(text: Any) -> Rotation | None:
 
 def fingerprint(model: PreTrainedModel, text: Any) -> str:
     """A hash of the architecture and of a sample of every parameter: two checkpoints of one family differ."""
-    skipped = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache", "architectures")
-    known = {key: value for key, value in text.to_dict().items() if key not in skipped and not key.startswith("_")}
+    known = {name: getattr(text, name) for name in ARCHITECTURE if getattr(text, name, None) is not None}
     digest = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode())
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
@@ -195,6 +206,3 @@ def fingerprint(model: PreTrainedModel, text: Any) -> str:
             sample = parameter.detach().reshape(-1)[::step][:SAMPLED_WEIGHTS]
             digest.update(sample.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-__all__ = ["ModelLink", "Rotation", "attach", "attention_modules", "detach", "fingerprint", "watch"]
