@@ -295,6 +295,7 @@ class LayerCache:
 
     # -- how far from exact
 
+    @torch.no_grad()
     def _probe(self, query: Tensor, new: NewTokens, scale: float, softcap: float | None) -> Partial | None:
         """What the last queries of a first call would see if nothing were dropped; None where that is not known."""
         first_and_whole = self.seen == 0 and self.config.prefill == "exact" and not self.recording
@@ -304,6 +305,7 @@ class LayerCache:
         everything = WeightedTokens(new.keys, new.values, _mass_of(new.valid))
         return weighted_attention(query[:, :, -PROBES:], everything, scale, softcap=softcap)
 
+    @torch.no_grad()
     def _measure(self, before: Partial | None, query: Tensor, scale: float, softcap: float | None) -> None:
         if before is None:
             return

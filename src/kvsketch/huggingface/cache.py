@@ -199,14 +199,20 @@ class SketchCache(Cache):
 
     def __init__(self, config: MethodConfig, model: ModelLink) -> None:
         self.config, self.model = config, model
-        types, options = get_layer_types_and_kwargs(model.config)
-        options = [options] * len(types) if isinstance(options, dict) else options  # one dict up to transformers 5.17
-        super().__init__(layers=[self._new_layer(i, kind, options[i]) for i, kind in enumerate(types)])
-        for layer in self.sketch_layers[:1]:
-            layer.is_first = True
+        super().__init__(layers=self._new_layers())
         self.asked_for_length = False  # see DropGuard
         if model.guard is not None:
             model.guard.caches.add(self)
+
+    def _new_layers(self) -> list[Any]:
+        types, options = get_layer_types_and_kwargs(self.model.config)
+        options = [options] * len(types) if isinstance(options, dict) else options  # one dict up to transformers 5.17
+        layers = [self._new_layer(i, kind, options[i]) for i, kind in enumerate(types)]
+        for layer in layers:
+            if isinstance(layer, SketchLayer):
+                layer.is_first = True
+                break
+        return layers
 
     def _new_layer(self, index: int, kind: str, options: dict[str, Any]) -> Any:
         if kind != "full_attention":
@@ -355,13 +361,11 @@ class SketchCache(Cache):
 
     def reset(self) -> None:
         """Forget everything, a call that failed half-way included."""
-        super().reset()
-        for layer in self.layers:
-            if hasattr(layer, "record_past"):
-                layer.record_past = False
+        self.layers = self._new_layers()  # stock layers do not always forget that they recorded, or their length
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Take back the last tokens, given as a number below zero: all layers do, or none does."""
+        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 brings a tensor
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes the number of tokens to remove, as in crop(-3), got {tokens_to_remove}")
         recording = [layer for layer in self.layers if getattr(layer, "record_past", False)]

@@ -61,8 +61,10 @@ class DropGuard:
     def check_not_dropped(self, total: int) -> None:
         """Called where attention runs without one of our caches."""
         for cache in self.caches:
-            # `generate` asks the cache that it was given for its length before every call, dropped or not.
-            if cache.asked_for_length and cache.seen <= self.rope.limit < total:
+            # `generate` asks the cache that it was given for its length before every call, dropped or not. It then
+            # reads the whole text again; transformers 5.17 goes on with the last token alone.
+            crossed = cache.seen <= self.rope.limit < total or cache.seen == self.rope.limit
+            if cache.asked_for_length and crossed:
                 cache.asked_for_length = False
                 raise ValueError(self.rope.crossing(cache.seen, total))
 
