@@ -91,7 +91,7 @@ def measure(count: int, heads: int, kv_heads: int, steps: int, dtype: torch.dtyp
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192, 32768])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 8192, 32768])
     parser.add_argument("--steps", type=int, default=21)
     arguments = parser.parse_args()
     for tokens in arguments.tokens:

@@ -90,6 +90,7 @@ def test_keeping_all_tokens_is_exact(name):
     torch.testing.assert_close(got, causal_answers(query, keys, values), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("sizes", [[400], [100, 300], [399, 1], [37] * 10 + [30]], ids=str)
 def test_a_chunk_is_held_as_its_tokens_one_by_one(name, sizes):
@@ -112,6 +113,7 @@ def test_the_same_seed_gives_the_same_bytes_and_leaves_global_randomness_alone(n
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUDGETED)
 @pytest.mark.parametrize("keep", [0.125, 0.25, 0.5, 512, 2000])
 @pytest.mark.parametrize("sizes", [[4000], [500] * 8, [3000, *[1] * 300]], ids=["at once", "chunks", "decoding"])
@@ -129,6 +131,7 @@ def test_bytes_stay_within_the_budget(name, keep, sizes):
         assert cache.nbytes >= 0.8 * min(budget, start) * entry
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUDGETED)
 @pytest.mark.parametrize("keep", [0.25, 512])
 @pytest.mark.parametrize("side", ["left", "right", "holes"])

@@ -74,6 +74,7 @@ def test_with_padding_and_nothing_dropped_logits_equal_stock(family):
     torch.testing.assert_close(got[real], expected[real], rtol=1e-5, atol=5e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", COMPRESSED)
 @pytest.mark.parametrize("family", zoo.FAMILIES)
 def test_compressed_padded_batches_follow_the_oracle(family, spec):

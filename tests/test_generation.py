@@ -44,6 +44,7 @@ def test_with_nothing_dropped_every_mode_gives_stocks_text(family, mode):
     assert torch.equal(got, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "mode", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}, {"prefill_chunk_size": 50}], ids=str
@@ -59,6 +60,7 @@ def test_every_mode_runs_compressed(family, mode):
     assert cache.nbytes < 0.75 * cache.report().full_nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_beams_over_a_compressed_cache_follow_their_rows(family):
     """Beams swap rows at every step; in a padded batch every prompt must still give what it gives alone."""
@@ -92,6 +94,7 @@ def test_beams_on_a_prompt_shorter_than_the_window(spec):
     assert torch.equal(got, generate(stock, ids, num_beams=3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("helper", ["same model", "other model", "prompt look-up"])
 def test_assisted_decoding_from_an_empty_cache_gives_greedy_text(family, helper):
@@ -123,6 +126,7 @@ def test_assisted_decoding_compresses_between_its_steps(family):
     assert all(stock.keys.shape[2] <= 16 for stock in cache.layers if stock not in cache.sketch_layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("spec", ["exact", COMPRESSED, "streaming_llm(keep=0.25)"])
 def test_every_row_of_a_padded_batch_equals_the_row_alone(family, spec):

@@ -39,6 +39,7 @@ def test_every_head_holds_what_the_one_head_algorithm_holds(keep):
         assert torch.equal(entries.log_mass[0, 0], sample.log_weights)
 
 
+@pytest.mark.slow
 def test_the_mass_of_what_was_dropped_stays_in_the_denominator():
     """Averaged over seeds, numerator and denominator are those of exact attention."""
     seeds, count = 400, 500
@@ -58,6 +59,7 @@ def test_the_mass_of_what_was_dropped_stays_in_the_denominator():
     assert ((sums.mean(0) - expected[0]).abs() < 4 * standard_error).all()
 
 
+@pytest.mark.slow
 def test_error_falls_as_one_over_the_root_of_the_sample():
     count, seeds = 4096 + 4 + 8, 24
     query, keys, values = stream(count)

@@ -309,7 +309,8 @@ class SketchCache(Cache):
         # step, and a NaN shows in the logits as it does with any cache.
         if count > 1 and not torch.compiler.is_compiling():
             for name, tensor in (("keys", keys), ("values", values)):
-                if not bool(torch.isfinite(tensor).all()):
+                extremes = torch.stack(torch.aminmax(tensor.detach()))  # NaN wins; and no copy of a long prompt
+                if not bool(extremes.isfinite().all()):
                     raise ValueError(
                         f"layer {layer_idx} was given {name} that are NaN or infinite; it has stored none of them. "
                         "Look for an overflow in the model (float16?) or in its inputs"
