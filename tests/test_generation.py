@@ -160,7 +160,7 @@ def test_chunked_prefill_is_compressed_chunk_by_chunk(family):
     generate(model, ids, by_generate, prefill_chunk_size=64, max_new_tokens=1)
     for one, other in zip(cache.sketch_layers, by_generate.sketch_layers, strict=True):
         assert one.held.seen == other.held.seen == 640
-        torch.testing.assert_close(one.held.keys.view, other.held.keys.view, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(one.held.window.keys.view, other.held.window.keys.view, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -309,7 +309,7 @@ def test_several_new_tokens_equal_one_at_a_time():
     model = zoo.build("llama")
     cache = kvsketch.prefill(model, zoo.tokens(1, 290), kvsketch.make_cache(model, COMPRESSED))
     more = zoo.tokens(1, 8, seed=6)
-    assert cache.sketch_layers[0].held.tail + 8 < 16 + 32
+    assert cache.sketch_layers[0].held.window.tail + 8 < 16 + 32
     one_by_one, left = cache.fork(), cache.sketch_layers[0].held.left
     with torch.no_grad():
         together = model(more, past_key_values=cache).logits
@@ -399,7 +399,11 @@ def test_nothing_of_a_call_stays_alive_in_the_cache():
         model(zoo.tokens(1, 200), past_key_values=cache)  # no torch.no_grad
         model(zoo.tokens(1, 1), past_key_values=cache)
         for layer in cache.layers:
-            held = [layer.held.keys.buffer, layer.held.values.buffer] if layer in cache.sketch_layers else [layer.keys]
+            held = (
+                [layer.held.window.keys.buffer, layer.held.window.values.buffer]
+                if layer in cache.sketch_layers
+                else [layer.keys]
+            )
             assert not any(tensor.requires_grad for tensor in held)
         assert cache.fork().get_seq_length() == 201
 

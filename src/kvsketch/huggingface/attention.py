@@ -19,7 +19,7 @@ from kvsketch.caches.layer import NewTokens
 from kvsketch.kernels.weighted_attention import reference
 
 if TYPE_CHECKING:
-    from kvsketch.huggingface.cache import SketchLayer
+    from kvsketch.huggingface.layer import SketchLayer
 
 NAME = "kvsketch"  # must not contain "flash": transformers looks for that word
 

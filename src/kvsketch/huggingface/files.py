@@ -24,7 +24,7 @@ FORMAT = 1
 
 def save_cache(cache: "SketchCache", path: str | Path) -> None:
     """Write a cache; the file appears whole or not at all."""
-    from kvsketch.huggingface.cache import SketchLayer
+    from kvsketch.huggingface.layer import SketchLayer
 
     if cache.seen == 0:
         raise ValueError("the cache is empty: there is nothing to save before it has read a prompt")
@@ -61,7 +61,8 @@ def save_cache(cache: "SketchCache", path: str | Path) -> None:
 
 def load_cache(model: PreTrainedModel, path: str | Path) -> "SketchCache":
     """The cache that `cache.save(path)` wrote, for the same model; also attaches the model."""
-    from kvsketch.huggingface.cache import SketchCache, SketchLayer
+    from kvsketch.huggingface.cache import SketchCache
+    from kvsketch.huggingface.layer import SketchLayer
 
     header, tensors = _read(Path(path))
     if header.get("format") != FORMAT:

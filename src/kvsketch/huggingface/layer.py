@@ -1,0 +1,190 @@
+"""One layer of the cache, as transformers sees it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin
+
+from kvsketch.attention import Partial
+from kvsketch.caches.base import MethodConfig
+from kvsketch.caches.layer import LayerCache, NewTokens
+from kvsketch.caches.storage import Rows
+from kvsketch.huggingface.attention import link
+from kvsketch.huggingface.model import ModelLink
+
+
+class SketchLayer(CacheLayerMixin):
+    """One full-attention layer: takes new tokens in `update`, holds them once the attention function has read them."""
+
+    is_compileable = False
+    is_sliding = False
+    is_croppable = False  # what has left the window cannot be taken back
+    supports_early_init = False
+
+    def __init__(self, config: MethodConfig, layer_idx: int, model: ModelLink, layer_bytes: Callable[..., int] | None):
+        super().__init__()
+        self.held = LayerCache(config, layer_idx, layer_bytes)
+        self.model = model
+        self.is_first = False  # of the cache's sketch layers: it remembers the padding, and checks positions
+        self.padding = Rows(dim=1)  # in the first layer, once there is any: which tokens so far are real
+        self.offsets: list[int] | None = None  # in the first layer: position less rank, of each row's first token
+        self.pending = 0  # new tokens that were taken and that attention has not asked for yet
+        self.broken = False  # a read failed in its middle
+        self.cropped = True  # `crop` was called since the last read
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Buffers are made when tokens come."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Take new tokens; the attention function finds this layer through the keys returned."""
+        self.check(key_states)
+        self.lazy_initialization(key_states, value_states)
+        self.pending = key_states.shape[2]
+        return link(key_states, self), value_states
+
+    def read(self, query: Tensor, new: NewTokens, scale: float, softcap: float | None) -> Partial:
+        """Attention over all that is held and the new tokens, which are held from now on."""
+        self.broken = True  # until the read is through
+        part = self.held.read(query, new, scale, softcap)
+        if self.is_first:
+            self._remember_padding(new)
+        self.broken = self.cropped = False
+        return part
+
+    def _remember_padding(self, new: NewTokens) -> None:
+        rows, count = new.keys.shape[0], new.keys.shape[2]
+        if new.valid is None and not self.padding.length:
+            return
+        device = new.keys.device
+        if not self.padding.length:
+            self.padding.append(torch.ones(rows, self.held.seen - count, dtype=torch.bool, device=device))
+        real = torch.ones(rows, count, dtype=torch.bool, device=device) if new.valid is None else new.valid
+        self.padding.append(real)
+
+    def check_positions(self, positions: Tensor | None, new: NewTokens) -> None:
+        """Refuse tokens that do not follow on those held: text that was cut wrongly, or several texts in one row."""
+        if positions is None or positions.ndim != 2:
+            return
+        positions = positions.expand(new.keys.shape[0], -1)
+        if positions.shape[1] > 1:
+            back = positions.diff(dim=1) < 0
+            if new.valid is not None:
+                back = back & new.valid[:, 1:] & new.valid[:, :-1]
+            if bool(back.any()):
+                raise ValueError(
+                    "positions start again within a row: packed sequences are not supported with a kvsketch cache, "
+                    "give each sequence a row of its own"
+                )
+        lengths = self.held.lengths or [0] * new.keys.shape[0]
+        if new.valid is None:
+            first = positions[:, 0].tolist()
+            begun = [True] * len(first)
+        else:
+            first = positions.gather(1, new.valid.long().argmax(1, keepdim=True))[:, 0].tolist()
+            begun = new.valid.any(1).tolist()
+        offsets = [place - length for place, length in zip(first, lengths, strict=True)]
+        before = self.offsets or offsets
+        for row, (offset, known, real) in enumerate(zip(offsets, before, begun, strict=True)):
+            if real and lengths[row] and offset != known:
+                raise ValueError(
+                    f"row {row} goes on at position {first[row]}, but the cache has read {lengths[row]} of its tokens "
+                    f"and expects position {lengths[row] + known}. To continue with new tokens only, pass "
+                    "**cache.new_tokens(ids); to pass the whole text, its beginning must be what the cache has read"
+                )
+        self.offsets = [o if r and not n else k for o, k, r, n in zip(offsets, before, begun, lengths, strict=True)]
+
+    def meet(self, module: nn.Module) -> None:
+        """The attention function has found this layer, on behalf of a module."""
+        self.pending = 0
+        self.model.check_module(module)
+
+    def check(self, keys: Tensor) -> None:
+        """Refuse keys that cannot be this layer's."""
+        if not self.held.started:
+            return
+        held = self.held.window.columns.keys
+        if (held.shape[1], held.shape[3], held.dtype) != (keys.shape[1], keys.shape[3], keys.dtype):
+            raise ValueError(
+                f"layer {self.held.layer} holds {held.shape[1]} KV heads of width {held.shape[3]} in {held.dtype}, "
+                f"but {keys.shape[1]} of width {keys.shape[3]} in {keys.dtype} came: the cache is another model's"
+            )
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, not tokens held: positions follow from it."""
+        return self.held.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The logical size of the mask; the attention function makes its own."""
+        return self.held.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        """There is no maximum."""
+        return -1
+
+    def activate_past_recording(self) -> None:
+        """Hold back compression until `crop` says how many of the latest tokens stay."""
+        self.held.recording = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last tokens, given as a number below zero; then compress what was held back."""
+        if not self.held.started:
+            return
+        self.held.crop(-tokens_to_remove)
+        if self.padding.length:
+            self.padding.remove(self.padding.length + tokens_to_remove, self.padding.length)
+        self.cropped = True
+        if self.held.recording:
+            self.held.recording = False
+            self.held.settle()
+            self.held.recording = True
+
+    def reset(self) -> None:
+        """Forget everything, a call that failed half-way included."""
+        self.held.reset()
+        self.held.recording = False
+        self.padding, self.offsets = Rows(dim=1), None
+        self.pending, self.broken, self.cropped, self.is_initialized = 0, False, True, False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes what row `beam_idx[i]` was."""
+        self._map_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)), beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times."""
+        rows = [row for row in range(len(self.held.lengths)) for _ in range(repeats)]
+        self._map_rows(lambda tensor: tensor.repeat_interleave(repeats, 0), rows)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Only these rows."""
+        index = torch.as_tensor(indices)
+        index = index.nonzero()[:, 0] if index.dtype == torch.bool else index
+        self._map_rows(lambda tensor: tensor.index_select(0, index.to(tensor.device)), index.tolist())
+
+    def _map_rows(self, move: Callable[[Tensor], Tensor], rows: list[int]) -> None:
+        self.held.map_rows(move, rows)
+        self.padding.map(move)
+        self.offsets = None if self.offsets is None else [self.offsets[row] for row in rows]
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Everything that `restore` needs, as tensors and as JSON."""
+        tensors, numbers = self.held.state()
+        if self.padding.length:
+            tensors["padding"] = self.padding.view
+        return tensors, numbers | {"offsets": self.offsets}
+
+    def restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+        """Take back what `state` gave."""
+        self.reset()
+        self.held.restore(tensors, numbers)
+        self.offsets = numbers["offsets"]
+        if "padding" in tensors:
+            self.padding.append(tensors["padding"])
+        self.lazy_initialization(tensors["keys"], tensors["values"])
+
+    def offload(self) -> None:
+        """Not supported; `make_cache` never asks for it."""
+        raise ValueError("kvsketch caches are not offloaded: a smaller keep= holds less")
