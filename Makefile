@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test check format lint types test-fast test-oldest figures clean
+.PHONY: demo test check format lint types test-fast test-oldest picture decode figures clean
 
 demo: $(VENV)/ready ## what kvsketch does, on a small model, side by side
 	$(BIN)/kvsketch demo
@@ -31,6 +31,14 @@ test-fast: $(VENV)/ready
 
 test-oldest: ## all tests on the oldest supported transformers
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
+
+picture: $(VENV)/ready ## the picture of the README: memory while 200,000 tokens are read
+	$(BIN)/python benchmarks/long_prompt.py
+	$(BIN)/python benchmarks/figures.py
+
+decode: $(VENV)/ready ## the number of the README: decode speed beside stock
+	$(BIN)/python benchmarks/decode.py --tokens 32768 --kv-heads 8
+	$(BIN)/python benchmarks/figures.py
 
 figures: $(VENV)/ready ## draw docs/figures from the rows in docs/results
 	$(BIN)/python benchmarks/figures.py

@@ -93,7 +93,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 8192, 32768])
     parser.add_argument("--steps", type=int, default=21)
+    parser.add_argument("--kv-heads", type=int, nargs="+", default=[8, 32])
     arguments = parser.parse_args()
     for tokens in arguments.tokens:
-        for kv_heads in (8, 32):
+        for kv_heads in arguments.kv_heads:
             measure(tokens, 32, kv_heads, arguments.steps, torch.bfloat16)

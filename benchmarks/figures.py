@@ -37,25 +37,33 @@ def save(figure, name: str) -> None:
     plt.close(figure)
 
 
+def label_ends(axes, ends: list[tuple[float, float, str, str]], gap: float = 0.055) -> None:
+    """Write each line's name behind its last point, (x, y, name, colour), names kept apart."""
+    to_axes = axes.transData + axes.transAxes.inverted()
+    lowest = -1.0
+    for x, y, name, colour in sorted(ends, key=lambda end: end[1]):
+        place, height = to_axes.transform((x, y))
+        lowest = max(height, lowest + gap)
+        axes.text(place + 0.012, lowest, name, color=colour, va="center", fontsize=9, transform=axes.transAxes)
+
+
 def long_prompt() -> None:
     """Resident memory against tokens read."""
     figure, axes = plain_axes()
-    colours = iter(OTHERS)
-    for row in sorted(rows("long_prompt"), key=lambda row: row["resident_growth"][-1][1]):
+    colours, ends = iter(OTHERS), []
+    for row in rows("long_prompt"):
         tokens, growth = zip(*row["resident_growth"], strict=True)
-        stock = row["way"].startswith("stock")
-        label = row["way"].split("(")[0] + _kept(row["way"])
-        colour = STOCK if stock else OURS if "4096" in row["way"] else next(colours)
-        line = axes.plot([t / 1000 for t in tokens], [g / MIB for g in growth], color=colour, lw=2)[0]
-        axes.annotate(
-            f" {label}", (tokens[-1] / 1000, growth[-1] / MIB), color=line.get_color(), va="center", fontsize=9
-        )
-    axes.set_xlim(0, 290)
+        name = row["way"].split("(")[0] + _kept(row["way"])
+        colour = STOCK if name.startswith("stock") else OURS if name.startswith("uniform") else next(colours)
+        axes.plot([t / 1000 for t in tokens], [g / MIB for g in growth], color=colour, lw=2)
+        ends.append((tokens[-1] / 1000, growth[-1] / MIB, name, colour))
+    axes.set_xlim(0, 270)
     axes.set_xticks(range(0, 201, 50))
     axes.set_ylim(bottom=0)
     axes.set_xlabel("thousand tokens read")
     axes.set_ylabel("memory above start (MiB)")
-    axes.set_title("Reading a long prompt in chunks", loc="left")
+    axes.set_title("Memory while a long prompt is read in chunks", loc="left")
+    label_ends(axes, ends)
     save(figure, "long_prompt")
 
 
@@ -85,21 +93,24 @@ def decode() -> None:
     """Decode speed against context length, for a model with grouped queries."""
     figure, axes = plain_axes()
     found = [row for row in rows("decode") if row["kv_heads"] < row["heads"]]
-    methods = list(dict.fromkeys(row["method"] for row in found))
-    colours = iter(OTHERS)
-    for method in methods:
+    colours, ends = iter(OTHERS), []
+    for method in dict.fromkeys(row["method"] for row in found):
         points = sorted((row["n"], row["tokens_per_second"]) for row in found if row["method"] == method)
         colour = STOCK if method == "stock" else OURS if method == "exact" else next(colours)
         axes.plot(*zip(*points, strict=True), color=colour, lw=2, marker="o", ms=4)
-        axes.annotate(f" {method}", points[-1], color=colour, va="center", fontsize=9)
+        ends.append((*points[-1], method, colour))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    ticks = sorted({row["n"] for row in found})
-    axes.set_xticks(ticks, [f"{n:,}" for n in ticks])
-    axes.set_xlim(ticks[0] / 1.2, ticks[-1] * 6)
+    counts = sorted({row["n"] for row in found})
+    axes.set_xticks(counts, [f"{n:,}" for n in counts])
+    axes.set_yticks([0.5, 1, 2, 5, 10, 20, 50], ["0.5", "1", "2", "5", "10", "20", "50"])
+    axes.minorticks_off()
+    axes.set_xlim(counts[0] / 1.2, counts[-1] * 8)
+    label_ends(axes, ends)
     axes.set_xlabel("tokens in context")
     axes.set_ylabel("tokens per second")
-    axes.set_title("Decoding on two CPU cores", loc="left")
+    heads = f"{found[0]['heads']} query heads, {found[0]['kv_heads']} KV heads"
+    axes.set_title(f"Decoding on two CPU cores ({heads})", loc="left")
     save(figure, "decode")
 
 

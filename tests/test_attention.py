@@ -222,6 +222,21 @@ def test_causal_attention_is_bitwise_torchs_own(dtype):
     assert torch.equal(got.out, stock)
 
 
+@pytest.mark.parametrize("queries", [1, 40])
+def test_an_answer_that_is_not_merged_may_come_without_its_mass(queries):
+    """Where no kernel of ours runs, as in float64, it is torch's own call, with an lse of NaN that nobody can use."""
+    query, keys, values = (t.double() for t in draw(queries=queries, entries=40))
+    alone = causal_attention(query, keys[:, :, :queries], values[:, :, :queries], SCALE, lse=False)
+    whole = causal_attention(query, keys[:, :, :queries], values[:, :, :queries], SCALE)
+    torch.testing.assert_close(alone.out, whole.out)
+    assert alone.lse.isnan().all()
+    assert whole.lse.isfinite().all()
+    among_all = chosen(query, WeightedTokens(keys, values), SCALE, lse=False)
+    torch.testing.assert_close(among_all.out, exact_attention(query, keys, values, SCALE).out)
+    log_mass = torch.randn(ROWS, 1, 40)  # weights need the mass: it is there
+    assert chosen(query, WeightedTokens(keys, values, log_mass), SCALE, lse=False).lse.isfinite().all()
+
+
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_padded_causal_attention_in_blocks_equals_rows_without_padding(softcap, monkeypatch):
     from kvsketch.kernels import weighted_attention as kernel

@@ -63,6 +63,17 @@ def test_with_nothing_dropped_logits_equal_stock(family):
     assert torch.equal(got.argmax(-1), expected.argmax(-1))
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma2"])
+@pytest.mark.parametrize("spec", ["exact", "uniform(keep=0.5, window=16)"])
+def test_models_in_double_precision_take_the_road_of_devices_without_a_kernel_of_ours(family, spec):
+    ours, slow = zoo.build(family, dtype=torch.float64), zoo.build(family, dtype=torch.float64)
+    config = kvsketch.parse_spec(spec)
+    oracle.install(slow, config)
+    calls = [*calls_of(2), zoo.tokens(2, 30, seed=3)]
+    expected = logits(slow, DynamicCache(config=slow.config), calls)
+    torch.testing.assert_close(logits(ours, kvsketch.make_cache(ours, config), calls), expected, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("family", zoo.FAMILIES)
 def test_with_padding_and_nothing_dropped_logits_equal_stock(family):
     stock, ours = zoo.build(family), zoo.build(family)

@@ -75,39 +75,51 @@ class LayerCache:
     # -- reading
 
     def read(
-        self, query: Float[Tensor, "b hg q d"], new: NewTokens, scale: float, softcap: float | None = None
+        self,
+        query: Float[Tensor, "b hg q d"],
+        new: NewTokens,
+        scale: float,
+        softcap: float | None = None,
+        *,
+        lse: bool = True,
     ) -> Partial:
-        """Attention of the new tokens' queries over all that is held and the new tokens; then they are held too."""
+        """Attention of the new tokens' queries over all that is held and the new tokens; then they are held too.
+
+        `lse=False`: the answer is not merged with anything else.
+        """
         if not self.started:
             self._start(new)
         count = new.keys.shape[2]
         if self.config.prefill == "exact" or count <= self.config.chunk:
-            return self._read_chunk(query, new, scale, softcap)
+            return self._read_chunk(query, new, scale, softcap, lse)
         parts = [
-            self._read_chunk(query[:, :, start:stop], new.part(start, stop), scale, softcap)
+            self._read_chunk(query[:, :, start:stop], new.part(start, stop), scale, softcap, lse)
             for start, stop in chunks(count, self.config.chunk)
         ]
         return Partial(torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2))
 
-    def attend(self, query: Float[Tensor, "b hg q d"], scale: float, softcap: float | None = None) -> Partial | None:
+    def attend(
+        self, query: Float[Tensor, "b hg q d"], scale: float, softcap: float | None = None, *, lse: bool = True
+    ) -> Partial | None:
         """Attention over all that is held, all of it visible; None if nothing is."""
-        parts = []
-        if self.past is not None and (past := self.past.attend(query, scale, softcap)) is not None:
-            parts.append(past)
-        if self.window.length:
-            parts.append(weighted_attention(query, self.window.tokens(), scale, softcap=softcap))
-        return merge(*parts) if parts else None
+        past = None if self.past is None else self.past.attend(query, scale, softcap)
+        if not self.window.length:
+            return past
+        lse = lse or past is not None
+        window = weighted_attention(query, self.window.tokens(), scale, softcap=softcap, lse=lse)
+        return window if past is None else merge(past, window)
 
-    def _read_chunk(self, query: Tensor, new: NewTokens, scale: float, softcap: float | None) -> Partial:
+    def _read_chunk(self, query: Tensor, new: NewTokens, scale: float, softcap: float | None, lse: bool) -> Partial:
         if new.keys.shape[2] == 1 and new.valid is None:
             # The new token sees all that is held and itself: with it in the window, that is one call less.
             self.window.append(self._arrive(new))
-            answer = self.attend(query, scale, softcap)
+            answer = self.attend(query, scale, softcap, lse=lse)
             assert answer is not None, "the new token itself is held"
             self.settle()
             return answer
         held = self.attend(query, scale, softcap)
-        among = causal_attention(query, new.keys, new.values, scale, valid=new.valid, softcap=softcap)
+        lse = lse or held is not None
+        among = causal_attention(query, new.keys, new.values, scale, valid=new.valid, softcap=softcap, lse=lse)
         answer = among if held is None else merge(held, among)
         before = self._probe(query, new, scale, softcap)
         self.hold(new)

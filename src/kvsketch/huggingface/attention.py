@@ -107,7 +107,7 @@ def attention(
     new = NewTokens(key, value, _valid(attention_mask, query.shape[2], layer.held.seen))
     if layer.is_first and not torch.compiler.is_compiling():
         layer.check_positions(kwargs.get("position_ids"), new)
-    part = layer.read(query, new, scale, softcap)
+    part = layer.read(query, new, scale, softcap, lse=s_aux is not None)
     return _output(part, s_aux, query), None
 
 

@@ -46,10 +46,10 @@ class SketchLayer(CacheLayerMixin):
         self.pending = key_states.shape[2]
         return link(key_states, self), value_states
 
-    def read(self, query: Tensor, new: NewTokens, scale: float, softcap: float | None) -> Partial:
+    def read(self, query: Tensor, new: NewTokens, scale: float, softcap: float | None, lse: bool) -> Partial:
         """Attention over all that is held and the new tokens, which are held from now on."""
         self.broken = True  # until the read is through
-        part = self.held.read(query, new, scale, softcap)
+        part = self.held.read(query, new, scale, softcap, lse=lse)
         if self.is_first:
             self._remember_padding(new)
         self.broken = self.cropped = False

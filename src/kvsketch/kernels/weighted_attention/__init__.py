@@ -2,24 +2,35 @@
 
 `reference.py` is plain torch and runs anywhere; `fused.py` runs torch's CPU kernel. A faster form
 for another device is one more file here and one more line in the two functions below.
+
+`lse=False` says that the answer is not merged with others. Where no kernel here gives the log of the
+denominator, torch's own attention is then the fastest; the `lse` that comes with it is NaN.
 """
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvsketch.attention import NO_MASS, Partial, WeightedTokens
+from kvsketch.attention import NO_MASS, Partial, WeightedTokens, fold_groups, unfold_groups
 from kvsketch.kernels.weighted_attention import fused, reference
 
 MASK_AT_ONCE = 1 << 24  # elements, 64 MiB of float32: a mask of all queries against all keys would be n²
 
 
 def weighted_attention(
-    query: Float[Tensor, "b hg q d"], tokens: WeightedTokens, scale: float, *, softcap: float | None = None
+    query: Float[Tensor, "b hg q d"],
+    tokens: WeightedTokens,
+    scale: float,
+    *,
+    softcap: float | None = None,
+    lse: bool = True,
 ) -> Partial:
     """Attention over weighted tokens, all of them visible to all queries."""
     if fused.can_run(query, softcap):
         return fused.attend_biased(query, tokens, scale)
+    if not lse and softcap is None and tokens.log_mass is None and tokens.log_value is None:
+        return _answer_alone(query, tokens.keys, tokens.values, scale, causal=False)
     return reference.attend(query, tokens, scale, softcap=softcap)
 
 
@@ -31,12 +42,16 @@ def causal_attention(
     *,
     valid: Bool[Tensor, "b q"] | None = None,
     softcap: float | None = None,
+    lse: bool = True,
 ) -> Partial:
     """Attention of q tokens among themselves: each sees itself and the valid ones before it."""
     if query.shape[2] == 1:
-        return _single(query, keys, values, scale, softcap)
+        # Padding or not, it sees itself, so that no row of the batch is empty.
+        return weighted_attention(query, WeightedTokens(keys, values), scale, softcap=softcap, lse=lse)
     if valid is None and fused.can_run(query, softcap):
         return fused.softmax_attention(query, keys, values, scale, causal=True)
+    if valid is None and softcap is None and not lse:
+        return _answer_alone(query, keys, values, scale, causal=True)
     count = keys.shape[2]
     size = max(16, MASK_AT_ONCE // (keys.shape[0] * count))
     blocks = [
@@ -46,9 +61,14 @@ def causal_attention(
     return Partial(torch.cat([part.out for part in blocks], 2), torch.cat([part.lse for part in blocks], 2))
 
 
-def _single(query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None) -> Partial:
-    """One new token sees itself, padding or not, so that no row of the batch is empty."""
-    return weighted_attention(query, WeightedTokens(keys, values), scale, softcap=softcap)
+def _answer_alone(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:
+    """The call that transformers makes, with the group folded into rows where there is no mask to repeat."""
+    folded = query if causal else fold_groups(query, keys.shape[1])
+    out = F.scaled_dot_product_attention(
+        folded, keys, values, scale=scale, is_causal=causal, enable_gqa=folded.shape[1] != keys.shape[1]
+    )
+    unknown = torch.full(query.shape[:3], float("nan"), device=query.device)
+    return Partial(unfold_groups(out, query.shape[1]), unknown)
 
 
 def _causal_block(
