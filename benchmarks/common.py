@@ -43,6 +43,18 @@ def random_llama(
     return transformers.LlamaForCausalLM(config).to(dtype).eval()
 
 
+def shape_of(config) -> dict[str, Any]:
+    """The part of a row that says what was run."""
+    return {
+        "layers": config.num_hidden_layers,
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "dtype": "bfloat16",
+        "device": "cpu",
+    }
+
+
 def prompt(count: int) -> torch.Tensor:
     """Random tokens."""
     return torch.randint(1, 1000, (1, count), generator=torch.Generator().manual_seed(1))

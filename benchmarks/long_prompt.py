@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 import kvsketch
-from common import prompt, random_llama, resident_bytes, write_row
+from common import prompt, random_llama, resident_bytes, shape_of, write_row
 
 CHUNK = 2048
 
@@ -39,12 +39,7 @@ def measure(way: str, count: int) -> None:
             "way": way,
             "n": count,
             "chunk": CHUNK,
-            "layers": config.num_hidden_layers,
-            "heads": config.num_attention_heads,
-            "kv_heads": config.num_key_value_heads,
-            "head_dim": config.head_dim,
-            "dtype": "bfloat16",
-            "device": "cpu",
+            **shape_of(config),
             "seconds": round(taken, 1),
             "tokens_per_second": round(count / taken, 1),
             "cache_bytes": nbytes,

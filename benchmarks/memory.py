@@ -12,7 +12,7 @@ import time
 import torch
 from transformers import DynamicCache
 
-from common import PeakMemory, prompt, random_llama, write_row
+from common import PeakMemory, prompt, random_llama, shape_of, write_row
 
 CHUNK = 1024
 WAYS = ("stock", "stock chunked", "exact", "uniform", "uniform streaming", "streaming_llm streaming")
@@ -64,12 +64,7 @@ def measure(way: str, count: int) -> None:
         {
             "way": way,
             "n": count,
-            "layers": config.num_hidden_layers,
-            "heads": config.num_attention_heads,
-            "kv_heads": config.num_key_value_heads,
-            "head_dim": config.head_dim,
-            "dtype": "bfloat16",
-            "device": "cpu",
+            **shape_of(config),
             "peak_growth_bytes": memory.growth,
             "cache_bytes": nbytes,
             "full_bytes": full,

@@ -56,7 +56,6 @@ def log_weights(plan: Plan, count: Int64[Tensor, "..."], slots: int) -> Float[Te
     """Log of how many tokens each of the first `slots` slots stands for, after `count` tokens; -inf if empty."""
     slot = torch.arange(slots, device=count.device)
     stratum, within = slot // plan.slots, slot % plan.slots
-    begin = torch.zeros_like(stratum)
     seen = count[..., None].expand(*count.shape, slots)
     if plan.first is not None:
         begin = torch.where(stratum == 0, 0, plan.first + (stratum - 1) * plan.period)

@@ -21,20 +21,24 @@ class SketchCache(Cache):
 
     def __init__(self, config: MethodConfig, model: ModelLink) -> None:
         self.config, self.model = config, model
-        super().__init__(layers=self._new_layers())
+        super().__init__(layers=[])
+        self.reset()
         self.asked_for_length = False  # see DropGuard
         if model.guard is not None:
             model.guard.caches.add(self)
 
-    def _new_layers(self) -> list[Any]:
+    def reset(self) -> None:
+        """Forget everything, a call that failed half-way included."""
+        # New layers: stock ones do not always forget that they recorded, or their length.
         types, options = get_layer_types_and_kwargs(self.model.config)
         options = [options] * len(types) if isinstance(options, dict) else options  # one dict up to transformers 5.17
-        layers = [self._new_layer(i, kind, options[i]) for i, kind in enumerate(types)]
-        for layer in layers:
-            if isinstance(layer, SketchLayer):
-                layer.is_first = True
-                break
-        return layers
+        self.layers = [self._new_layer(i, kind, options[i]) for i, kind in enumerate(types)]
+        # Kept beside the layers, for every layer asks for them at every step: ours, and all that count tokens
+        # (linear attention and the like do not).
+        self.sketch_layers = [layer for layer in self.layers if isinstance(layer, SketchLayer)]
+        self._counting_layers = [layer for layer in self.layers if isinstance(layer, CacheLayerMixin)]
+        for layer in self.sketch_layers[:1]:
+            layer.is_first = True
 
     def _new_layer(self, index: int, kind: str, options: dict[str, Any]) -> Any:
         if kind != "full_attention":
@@ -53,11 +57,6 @@ class SketchCache(Cache):
                 f"{sum(windows) * entry_bytes:,} bytes for {rows} rows"
             )
         return left // len(self.sketch_layers)
-
-    @property
-    def sketch_layers(self) -> list[SketchLayer]:
-        """The layers that are kvsketch's."""
-        return [layer for layer in self.layers if isinstance(layer, SketchLayer)]
 
     # -- what transformers calls
 
@@ -88,11 +87,6 @@ class SketchCache(Cache):
         if isinstance(layer, SketchLayer):
             return len(layer.held.lengths)
         return layer.keys.shape[0] if layer.is_initialized else 0
-
-    @property
-    def _counting_layers(self) -> list[Any]:
-        """The layers that count tokens: all but linear attention and the like."""
-        return [layer for layer in self.layers if isinstance(layer, CacheLayerMixin)]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens read so far, padding included."""
@@ -181,10 +175,6 @@ class SketchCache(Cache):
                 if layer.get_seq_length():
                     layer.crop(0)  # back to the size of its window
                 layer.record_past = False
-
-    def reset(self) -> None:
-        """Forget everything, a call that failed half-way included."""
-        self.layers = self._new_layers()  # stock layers do not always forget that they recorded, or their length
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Take back the last tokens, given as a number below zero: all layers do, or none does."""
