@@ -15,8 +15,9 @@ def test_a_spec_is_a_typed_frozen_config():
         config.keep = 0.5
 
 
-def test_a_spec_shows_what_differs_from_the_defaults():
-    assert str(Uniform()) == "uniform"
+def test_a_spec_shows_the_budget_and_what_differs_from_the_defaults():
+    assert str(Uniform()) == "uniform(keep=0.25)"
+    assert str(Uniform(sinks=2)) == "uniform(keep=0.25, sinks=2)"
     assert str(Uniform(keep="512MB", seed=3)) == "uniform(keep='512MB', seed=3)"
     assert kvsketch.parse_spec(" uniform ( keep = 4096 ) ") == Uniform(keep=4096)
 

@@ -123,8 +123,9 @@ class MethodConfig(ABC):
         """An empty past for one layer."""
 
     def __str__(self) -> str:
-        """The spec that parses back to this config: the fields that differ from their defaults."""
-        changed = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
+        """The spec that parses back to this config: the budget, and the fields that differ from their defaults."""
+        said = [f for f in fields(self) if f.name == "keep" or getattr(self, f.name) != f.default]
+        changed = [f"{f.name}={getattr(self, f.name)!r}" for f in sorted(said, key=lambda f: f.name != "keep")]
         return f"{self.name}({', '.join(changed)})" if changed else self.name
 
 

@@ -10,6 +10,8 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, CacheLay
 
 from kvsketch.caches.base import MethodConfig
 from kvsketch.caches.budget import parse_bytes
+from kvsketch.caches.exact import Exact
+from kvsketch.caches.registry import parse_spec
 from kvsketch.caches.storage import storage_bytes
 from kvsketch.huggingface.layer import SketchLayer
 from kvsketch.huggingface.model import ModelLink
@@ -208,6 +210,30 @@ class SketchCache(Cache):
     def fork(self) -> "SketchCache":
         """An independent copy, for one more question about the same text."""
         return copy.deepcopy(self)
+
+    def compress(self, method: str | MethodConfig) -> "SketchCache":
+        """A cache of another method that holds the same text, as if it had read that in one call.
+
+        Only an exact cache still has the text. One exact read serves many methods: in a call that reads a whole prompt
+        with `prefill="exact"`, tokens see all earlier ones whatever the method, so keys and values are the same.
+        """
+        config = parse_spec(method)
+        if not isinstance(self.config, Exact):
+            raise ValueError(f"only an exact cache can be compressed by another method, this one is {self.config}")
+        if config.prefill != "exact":
+            raise ValueError(
+                f"{config} reads a prompt in chunks that see compressed ones: have it read the text itself"
+            )
+        self.check_whole()
+        if any(layer.held.recording for layer in self.sketch_layers):
+            self.end_recording()
+        twin = SketchCache(config, self.model)
+        for old, new in zip(self.layers, twin.layers, strict=True):
+            if isinstance(new, SketchLayer):
+                new.read_again(old)
+            else:
+                new.__dict__.update(copy.deepcopy(old.__dict__))
+        return twin
 
     # -- what a user asks
 

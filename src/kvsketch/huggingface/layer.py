@@ -55,6 +55,20 @@ class SketchLayer(CacheLayerMixin):
         self.broken = self.cropped = False
         return part
 
+    def read_again(self, exact: "SketchLayer") -> None:
+        """Hold, in this method's way, the text that an exact layer holds."""
+        if not exact.held.started:
+            return
+        columns = exact.held.window.columns
+        valid = columns.ranks >= 0 if exact.held.window.ragged else None
+        self.held.hold(NewTokens(columns.keys, columns.values, valid))
+        self.held.seen = exact.held.seen  # places where all rows are padded are counted, but not held
+        self.offsets = None if exact.offsets is None else list(exact.offsets)
+        if exact.padding.length:
+            self.padding.append(exact.padding.view)
+        self.lazy_initialization(columns.keys, columns.values)
+        self.cropped = exact.cropped
+
     def _remember_padding(self, new: NewTokens) -> None:
         rows, count = new.keys.shape[0], new.keys.shape[2]
         if new.valid is None and not self.padding.length:

@@ -1,0 +1,79 @@
+"""What a task is: documents of any size, made from a seed, with questions and a rule that scores the answers."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvsketch.evaluation.haystack import Haystack, Noise
+
+Wording = Literal["official", "compact"]
+WORDINGS: tuple[Wording, ...] = ("official", "compact")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked after the document, and what is right."""
+
+    text: str
+    answers: tuple[str, ...]
+    reply: str  # a right answer in full, up to where it ends: what a model is trained to say
+    depth: float | None = None  # where in the document the (first) answer lies, 0 at its start
+    opening: str = ""  # the first words of the answer, which are given
+
+    @property
+    def prompt(self) -> str:
+        """All that stands between the document and the answer."""
+        return self.text + self.opening
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A document with its introduction, and questions on it. A prompt is the context and one question."""
+
+    context: str
+    questions: tuple[Question, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How a document is to be made."""
+
+    size: int  # records, sentences or numbers in it: what the task counts
+    questions: int = 1  # at most so many; some documents allow but one
+    depth: float | None = None  # where the needle goes, in the tasks that have just one; anywhere if None
+    wording: Wording = "official"
+    haystack: Haystack = field(default_factory=Noise)
+    invented: float = 0.0  # the share of words in names that are made up
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A kind of document and question, with its official rule."""
+
+    name: str
+    suite: Literal["lines", "needle", "ruler", "infinite"]
+    dense: bool  # every part of the document is needed by some question: nothing can be dropped without loss
+    make: Callable[[random.Random, Setting], Sample]
+    score: Callable[[str, Sequence[str]], float]
+    new_tokens: int  # the official length of an answer
+    smallest: int = 1  # the least size
+
+
+def spread(
+    draw: random.Random, pieces: list[str], inserts: list[str], depth: float | None
+) -> tuple[list[str], list[float]]:
+    """Pieces with the inserts at random places, in a random order; and the depth of each insert, in the order given.
+
+    One insert may be given its depth.
+    """
+    if depth is not None and len(inserts) == 1:
+        places = [round(depth * len(pieces))]
+    else:
+        places = [draw.randint(0, len(pieces)) for _ in inserts]
+    order = sorted(range(len(inserts)), key=lambda one: (places[one], draw.random()))
+    out, start = list[str](), 0
+    for one in order:
+        out += [*pieces[start : places[one]], inserts[one]]
+        start = places[one]
+    return out + pieces[start:], [place / max(1, len(pieces)) for place in places]

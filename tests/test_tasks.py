@@ -1,0 +1,258 @@
+"""Tasks: right answers, any length, fresh permutations, both wordings."""
+
+import gzip
+import json
+import random
+import re
+import statistics
+from collections import Counter
+
+import pytest
+
+from kvsketch.evaluation.haystack import SENTENCES, TextFile
+from kvsketch.evaluation.tasks import TASKS, WORDINGS, Setting
+from kvsketch.evaluation.tasks.fit import Fitter
+from kvsketch.evaluation.tasks.lines import HEADER
+from kvsketch.evaluation.tasks.longeval_files import read_cases
+from kvsketch.evaluation.words import ADJECTIVES, NOUNS, names
+
+SUITES = {"lines", "needle", "ruler", "infinite"}
+NEEDLES = [name for name in TASKS if name.startswith("niah")]
+
+
+def words_in(text):
+    return len(text.split())
+
+
+def make(name, size=60, seed=0, **setting):
+    return TASKS[name].make(random.Random(seed), Setting(size=size, **setting))
+
+
+def test_every_suite_has_tasks_dense_ones_and_others():
+    assert {task.suite for task in TASKS.values()} == SUITES
+    assert {name for name, task in TASKS.items() if task.dense} == {
+        "lines",
+        "kv",
+        "niah_multikey_dense",
+        "niah_multikey_uuid",
+    }
+
+
+@pytest.mark.parametrize("wording", WORDINGS)
+@pytest.mark.parametrize("name", TASKS)
+def test_the_right_reply_scores_full_marks_and_a_wrong_one_does_not(name, wording):
+    for seed in range(20):
+        sample = make(name, seed=seed, wording=wording, questions=4)
+        for question in sample.questions:
+            assert TASKS[name].score(question.opening + question.reply, question.answers) == 1
+            assert TASKS[name].score("", question.answers) == 0
+            assert TASKS[name].score("zero", question.answers) == 0
+            assert question.depth is None or 0 <= question.depth <= 1
+
+
+@pytest.mark.parametrize("wording", WORDINGS)
+@pytest.mark.parametrize("name", TASKS)
+def test_the_same_seed_gives_the_same_document_and_another_another(name, wording):
+    first = make(name, seed=1, wording=wording)
+    assert make(name, seed=1, wording=wording) == first
+    assert make(name, seed=2, wording=wording).context != first.context
+
+
+@pytest.mark.parametrize("wording", WORDINGS)
+@pytest.mark.parametrize("name", TASKS)
+def test_documents_of_any_length_are_filled_and_never_too_long(name, wording):
+    fitter = Fitter(TASKS[name], Setting(size=1, wording=wording), words_in)
+    lengths = (1500, 6000) if name == "cwe" else (700, 1500, 6000)  # short lists of common words count less: a gap
+    for length in lengths:
+        for seed in range(3):
+            sample = fitter.sample(length, str(seed))
+            found = words_in(sample.context) + max(words_in(question.prompt) for question in sample.questions)
+            assert 0.85 * length <= found <= length, (length, found)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_length_too_short_for_one_sample_is_refused(name):
+    with pytest.raises(ValueError, match=rf"{name}: 3 tokens are too few for one sample, which takes \d+"):
+        Fitter(TASKS[name], Setting(size=1), words_in).sample(3, "0")
+
+
+def test_lines_have_longevals_words_and_distribution():
+    sample = make("lines", size=2000, questions=2000)
+    assert sample.context.startswith(HEADER)
+    lines = sample.context.removeprefix(HEADER).splitlines()
+    found = [re.fullmatch(r"line ([a-z]+-[a-z]+): REGISTER_CONTENT is <(\d+)>", line) for line in lines]
+    keys = [match[1] for match in found]
+    numbers = [int(match[2]) for match in found]
+    assert len(keys) == len(set(keys)) == 2000
+    assert all(1 <= number <= 50_000 for number in numbers)
+    spread = (50_000**2 / 12 / 2000) ** 0.5  # standard error of their mean
+    assert abs(statistics.fmean(numbers) - 25_000) < 4 * spread
+    table = dict(zip(keys, numbers, strict=True))
+    for question in sample.questions:
+        key = re.search(r"in line (\S+)\? I need the number\. $", question.text)[1]
+        assert question.answers == (str(table[key]),)
+
+
+def test_depths_of_questions_on_lines_are_uniform():
+    depths = [make("lines", size=101, seed=seed).questions[0].depth for seed in range(1000)]
+    assert abs(statistics.fmean(depths) - 0.5) < 4 * (1 / 12 / 1000) ** 0.5
+
+
+@pytest.mark.parametrize("name", ["needle", "niah_single", "passkey", "number_string"])
+def test_a_needle_goes_where_it_is_told(name):
+    for depth in (0.0, 0.25, 0.5, 1.0):
+        sample = make(name, size=400, depth=depth)
+        (answer,) = sample.questions[0].answers
+        assert sample.questions[0].depth == pytest.approx(depth, abs=0.01)
+        assert sample.context.index(answer) / len(sample.context) == pytest.approx(depth, abs=0.03)
+
+
+@pytest.mark.parametrize("wording", WORDINGS)
+@pytest.mark.parametrize("name", NEEDLES)
+def test_every_answer_of_a_needle_task_stands_in_the_text_under_its_title(name, wording):
+    sample = make(name, size=30, wording=wording, questions=3)
+    for question in sample.questions:
+        for answer in question.answers:
+            line = next(line for line in sample.context.splitlines() if answer in line)
+            title = re.search(r"(?:for|of) (\S+) is", line)[1]
+            assert title in question.text
+
+
+def test_values_of_one_key_are_expected_in_the_order_of_the_text():
+    for seed in range(10):
+        sample = make("niah_multivalue", seed=seed)
+        places = [sample.context.index(answer) for answer in sample.questions[0].answers]
+        assert len(places) == 4
+        assert places == sorted(places)
+
+
+def test_variable_tracking_follows_the_chain():
+    sample = make("vt", size=40)
+    last = sample.context.rsplit("Memorize and track", 1)[1]  # behind the worked example
+    chain = re.findall(r"VAR ([A-Z]{5}) = (?:VAR )?(\w+)", last)
+    value = re.search(r"assigned the value (\d+) in the text above", sample.questions[0].text)[1]
+    assert chain[0][1] == value
+    assert all(later[1] == earlier[0] for earlier, later in zip(chain, chain[1:], strict=False))
+    assert sample.questions[0].answers == tuple(name for name, _ in chain)
+    assert "assgined the value" in sample.questions[0].opening  # as the official prompt spells it
+
+
+@pytest.mark.parametrize("wording", WORDINGS)
+def test_common_words_are_the_most_common_and_their_places_are_fresh(wording):
+    first_places = set()
+    for seed in range(6):
+        sample = make("cwe", size=150, seed=seed, wording=wording)
+        listed = sample.context.rsplit("Memorize the ones", 1)[-1]
+        counts = Counter(re.findall(r"[a-z]{2,}", listed))
+        common = [word for word, count in counts.most_common(14) if count >= 30]
+        assert set(sample.questions[0].answers) == set(common) - {"that", "appear", "most", "often"}
+        words = re.findall(r"[a-z]{2,}", listed)
+        first_places.add(tuple(words.index(word) for word in sample.questions[0].answers[:3]))
+    assert len(first_places) == 6  # the official generator shuffles every sample alike
+
+
+@pytest.mark.parametrize("wording", WORDINGS)
+def test_frequent_words_are_ranked_without_ties(wording):
+    for seed in range(6):
+        sample = make("fwe", size=400, seed=seed, wording=wording)
+        counts = Counter(re.findall(r"[a-z]{3,}", sample.context.split("coded words. ")[-1].removeprefix("Code: ")))
+        (first, a), (second, b), (third, c), (_, d) = counts.most_common(4)
+        assert a > b > c > d
+        assert sample.questions[0].answers == (first, second, third)
+        assert sample.context.count("...") >= a  # the most frequent of all is hidden
+
+
+def test_number_strings_double_digits_in_place():
+    for seed in range(50):
+        (answer,) = make("number_string", seed=seed).questions[0].answers
+        assert len(answer) == 10
+        assert len(re.sub(r"(.)\1*", r"\1", answer)) <= 5
+
+
+@pytest.mark.parametrize("wording", WORDINGS)
+def test_math_find_asks_for_what_the_list_says(wording):
+    for seed in range(60):
+        sample = make("math_find", size=101, seed=seed, wording=wording)
+        numbers = [int(number) for number in re.findall(r"\d+", sample.context.split(":\n")[-1].split("?\n")[-1])]
+        assert len(numbers) == 101
+        what = re.search(r"The (.*?)(?: of)? the list is", sample.questions[0].text + sample.questions[0].opening)[1]
+        ordered = sorted(set(numbers))
+        expected = {
+            "median": statistics.median(numbers),
+            "largest number": ordered[-1],
+            "second largest number": ordered[-2],
+            "third largest number": ordered[-3],
+            "smallest number": ordered[0],
+            "second smallest number": ordered[1],
+            "third smallest number": ordered[2],
+        }[what]
+        assert float(sample.questions[0].answers[0]) == expected
+
+
+def test_pairs_are_json():
+    for wording in WORDINGS:
+        sample = make("kv", size=50, wording=wording, questions=5)
+        pairs = json.loads(sample.context[sample.context.index("{") :])
+        assert len(pairs) == 50
+        for question in sample.questions:
+            key = re.search(r'"([^"]+)"', question.prompt)[1]
+            assert question.answers == (pairs[key],)
+
+
+def test_names_are_distinct_and_some_may_be_made_up():
+    draw = random.Random(0)
+    assert len(set(names(draw, 5000))) == 5000
+    known = {*ADJECTIVES, *NOUNS}
+    parts = [part for name in names(draw, 2000, invented=0.5) for part in name.split("-")]
+    made_up = sum(part not in known for part in parts) / len(parts)
+    assert abs(made_up - 0.5) < 4 * (0.25 / len(parts)) ** 0.5 + 0.01  # a made-up word may be a known one
+    with pytest.raises(ValueError, match="too few to draw"):
+        names(draw, 10**6)
+
+
+def test_a_text_of_the_users_can_be_the_haystack(tmp_path):
+    book = tmp_path / "book.txt"
+    book.write_text("".join(f"Sentence number {i} of the book.\n\n" for i in range(50)))
+    sample = make("needle", size=80, haystack=TextFile(book))
+    lines = sample.context.splitlines()
+    places = [int(re.search(r"number (\d+) of the book", line)[1]) for line in lines if "of the book" in line]
+    assert len(places) == 80
+    assert all((b - a) % 50 == 1 for a, b in zip(places, places[1:], strict=False))  # in order, and round again
+    assert not any(sentence in sample.context for sentence in SENTENCES)
+    (tmp_path / "empty.txt").write_text("\n \n")
+    with pytest.raises(ValueError, match="is empty"):
+        TextFile(tmp_path / "empty.txt")
+    with pytest.raises(ValueError, match="there is no file"):
+        TextFile(tmp_path / "nowhere.txt")
+
+
+def case(number=2416, key="torpid-kid"):
+    line = f"line {key}: REGISTER_CONTENT is <{number}>\n"
+    question = f"\nNow the record is over. Tell me what is the <REGISTER_CONTENT> in line {key}? I need the number. "
+    return {"random_idx": [key, 0], "expected_number": number, "num_lines": 1, "prompt": HEADER + line + question}
+
+
+def test_longevals_files_are_read(tmp_path):
+    plain, packed = tmp_path / "1_lines.jsonl", tmp_path / "1_lines.jsonl.gz"
+    plain.write_text(json.dumps(case()) + "\n" + json.dumps(case(7, "red-fox")) + "\n")
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    samples = read_cases(plain)
+    assert read_cases(packed) == samples
+    assert [sample.questions[0].answers for sample in samples] == [("2416",), ("7",)]
+    assert samples[0].context + samples[0].questions[0].text == case()["prompt"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "line 1: not a LongEval lines case"),
+        (json.dumps({"prompt": "x"}), "line 1: not a LongEval lines case"),
+        (json.dumps(case() | {"prompt": "Which line?"}), "has no 'Now the record is over.'"),
+    ],
+)
+def test_other_files_are_refused_by_line(text, message, tmp_path):
+    (tmp_path / "x.jsonl").write_text(text + "\n")
+    with pytest.raises(ValueError, match=message):
+        read_cases(tmp_path / "x.jsonl")
+    with pytest.raises(ValueError, match="there is no file"):
+        read_cases(tmp_path / "y.jsonl")
