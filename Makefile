@@ -7,10 +7,10 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test check format lint types test-fast test-oldest picture decode figures clean
+.PHONY: demo test check format lint types test-fast test-oldest picture decode answers needle figures clean
 
-demo: $(VENV)/ready ## what kvsketch does, on a small model, side by side
-	$(BIN)/kvsketch demo
+demo: $(VENV)/ready ## what kvsketch does, on the embedded model, side by side; and a report
+	$(BIN)/kvsketch demo --out demo-report
 
 test: $(VENV)/ready ## all tests
 	$(PYTEST)
@@ -39,6 +39,13 @@ picture: $(VENV)/ready ## the picture of the README: memory while 200,000 tokens
 decode: $(VENV)/ready ## the number of the README: decode speed beside stock
 	$(BIN)/python benchmarks/decode.py --tokens 32768 --kv-heads 8
 	$(BIN)/python benchmarks/figures.py
+
+needle: $(VENV)/ready ## the needle map of the README
+	$(BIN)/kvsketch bench needle --lengths 500,1000,2000,4000 --depths 0,0.125,0.25,0.375,0.5,0.625,0.75,0.875,1 \
+		--samples 8 --asked after --dtype float32 --out needle-report
+
+answers: $(VENV)/ready ## all tasks, methods and lengths on the embedded model: an hour and a half on two cores
+	$(BIN)/python benchmarks/answers.py answers-report
 
 figures: $(VENV)/ready ## draw docs/figures from the rows in docs/results
 	$(BIN)/python benchmarks/figures.py

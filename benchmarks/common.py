@@ -2,16 +2,15 @@
 
 import json
 import os
-import platform
-import subprocess
 import threading
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+
+from kvsketch.evaluation.provenance import provenance
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 
@@ -63,38 +62,10 @@ def prompt(count: int) -> torch.Tensor:
 def write_row(name: str, row: dict[str, Any]) -> None:
     """Append a row to docs/results/{name}.jsonl, with where it comes from."""
     RESULTS.mkdir(parents=True, exist_ok=True)
-    row = row | provenance()
+    row = row | {"provenance": provenance()}
     with open(RESULTS / f"{name}.jsonl", "a") as file:
         file.write(json.dumps(row) + "\n")
     print(json.dumps({key: value for key, value in row.items() if key != "provenance"}))
-
-
-def provenance() -> dict[str, Any]:
-    """Commit, versions and machine."""
-    here = Path(__file__).parent
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=False
-    )
-    dirty = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "../src"], cwd=here, check=False).returncode
-    return {
-        "provenance": {
-            "commit": commit.stdout.strip() + ("+changes" if dirty else ""),
-            "date": datetime.now(UTC).date().isoformat(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-            "threads": torch.get_num_threads(),
-            "processor": _processor(),
-        }
-    }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor()
 
 
 def resident_bytes() -> int:

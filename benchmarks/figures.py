@@ -1,6 +1,7 @@
 """Figures from the rows in docs/results, and from nothing else: `python benchmarks/figures.py`."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import matplotlib
@@ -114,6 +115,41 @@ def decode() -> None:
     save(figure, "decode")
 
 
+def training() -> None:
+    """What the embedded model gets right while it is trained."""
+    found = [json.loads(line) for line in (RESULTS / "training.jsonl").read_text().splitlines()]
+    figure, axes = plain_axes(height=4.2)
+    last = found[-1]["accuracy"]
+    for name in sorted(last, key=lambda name: -last[name]):
+        known = [row for row in found if name in row["accuracy"]]
+        looked_up = last[name] > 0.9
+        axes.plot(
+            [row["tokens"] / 1e6 for row in known],
+            [row["accuracy"][name] for row in known],
+            color=OURS if looked_up else OTHERS[1],
+            lw=1.2,
+            alpha=0.7,
+        )
+    groups: dict[bool, list[str]] = {}
+    for name, value in last.items():
+        groups.setdefault(value > 0.9, []).append(name)
+    end = found[-1]["tokens"] / 1e6
+    axes.set_xlim(0, end * 1.35)
+    axes.set_ylim(-0.03, 1.03)
+    label_ends(axes, [(end, last[name], name, OTHERS[1]) for name in groups.get(False, [])])
+    label_ends(axes, [(end, 0.93, f"{len(groups[True])} tasks of looking up", OURS)])
+    for before, row in pairwise(found):
+        if row["length"] != before["length"]:
+            axes.axvline(row["tokens"] / 1e6, color=STOCK, lw=0.6, zorder=0)
+            axes.text(
+                row["tokens"] / 1e6, -0.02, f" {row['length']:,}", color=STOCK, fontsize=7, rotation=90, va="bottom"
+            )
+    axes.set_xlabel("million tokens trained on (grey: where documents got longer)")
+    axes.set_ylabel("right reply tokens, running mean")
+    axes.set_title("Training the embedded model", loc="left")
+    save(figure, "training")
+
+
 if __name__ == "__main__":
-    for draw in (long_prompt, memory, decode):
+    for draw in (long_prompt, memory, decode, training):
         draw()

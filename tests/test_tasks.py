@@ -1,6 +1,7 @@
 """Tasks: right answers, any length, fresh permutations, both wordings."""
 
 import gzip
+import itertools
 import json
 import random
 import re
@@ -13,18 +14,22 @@ from kvsketch.evaluation.haystack import SENTENCES, TextFile
 from kvsketch.evaluation.tasks import TASKS, WORDINGS, Setting
 from kvsketch.evaluation.tasks.fit import Fitter
 from kvsketch.evaluation.tasks.lines import HEADER
-from kvsketch.evaluation.tasks.longeval_files import read_cases
+from kvsketch.evaluation.tasks.longeval_files import name_of_file, read_cases
+from kvsketch.evaluation.training.tokenizer import build_tokenizer
 from kvsketch.evaluation.words import ADJECTIVES, NOUNS, names
 
 SUITES = {"lines", "needle", "ruler", "infinite"}
 NEEDLES = [name for name in TASKS if name.startswith("niah")]
 
 
-def words_in(text):
-    return len(text.split())
+TOKENIZER = build_tokenizer()
 
 
-def make(name, size=60, seed=0, **setting):
+def tokens_in(sample):
+    return max(len(TOKENIZER(sample.context + question.prompt)["input_ids"]) for question in sample.questions)
+
+
+def make(name, size=100, seed=0, **setting):
     return TASKS[name].make(random.Random(seed), Setting(size=size, **setting))
 
 
@@ -61,19 +66,18 @@ def test_the_same_seed_gives_the_same_document_and_another_another(name, wording
 @pytest.mark.parametrize("wording", WORDINGS)
 @pytest.mark.parametrize("name", TASKS)
 def test_documents_of_any_length_are_filled_and_never_too_long(name, wording):
-    fitter = Fitter(TASKS[name], Setting(size=1, wording=wording), words_in)
-    lengths = (1500, 6000) if name == "cwe" else (700, 1500, 6000)  # short lists of common words count less: a gap
-    for length in lengths:
+    fitter = Fitter(TASKS[name], Setting(size=1, wording=wording), tokens_in)
+    for length in (1500, 2000, 6000):
         for seed in range(3):
-            sample = fitter.sample(length, str(seed))
-            found = words_in(sample.context) + max(words_in(question.prompt) for question in sample.questions)
-            assert 0.85 * length <= found <= length, (length, found)
+            found = tokens_in(fitter.sample(length, str(seed)))
+            # Common words come 3 or 30 times each: a list grows by jumps.
+            assert (0.6 if name == "cwe" else 0.9) * length <= found <= length, (length, found)
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_length_too_short_for_one_sample_is_refused(name):
     with pytest.raises(ValueError, match=rf"{name}: 3 tokens are too few for one sample, which takes \d+"):
-        Fitter(TASKS[name], Setting(size=1), words_in).sample(3, "0")
+        Fitter(TASKS[name], Setting(size=1), tokens_in).sample(3, "0")
 
 
 def test_lines_have_longevals_words_and_distribution():
@@ -128,11 +132,13 @@ def test_values_of_one_key_are_expected_in_the_order_of_the_text():
 
 def test_variable_tracking_follows_the_chain():
     sample = make("vt", size=40)
-    last = sample.context.rsplit("Memorize and track", 1)[1]  # behind the worked example
+    example, last = sample.context.rsplit("Memorize and track", 1)
+    assert len(re.findall(r"VAR [A-Z]{3} = ", example)) == 5
+    assert sum(sentence in example for sentence in SENTENCES) > 2  # it is hidden in noise as well
     chain = re.findall(r"VAR ([A-Z]{5}) = (?:VAR )?(\w+)", last)
     value = re.search(r"assigned the value (\d+) in the text above", sample.questions[0].text)[1]
     assert chain[0][1] == value
-    assert all(later[1] == earlier[0] for earlier, later in zip(chain, chain[1:], strict=False))
+    assert all(later[1] == earlier[0] for earlier, later in itertools.pairwise(chain))
     assert sample.questions[0].answers == tuple(name for name, _ in chain)
     assert "assgined the value" in sample.questions[0].opening  # as the official prompt spells it
 
@@ -142,13 +148,22 @@ def test_common_words_are_the_most_common_and_their_places_are_fresh(wording):
     first_places = set()
     for seed in range(6):
         sample = make("cwe", size=150, seed=seed, wording=wording)
-        listed = sample.context.rsplit("Memorize the ones", 1)[-1]
-        counts = Counter(re.findall(r"[a-z]{2,}", listed))
-        common = [word for word, count in counts.most_common(14) if count >= 30]
-        assert set(sample.questions[0].answers) == set(common) - {"that", "appear", "most", "often"}
+        listed = sample.context.rsplit("appear most often.\n", 1)[-1].removeprefix("Words: ")
         words = re.findall(r"[a-z]{2,}", listed)
+        counts = Counter(words)
+        assert set(sample.questions[0].answers) == {word for word, count in counts.items() if count == 30}
+        assert sorted(counts.values()) == [3] * 150 + [30] * 10
         first_places.add(tuple(words.index(word) for word in sample.questions[0].answers[:3]))
     assert len(first_places) == 6  # the official generator shuffles every sample alike
+
+
+def test_rulers_counts_depend_on_the_length_aimed_at():
+    for length, often, seldom, example in ((2000, 6, 1, [1] * 10 + [3] * 10), (4096, 30, 3, [3] * 30 + [10] * 10)):
+        first, second = make("cwe", size=50, length=length).context.split("appear most often.\n")[1:]
+        counts = Counter(re.findall(r"\d+\. (\w+)", second))
+        assert sorted(counts.values()) == [seldom] * 50 + [often] * 10
+        counts = Counter(re.findall(r"\d+\. (\w+)", first.split("\nQuestion")[0]))
+        assert sorted(counts.values()) == example
 
 
 @pytest.mark.parametrize("wording", WORDINGS)
@@ -159,7 +174,9 @@ def test_frequent_words_are_ranked_without_ties(wording):
         (first, a), (second, b), (third, c), (_, d) = counts.most_common(4)
         assert a > b > c > d
         assert sample.questions[0].answers == (first, second, third)
-        assert sample.context.count("...") >= a  # the most frequent of all is hidden
+        assert sample.context.count(" ...") + sample.context.count(": ...") >= a  # the most frequent of all is hidden
+    with pytest.raises(ValueError, match="fwe needs at least"):
+        make("fwe", size=9, wording=wording)
 
 
 def test_number_strings_double_digits_in_place():
@@ -212,12 +229,11 @@ def test_names_are_distinct_and_some_may_be_made_up():
 
 def test_a_text_of_the_users_can_be_the_haystack(tmp_path):
     book = tmp_path / "book.txt"
-    book.write_text("".join(f"Sentence number {i} of the book.\n\n" for i in range(50)))
+    book.write_text(" ".join(f"Sentence number {i} of the book{'.!?'[i % 3]}" for i in range(50)))  # one long line
     sample = make("needle", size=80, haystack=TextFile(book))
-    lines = sample.context.splitlines()
-    places = [int(re.search(r"number (\d+) of the book", line)[1]) for line in lines if "of the book" in line]
+    places = [int(number) for number in re.findall(r"number (\d+) of the book", sample.context)]
     assert len(places) == 80
-    assert all((b - a) % 50 == 1 for a, b in zip(places, places[1:], strict=False))  # in order, and round again
+    assert all((b - a) % 50 == 1 for a, b in itertools.pairwise(places))  # in order, and round again
     assert not any(sentence in sample.context for sentence in SENTENCES)
     (tmp_path / "empty.txt").write_text("\n \n")
     with pytest.raises(ValueError, match="is empty"):
@@ -240,12 +256,21 @@ def test_longevals_files_are_read(tmp_path):
     assert read_cases(packed) == samples
     assert [sample.questions[0].answers for sample in samples] == [("2416",), ("7",)]
     assert samples[0].context + samples[0].questions[0].text == case()["prompt"]
+    assert name_of_file(plain) != name_of_file(packed)
+    packed.write_bytes(packed.read_bytes()[:30])
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_cases(packed)
+
+
+def case_without_text():
+    return case() | {"prompt": 7}
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("{", "line 1: not a LongEval lines case"),
+        (json.dumps(case_without_text()), "line 1: not a LongEval lines case"),
         (json.dumps({"prompt": "x"}), "line 1: not a LongEval lines case"),
         (json.dumps(case() | {"prompt": "Which line?"}), "has no 'Now the record is over.'"),
     ],

@@ -6,16 +6,24 @@ from dataclasses import dataclass
 
 import torch
 
+from kvsketch.caches.registry import METHODS
+from kvsketch.evaluation.embedded import load_embedded
 from kvsketch.evaluation.session import Timing, answer, read_prompt
-from kvsketch.evaluation.stand_in import byte_tokenizer, stand_in_model
+from kvsketch.evaluation.tasks import TASKS, Sample, Setting
+from kvsketch.evaluation.tasks.fit import Fitter
 from kvsketch.huggingface import Report, make_cache
 
-METHODS = ("exact", "streaming_llm(keep=0.125)", "uniform(keep=0.125)", "uniform(keep=0.125, weights='none')")
-QUESTION = "\nWhat was noted in the harbour office? "
-NEW_TOKENS = 48
-PLACES = ("harbour office", "north gate", "old mill", "signal tower", "market hall", "river lock", "glass house")
-PEOPLE = ("the clerk", "a carpenter", "two sailors", "the night guard", "a botanist", "the ferryman", "an apprentice")
-DEEDS = ("counted the barrels", "mended a lantern", "copied the ledger", "waited for the tide", "swept the steps")
+KEEP = 0.25
+QUESTIONS = 6
+NEW_TOKENS = 12
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a method said, and whether that is right."""
+
+    text: str
+    right: bool
 
 
 @dataclass(frozen=True)
@@ -26,41 +34,41 @@ class Row:
     report: Report
     prefill: Timing
     decode: Timing
-    agreement: int  # how many tokens the answer shares with exact attention's before the first other one
+    answers: tuple[Answer, ...]
 
 
-def document(characters: int, seed: int = 0) -> str:
-    """A text of short sentences, made up on the spot."""
-    draw = random.Random(seed)
-    sentences: list[str] = []
-    length = 0
-    while length < characters:
-        day = draw.randint(1, 365)
-        sentence = f"Day {day}: at the {draw.choice(PLACES)} {draw.choice(PEOPLE)} {draw.choice(DEEDS)}. "
-        sentences.append(sentence)
-        length += len(sentence)
-    return "".join(sentences)[:characters]
+def demo_methods() -> list[str]:
+    """Exact attention, and every other method at the same budget."""
+    others = [f"{name}(keep={KEEP})" for name in METHODS if name != "exact"]
+    return ["exact", *others]
+
+
+def demo_document(count: Callable[[Sample], int], tokens: int, seed: int = 0) -> Sample:
+    """A record of lines with so many tokens, and questions on lines from its start to its end."""
+    fitter = Fitter(TASKS["lines"], Setting(size=1, questions=1), count)
+    size = fitter.sample(tokens, "size").context.count("\nline ")
+    sample = TASKS["lines"].make(random.Random(seed), Setting(size=size, questions=size))
+    ordered = sorted(sample.questions, key=lambda question: question.depth or 0.0)
+    places = [round((i + 0.5) * size / QUESTIONS) for i in range(QUESTIONS)]
+    return Sample(sample.context, tuple(ordered[place] for place in places))
 
 
 def run_demo(tokens: int, advance: Callable[[str], None] | None = None) -> Iterator[Row]:
-    """Read a document of so many tokens with every method, and answer the same question."""
-    tokenizer = byte_tokenizer()
-    prompt = tokenizer(document(tokens), return_tensors="pt")["input_ids"]
-    question = tokenizer(QUESTION, return_tensors="pt")["input_ids"]
-    model = stand_in_model(dtype=torch.bfloat16, kv_heads=4)
-    exact: list[int] = []
-    for method in METHODS:
+    """Read one record with every method, then ask the same questions; none of them is known when it is read."""
+    model, tokenizer = load_embedded(torch.float32)
+    sample = demo_document(lambda made: len(tokenizer(made.context)["input_ids"]), tokens)
+    prompt = tokenizer(sample.context, return_tensors="pt")["input_ids"]
+    for method in demo_methods():
         if advance is not None:
             advance(method)
         cache = make_cache(model, method)
         prefill = read_prompt(model, prompt, cache)
         report = cache.report()
-        out, decode = answer(model, question, cache, max_new_tokens=NEW_TOKENS)
-        tokens_out = out[0].tolist()
-        exact = exact or tokens_out
-        yield Row(method, report, prefill, decode, _shared_start(tokens_out, exact))
-
-
-def _shared_start(one: list[int], other: list[int]) -> int:
-    same = [a == b for a, b in zip(one, other, strict=True)]
-    return same.index(False) if False in same else len(same)
+        answers, decoded, seconds = list[Answer](), 0, 0.0
+        for question in sample.questions:
+            ask = tokenizer(question.prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+            out, decode = answer(model, ask, cache.fork(), max_new_tokens=NEW_TOKENS)
+            text = tokenizer.decode(out[0], skip_special_tokens=True)
+            answers.append(Answer(text.rstrip(">\n"), TASKS["lines"].score(text, question.answers) == 1.0))
+            decoded, seconds = decoded + decode.tokens, seconds + decode.seconds
+        yield Row(method, report, prefill, Timing(decoded, seconds), tuple(answers))

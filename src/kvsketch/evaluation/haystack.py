@@ -1,6 +1,8 @@
 """What needles are hidden in: sentences of no matter, or a text of the user's."""
 
 import random
+import re
+import zlib
 from abc import ABC, abstractmethod
 from pathlib import Path
 
@@ -32,6 +34,7 @@ class Haystack(ABC):
     """Anything that gives pieces of text."""
 
     name: str
+    joint: str  # what stands between two pieces
 
     @abstractmethod
     def pieces(self, draw: random.Random, count: int) -> list[str]:
@@ -41,23 +44,29 @@ class Haystack(ABC):
 class Noise(Haystack):
     """Sentences of the project's own, in random order."""
 
-    name = "noise"
+    name, joint = "noise", "\n"
 
     def pieces(self, draw: random.Random, count: int) -> list[str]:
         return draw.choices(SENTENCES, k=count)
 
 
 class TextFile(Haystack):
-    """The lines of a text, from a random one on and round again."""
+    """The sentences of a text, from a random one on and round again."""
+
+    joint = " "
 
     def __init__(self, path: str | Path) -> None:
         if not Path(path).is_file():
             raise ValueError(f"there is no file {path} to hide needles in")
-        self.name = Path(path).name
-        self.lines = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
-        if not self.lines:
+        text = Path(path).read_text(encoding="utf-8")
+        self.name = (
+            f"{Path(path).name}#{zlib.crc32(text.encode()):08x}"  # another text of that name is another haystack
+        )
+        found = re.split(r"(?<=[.!?])[\"')\]]*\s+|\n\s*\n", text)
+        self.sentences = [" ".join(sentence.split()) for sentence in found if sentence and sentence.strip()]
+        if not self.sentences:
             raise ValueError(f"{path} is empty: there is nothing to hide needles in")
 
     def pieces(self, draw: random.Random, count: int) -> list[str]:
-        start = draw.randrange(len(self.lines))
-        return [self.lines[(start + i) % len(self.lines)].rstrip() for i in range(count)]
+        start = draw.randrange(len(self.sentences))
+        return [self.sentences[(start + i) % len(self.sentences)] for i in range(count)]

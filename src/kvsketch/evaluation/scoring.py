@@ -7,7 +7,7 @@ from collections.abc import Sequence
 def last_number(output: str, answers: Sequence[str]) -> float:
     """LongEval: the last run of digits is the answer; any Unicode digits count, and 2,416 is 416."""
     numbers = re.findall(r"\d+", output)
-    return float(bool(numbers) and int(numbers[-1]) == int(answers[0]))
+    return float(bool(numbers) and _whole(numbers[-1]) == int(answers[0]))
 
 
 def all_contained(output: str, answers: Sequence[str]) -> float:
@@ -37,4 +37,9 @@ def first_number(output: str, answers: Sequence[str]) -> float:
         return 0.0
     if "." in answers[0]:
         return float(float(found.group()) == float(answers[0]))
-    return float("." not in found.group() and int(found.group()) == int(answers[0]))
+    return float("." not in found.group() and _whole(found.group()) == int(answers[0]))
+
+
+def _whole(digits: str) -> int | None:
+    """The number; None if it is so long that Python does not read it, and no answer is."""
+    return int(digits) if len(digits) < 1000 else None

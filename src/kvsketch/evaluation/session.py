@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from kvsketch.huggingface import SketchCache, prefill
@@ -86,3 +86,27 @@ def answer(
         **{"do_sample": False, **options},
     )
     return out[:, ids.shape[1] :], watch.timing
+
+
+def split_prompt(tokenizer: PreTrainedTokenizerBase, text: str, question: str) -> tuple[str, str]:
+    """A user's message in the chat template, cut before the question."""
+    border = "\u2063kvsketch\u2063"  # invisible separators: no text has them around this word
+    message = [{"role": "user", "content": f"{text}{border}{question}"}]
+    rendered = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    before, found, after = str(rendered).partition(border)
+    if not found:
+        raise ValueError("this tokenizer's chat template does not show a message's text as it is: use --raw")
+    return before, after
+
+
+def split_ids(
+    tokenizer: PreTrainedTokenizerBase, before: str, after: str, *, special: bool
+) -> tuple[list[int], list[int]]:
+    """The tokens of a text, cut where its first part ends: a token across the border belongs to the second part."""
+    if not tokenizer.is_fast:  # it cannot say where its tokens lie
+        first, second = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after))
+        return (tokenizer.build_inputs_with_special_tokens(first) if special else first), second
+    encoded = tokenizer(before + after, add_special_tokens=special, return_offsets_mapping=True)
+    ids, ends = encoded["input_ids"], [end for _, end in encoded["offset_mapping"]]
+    cut = next((i for i, end in enumerate(ends) if end > len(before)), len(ids))
+    return ids[:cut], ids[cut:]

@@ -1,8 +1,11 @@
 """What a task is: documents of any size, made from a seed, with questions and a rule that scores the answers."""
 
 import random
+import uuid
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Literal
 
 from kvsketch.evaluation.haystack import Haystack, Noise
@@ -45,6 +48,7 @@ class Setting:
     wording: Wording = "official"
     haystack: Haystack = field(default_factory=Noise)
     invented: float = 0.0  # the share of words in names that are made up
+    length: int | None = None  # tokens aimed at, which some official generators look at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +62,8 @@ class Task:
     score: Callable[[str, Sequence[str]], float]
     new_tokens: int  # the official length of an answer
     smallest: int = 1  # the least size
+    takes_depth: bool = False  # whether it can be told where the answer lies
+    asks_first: bool = False  # the official wording asks before the document too: the question is always known
 
 
 def spread(
@@ -65,10 +71,11 @@ def spread(
 ) -> tuple[list[str], list[float]]:
     """Pieces with the inserts at random places, in a random order; and the depth of each insert, in the order given.
 
-    One insert may be given its depth.
+    One insert may be given its depth: the share of the text, in characters, that stands before it.
     """
+    before = [0, *accumulate(map(len, pieces))]
     if depth is not None and len(inserts) == 1:
-        places = [round(depth * len(pieces))]
+        places = [bisect_left(before, depth * before[-1])]
     else:
         places = [draw.randint(0, len(pieces)) for _ in inserts]
     order = sorted(range(len(inserts)), key=lambda one: (places[one], draw.random()))
@@ -76,4 +83,9 @@ def spread(
     for one in order:
         out += [*pieces[start : places[one]], inserts[one]]
         start = places[one]
-    return out + pieces[start:], [place / max(1, len(pieces)) for place in places]
+    return out + pieces[start:], [before[place] / max(1, before[-1]) for place in places]
+
+
+def random_uuid(draw: random.Random) -> str:
+    """A version 4 UUID."""
+    return str(uuid.UUID(int=draw.getrandbits(128), version=4))

@@ -2,10 +2,9 @@
 
 import random
 import statistics
-import uuid
 
 from kvsketch.evaluation.scoring import among_words, first_digits, first_number
-from kvsketch.evaluation.tasks.base import Question, Sample, Setting, Task, spread
+from kvsketch.evaluation.tasks.base import Question, Sample, Setting, Task, random_uuid, spread
 
 HIDDEN = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. "
@@ -32,17 +31,17 @@ def _hidden_digits(draw: random.Random, setting: Setting, key: str, what: str) -
     fact = f"The {what} is {key}. Remember it. {key} is the {what}."
     pieces, depths = spread(draw, setting.haystack.pieces(draw, setting.size), [fact], setting.depth)
     if setting.wording == "official":
-        context = HIDDEN + "\n".join(pieces)
+        context = HIDDEN + setting.haystack.joint.join(pieces)
         question = Question(f"\n\nWhat is the {what}?\n\n", (key,), f" {key}.", depths[0], f"The {what} is")
     else:
-        context = "A text:\n" + "\n".join(pieces)
+        context = "A text:\n" + setting.haystack.joint.join(pieces)
         question = Question(f"\nWhat is the {what}?", (key,), f"{key}.", depths[0], f" The {what} is ")
     return Sample(context, (question,))
 
 
 def key_values(draw: random.Random, setting: Setting) -> Sample:
     """A JSON object of `size` random pairs. The compact wording has ids of six letters and digits in turn."""
-    identifier = _uuid if setting.wording == "official" else _short_id
+    identifier = random_uuid if setting.wording == "official" else _short_id
     pairs = dict[str, str]()
     while len(pairs) < setting.size:
         pairs[identifier(draw)] = identifier(draw)
@@ -66,10 +65,6 @@ def key_values(draw: random.Random, setting: Setting) -> Sample:
             for i in asked
         ),
     )
-
-
-def _uuid(draw: random.Random) -> str:
-    return str(uuid.UUID(int=draw.getrandbits(128), version=4))
 
 
 def _short_id(draw: random.Random) -> str:
@@ -108,8 +103,27 @@ def _plain(number: float) -> str:
 
 
 TASKS = (
-    Task(name="passkey", suite="infinite", dense=False, make=passkey, score=first_digits, new_tokens=6),
-    Task(name="number_string", suite="infinite", dense=False, make=number_string, score=first_digits, new_tokens=12),
-    Task(name="kv", suite="infinite", dense=True, make=key_values, score=among_words, new_tokens=50),
-    Task(name="math_find", suite="infinite", dense=False, make=math_find, score=first_number, new_tokens=3, smallest=3),
+    Task(
+        name="passkey", suite="infinite", dense=False, make=passkey, score=first_digits, new_tokens=6, takes_depth=True
+    ),
+    Task(
+        name="number_string",
+        suite="infinite",
+        dense=False,
+        make=number_string,
+        score=first_digits,
+        new_tokens=12,
+        takes_depth=True,
+    ),
+    Task(name="kv", suite="infinite", dense=True, make=key_values, score=among_words, new_tokens=50, takes_depth=True),
+    Task(
+        name="math_find",
+        suite="infinite",
+        dense=False,
+        make=math_find,
+        score=first_number,
+        new_tokens=3,
+        smallest=3,
+        asks_first=True,
+    ),
 )

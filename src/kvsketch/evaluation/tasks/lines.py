@@ -41,4 +41,6 @@ def lines(draw: random.Random, setting: Setting) -> Sample:
     )
 
 
-TASKS = (Task(name="lines", suite="lines", dense=True, make=lines, score=last_number, new_tokens=100),)
+TASKS = (
+    Task(name="lines", suite="lines", dense=True, make=lines, score=last_number, new_tokens=100, takes_depth=True),
+)

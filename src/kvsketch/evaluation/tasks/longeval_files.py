@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import zlib
 from pathlib import Path
 
 from kvsketch.evaluation.tasks.base import Question, Sample
@@ -9,13 +10,23 @@ from kvsketch.evaluation.tasks.base import Question, Sample
 MARK = "\nNow the record is over."
 
 
+def name_of_file(path: str | Path) -> str:
+    """A name that is another one for another content."""
+    path = Path(path)
+    return f"{path.name.split('.')[0]}#{zlib.crc32(path.read_bytes()):08x}"
+
+
 def read_cases(path: str | Path) -> list[Sample]:
     """The cases of a file, split where the record ends and the question begins."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
-        return [_case(line, path, number) for number, line in enumerate(lines, 1) if line.strip()]
+    try:
+        packed = path.read_bytes()
+        text = (gzip.decompress(packed) if path.suffix == ".gz" else packed).decode("utf-8")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    return [_case(line, path, number) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
 def _case(line: str, path: Path, number: int) -> Sample:
@@ -23,7 +34,7 @@ def _case(line: str, path: Path, number: int) -> Sample:
         case = json.loads(line)
         context, mark, question = case["prompt"].rpartition(MARK)
         answer, count, place = str(case["expected_number"]), int(case["num_lines"]), int(case["random_idx"][1])
-    except (json.JSONDecodeError, KeyError, TypeError, IndexError) as error:
+    except (json.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
         raise ValueError(f"{path}, line {number}: not a LongEval lines case ({error!r})") from error
     if not mark:
         raise ValueError(

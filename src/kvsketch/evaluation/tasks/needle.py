@@ -23,8 +23,10 @@ def needle(draw: random.Random, setting: Setting) -> Sample:
         text, opening = f"\nWhat is the magic number of {key}?", f" The magic number of {key} is "
         introduction, reply = "A text:\n", f"{number}."
     pieces, depths = spread(draw, setting.haystack.pieces(draw, setting.size), [fact], setting.depth)
-    context = introduction + "\n".join(pieces)
+    context = introduction + setting.haystack.joint.join(pieces)
     return Sample(context, (Question(text, (number,), reply, depths[0], opening),))
 
 
-TASKS = (Task(name="needle", suite="needle", dense=False, make=needle, score=all_contained, new_tokens=30),)
+TASKS = (
+    Task(name="needle", suite="needle", dense=False, make=needle, score=all_contained, new_tokens=30, takes_depth=True),
+)

@@ -4,21 +4,25 @@ Templates, counts and scoring follow the official generators; every sample draws
 ones shuffle all samples of a length alike.
 """
 
+import math
 import random
 import string
-import uuid
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 
 from kvsketch.evaluation.scoring import all_contained
-from kvsketch.evaluation.tasks.base import Question, Sample, Setting, Task, spread
+from kvsketch.evaluation.tasks.base import Question, Sample, Setting, Task, random_uuid, spread
 from kvsketch.evaluation.words import ADJECTIVES, NOUNS, invented_word, names
 
 NEEDLES = 4  # keys, values or queries of the tasks that have several
 HOPS = 4
 COMMON, FREQUENT = 10, 3
+EXAMPLE_PIECES = 10  # pieces of haystack in the worked example of variable tracking
+RULER_LONG = 4096  # tokens from which lists of common words count 30 and 3 instead of 6 and 1
+ZETA_OF_2 = math.pi**2 / 6
+FEWEST_CODED = 80  # words, so that the fourth most frequent comes before the fifth
 
 
 def needles(
@@ -32,8 +36,8 @@ def needles(
     uuids: bool = False,
 ) -> Sample:
     """Numbers under names, hidden in `size` pieces of a haystack; or, if dense, a haystack of `size` needles."""
-    number = _uuid if uuids else _number
-    titles = [_uuid(draw) for _ in range(setting.size)] if dense and uuids else []
+    number = random_uuid if uuids else _number
+    titles = [random_uuid(draw) for _ in range(setting.size)] if dense and uuids else []
     titles = titles or names(draw, setting.size if dense else keys, setting.invented)
     held = {title: [number(draw) for _ in range(values)] for title in titles}
     kind = "uuid" if uuids else "number"
@@ -53,7 +57,7 @@ def needles(
     asked = draw.sample(titles, len(titles))
     groups = [asked[i : i + queries] for i in range(0, len(asked) - queries + 1, queries)]
     one = queries * values == 1
-    context = (_ruler_introduction(kind, one) if official else "A text:\n") + "\n".join(pieces)
+    context = (_ruler_introduction(kind, one) if official else "A text:\n") + setting.haystack.joint.join(pieces)
     ask = _ruler_question if official else _compact_question
     questions = []
     for group in groups[: setting.questions]:
@@ -102,32 +106,30 @@ def _number(draw: random.Random) -> str:
     return str(draw.randint(1_000_000, 9_999_999))
 
 
-def _uuid(draw: random.Random) -> str:
-    return str(uuid.UUID(int=draw.getrandbits(128), version=4))
-
-
 def variable_tracking(draw: random.Random, setting: Setting) -> Sample:
     """A chain of assignments in the haystack: who has the value at its start?"""
-    official = setting.wording == "official"
-    example = ""
-    if official:
-        lines, names_of, value = _chain(draw, letters=3)
-        example = "".join(_ruler_chain("\n".join(lines), names_of, value)) + " ".join(names_of) + "\n\n"
-    lines, names_of, value = _chain(draw, letters=5 if official else 0)
-    haystack = setting.haystack.pieces(draw, setting.size)
+    if setting.wording == "official":
+        chain, value, example, _ = _hidden_chain(draw, setting, EXAMPLE_PIECES, letters=3)
+        worked = "".join(_ruler_chain(example, chain, value)) + f"{' '.join(chain)}\n\n"
+        chain, value, body, depth = _hidden_chain(draw, setting, setting.size, letters=5)
+        context, text, opening = _ruler_chain(body, chain, value)
+        reply = f"{' '.join(chain)}."
+        return Sample(worked + context, (Question(text, tuple(chain), reply, depth, opening),))
+    chain, value, body, depth = _hidden_chain(draw, setting, setting.size, letters=0)
+    text, reply = f"\nWhich variables are {value}?", f" {' '.join(chain)}."
+    return Sample(f"A text:\n{body}", (Question(text, tuple(chain), reply, depth, " They are"),))
+
+
+def _hidden_chain(draw: random.Random, setting: Setting, count: int, letters: int) -> tuple[list[str], str, str, float]:
+    """The variables in their order, their value, the text that hides them, and the depth of the first."""
+    lines, chain, value = _chain(draw, letters)
+    haystack = setting.haystack.pieces(draw, count)
     places = sorted(draw.randint(0, len(haystack)) for _ in lines)  # the chain stays in its order
     pieces = list[str]()
     for i, line in enumerate(lines):
         pieces += [*haystack[places[i - 1] if i else 0 : places[i]], line]
-    body = "\n".join(pieces + haystack[places[-1] :])
-    depth = places[0] / max(1, len(haystack))
-    if official:
-        context, text, opening = _ruler_chain(body, names_of, value)
-        reply = " ".join(names_of) + "."
-    else:
-        context, text, opening = f"A text:\n{body}", f"\nWhich variables are {value}?", " They are"
-        reply = f" {' '.join(names_of)}."
-    return Sample(example + context, (Question(text, tuple(names_of), reply, depth, opening),))
+    body = setting.haystack.joint.join(pieces + haystack[places[-1] :])
+    return chain, value, body, places[0] / max(1, len(haystack))
 
 
 def _chain(draw: random.Random, letters: int) -> tuple[list[str], list[str], str]:
@@ -158,11 +160,17 @@ def _ruler_chain(body: str, names_of: list[str], value: str) -> tuple[str, str, 
 
 def common_words(draw: random.Random, setting: Setting) -> Sample:
     """Ten words come often, `size` others seldom; which ten?"""
-    often, seldom = (30, 3) if setting.size >= 100 else (6, 1)  # the official counts of long lists and of short ones
     if setting.wording == "compact":
-        return _common_words_compact(draw, setting.size, often, seldom)
-    example, common = _numbered_words(draw, 10, 6, 1)
-    listed, asked = _numbered_words(draw, setting.size, often, seldom)
+        often, seldom = (30, 3) if setting.size >= 100 else (6, 1)
+        words, asked = _shuffled_words(draw, setting.size, often, seldom)
+        reply = f" {' '.join(sorted(asked))}."
+        return Sample(f"Words: {' '.join(words)}.", (Question("\nThe most common words are", tuple(asked), reply),))
+    if (setting.length or RULER_LONG) < RULER_LONG:
+        example, common = _numbered_words(draw, 10, 3, 1)
+        listed, asked = _numbered_words(draw, setting.size, 6, 1)
+    else:
+        example, common = _numbered_words(draw, 30, 10, 3)
+        listed, asked = _numbered_words(draw, setting.size, 30, 3)
     before = (
         "Below is a numbered list of words. In these words, some appear more often than others. "
         "Memorize the ones that appear most often.\n"
@@ -171,12 +179,6 @@ def common_words(draw: random.Random, setting: Setting) -> Sample:
     opening = " Answer: The top 10 words that appear most often in the list are:"
     context = f"{before}{example}{ask}{opening} {_enumerate(common)}\n\n{before}{listed}"
     return Sample(context, (Question(ask, tuple(asked), f" {_enumerate(asked)}", opening=opening),))
-
-
-def _common_words_compact(draw: random.Random, others: int, often: int, seldom: int) -> Sample:
-    words, asked = _shuffled_words(draw, others, often, seldom)
-    reply = f" {' '.join(sorted(asked))}."
-    return Sample(f"Words: {' '.join(words)}.", (Question("\nThe most common words are", tuple(asked), reply),))
 
 
 def _shuffled_words(draw: random.Random, others: int, often: int, seldom: int) -> tuple[list[str], list[str]]:
@@ -199,21 +201,47 @@ def _enumerate(words: list[str]) -> str:
 
 
 def frequent_words(draw: random.Random, setting: Setting) -> Sample:
-    """`size` coded words, the k-th most frequent with weight k⁻², the first of all hidden as dots; which come next?"""
-    official = setting.wording == "official"
-    code = (
-        (lambda: "".join(draw.choices(string.ascii_lowercase, k=6))) if official else partial(draw.choice, ADJECTIVES)
+    """Words whose k-th most frequent comes with weight k⁻², the first of all hidden as dots; which three come next?"""
+    fewest = FEWEST_CODED if setting.wording == "official" else 30
+    if setting.size < fewest:
+        raise ValueError(f"fwe needs at least {fewest} words to have three frequent ones, got {setting.size}")
+    if setting.wording == "compact":
+        return _frequent_words_compact(draw, setting.size)
+    ranks = range(1, max(setting.length or setting.size, 500) // 50 + FREQUENT + 2)
+    codes = _distinct(lambda: "".join(draw.choices(string.ascii_lowercase, k=6)), len(ranks))
+    codes[0] = "..."
+    text = [
+        code for code, rank in zip(codes, ranks, strict=True) for _ in range(int(setting.size / rank**2 / ZETA_OF_2))
+    ]
+    draw.shuffle(text)
+    context = (
+        "Read the following coded text and track the frequency of each coded word. "
+        f"Find the three most frequently appeared coded words. {' '.join(text)}"
     )
-    kinds = max(FREQUENT + 2, min(setting.size // 50, 200) + FREQUENT + 2)
-    words = _distinct(code, kinds)
+    ask = (
+        "\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three most frequently "
+        "appeared words in the above coded text?"
+    )
+    opening = " Answer: According to the coded text above, the three most frequently appeared words are:"
+    asked = codes[1 : FREQUENT + 1]
+    return Sample(context, (Question(ask, tuple(asked), f" {' '.join(asked)}.", opening=opening),))
+
+
+def _frequent_words_compact(draw: random.Random, size: int) -> Sample:
+    """Counts are drawn too, until the three and their order are beyond doubt."""
+    kinds = max(FREQUENT + 2, min(size // 50, 200) + FREQUENT + 2)
+    words = _distinct(partial(draw.choice, ADJECTIVES), kinds)
     weights = [(rank + 1) ** -2.0 for rank in range(kinds)]
     while True:
-        text = draw.choices(words, weights, k=setting.size)
+        text = draw.choices(words, weights, k=size)
         counts = Counter(text)
         ranked = sorted(words, key=lambda word: -counts[word])
         ahead = [counts[better] - counts[worse] for better, worse in pairwise(ranked)]
-        if min(ahead[: FREQUENT + 1]) > 0:  # the three, and their order, are beyond doubt
-            return _frequent_sample(text, ranked, official)
+        if min(ahead[: FREQUENT + 1]) > 0:
+            break
+    body = " ".join("..." if word == ranked[0] else word for word in text)
+    asked = ranked[1 : FREQUENT + 1]
+    return Sample(f"Code: {body}.", (Question("\nThe most frequent words are", tuple(asked), f" {' '.join(asked)}."),))
 
 
 def _distinct(code: Callable[[], str], count: int) -> list[str]:
@@ -221,26 +249,6 @@ def _distinct(code: Callable[[], str], count: int) -> list[str]:
     while len(found) < count:
         found[code()] = None
     return list(found)
-
-
-def _frequent_sample(text: list[str], ranked: list[str], official: bool) -> Sample:
-    hidden, asked = ranked[0], ranked[1 : FREQUENT + 1]
-    dots = "...." if official else "..."
-    body = " ".join(dots if word == hidden else word for word in text)
-    if not official:
-        return Sample(
-            f"Code: {body}.", (Question("\nThe most frequent words are", tuple(asked), f" {' '.join(asked)}."),)
-        )
-    context = (
-        "Read the following coded text and track the frequency of each coded word. "
-        f"Find the three most frequently appeared coded words. {body}"
-    )
-    ask = (
-        "\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three most frequently "
-        "appeared words in the above coded text?"
-    )
-    opening = " Answer: According to the coded text above, the three most frequently appeared words are:"
-    return Sample(context, (Question(ask, tuple(asked), f" {' '.join(asked)}.", opening=opening),))
 
 
 def _needle_task(name: str, **options: int | bool) -> Task:
@@ -252,6 +260,7 @@ def _needle_task(name: str, **options: int | bool) -> Task:
         make=make,
         score=all_contained,
         new_tokens=128,
+        takes_depth=name.startswith("niah_single"),
     )
 
 
@@ -265,5 +274,13 @@ TASKS = (
     _needle_task("niah_multiquery", keys=NEEDLES, queries=NEEDLES),
     Task(name="vt", suite="ruler", dense=False, make=variable_tracking, score=all_contained, new_tokens=30),
     Task(name="cwe", suite="ruler", dense=False, make=common_words, score=all_contained, new_tokens=120),
-    Task(name="fwe", suite="ruler", dense=False, make=frequent_words, score=all_contained, new_tokens=50, smallest=30),
+    Task(
+        name="fwe",
+        suite="ruler",
+        dense=False,
+        make=frequent_words,
+        score=all_contained,
+        new_tokens=50,
+        smallest=FEWEST_CODED,
+    ),
 )

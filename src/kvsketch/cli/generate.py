@@ -1,17 +1,15 @@
-"""The command line: `kvsketch methods`, `kvsketch generate`, `kvsketch demo`."""
+"""`kvsketch generate`: read a text with a bounded cache, and answer or go on."""
 
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 import kvsketch
+from kvsketch.cli.app import load_model, notes, say, size_for_people
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,53 +17,9 @@ if TYPE_CHECKING:
 
     from kvsketch.evaluation.session import Timing
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-notes = Console(stderr=True)  # everything but the answer, so that the answer can be piped
 
-RANDOM_MODEL = (
-    "No model was named: this is a small Llama with random weights. Its text means nothing; "
-    "bytes, speed and attention errors are real."
-)
-
-
-def main() -> None:
-    """Run the command line; bad input ends with one line and exit code 2."""
-    try:
-        app()
-    except (ValueError, OSError) as error:
-        notes.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
-        sys.exit(2)
-
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        print(f"kvsketch {kvsketch.__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    """Language models with long contexts and a small KV cache."""
-
-
-@app.command()
-def methods() -> None:
-    """List the methods, with a line on what each keeps."""
-    table = Table("method", "what it keeps", box=None, pad_edge=False)
-    for name, line in kvsketch.methods().items():
-        table.add_row(name, line)
-    Console().print(table)
-
-
-@app.command()
 def generate(
-    model: Annotated[
-        str | None, typer.Argument(help="A model's folder or name; a small random one if left out.")
-    ] = None,
+    model: Annotated[str | None, typer.Argument(help="A model's folder or name; the embedded one if left out.")] = None,
     method: Annotated[
         str | None, typer.Option("--method", "-m", help="How the cache is kept small; uniform(keep=0.25) if left out.")
     ] = None,
@@ -87,7 +41,7 @@ def generate(
     _check_sources(prompt_file, question, load_cache, save_cache, method)
     config = kvsketch.parse_spec(method or "uniform(keep=0.25)")
     text = None if prompt_file is None else _read_text(prompt_file)
-    language_model, tokenizer = _load(model, dtype, device)
+    language_model, tokenizer = load_model(model, dtype, device)
     before, after = _split_prompt(tokenizer, text, question, raw)
     new = _ids(tokenizer, after, language_model, special=False) if after else None
     prefill_time = None
@@ -102,49 +56,13 @@ def generate(
             prefill_time = _read_with_bar(language_model, ids, cache, chunk)
         if save_cache is not None:
             cache.save(save_cache)
-            notes.print(f"cache saved in {save_cache}")
+            say(f"cache saved in {save_cache}")
     decode_time = None
     if new is not None:
         decode_time = _answer(language_model, tokenizer, new, cache, max_new_tokens, temperature)
     _closing_table(cache, prefill_time, decode_time)
     if report:
         notes.print(str(cache.report()), highlight=False)
-
-
-@app.command()
-def demo(
-    tokens: Annotated[int, typer.Option(min=500, help="Length of the document.")] = 6000,
-) -> None:
-    """Compare methods on one document: bytes, speed and attention errors side by side."""
-    from kvsketch.evaluation.demo import METHODS, NEW_TOKENS, run_demo
-
-    console = Console()
-    console.print(RANDOM_MODEL, soft_wrap=True)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column(f"{tokens:,} tokens, one question", overflow="fold")
-    for heading in ("cache", "of full", "error", "read/s", "write/s", "same text"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    with Progress(SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), console=notes, transient=True) as bar:
-        task = bar.add_task("", total=len(METHODS))
-        for row in run_demo(tokens, lambda method: bar.update(task, description=method)):
-            error = row.report.error
-            table.add_row(
-                row.method,
-                _size(row.report.nbytes),
-                f"{row.report.nbytes / row.report.full_nbytes:.1%}",
-                "0" if error is None else f"{error:.3f}",
-                f"{row.prefill.rate:,.0f}",
-                f"{row.decode.rate:,.0f}",
-                f"{row.agreement} of {NEW_TOKENS}",
-            )
-            bar.advance(task)
-    console.print(table)
-    console.print(
-        "error: how far attention's answers are from exact attention's after the document was read, relative; "
-        "mean over layers and heads.\nread/s, write/s: tokens a second. "
-        "same text: tokens of the answer before the first that differs from exact's.\n"
-        "Next: kvsketch generate --prompt-file README.md --question 'What is this?' --report"
-    )
 
 
 def _check_sources(
@@ -171,28 +89,6 @@ def _read_text(path: Path) -> str:
     return text
 
 
-def _load(name: str | None, dtype: str, device: str | None) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """The model and its tokenizer; without a name, the random stand-in, and say so."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if dtype != "auto" and dtype not in kinds:
-        raise ValueError(f"--dtype must be auto or one of {', '.join(kinds)}, got {dtype!r}")
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(0, device=place)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {place!r} is not there: {str(error).splitlines()[0]}") from error
-    if name is None:
-        from kvsketch.evaluation.stand_in import byte_tokenizer, stand_in_model
-
-        notes.print(f"[yellow]{RANDOM_MODEL}[/yellow]", soft_wrap=True)
-        return stand_in_model(dtype=kinds.get(dtype, torch.float32)).to(place), byte_tokenizer()
-    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto" if dtype == "auto" else kinds[dtype])
-    return model.to(place).eval(), AutoTokenizer.from_pretrained(name)
-
-
 def _uses_template(tokenizer: "PreTrainedTokenizerBase", raw: bool) -> bool:
     return not raw and getattr(tokenizer, "chat_template", None) is not None
 
@@ -201,14 +97,11 @@ def _split_prompt(
     tokenizer: "PreTrainedTokenizerBase", text: str | None, question: str | None, raw: bool
 ) -> tuple[str, str]:
     """What the cache reads, and what comes after it: the question, and the chat template's end."""
+    from kvsketch.evaluation.session import split_prompt
+
     if not _uses_template(tokenizer, raw):
         return text or "", question or ""
-    border = "\u2063kvsketch\u2063"  # invisible separators: no text has them around this word
-    content = f"{text or ''}{border}{question or ''}"
-    message = [{"role": "user", "content": content}]
-    rendered = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-    before, _, after = str(rendered).partition(border)
-    return before, after
+    return split_prompt(tokenizer, text or "", question or "")
 
 
 def _ids(tokenizer: "PreTrainedTokenizerBase", text: str, model: "PreTrainedModel", *, special: bool) -> "Tensor":
@@ -255,17 +148,7 @@ def _closing_table(cache: Any, prefill: "Timing | None", decode: "Timing | None"
     if decode is not None and decode.tokens:
         table.add_row("answer", f"{decode.tokens + 1:,} tokens, {decode.rate:,.1f} tokens/s")
     share = f" ({report.nbytes / report.full_nbytes:.1%})" if report.full_nbytes else ""
-    table.add_row("cache", f"{_size(report.nbytes)} of {_size(report.full_nbytes)}{share}")
+    table.add_row("cache", f"{size_for_people(report.nbytes)} of {size_for_people(report.full_nbytes)}{share}")
     if report.error is not None:
         table.add_row("attention error", f"{report.error:.3f} (mean over layers and heads, after the text was read)")
     notes.print(table)
-
-
-def _size(count: int) -> str:
-    """Bytes for people."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.2f} GiB"

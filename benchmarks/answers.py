@@ -1,0 +1,89 @@
+"""What methods do to the embedded model's answers: `python benchmarks/answers.py OUT [--longeval FOLDER]`.
+
+Runs the benchmarks below into OUT, where an interrupted run goes on; then writes docs/results/answers.jsonl, draws
+docs/figures/answers-*.png and prints the tables. LongEval's own files are run too if their folder is named.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from common import RESULTS
+from kvsketch.evaluation.pictures import draw_all
+from kvsketch.evaluation.rows import read_rows
+from kvsketch.evaluation.summary import Mean, summarise
+
+FIGURES = RESULTS.parent / "figures"
+KEEPS = (0.5, 0.25, 0.125)
+METHODS = ["exact", *(f"{name}(keep={keep})" for name in ("streaming_llm", "uniform") for keep in KEEPS)]
+LOOKED_UP = {
+    "lines": ["lines"],
+    "infinite": ["passkey", "kv"],
+    "ruler": ["niah_single", "niah_multikey", "niah_multiquery"],
+}
+OTHERS = {
+    "infinite": ["number_string", "math_find"],
+    "ruler": ["niah_multikey_dense", "niah_multivalue", "vt", "cwe", "fwe"],
+}
+LENGTHS = (1000, 2000, 4000)
+
+
+def bench(suite: str, out: Path, *options: object) -> None:
+    command = [sys.executable, "-m", "kvsketch", "bench", suite, "--out", out, "--dtype", "float32", *options]
+    subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL)
+
+
+def run(out: Path, longeval: Path | None) -> None:
+    every = ("--methods", "; ".join(METHODS))
+    exact = ("--methods", "exact", "--asked", "before")
+    for file in [] if longeval is None else sorted(longeval.glob("*_lines.jsonl*")):
+        bench("lines", out, "--cases", file, *every, "--batch", 5)
+    for length in LENGTHS:
+        for suite, tasks in LOOKED_UP.items():
+            bench(suite, out, "--tasks", ",".join(tasks), "--lengths", length, *every)
+    depths = ",".join(f"{i / 8}" for i in range(9))
+    few = ("--methods", "exact; streaming_llm(keep=0.25); uniform(keep=0.25)", "--asked", "after", "--samples", 8)
+    bench("needle", out, *few, "--depths", depths, "--lengths", "500,1000,2000,4000")
+    for suite, tasks in OTHERS.items():
+        bench(suite, out, "--tasks", ",".join(tasks), *exact, "--samples", 100, "--lengths", "1000,2000,4000")
+    for suite, tasks in LOOKED_UP.items():
+        bench(suite, out, "--tasks", ",".join(tasks), *exact, "--samples", 50, "--lengths", 8000, "--batch", 2)
+
+
+def sum_up(out: Path) -> None:
+    runs, rows = read_rows(out / "rows.jsonl")
+    means = summarise(rows)
+    lines = [json.dumps({"runs": runs}), *(json.dumps(asdict(mean)) for mean in means)]
+    (RESULTS / "answers.jsonl").write_text("\n".join(lines) + "\n")
+    compared = [name for tasks in LOOKED_UP.values() for name in tasks]
+    shown = [row for row in rows if row["cases"] is None and row["task"] in [*compared, "needle"]]
+    for picture in draw_all([row for row in shown if row["length"] <= max(LENGTHS)], out):
+        picture.path.rename(FIGURES / f"answers-{picture.path.name}")
+    for asked in ("before", "after"):
+        print_table([mean for mean in means if mean.asked == asked and mean.task != "needle"], asked)
+
+
+def print_table(means: list[Mean], asked: str) -> None:
+    print(f"\n### Question known {asked} compression\n")
+    methods = list(dict.fromkeys(mean.method for mean in means))
+    print("| task | tokens | n |", " | ".join(f"`{method}`" for method in methods), "|")
+    print("|---|---|---|" + "---|" * len(methods))
+    by_cell = {(mean.task, mean.length, mean.method): mean for mean in means}
+    for task, length in dict.fromkeys((mean.task, mean.length) for mean in means):
+        cells = [by_cell.get((task, length, method)) for method in methods]
+        first = next(cell for cell in cells if cell)
+        print(f"| {task} | {first.tokens:,.0f} | {first.count} |", " | ".join(str(cell or "") for cell in cells), "|")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--longeval", type=Path)
+    parser.add_argument("--only-sum-up", action="store_true")
+    given = parser.parse_args()
+    if not given.only_sum_up:
+        run(given.out, given.longeval)
+    sum_up(given.out)

@@ -1,0 +1,104 @@
+"""The command `kvsketch` itself, and what its parts share."""
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import kvsketch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+notes = Console(stderr=True)  # everything but the answer, so that the answer can be piped
+
+EMBEDDED_MODEL = (
+    "No model was named: this is the small one inside the package. It was trained to look things up in records and "
+    "texts of a few thousand tokens; it cannot write prose."
+)
+
+
+def main() -> None:
+    """Run the command line; bad input ends with one line and exit code 2."""
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        notes.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"kvsketch {kvsketch.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Language models with long contexts and a small KV cache."""
+
+
+@app.command()
+def methods() -> None:
+    """List the methods, with a line on what each keeps."""
+    table = Table("method", "what it keeps", box=None, pad_edge=False)
+    for name, line in kvsketch.methods().items():
+        table.add_row(name, line)
+    Console().print(table)
+
+
+def say(text: str) -> None:
+    """A note, as it is: not wrapped, and no markup."""
+    notes.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+def check_device(device: str | None) -> str:
+    """Where to run: what was named, if it is there, or the best there is."""
+    import torch
+
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {place!r} is not there: {str(error).splitlines()[0]}") from error
+    return place
+
+
+def load_model(name: str | None, dtype: str, device: str | None) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """The model and its tokenizer; without a name the embedded one, and say so."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from kvsketch.evaluation.embedded import load_embedded
+
+    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype != "auto" and dtype not in kinds:
+        raise ValueError(f"--dtype must be auto or one of {', '.join(kinds)}, got {dtype!r}")
+    place = check_device(device)
+    wanted = "auto" if dtype == "auto" else kinds[dtype]
+    if name is None:
+        notes.print(f"[yellow]{EMBEDDED_MODEL}[/yellow]", soft_wrap=True)
+        model, tokenizer = load_embedded(wanted)
+    else:
+        # nothing of a checkpoint is ever run: neither its code nor a pickle
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=wanted, trust_remote_code=False, use_safetensors=True)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    return model.to(place).eval(), tokenizer
+
+
+def size_for_people(count: int) -> str:
+    """Bytes, with a unit."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"

@@ -1,0 +1,38 @@
+"""`kvsketch train-demo`: make the embedded model anew."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from kvsketch.cli.app import check_device, notes, say
+
+if TYPE_CHECKING:
+    from kvsketch.evaluation.training.recipe import Progress as Training
+
+
+def train_demo(
+    folder: Annotated[Path, typer.Argument(help="Checkpoints, log and the finished model go here.")],
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="How many tokens to train on; the recipe's if left out.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Another seed is another model.")] = 0,
+    device: Annotated[str | None, typer.Option(help="Where to train; the default is the best there is.")] = None,
+) -> None:
+    """Train the small model that this package contains; run it again to go on after an interruption."""
+    from kvsketch.evaluation.training.recipe import LENGTHS, Recipe
+    from kvsketch.evaluation.training.train import train
+
+    recipe = Recipe(seed=seed) if tokens is None else Recipe(tokens=tokens, seed=seed)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=notes) as bar:
+        task = bar.add_task("starting", total=recipe.tokens)
+
+        def show(progress: "Training") -> None:
+            solved = sum(progress.accuracy.values()) / max(1, len(progress.accuracy))
+            text = f"step {progress.step:,}, documents of {LENGTHS[progress.stage]:,} tokens, accuracy {solved:.2f}"
+            bar.update(task, completed=progress.tokens, description=text)
+
+        finished = train(folder, recipe, device=check_device(device), show=show)
+    say(f"the model is in {finished}")

@@ -1,0 +1,62 @@
+"""One page of results that needs no other file: tables, pictures and where the numbers come from."""
+
+import base64
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+from jinja2 import Environment, StrictUndefined
+
+from kvsketch.evaluation.pictures import ASKED, Picture, draw_all
+from kvsketch.evaluation.rows import read_rows
+from kvsketch.evaluation.summary import Mean, summarise
+from kvsketch.evaluation.tasks import TASKS
+
+
+def write_page(rows_path: Path, folder: Path) -> Path:
+    """Draw the pictures of a file of rows, and write `report.html` beside them."""
+    runs, rows = read_rows(rows_path)
+    if not rows:
+        raise ValueError(f"{rows_path} has no rows yet: run a benchmark into this folder first")
+    pictures = draw_all(rows, folder)
+    template = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    ).from_string((files("kvsketch") / "evaluation" / "report.html").read_text(encoding="utf-8"))
+    page = folder / "report.html"
+    means = summarise(rows)
+    page.write_text(
+        template.render(
+            runs=runs,
+            count=len(rows),
+            tables=[
+                _table(means, asked, title) for asked, title in ASKED.items() if any(m.asked == asked for m in means)
+            ],
+            pictures=[(picture.caption, _data(picture)) for picture in pictures],
+        ),
+        encoding="utf-8",
+    )
+    return page
+
+
+def _table(means: Sequence[Mean], asked: str, title: str) -> dict[str, object]:
+    """Methods down, tasks and lengths across."""
+    here = [mean for mean in means if mean.asked == asked]
+    columns = sorted({(mean.task, mean.length) for mean in here}, key=lambda column: (_place(column[0]), column[1]))
+    methods = dict.fromkeys(mean.method for mean in here)
+    by_cell = {(mean.method, mean.task, mean.length): mean for mean in here}
+    counts = {mean.count for mean in here}
+    return {
+        "title": title,
+        "samples": f"{min(counts):,}" if len(counts) == 1 else f"{min(counts):,} to {max(counts):,}",
+        "columns": columns,
+        "lines": [(method, [by_cell.get((method, *column)) for column in columns]) for method in methods],
+    }
+
+
+def _place(task: str) -> tuple[int, str]:
+    name = task.split(":")[0]
+    return (list(TASKS).index(name) if name in TASKS else len(TASKS), task)
+
+
+def _data(picture: Picture) -> str:
+    return "data:image/png;base64," + base64.b64encode(picture.path.read_bytes()).decode()

@@ -1,0 +1,173 @@
+"""Pictures of rows, and of nothing else: needle maps, score against bytes, score against length."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from kvsketch.evaluation.rows import Row
+from kvsketch.evaluation.summary import Mean, summarise
+
+EXACT = "#9a9a9a"
+COLOURS = (
+    "#0b6e75", "#d1495b", "#edae49", "#30638e", "#6a4c93", "#5f7a3a",
+    "#b0578d", "#00a6a6", "#8c510a", "#f4845f", "#4d4d4d", "#7fb069",
+)  # fmt: skip
+DEPTHS = 10  # rows of a needle map where depths were drawn at random
+ASKED = {"before": "question known before compression", "after": "question asked after compression"}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A finished picture and what it shows."""
+
+    path: Path
+    caption: str
+
+
+def draw_all(rows: Sequence[Row], folder: Path) -> list[Picture]:
+    """Every picture that the rows allow."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = list[Picture]()
+    means = summarise(rows)
+    for asked in dict.fromkeys(row["asked"] for row in rows):
+        here = [mean for mean in means if mean.asked == asked]
+        if any(mean.method != "exact" for mean in here):
+            found.append(
+                _save(score_against_bytes(here), folder, f"bytes-{asked}", f"Score against bytes, {ASKED[asked]}")
+            )
+        if len({(mean.task, mean.length) for mean in here}) > len({mean.task for mean in here}):
+            caption = f"Score against length, {ASKED[asked]}"
+            found.append(_save(score_against_length(here), folder, f"length-{asked}", caption))
+        needles = [row for row in rows if row["task"] == "needle" and row["asked"] == asked]
+        if needles:
+            found.append(_save(needle_map(needles), folder, f"needle-{asked}", f"Needle found, {ASKED[asked]}"))
+    return found
+
+
+def family(method: str) -> str:
+    """The method without its budget: what makes one curve."""
+    name, _, options = method.partition("(")
+    others = [option for option in options.removesuffix(")").split(", ") if option and not option.startswith("keep=")]
+    return f"{name}({', '.join(others)})" if others else name
+
+
+def score_against_bytes(means: Sequence[Mean]) -> Figure:
+    """A panel for each task, at the longest length that methods were compared at: a curve for each over its budgets."""
+    compared = [mean for mean in means if mean.method != "exact"]
+    longest = {task: max(mean.length for mean in compared if mean.task == task) for task in _tasks(compared)}
+    figure, panels = _panels(len(longest))
+    colours = _colours(means)
+    for axes, (task, length) in zip(panels, longest.items(), strict=True):
+        here = [mean for mean in means if mean.task == task and mean.length == length]
+        for mean in here:
+            if mean.method == "exact":
+                axes.axhline(mean.score, color=EXACT, lw=1.5, ls="--")
+        for name in dict.fromkeys(family(mean.method) for mean in here if mean.method != "exact"):
+            curve = sorted((m for m in here if family(m.method) == name), key=lambda m: m.share)
+            _curve(axes, [100 * m.share for m in curve], curve, colours[name], name)
+        axes.set_title(f"{task}, {length:,} tokens", loc="left", fontsize=10)
+        axes.set_xlabel("bytes of a full cache (%)")
+        axes.set_xlim(left=0)
+    return _finish(figure, panels, colours)
+
+
+def score_against_length(means: Sequence[Mean]) -> Figure:
+    """A panel for each task: a curve for each method over the lengths."""
+    means = [mean for mean in means if len({other.length for other in means if other.task == mean.task}) > 1]
+    figure, panels = _panels(len(_tasks(means)))
+    colours = _colours(means, lambda mean: mean.method)
+    for axes, task in zip(panels, _tasks(means), strict=True):
+        here = [mean for mean in means if mean.task == task]
+        for name in dict.fromkeys(mean.method for mean in here):
+            curve = sorted((m for m in here if m.method == name), key=lambda m: m.length)
+            _curve(axes, [float(m.length) for m in curve], curve, colours[name], name)
+        axes.set_title(task, loc="left", fontsize=10)
+        lengths = sorted({mean.length for mean in here})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+        axes.minorticks_off()
+        axes.set_xlabel("tokens in the prompt")
+    return _finish(figure, panels, colours)
+
+
+def needle_map(rows: Sequence[Row]) -> Figure:
+    """A panel for each method: the share of needles found, over length and depth."""
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    lengths = sorted({row["length"] for row in rows})
+    given = all(row["depth"] is not None for row in rows)
+    depths = sorted({row["depth"] for row in rows}) if given else [(i + 0.5) / DEPTHS for i in range(DEPTHS)]
+    figure, panels = _panels(len(methods), share_y=True)
+    for axes, method in zip(panels, methods, strict=True):
+        cells = [[list[float]() for _ in lengths] for _ in depths]
+        for row in rows:
+            if row["method"] == method:
+                place = depths.index(row["depth"]) if given else min(DEPTHS - 1, int(row["at"] * DEPTHS))
+                cells[place][lengths.index(row["length"])].append(row["score"])
+        found = [[sum(cell) / len(cell) if cell else float("nan") for cell in line] for line in cells]
+        axes.imshow(found, aspect="auto", cmap="RdYlGn", vmin=0, vmax=1)
+        for y, line in enumerate(found):
+            for x, value in enumerate(line):
+                if value == value:  # not NaN
+                    axes.text(x, y, f"{value:.2f}".removeprefix("0"), ha="center", va="center", fontsize=7)
+        share = sum(row["nbytes"] for row in rows if row["method"] == method) / sum(
+            row["full_nbytes"] for row in rows if row["method"] == method
+        )
+        axes.set_title(f"{method}\n{share:.0%} of the bytes", loc="left", fontsize=9)
+        axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=8)
+        axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=8)
+        axes.set_xlabel("tokens in the prompt")
+    for axes in panels[:: min(3, len(panels))]:
+        axes.set_ylabel("depth of the needle")
+    figure.tight_layout()
+    return figure
+
+
+def _tasks(means: Sequence[Mean]) -> list[str]:
+    return list(dict.fromkeys(mean.task for mean in means))
+
+
+def _colours(means: Sequence[Mean], name: Callable[[Mean], str] = lambda mean: family(mean.method)) -> dict[str, str]:
+    """A colour for every curve; grey for exact attention."""
+    names = dict.fromkeys(name(mean) for mean in means)
+    others = [one for one in names if one != "exact"]
+    colours = {one: COLOURS[i % len(COLOURS)] for i, one in enumerate(others)}
+    return {one: colours.get(one, EXACT) for one in names}
+
+
+def _panels(count: int, share_y: bool = False) -> tuple[Figure, list[Axes]]:
+    wide = min(3, count)
+    high = -(-count // wide)
+    figure = Figure(figsize=(3.6 * wide, 3.0 * high), dpi=150)
+    grid = figure.subplots(high, wide, squeeze=False, sharey=share_y)
+    panels = list(grid.flat)
+    for unused in panels[count:]:
+        unused.set_visible(False)
+    return figure, panels[:count]
+
+
+def _curve(axes: Axes, places: Sequence[float], means: Sequence[Mean], colour: str, name: str) -> None:
+    scores = [mean.score for mean in means]
+    errors = [0.0 if math.isnan(mean.error) else mean.error for mean in means]
+    axes.errorbar(places, scores, yerr=errors, color=colour, lw=1.8, marker="o", ms=4, capsize=2, label=name)
+
+
+def _finish(figure: Figure, panels: Sequence[Axes], colours: dict[str, str]) -> Figure:
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_ylim(-0.03, 1.05)
+        axes.set_ylabel("score")
+    handles = [Line2D([], [], color=colour, lw=2, label=name) for name, colour in colours.items()]
+    figure.tight_layout()
+    figure.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, 0.0), ncols=3, fontsize=8, frameon=False)
+    return figure
+
+
+def _save(figure: Figure, folder: Path, name: str, caption: str) -> Picture:
+    path = folder / f"{name}.png"
+    figure.savefig(path, bbox_inches="tight")
+    return Picture(path, caption)

@@ -1,0 +1,94 @@
+"""Result files: JSON lines that can be added to after any interruption.
+
+Lines with "run" describe a run: what made the rows after it. The other lines are rows, one an answer. A row is
+written once it is complete; a line that was cut off by a crash is dropped when the file is opened again.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+# What makes a row the same row: everything an answer depends on but the model.
+KEY = (
+    "task", "wording", "haystack", "cases", "template", "asked", "length", "depth", "sample", "new_tokens", "method",
+)  # fmt: skip
+Row = dict[str, Any]
+
+
+class RowsFile:
+    """One file of rows, all by the same model and version."""
+
+    def __init__(self, path: Path, run: Mapping[str, Any]) -> None:
+        """Open or begin the file; `run` says what made the rows: model, fingerprint, version and more."""
+        self.path = path
+        run = {"format": FORMAT, **run}
+        runs, rows = read_rows(path) if path.is_file() else ([], [])
+        for earlier in runs:
+            for name, what in (("fingerprint", "model"), ("kvsketch", "version")):
+                if earlier.get(name) != run[name]:
+                    raise ValueError(
+                        f"{path} holds rows of another {what}: {earlier.get('model')}, kvsketch "
+                        f"{earlier.get('kvsketch')}; this is {run['model']}, kvsketch {run['kvsketch']}. "
+                        "Write to another folder"
+                    )
+        self.done = {key_of(row) for row in rows}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_cut_line(path)
+        if run not in runs[-1:]:
+            self._write([{"run": run}])
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Write rows; those that are there already are not written again."""
+        new = [row for row in rows if key_of(row) not in self.done]
+        self._write(new)
+        self.done.update(map(key_of, new))
+
+    def _write(self, lines: list[Row]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[Row]]:
+    """The runs and the rows of a file."""
+    runs, rows = list[dict[str, Any]](), list[Row]()
+    *lines, cut = path.read_text(encoding="utf-8").split("\n")  # not splitlines: answers may hold other line ends
+    if not lines and not '{"run": '.startswith(cut[:8]):
+        raise ValueError(f"{path} is not a file of rows: it begins with {cut[:40]!r}")
+    for number, line in enumerate(lines, 1):
+        try:
+            found = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: not JSON ({error}); is this a file of rows?") from error
+        if not isinstance(found, dict):
+            raise ValueError(f"{path}, line {number}: not a row but {line[:40]!r}")
+        if "run" in found:
+            if not isinstance(found["run"], dict) or found["run"].get("format") != FORMAT:
+                raise ValueError(
+                    f"{path} was made by another version of kvsketch: it begins with {line[:60]!r}, and this version "
+                    f"reads and adds to format {FORMAT}. Write to another folder, or use the version that made it"
+                )
+            runs.append(found["run"])
+        elif not runs or any(name not in found for name in KEY):
+            raise ValueError(f"{path}, line {number}: not a row of a kvsketch benchmark")
+        else:
+            rows.append(found)
+    return runs, rows
+
+
+def key_of(row: Row) -> tuple[Any, ...]:
+    """What makes a row the same as another."""
+    return tuple(row[name] for name in KEY)
+
+
+def _drop_cut_line(path: Path) -> None:
+    """Drop what stands behind the last line end, in a file that is known to be ours."""
+    content = path.read_bytes() if path.is_file() else b""
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        with path.open("r+b") as file:
+            file.truncate(whole)

@@ -1,0 +1,296 @@
+"""Runs tasks on a model with several methods, and gives a row for each answer.
+
+A batch of documents is read once, exactly. Each method then compresses what was read, and is asked; where the question
+is known before, a copy of the exact cache reads it too before that. This is what the method would have done alone: with
+`prefill="exact"` a method's tokens see all earlier ones of the call. Methods that read in chunks read for themselves.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvsketch.caches.base import MethodConfig
+from kvsketch.caches.exact import Exact
+from kvsketch.caches.registry import parse_spec
+from kvsketch.evaluation.haystack import Haystack, Noise
+from kvsketch.evaluation.rows import Row
+from kvsketch.evaluation.session import split_ids, split_prompt
+from kvsketch.evaluation.tasks import TASKS, Sample, Setting, Task, Wording
+from kvsketch.evaluation.tasks.fit import Fitter
+from kvsketch.huggingface import SketchCache, make_cache, prefill
+
+# Whatever a checkpoint's own generation settings are, the likeliest token is taken.
+GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+Asked = Literal["before", "after"]  # the question is known before the cache compresses, or only afterwards
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """Prompts of one kind."""
+
+    task: Task
+    length: int
+    depth: float | None = None
+    cases: str | None = None  # the name of a file of ready prompts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is to be run."""
+
+    tasks: Sequence[str]
+    methods: Sequence[str]
+    lengths: Sequence[int]
+    asked: Sequence[Asked] = ("before", "after")
+    samples: int = 200
+    depths: Sequence[float] = ()  # of the needle; anywhere if there are none
+    wording: Wording = "official"
+    haystack: Haystack = field(default_factory=Noise)
+    seed: int = 0
+    batch: int = 8
+    max_new_tokens: int | None = None  # the task's own if None
+    cases: tuple[str, Sequence[Sample]] | None = None  # ready prompts instead of made ones
+    raw: bool = False  # without the model's chat template
+
+    def __post_init__(self) -> None:
+        for name in self.tasks:
+            if name not in TASKS:
+                raise ValueError(f"unknown task {name!r}; there are {', '.join(TASKS)}")
+        for name in ("samples", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.methods:
+            raise ValueError("name at least one method, such as exact")
+        for length in self.lengths:
+            if length < 1:
+                raise ValueError(f"lengths must be positive, got {length}")
+        if not (self.tasks and self.asked and (self.lengths or self.cases)):
+            raise ValueError("name at least one task, one length and one mode")
+        for depth in self.depths:
+            if not 0 <= depth <= 1:
+                raise ValueError(f"a depth is a share of the document from 0 to 1, got {depth}")
+        fixed = [name for name in self.tasks if not TASKS[name].takes_depth]
+        if self.depths and fixed:
+            raise ValueError(f"{', '.join(fixed)} cannot be told where answers lie: leave out the task, or the depths")
+        if self.cases is not None and (self.seed or self.depths):
+            raise ValueError("ready prompts are what they are: leave out seed and depths")
+        if self.cases is not None and not self.cases[1]:
+            raise ValueError(f"{self.cases[0]} has no cases")
+
+    def cells(self) -> Iterator[Cell]:
+        """Everything to run, short prompts first."""
+        if self.cases is not None:  # ready prompts have the length they have
+            yield from (Cell(task=TASKS[name], length=0, cases=self.cases[0]) for name in self.tasks)
+            return
+        for length in sorted(self.lengths):
+            for name in self.tasks:
+                for depth in self.depths or (None,):
+                    yield Cell(task=TASKS[name], length=length, depth=depth)
+
+    def asked_of(self, cell: Cell) -> Sequence[Asked]:
+        """The modes of a cell: where the document begins with the question, it is always known before."""
+        known = cell.task.asks_first and self.wording == "official"
+        return [asked for asked in self.asked if asked == "before"] if known else self.asked
+
+    @property
+    def prompts(self) -> int:
+        """Prompts in a cell."""
+        return self.samples if self.cases is None else min(self.samples, len(self.cases[1]))
+
+    @property
+    def answers(self) -> int:
+        """How many rows this makes."""
+        return self.prompts * sum(len(self.asked_of(cell)) for cell in self.cells()) * len(self.methods)
+
+
+class Runner:
+    """Answers a plan's prompts."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, plan: Plan) -> None:
+        self.model, self.tokenizer, self.plan = model, tokenizer, plan
+        self.methods = {str(config): config for config in map(parse_spec, plan.methods)}
+        if len(self.methods) < len(plan.methods):
+            raise ValueError(f"a method is named twice in {'; '.join(plan.methods)}")
+        link = make_cache(model, Exact())
+        self.fingerprint = link.model.fingerprint  # what tells this model from others
+        # Stock's sliding layers count the padding between a document and a shorter question as tokens.
+        self.batch = plan.batch if len(link.sketch_layers) == len(link.layers) else 1
+        self.template = not plan.raw and getattr(tokenizer, "chat_template", None) is not None
+        self._fitters = dict[str, Fitter]()
+        self._longest: int | None = None
+        for cell in self.plan.cells():
+            self._prompt(cell, 0)  # a length that is too short shows now, not after hours
+
+    def run(self, done: set[tuple[Any, ...]], key: Callable[[Row], tuple[Any, ...]]) -> "Iterator[Step]":
+        """Rows, a batch and method at a time; what is done already is passed over without work."""
+        for cell in self.plan.cells():
+            for start in range(0, self.plan.prompts, self.batch):
+                numbers = range(start, min(start + self.batch, self.plan.prompts))
+                everything = [(asked, method) for asked in self.plan.asked_of(cell) for method in self.methods]
+                missing = [
+                    (asked, method)
+                    for asked, method in everything
+                    if any(key(self._labels(cell, asked, number, method)) not in done for number in numbers)
+                ]
+                label = f"{cell.task.name}, {self._length(cell):,} tokens"
+                yield Step(f"{label}, read", [], len(numbers) * (len(everything) - len(missing)))
+                for rows in self._answer(cell, numbers, missing) if missing else ():
+                    yield Step(f"{label}, {rows[0]['method']}", rows, len(rows))
+
+    def _length(self, cell: Cell) -> int:
+        """Tokens of a cell's longest prompt: what was asked for, or what all ready prompts of the file have."""
+        if self.plan.cases is None:
+            return cell.length
+        if self._longest is None:
+            self._longest = max(map(self._count, self.plan.cases[1]))
+        return self._longest
+
+    def _answer(self, cell: Cell, numbers: range, missing: list[tuple[Asked, str]]) -> Iterator[list[Row]]:
+        prompts = [self._prompt(cell, number) for number in numbers]
+        reading = _Reading(self.model, prompts, self._pad)
+        for asked, name in missing:
+            if self.methods[name].prefill == "exact":
+                reading.exact(asked)  # outside of anybody's time: whoever comes first would pay for all
+            began = time.perf_counter()
+            cache = reading.compressed(asked, self.methods[name])
+            report = cache.report()
+            ask, mask = self._pad([p.question if asked == "after" else p.question[-1:] for p in prompts])
+            out = self.model.generate(
+                **cache.new_tokens(ask, mask),
+                past_key_values=cache,
+                max_new_tokens=self._new_tokens(cell),
+                pad_token_id=self._pad_id,
+                **GREEDY,
+            )
+            seconds = time.perf_counter() - began
+            texts = self.tokenizer.batch_decode(out[:, ask.shape[1] :], skip_special_tokens=True)
+            yield [
+                {
+                    **self._labels(cell, asked, number, name),
+                    "tokens": len(prompt.context) + len(prompt.question),
+                    "at": prompt.depth,
+                    "score": cell.task.score(text, prompt.answers),
+                    "output": text,
+                    "answers": list(prompt.answers),
+                    "nbytes": round(report.nbytes / len(prompts)),
+                    "full_nbytes": round(report.full_nbytes / len(prompts)),
+                    "seconds": round(seconds / len(prompts), 4),  # to compress and to answer
+                }
+                for number, prompt, text in zip(numbers, prompts, texts, strict=True)
+            ]
+
+    def _labels(self, cell: Cell, asked: Asked, number: int, method: str) -> Row:
+        return {
+            "task": cell.task.name,
+            "wording": self.plan.wording,
+            "haystack": self.plan.haystack.name,
+            "cases": cell.cases,
+            "template": self.template,
+            "asked": asked,
+            "length": self._length(cell),
+            "depth": cell.depth,
+            "new_tokens": self._new_tokens(cell),
+            "sample": self.plan.seed + number,
+            "method": method,
+        }
+
+    def _prompt(self, cell: Cell, number: int) -> "_Prompt":
+        if self.plan.cases is not None:
+            sample = self.plan.cases[1][number]
+        else:
+            seed = f"{cell.length}/{cell.depth}/{self.plan.seed + number}"
+            sample = self._fitter(cell.task).sample(cell.length, seed, cell.depth)
+        return self._tokens(sample)
+
+    def _tokens(self, sample: Sample, number: int = 0) -> "_Prompt":
+        """A sample's prompt with one of its questions, in the model's chat template if it has one."""
+        question = sample.questions[number]
+        before, after = sample.context, question.text
+        if self.template:
+            before, after = split_prompt(self.tokenizer, before, after)
+        context, ask = split_ids(self.tokenizer, before, after + question.opening, special=not self.template)
+        return _Prompt(context, ask, question.answers, question.depth)
+
+    def _count(self, sample: Sample) -> int:
+        prompts = [self._tokens(sample, number) for number in range(len(sample.questions))]
+        return max(len(prompt.context) + len(prompt.question) for prompt in prompts)
+
+    def _fitter(self, task: Task) -> Fitter:
+        if task.name not in self._fitters:
+            setting = Setting(size=1, wording=self.plan.wording, haystack=self.plan.haystack)
+            self._fitters[task.name] = Fitter(task, setting, self._count)
+        return self._fitters[task.name]
+
+    def _new_tokens(self, cell: Cell) -> int:
+        return self.plan.max_new_tokens or cell.task.new_tokens
+
+    @property
+    def _pad_id(self) -> int:
+        for known in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
+            if known is not None:
+                return int(known)
+        return 0  # nobody looks at padding
+
+    def _pad(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """Rows padded on the left, and which tokens are real."""
+        width = max(map(len, rows))
+        ids = torch.tensor([[self._pad_id] * (width - len(row)) + row for row in rows])
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+        return ids.to(self.model.device), mask.to(self.model.device)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What was just done: the rows it gave, and how many answers it settles."""
+
+    label: str
+    rows: list[Row]
+    answers: int
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    context: list[int]
+    question: list[int]
+    answers: tuple[str, ...]
+    depth: float | None
+
+
+class _Reading:
+    """A batch of prompts: what was read of it exactly, and what methods make of that."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompts: Sequence[_Prompt],
+        pad: Callable[[list[list[int]]], tuple[Tensor, Tensor]],
+    ) -> None:
+        self.model, self.prompts, self.pad = model, prompts, pad
+        self._exact = dict[Asked, SketchCache]()
+
+    def compressed(self, asked: Asked, config: MethodConfig) -> SketchCache:
+        """A cache that has read the documents, and all but the last token of the questions if they are known before."""
+        if config.prefill == "exact":
+            return self.exact(asked).compress(config)
+        cache = make_cache(self.model, config)
+        if asked == "after":
+            return self._read([p.context for p in self.prompts], cache)
+        return self._read([p.context + p.question[:-1] for p in self.prompts], cache)
+
+    def exact(self, asked: Asked) -> SketchCache:
+        """The exact cache of the documents, and of the questions if they are known before; read once."""
+        if "after" not in self._exact:
+            self._exact["after"] = self._read([p.context for p in self.prompts], make_cache(self.model, Exact()))
+        if asked not in self._exact:
+            questions = [p.question[:-1] for p in self.prompts]
+            self._exact[asked] = self._read(questions, self._exact["after"].fork())
+        return self._exact[asked]
+
+    def _read(self, rows: list[list[int]], cache: SketchCache) -> SketchCache:
+        ids, mask = self.pad(rows)
+        return prefill(self.model, ids, cache, attention_mask=mask) if ids.shape[1] else cache

@@ -1,0 +1,1 @@
+"""How the embedded model is made: its tokenizer, its start, its documents, its training."""

@@ -1,0 +1,59 @@
+"""The numbers of the training: what is trained how long, and when documents get longer."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+LENGTHS = (128, 256, 512, 1024, 2048, 4096, 6144)
+SHARE_AT_LENGTH = (0.02, 0.04, 0.08, 0.16, 0.32, 0.6, 1.0)  # of all tokens: then the next length comes, solved or not
+WATCHED = ("lines official", "lines", "kv", "niah_multikey_dense")  # when these are solved, documents get longer
+SOLVED = 0.97
+MEMORY = 0.9  # of the running accuracies
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One training run; the same recipe gives the same model on the same machine."""
+
+    tokens: int = 5_000_000
+    batch: int = 4096  # tokens of each of the two parts of a step, or one document if that is longer
+    rate: float = 2e-3
+    warm_up: int = 50  # steps
+    decay_from: float = 0.5  # share of the tokens after which the rate falls, as a cosine
+    last_rate: float = 2e-5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise ValueError(f"tokens must be positive, got {self.tokens}")
+
+    def rate_at(self, step: int, tokens: int) -> float:
+        """The learning rate."""
+        through = max(0.0, tokens / self.tokens - self.decay_from) / (1 - self.decay_from)
+        falling = self.last_rate + (self.rate - self.last_rate) * (1 + math.cos(math.pi * min(1.0, through))) / 2
+        return falling * min(1.0, step / self.warm_up)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a run is."""
+
+    step: int = 0
+    tokens: int = 0
+    stage: int = 0  # index into LENGTHS
+    accuracy: Mapping[str, float]  # running share of right reply tokens, by task
+
+    def after(self, tokens: int, seen: Mapping[str, float], recipe: Recipe) -> "Progress":
+        """One step on: running accuracies, and longer documents when the present ones are solved."""
+        accuracy = dict(self.accuracy)
+        for name, found in seen.items():
+            accuracy[name] = MEMORY * accuracy[name] + (1 - MEMORY) * found if name in accuracy else found
+        tokens += self.tokens
+        stage = self.stage
+        solved = all(name in accuracy for name in WATCHED) and (
+            sum(accuracy[name] for name in WATCHED) / len(WATCHED) > SOLVED
+        )
+        if stage + 1 < len(LENGTHS) and (solved or tokens > SHARE_AT_LENGTH[stage] * recipe.tokens):
+            stage += 1
+            accuracy.update(dict.fromkeys(WATCHED, 0.8))  # to be earned again
+        return Progress(step=self.step + 1, tokens=tokens, stage=stage, accuracy=accuracy)

@@ -1,0 +1,184 @@
+"""The training loop: resumable at any moment, the same run for the same recipe."""
+
+import dataclasses
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+
+from kvsketch.evaluation.training.documents import IGNORED, Batch, Documents
+from kvsketch.evaluation.training.recipe import LENGTHS, Progress, Recipe
+from kvsketch.evaluation.training.start import Shape, start_model
+from kvsketch.evaluation.training.tokenizer import build_tokenizer
+
+STATE, WEIGHTS, LOG = "state.json", "checkpoint.safetensors", "log.jsonl"
+
+
+def train(
+    folder: Path,
+    recipe: Recipe,
+    *,
+    device: str = "cpu",
+    save_every: float = 60.0,
+    show: Callable[[Progress], None] = lambda progress: None,
+) -> Path:
+    """Train the embedded model, or go on where a run in this folder was stopped; returns the model's folder.
+
+    What is lost when the process dies is at most `save_every` seconds and one step.
+    """
+    if folder.exists() and not (folder / STATE).is_file() and any(folder.iterdir()):
+        raise ValueError(f"{folder} has files in it, and none of a training run: name a new folder, or that of a run")
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = build_tokenizer()
+    model = start_model(
+        len(tokenizer),
+        shape=Shape(),
+        begin=tokenizer.bos_token_id,
+        end=tokenizer.eos_token_id,
+        pad=tokenizer.pad_token_id,
+        seed=recipe.seed,
+    ).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.rate, betas=(0.9, 0.95), weight_decay=0.0)
+    progress = _resume(folder, recipe, model, optimizer)
+    documents = Documents(tokenizer, recipe.seed)
+    saved = time.monotonic()
+    with (folder / LOG).open("a", encoding="utf-8") as log:
+        while progress.tokens < recipe.tokens:
+            for group in optimizer.param_groups:
+                group["lr"] = recipe.rate_at(progress.step + 1, progress.tokens)
+            batches = _batches(documents, recipe, progress)
+            loss, seen = _step(model, optimizer, batches, device)
+            progress = progress.after(sum(batch.tokens for batch in batches), seen, recipe)
+            print(json.dumps({**_row(progress), "loss": round(loss, 4)}), file=log)
+            show(progress)
+            if time.monotonic() - saved >= save_every:
+                log.flush()
+                _save(folder, recipe, progress, model, optimizer)
+                saved = time.monotonic()
+    _save(folder, recipe, progress, model, optimizer)
+    return save_model(folder / "model", model, tokenizer)
+
+
+def save_model(folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """The finished model in bfloat16 with its tokenizer, as any Hugging Face checkpoint."""
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def reply_logits(model: LlamaForCausalLM, batch: Batch) -> tuple[Tensor, Tensor]:
+    """What the model would say at every place of a reply, and where these places are.
+
+    The documents are read once; each question sees its document and itself, at the positions right after the document.
+    """
+    read = model.model(batch.context, use_cache=True)
+    asked = model.model(
+        batch.asked,
+        position_ids=batch.positions,
+        attention_mask=batch.visible,
+        past_key_values=read.past_key_values,
+    )
+    places = batch.labels != IGNORED
+    return model.lm_head(asked.last_hidden_state[places]), places
+
+
+def _batches(documents: Documents, recipe: Recipe, progress: Progress) -> list[Batch]:
+    """Documents of the present length, and as many tokens of shorter ones."""
+    draw = random.Random(f"{recipe.seed}/{progress.step}/lengths")
+    longest = LENGTHS[progress.stage]
+    shorter = draw.choice(LENGTHS[max(0, progress.stage - 3) : progress.stage + 1])
+    return [
+        documents.batch(2 * progress.step + part, length, recipe.batch)
+        for part, length in enumerate((longest, shorter))
+    ]
+
+
+def _step(
+    model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, batches: list[Batch], device: str
+) -> tuple[float, Mapping[str, float]]:
+    optimizer.zero_grad()
+    total, right, asked = 0.0, dict[str, float](), dict[str, float]()
+    for batch in batches:
+        here = _moved(batch, device)
+        logits, places = reply_logits(model, here)
+        labels, weights = here.labels[places], here.weights[places]
+        loss = (F.cross_entropy(logits.float(), labels, reduction="none") * weights).sum() / weights.sum()
+        (loss / len(batches)).backward()
+        total += loss.item() / len(batches)
+        correct = torch.zeros_like(places)
+        correct[places] = logits.argmax(-1) == labels
+        for name, good, count in zip(here.names, correct.sum(1).tolist(), places.sum(1).tolist(), strict=True):
+            right[name], asked[name] = right.get(name, 0) + good, asked.get(name, 0) + count
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return total, {name: right[name] / asked[name] for name in right}
+
+
+def _moved(batch: Batch, device: str) -> Batch:
+    tensors = {f.name: getattr(batch, f.name).to(device) for f in dataclasses.fields(batch) if f.name != "names"}
+    return Batch(names=batch.names, **tensors)
+
+
+def _row(progress: Progress) -> dict[str, object]:
+    accuracy = {name: round(value, 4) for name, value in progress.accuracy.items()}
+    return {"step": progress.step, "tokens": progress.tokens, "length": LENGTHS[progress.stage], "accuracy": accuracy}
+
+
+def _save(
+    folder: Path, recipe: Recipe, progress: Progress, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer
+) -> None:
+    """Weights and optimizer first, each under its step, then the state that names them: any moment can be the last."""
+    tensors = {f"model.{name}": tensor.detach() for name, tensor in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        state = optimizer.state[parameter]
+        tensors |= {
+            f"first.{name}": state["exp_avg"],
+            f"second.{name}": state["exp_avg_sq"],
+            f"step.{name}": state["step"],
+        }
+    weights = folder / f"{progress.step}.{WEIGHTS}"
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, weights)
+    _write_state(folder, recipe, progress, weights.name)
+    for old in folder.glob(f"*.{WEIGHTS}"):
+        if old != weights:
+            old.unlink()
+
+
+def _write_state(folder: Path, recipe: Recipe, progress: Progress, weights: str | None) -> None:
+    state = {"recipe": dataclasses.asdict(recipe), "weights": weights, "progress": dataclasses.asdict(progress)}
+    fresh = folder / f"{STATE}.new"
+    fresh.write_text(json.dumps(state))
+    os.replace(fresh, folder / STATE)
+
+
+def _resume(folder: Path, recipe: Recipe, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer) -> Progress:
+    if not (folder / STATE).is_file():
+        _write_state(folder, recipe, Progress(accuracy={}), None)
+    state = json.loads((folder / STATE).read_text())
+    if state.get("recipe") != dataclasses.asdict(recipe):
+        raise ValueError(
+            f"{folder} holds a run with another recipe, {state.get('recipe')}; go on with that, or use another folder"
+        )
+    progress = Progress(**state["progress"])
+    rows = (folder / LOG).read_text(encoding="utf-8").splitlines() if (folder / LOG).is_file() else []
+    (folder / LOG).write_text("".join(f"{row}\n" for row in rows[: progress.step]), encoding="utf-8")
+    if state["weights"] is None:  # stopped before the first checkpoint
+        return progress
+    tensors = load_file(folder / state["weights"])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(tensors[f"model.{name}"])
+            optimizer.state[parameter] = {
+                "exp_avg": tensors[f"first.{name}"].to(parameter.device),
+                "exp_avg_sq": tensors[f"second.{name}"].to(parameter.device),
+                "step": tensors[f"step.{name}"],
+            }
+    return progress

@@ -1,0 +1,124 @@
+"""Pictures and the page are made from rows alone."""
+
+import re
+
+import pytest
+from PIL import Image
+
+from kvsketch.evaluation.page import write_page
+from kvsketch.evaluation.pictures import (
+    COLOURS,
+    EXACT,
+    draw_all,
+    family,
+    needle_map,
+    score_against_bytes,
+    score_against_length,
+)
+from kvsketch.evaluation.rows import RowsFile
+from kvsketch.evaluation.summary import summarise
+
+METHODS = {"exact": 400, "uniform(keep=0.25)": 100, "uniform(keep=0.5)": 200, "uniform(keep=0.5, weights='none')": 200}
+
+
+def made_rows():
+    for task in ("lines", "needle", "kv"):
+        for length in (500, 1000):
+            for method, held in METHODS.items():
+                for asked in ("before", "after"):
+                    for sample in range(4):
+                        yield {
+                            "task": task,
+                            "wording": "compact",
+                            "cases": None,
+                            "haystack": "noise",
+                            "template": False,
+                            "new_tokens": 100,
+                            "tokens": length,
+                            "asked": asked,
+                            "length": length,
+                            "depth": sample / 3 if task == "needle" else None,
+                            "at": sample / 3,
+                            "sample": sample,
+                            "method": method,
+                            "score": float(sample < held / 100),
+                            "nbytes": held,
+                            "full_nbytes": 400,
+                            "seconds": 0.1,
+                        }
+
+
+ROWS = list(made_rows())
+
+
+def test_a_methods_family_leaves_out_its_budget():
+    assert family("uniform(keep=0.25)") == family("uniform") == "uniform"
+    assert family("uniform(keep=4096, weights='none')") == "uniform(weights='none')"
+
+
+def test_score_against_bytes_has_a_point_for_each_budget():
+    figure = score_against_bytes([mean for mean in summarise(ROWS) if mean.asked == "after"])
+    panels = [axes for axes in figure.axes if axes.get_visible()]
+    assert [axes.get_title(loc="left") for axes in panels] == [f"{t}, 1,000 tokens" for t in ("lines", "needle", "kv")]
+    curve = panels[0].containers[0].lines[0]
+    assert list(curve.get_xdata()) == [25.0, 50.0]
+    assert list(curve.get_ydata()) == [0.25, 0.5]
+    with_exact_alone = [
+        *summarise(ROWS),
+        *summarise([row | {"length": 8000} for row in ROWS if row["method"] == "exact"]),
+    ]
+    figure_again = score_against_bytes([mean for mean in with_exact_alone if mean.asked == "after"])
+    assert figure_again.axes[0].get_title(loc="left") == "lines, 1,000 tokens"  # where there is something to compare
+    assert [text.get_text() for text in figure.legends[0].texts] == ["exact", "uniform", "uniform(weights='none')"]
+
+
+def test_score_against_length_has_a_curve_for_each_method():
+    figure = score_against_length([mean for mean in summarise(ROWS) if mean.asked == "before"])
+    panel = figure.axes[0]
+    assert len(panel.containers) == len(METHODS)
+    assert list(panel.containers[0].lines[0].get_xdata()) == [500, 1000]
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_needle_map_has_a_cell_for_each_length_and_depth(given):
+    rows = [row | ({} if given else {"depth": None}) for row in ROWS if row["task"] == "needle"]
+    figure = needle_map([row for row in rows if row["asked"] == "after"])
+    panels = [axes for axes in figure.axes if axes.get_visible()]
+    assert len(panels) == len(METHODS)
+    quarter = panels[1]
+    assert quarter.get_title(loc="left") == "uniform(keep=0.25)\n25% of the bytes"
+    written = [text.get_text() for text in quarter.texts]
+    assert written == ["1.00"] * 2 + [".00"] * 6  # found at depth 0 and nowhere else
+
+
+def test_the_page_needs_no_other_file(tmp_path):
+    RowsFile(tmp_path / "rows.jsonl", {"model": "tiny 1", "fingerprint": "1", "kvsketch": "0.1.0"}).add(ROWS)
+    page = write_page(tmp_path / "rows.jsonl", tmp_path)
+    text = page.read_text()
+    assert not re.findall(r"""(?:src|href)=["'](?!data:)""", text)
+    assert "http" not in text
+    assert text.count("data:image/png;base64,") == 6
+    assert "0.250 ± 0.250" in text
+    assert "25.0 %" in text
+    assert "tiny 1" in text
+    assert "weights=&#39;none&#39;" in text  # escaped
+
+
+def test_pictures_are_what_their_names_say(tmp_path):
+    pictures = draw_all(ROWS, tmp_path)
+    names = {f"{kind}-{asked}" for kind in ("bytes", "length", "needle") for asked in ("before", "after")}
+    assert {picture.path.stem for picture in pictures} == names
+    for picture in pictures:
+        with Image.open(picture.path) as image:
+            assert image.width > 600
+            colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 24)}
+            if picture.path.stem.startswith("needle"):
+                assert {(0, 104, 55), (165, 0, 38)} <= colours  # the two ends of the map's scale
+            else:
+                assert {tuple(bytes.fromhex(code[1:])) for code in (EXACT, COLOURS[0], COLOURS[1])} <= colours
+
+
+def test_no_rows_no_page(tmp_path):
+    RowsFile(tmp_path / "rows.jsonl", {"model": "tiny", "fingerprint": "1", "kvsketch": "0.1.0"})
+    with pytest.raises(ValueError, match="has no rows yet"):
+        write_page(tmp_path / "rows.jsonl", tmp_path)

@@ -1,0 +1,103 @@
+"""Result files survive anything, and refuse what they do not understand."""
+
+import json
+import math
+
+import pytest
+
+from kvsketch.evaluation.rows import FORMAT, KEY, RowsFile, read_rows
+from kvsketch.evaluation.summary import standard_error, summarise
+
+RUN = {"model": "a", "fingerprint": "123", "kvsketch": "0.1.0"}
+
+
+def row(sample, score=1.0, **changes):
+    made = {"task": "lines", "wording": "compact", "cases": None, "asked": "after", "length": 1000, "depth": None}
+    made |= {"haystack": "noise", "template": False, "new_tokens": 100, "tokens": 990}
+    made |= {"sample": sample, "method": "exact", "score": score, "nbytes": 100, "full_nbytes": 400, "seconds": 0.5}
+    return made | changes
+
+
+def test_rows_come_back_and_are_not_written_twice(tmp_path):
+    path = tmp_path / "deep" / "rows.jsonl"
+    file = RowsFile(path, RUN)
+    file.add([row(0), row(1)])
+    file.add([row(1), row(2)])
+    again = RowsFile(path, RUN)
+    again.add([row(0), row(3)])
+    runs, rows = read_rows(path)
+    assert [found["sample"] for found in rows] == [0, 1, 2, 3]
+    assert runs == [{"format": FORMAT, **RUN}]  # the same run is named once
+    RowsFile(path, RUN | {"commit": "abc"})
+    assert len(read_rows(path)[0]) == 2
+    for other in ({"kvsketch": "0.2.0"}, {"fingerprint": "321"}):
+        with pytest.raises(ValueError, match=r"rows of another (version|model): a, kvsketch 0\.1\.0"):
+            RowsFile(path, RUN | other)
+    RowsFile(path, RUN | {"model": "./a"})  # the same model under another name
+
+
+def test_answers_may_hold_anything(tmp_path):
+    file = RowsFile(tmp_path / "rows.jsonl", RUN)
+    odd = "".join(map(chr, [*range(32), 0x85, 0x2028, 0x2029, 0xD7FF, 0x1F600])) + '"\\'
+    file.add([row(0, output=odd), row(1)])
+    assert [found.get("output") for found in read_rows(file.path)[1]] == [odd, None]
+    RowsFile(file.path, RUN).add([row(2)])
+    assert len(read_rows(file.path)[1]) == 3
+
+
+def test_a_line_that_was_cut_off_is_made_again(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    RowsFile(path, RUN).add([row(0), row(1)])
+    whole = path.read_bytes()
+    for cut in range(len(whole) - 1, len(whole) - 150, -7):
+        path.write_bytes(whole[:cut])
+        file = RowsFile(path, RUN)
+        file.add([row(0), row(1)])
+        assert [found["sample"] for found in read_rows(path)[1]] == [0, 1]
+
+
+@pytest.mark.parametrize("name", KEY)
+def test_rows_differ_by_everything_that_is_set(name, tmp_path):
+    file = RowsFile(tmp_path / "rows.jsonl", RUN)
+    file.add([row(0), row(0) | {name: "other"}])
+    assert len(read_rows(file.path)[1]) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (json.dumps({"run": {"format": 99, "kvsketch": "9.0"}}), "made by another version of kvsketch: .*99.*9.0"),
+        (json.dumps({"run": {"format": FORMAT, "model": "b"}}), "holds rows of another model: b"),
+        ("hello", "line 1: not JSON"),
+        ("[1", "line 1: not JSON"),
+        ("[1]", "line 1: not a row"),
+        (json.dumps({"a": 1}), "line 1: not a row of a kvsketch benchmark"),
+    ],
+)
+def test_other_files_are_refused_and_left_as_they_were(text, message, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text + "\n")
+    with pytest.raises(ValueError, match=message):
+        RowsFile(path, RUN)
+    assert path.read_text() == text + "\n"
+    path.write_text('{"precious": 1}')  # no line end, and not ours
+    with pytest.raises(ValueError, match="is not a file of rows"):
+        RowsFile(path, RUN)
+    assert path.read_text() == '{"precious": 1}'
+
+
+def test_means_have_the_textbook_standard_error():
+    rows = [row(i, score=float(i % 4 == 0)) for i in range(100)]
+    (mean,) = summarise(rows)
+    assert (mean.count, mean.score, mean.share) == (100, 0.25, 0.25)
+    assert mean.error == pytest.approx((0.25 * 0.75 / 99) ** 0.5)
+    assert math.isnan(standard_error([1.0]))
+    assert str(summarise([row(0)])[0]) == "1.000"
+    assert len(summarise([*rows, row(0, method="uniform"), row(0, length=2000)])) == 3
+
+
+def test_rows_that_differ_in_their_making_are_not_averaged():
+    rows = [row(0), row(0, wording="official"), row(0, task="needle"), row(0, task="needle", haystack="a.txt#123")]
+    titles = [mean.task for mean in summarise(rows)]
+    assert titles == ["lines (compact)", "lines (official)", "needle (noise)", "needle (a.txt)"]
+    assert summarise([row(0, cases="200_lines#ab12")])[0].task == "lines: 200_lines"
