@@ -23,7 +23,7 @@ def demo(
     samples: Annotated[int, typer.Option(min=1, help="Prompts for each task and length of the report.")] = 16,
 ) -> None:
     """Compare methods on one record of lines: bytes, speed, and the answers to six questions."""
-    from kvsketch.evaluation.demo import QUESTIONS, demo_methods, run_demo
+    from kvsketch.evaluation.demo import demo_methods, run_demo
 
     console = Console()
     console.print(
@@ -31,32 +31,40 @@ def demo(
         "the first near the start of the record, the last near its end.",
         soft_wrap=True,
     )
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("method", overflow="fold")
-    for heading in ("cache", "of full", "error", "read/s", "write/s", "right"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for number in range(1, QUESTIONS + 1):
-        table.add_column(f"{number}", justify="right", no_wrap=True)
+    costs = Table(box=SIMPLE_HEAD, pad_edge=False)
+    costs.add_column("method", overflow="fold")
+    for heading in ("cache", "of full", "error", "read/s", "write/s"):
+        costs.add_column(heading, justify="right", no_wrap=True)
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), console=notes, transient=True) as bar:
         task = bar.add_task("", total=len(demo_methods()))
+        rows = []
         for row in run_demo(tokens, lambda method: bar.update(task, description=method)):
+            rows.append(row)
             error = row.report.error
-            table.add_row(
+            costs.add_row(
                 row.method,
                 size_for_people(row.report.nbytes),
                 f"{row.report.nbytes / row.report.full_nbytes:.1%}",
                 "0" if error is None else f"{error:.3f}",
                 f"{row.prefill.rate:,.0f}",
                 f"{row.decode.rate:,.0f}",
-                f"{sum(a.right for a in row.answers)} of {len(row.answers)}",
-                *(Text(a.text, style="green" if a.right else "red") for a in row.answers),
             )
             bar.advance(task)
-    console.print(table)
+    console.print(costs)
+    answers = Table("line", "depth", box=SIMPLE_HEAD, pad_edge=False)
+    for row in rows:
+        answers.add_column(row.method.split("(")[0], justify="right", no_wrap=True)
+    for number, asked in enumerate(rows[0].answers):
+        found = (row.answers[number] for row in rows)
+        texts = (Text(one.text, style="green" if one.right else "red") for one in found)
+        answers.add_row(asked.asked, f"{asked.depth:.0%}", *texts)
+    right = (f"{sum(one.right for one in row.answers)} of {len(row.answers)}" for row in rows)
+    answers.add_row("right", "", *right)
+    console.print(answers)
     console.print(
         "error: how far attention's answers are from exact attention's after the record was read, relative; "
-        "mean over layers and heads.\nread/s, write/s: tokens a second. Green answers are right. Every line of this "
-        "record is random, so what a method dropped it cannot know;\nneedles in noise are the other case: "
+        "mean over layers and heads. read/s, write/s: tokens a second. Green answers are right. Every line of this "
+        "record is random, so what a method dropped it cannot know; needles in noise are the other case: "
         "kvsketch bench ruler --samples 20 --lengths 2000"
     )
     if out is not None:

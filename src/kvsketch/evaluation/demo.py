@@ -20,8 +20,10 @@ NEW_TOKENS = 12
 
 @dataclass(frozen=True)
 class Answer:
-    """What a method said, and whether that is right."""
+    """What a method said about a line, and whether that is right."""
 
+    asked: str
+    depth: float
     text: str
     right: bool
 
@@ -69,6 +71,8 @@ def run_demo(tokens: int, advance: Callable[[str], None] | None = None) -> Itera
             ask = tokenizer(question.prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
             out, decode = answer(model, ask, cache.fork(), max_new_tokens=NEW_TOKENS)
             text = tokenizer.decode(out[0], skip_special_tokens=True)
-            answers.append(Answer(text.rstrip(">\n"), TASKS["lines"].score(text, question.answers) == 1.0))
+            name = question.text.rpartition("in line ")[2].split("?")[0]
+            right = TASKS["lines"].score(text, question.answers) == 1.0
+            answers.append(Answer(name, question.depth or 0.0, text.rstrip(">\n"), right))
             decoded, seconds = decoded + decode.tokens, seconds + decode.seconds
         yield Row(method, report, prefill, Timing(decoded, seconds), tuple(answers))
