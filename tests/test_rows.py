@@ -100,4 +100,5 @@ def test_rows_that_differ_in_their_making_are_not_averaged():
     rows = [row(0), row(0, wording="official"), row(0, task="needle"), row(0, task="needle", haystack="a.txt#123")]
     titles = [mean.task for mean in summarise(rows)]
     assert titles == ["lines (compact)", "lines (official)", "needle (noise)", "needle (a.txt)"]
-    assert summarise([row(0, cases="200_lines#ab12")])[0].task == "lines: 200_lines"
+    ready = row(0, cases="200_lines#ab12", wording="official")
+    assert [mean.task for mean in summarise([row(0), ready])] == ["lines", "lines: 200_lines"]

@@ -35,7 +35,7 @@ def summarise(rows: Iterable[Row]) -> list[Mean]:
     rows = list(rows)
     values = defaultdict[tuple[str, str], set[Any]](set)
     for row in rows:
-        for name in ("wording", "haystack", "template", "new_tokens"):
+        for name in () if row["cases"] else ("wording", "haystack", "template", "new_tokens"):
             values[row["task"], name].add(row[name])
     mixed = {setting for setting, found in values.items() if len(found) > 1}
     groups = defaultdict[tuple[str, str, int, str], list[Row]](list)
