@@ -8,7 +8,7 @@ import pytest
 from kvsketch.evaluation.rows import FORMAT, KEY, RowsFile, read_rows
 from kvsketch.evaluation.summary import standard_error, summarise
 
-RUN = {"model": "a", "fingerprint": "123", "kvsketch": "0.1.0"}
+RUN = {"model": "a", "fingerprint": "123", "dtype": "float32", "kvsketch": "0.1.0"}
 
 
 def row(sample, score=1.0, **changes):
@@ -30,9 +30,9 @@ def test_rows_come_back_and_are_not_written_twice(tmp_path):
     assert runs == [{"format": FORMAT, **RUN}]  # the same run is named once
     RowsFile(path, RUN | {"commit": "abc"})
     assert len(read_rows(path)[0]) == 2
-    for other in ({"kvsketch": "0.2.0"}, {"fingerprint": "321"}):
-        with pytest.raises(ValueError, match=r"rows of another (version|model): a, kvsketch 0\.1\.0"):
-            RowsFile(path, RUN | other)
+    for name, what in (("kvsketch", "version"), ("fingerprint", "model"), ("dtype", "precision")):
+        with pytest.raises(ValueError, match=rf"rows of another {what}: a in float32, kvsketch 0\.1\.0"):
+            RowsFile(path, RUN | {name: "other"})
     RowsFile(path, RUN | {"model": "./a"})  # the same model under another name
 
 

@@ -26,10 +26,8 @@ ASKED: "dict[str, tuple[Asked, ...]]" = {"before": ("before",), "after": ("after
 
 def bench(
     suite: Annotated[str, typer.Argument(help=f"One of {', '.join(SUITES)}.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Rows, pictures and the page go to this folder.")],
     model: Annotated[str | None, typer.Argument(help="A model's folder or name; the embedded one if left out.")] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Rows, pictures and the page go to this folder.")] = Path(
-        "kvsketch-results"
-    ),
     methods: Annotated[str, typer.Option("--methods", "-m", help="Specs, with ; between them.")] = METHODS,
     lengths: Annotated[str, typer.Option(help="Tokens in a prompt, with commas between them.")] = "1000,2000,4000",
     samples: Annotated[int, typer.Option(min=1, help="Prompts for each task, length and depth.")] = 200,

@@ -65,7 +65,7 @@ def demo(
         "error: how far attention's answers are from exact attention's after the record was read, relative; "
         "mean over layers and heads. read/s, write/s: tokens a second. Green answers are right. Every line of this "
         "record is random, so what a method dropped it cannot know; needles in noise are the other case: "
-        "kvsketch bench ruler --samples 20 --lengths 2000"
+        "kvsketch bench ruler --samples 20 --lengths 2000 --out FOLDER"
     )
     if out is not None:
         _report(out, samples)

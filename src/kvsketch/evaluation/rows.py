@@ -27,12 +27,14 @@ class RowsFile:
         run = {"format": FORMAT, **run}
         runs, rows = read_rows(path) if path.is_file() else ([], [])
         for earlier in runs:
-            for name, what in (("fingerprint", "model"), ("kvsketch", "version")):
-                if earlier.get(name) != run[name]:
+            for name, what in (("fingerprint", "model"), ("dtype", "precision"), ("kvsketch", "version")):
+                if earlier.get(name) != run.get(name):
+                    held, new = (
+                        f"{about.get('model')} in {about.get('dtype')}, kvsketch {about.get('kvsketch')}"
+                        for about in (earlier, run)
+                    )
                     raise ValueError(
-                        f"{path} holds rows of another {what}: {earlier.get('model')}, kvsketch "
-                        f"{earlier.get('kvsketch')}; this is {run['model']}, kvsketch {run['kvsketch']}. "
-                        "Write to another folder"
+                        f"{path} holds rows of another {what}: {held}; this is {new}. Write to another folder"
                     )
         self.done = {key_of(row) for row in rows}
         path.parent.mkdir(parents=True, exist_ok=True)
