@@ -54,6 +54,7 @@ def needles(
     else:
         pieces, depths = spread(draw, setting.haystack.pieces(draw, setting.size), facts, setting.depth)
     depth = dict(zip(pairs, depths, strict=True))
+    place = {pair: pieces.index(fact) for pair, fact in zip(pairs, facts, strict=True)} if values > 1 else depth
     asked = draw.sample(titles, len(titles))
     groups = [asked[i : i + queries] for i in range(0, len(asked) - queries + 1, queries)]
     one = queries * values == 1
@@ -62,7 +63,7 @@ def needles(
     questions = []
     for group in groups[: setting.questions]:
         # one title's values are expected in the order of the text
-        answers = [pair for title in group for pair in sorted(((title, v) for v in held[title]), key=depth.__getitem__)]
+        answers = [pair for title in group for pair in sorted(((title, v) for v in held[title]), key=place.__getitem__)]
         text, opening, reply = ask(kind, group, answers)
         questions.append(Question(text, tuple(v for _, v in answers), reply, depth[answers[0]], opening))
     return Sample(context, tuple(questions))
