@@ -65,20 +65,41 @@ def sum_up(out: Path) -> None:
     shown = [row for row in rows if row["cases"] is None and row["task"] in [*compared, "needle"]]
     for picture in draw_all([row for row in shown if row["length"] <= max(LENGTHS)], out):
         picture.path.rename(FIGURES / f"answers-{picture.path.name}")
-    for asked in ("before", "after"):
-        print_table([mean for mean in means if mean.asked == asked and mean.task != "needle"], asked)
-
-
-def print_table(means: list[Mean], asked: str) -> None:
-    print(f"\n### Question known {asked} compression\n")
+    print_exact([mean for mean in means if mean.method == "exact" and mean.asked == "before" and mean.task != "needle"])
     methods = list(dict.fromkeys(mean.method for mean in means))
-    print("| task | tokens | n |", " | ".join(f"`{method}`" for method in methods), "|")
+    for asked in ("before", "after"):
+        tasks = {mean.task for mean in means if mean.method != "exact"} - {"needle"}
+        print_table([mean for mean in means if mean.asked == asked and mean.task in tasks], methods)
+
+
+def print_exact(means: list[Mean]) -> None:
+    """The model's own accuracy: tasks down, lengths across."""
+    ready = [mean for mean in means if ":" in mean.task]
+    made = [mean for mean in means if ":" not in mean.task]
+    lengths = sorted({mean.length for mean in made})
+    print("| task |", " | ".join(f"{length:,} tokens" for length in lengths), "|")
+    print("|---|" + "---|" * len(lengths))
+    for task in dict.fromkeys(mean.task for mean in made):
+        by_length = {mean.length: mean for mean in made if mean.task == task}
+        cells = [f"{by_length[n]} ({by_length[n].count})" if n in by_length else "" for n in lengths]
+        print(f"| {task} |", " | ".join(cells), "|")
+    for mean in ready:
+        print(f"\n{mean.task}: {mean} ({mean.count} cases, up to {mean.length:,} tokens)")
+
+
+def print_table(means: list[Mean], methods: list[str]) -> None:
+    """Methods compared: tasks and lengths down, methods across."""
+    print("\n| task | tokens | n |", " | ".join(f"`{method}`" for method in methods), "|")
     print("|---|---|---|" + "---|" * len(methods))
+    order = list(dict.fromkeys(mean.task for mean in means))
     by_cell = {(mean.task, mean.length, mean.method): mean for mean in means}
-    for task, length in dict.fromkeys((mean.task, mean.length) for mean in means):
+    for task, length in sorted({cell[:2] for cell in by_cell}, key=lambda cell: (order.index(cell[0]), cell[1])):
         cells = [by_cell.get((task, length, method)) for method in methods]
-        first = next(cell for cell in cells if cell)
-        print(f"| {task} | {first.tokens:,.0f} | {first.count} |", " | ".join(str(cell or "") for cell in cells), "|")
+        if sum(cell is not None for cell in cells) > 1:
+            first = next(cell for cell in cells if cell)
+            print(
+                f"| {task} | {first.tokens:,.0f} | {first.count} |", " | ".join(str(cell or "") for cell in cells), "|"
+            )
 
 
 if __name__ == "__main__":
