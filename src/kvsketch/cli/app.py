@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 import kvsketch
@@ -58,6 +59,12 @@ def methods() -> None:
 def say(text: str) -> None:
     """A note, as it is: not wrapped, and no markup."""
     notes.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+def progress_bar(*more: ProgressColumn, transient: bool = True) -> Progress:
+    """A bar with its times, for anything that takes longer than a moment."""
+    columns = (TextColumn("{task.description}"), BarColumn(), *more, TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=notes, transient=transient)
 
 
 def check_device(device: str | None) -> str:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn
 from rich.table import Table
 
-from kvsketch.cli.app import load_model, notes, say
+from kvsketch.cli.app import load_model, progress_bar, say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -104,14 +104,7 @@ def measure(
         "device": model.device.type,
     }
     file = RowsFile(out / ROWS, about | provenance())
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=notes, transient=True) as bar:
+    with progress_bar(MofNCompleteColumn()) as bar:
         task = bar.add_task("reading", total=plan.answers)
         for step in runner.run(file.done, key_of):
             file.add(step.rows)

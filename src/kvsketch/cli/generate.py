@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 import kvsketch
-from kvsketch.cli.app import load_model, notes, say, size_for_people
+from kvsketch.cli.app import load_model, notes, progress_bar, say, size_for_people
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,18 +37,23 @@ def generate(
     report: Annotated[bool, typer.Option("--report", help="Also show what each layer holds.")] = False,
 ) -> None:
     """Read a text with a bounded cache, and answer or go on."""
+    from kvsketch.evaluation.session import split_prompt, uses_template
+
     _check_sources(prompt_file, question, load_cache, save_cache, method)
     config = kvsketch.parse_spec(method or "uniform(keep=0.25)")
     text = None if prompt_file is None else _read_text(prompt_file)
     language_model, tokenizer = load_model(model, dtype, device)
-    before, after = _split_prompt(tokenizer, text, question, raw)
+    template = uses_template(tokenizer, raw)
+    before, after = text or "", question or ""  # what the cache reads, and what comes after it
+    if template:
+        before, after = split_prompt(tokenizer, before, after)
     new = _ids(tokenizer, after, language_model, special=False) if after else None
     prefill_time = None
     if load_cache is not None:
         cache = kvsketch.load_cache(language_model, load_cache)
     else:
         cache = kvsketch.make_cache(language_model, config)
-        ids = _ids(tokenizer, before, language_model, special=not _uses_template(tokenizer, raw))
+        ids = _ids(tokenizer, before, language_model, special=not template)
         if new is None and save_cache is None:
             ids, new = ids[:, :-1], ids[:, -1:]  # to go on, the model needs one token that the cache has not read
         if ids.shape[1]:
@@ -89,21 +93,6 @@ def _read_text(path: Path) -> str:
     return text
 
 
-def _uses_template(tokenizer: "PreTrainedTokenizerBase", raw: bool) -> bool:
-    return not raw and getattr(tokenizer, "chat_template", None) is not None
-
-
-def _split_prompt(
-    tokenizer: "PreTrainedTokenizerBase", text: str | None, question: str | None, raw: bool
-) -> tuple[str, str]:
-    """What the cache reads, and what comes after it: the question, and the chat template's end."""
-    from kvsketch.evaluation.session import split_prompt
-
-    if not _uses_template(tokenizer, raw):
-        return text or "", question or ""
-    return split_prompt(tokenizer, text or "", question or "")
-
-
 def _ids(tokenizer: "PreTrainedTokenizerBase", text: str, model: "PreTrainedModel", *, special: bool) -> "Tensor":
     ids: Tensor = tokenizer(text, return_tensors="pt", add_special_tokens=special)["input_ids"]
     return ids.to(model.device)
@@ -114,8 +103,7 @@ def _read_with_bar(model: "PreTrainedModel", ids: "Tensor", cache: Any, chunk: i
 
     count = ids.shape[1]
     in_one_call = chunk is None and cache.config.prefill == "exact"  # then the bar can only show that it is at work
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=notes, transient=True) as bar:
+    with progress_bar() as bar:
         task = bar.add_task(f"reading {count:,} tokens", total=None if in_one_call else count)
         return read_prompt(model, ids, cache, chunk=chunk, progress=lambda read: bar.update(task, completed=read))
 

@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from kvsketch.cli.app import check_device, notes, say
+from kvsketch.cli.app import check_device, progress_bar, say
 
 if TYPE_CHECKING:
     from kvsketch.evaluation.training.recipe import Progress as Training
@@ -25,8 +24,7 @@ def train_demo(
     from kvsketch.evaluation.training.train import train
 
     recipe = Recipe(seed=seed) if tokens is None else Recipe(tokens=tokens, seed=seed)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=notes) as bar:
+    with progress_bar(transient=False) as bar:
         task = bar.add_task("starting", total=recipe.tokens)
 
         def show(progress: "Training") -> None:

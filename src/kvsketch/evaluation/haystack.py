@@ -2,9 +2,10 @@
 
 import random
 import re
-import zlib
 from abc import ABC, abstractmethod
 from pathlib import Path
+
+from kvsketch.evaluation.rows import name_with_content
 
 SENTENCES = (
     "The kettle sings and the window is open.",
@@ -59,9 +60,7 @@ class TextFile(Haystack):
         if not Path(path).is_file():
             raise ValueError(f"there is no file {path} to hide needles in")
         text = Path(path).read_text(encoding="utf-8")
-        self.name = (
-            f"{Path(path).name}#{zlib.crc32(text.encode()):08x}"  # another text of that name is another haystack
-        )
+        self.name = name_with_content(Path(path).name, text.encode())
         found = re.split(r"(?<=[.!?])[\"')\]]*\s+|\n\s*\n", text)
         self.sentences = [" ".join(sentence.split()) for sentence in found if sentence and sentence.strip()]
         if not self.sentences:

@@ -31,21 +31,30 @@ class Picture:
 
 def draw_all(rows: Sequence[Row], folder: Path) -> list[Picture]:
     """Every picture that the rows allow."""
-    folder.mkdir(parents=True, exist_ok=True)
+    return [*draw_scores(summarise(rows), folder), *draw_needles(rows, folder)]
+
+
+def draw_scores(means: Sequence[Mean], folder: Path) -> list[Picture]:
+    """Score against bytes and against length, for each question mode."""
     found = list[Picture]()
-    means = summarise(rows)
-    for asked in dict.fromkeys(row["asked"] for row in rows):
+    for asked in dict.fromkeys(mean.asked for mean in means):
         here = [mean for mean in means if mean.asked == asked]
         if any(mean.method != "exact" for mean in here):
-            found.append(
-                _save(score_against_bytes(here), folder, f"bytes-{asked}", f"Score against bytes, {ASKED[asked]}")
-            )
+            caption = f"Score against bytes, {ASKED[asked]}"
+            found.append(_save(score_against_bytes(here), folder, f"bytes-{asked}", caption))
         if len({(mean.task, mean.length) for mean in here}) > len({mean.task for mean in here}):
             caption = f"Score against length, {ASKED[asked]}"
             found.append(_save(score_against_length(here), folder, f"length-{asked}", caption))
-        needles = [row for row in rows if row["task"] == "needle" and row["asked"] == asked]
-        if needles:
-            found.append(_save(needle_map(needles), folder, f"needle-{asked}", f"Needle found, {ASKED[asked]}"))
+    return found
+
+
+def draw_needles(rows: Sequence[Row], folder: Path) -> list[Picture]:
+    """The needle maps: a mean over lengths and depths would hide what they show, so they need the rows."""
+    found = list[Picture]()
+    needles = [row for row in rows if row["task"] == "needle"]
+    for asked in dict.fromkeys(row["asked"] for row in needles):
+        here = [row for row in needles if row["asked"] == asked]
+        found.append(_save(needle_map(here), folder, f"needle-{asked}", f"Needle found, {ASKED[asked]}"))
     return found
 
 
@@ -104,19 +113,17 @@ def needle_map(rows: Sequence[Row]) -> Figure:
     figure, panels = _panels(len(methods), share_y=True)
     for axes, method in zip(panels, methods, strict=True):
         cells = [[list[float]() for _ in lengths] for _ in depths]
-        for row in rows:
-            if row["method"] == method:
-                place = depths.index(row["depth"]) if given else min(DEPTHS - 1, int(row["at"] * DEPTHS))
-                cells[place][lengths.index(row["length"])].append(row["score"])
-        found = [[sum(cell) / len(cell) if cell else float("nan") for cell in line] for line in cells]
+        theirs = [row for row in rows if row["method"] == method]
+        for row in theirs:
+            place = depths.index(row["depth"]) if given else min(DEPTHS - 1, int(row["at"] * DEPTHS))
+            cells[place][lengths.index(row["length"])].append(row["score"])
+        found = [[sum(cell) / len(cell) if cell else math.nan for cell in line] for line in cells]
         axes.imshow(found, aspect="auto", cmap="RdYlGn", vmin=0, vmax=1)
         for y, line in enumerate(found):
             for x, value in enumerate(line):
-                if value == value:  # not NaN
+                if not math.isnan(value):
                     axes.text(x, y, f"{value:.2f}".removeprefix("0"), ha="center", va="center", fontsize=7)
-        share = sum(row["nbytes"] for row in rows if row["method"] == method) / sum(
-            row["full_nbytes"] for row in rows if row["method"] == method
-        )
+        share = sum(row["nbytes"] for row in theirs) / sum(row["full_nbytes"] for row in theirs)
         axes.set_title(f"{method}\n{share:.0%} of the bytes", loc="left", fontsize=9)
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=8)
         axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=8)
@@ -168,6 +175,7 @@ def _finish(figure: Figure, panels: Sequence[Axes], colours: dict[str, str]) -> 
 
 
 def _save(figure: Figure, folder: Path, name: str, caption: str) -> Picture:
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.png"
     figure.savefig(path, bbox_inches="tight")
     return Picture(path, caption)

@@ -6,6 +6,7 @@ written once it is complete; a line that was cut off by a crash is dropped when 
 
 import json
 import os
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,16 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[Row]]:
         else:
             rows.append(found)
     return runs, rows
+
+
+def name_with_content(name: str, content: bytes) -> str:
+    """A name for rows that is another one for another content."""
+    return f"{name}#{zlib.crc32(content):08x}"
+
+
+def name_alone(name: str) -> str:
+    """What `name_with_content` was given, for people."""
+    return name.split("#")[0]
 
 
 def key_of(row: Row) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from kvsketch.caches.exact import Exact
 from kvsketch.caches.registry import parse_spec
 from kvsketch.evaluation.haystack import Haystack, Noise
 from kvsketch.evaluation.rows import Row
-from kvsketch.evaluation.session import split_ids, split_prompt
+from kvsketch.evaluation.session import split_ids, split_prompt, uses_template
 from kvsketch.evaluation.tasks import TASKS, Sample, Setting, Task, Wording
 from kvsketch.evaluation.tasks.fit import Fitter
 from kvsketch.huggingface import SketchCache, make_cache, prefill
@@ -120,7 +120,7 @@ class Runner:
         self.fingerprint = link.model.fingerprint  # what tells this model from others
         # Stock's sliding layers count the padding between a document and a shorter question as tokens.
         self.batch = plan.batch if len(link.sketch_layers) == len(link.layers) else 1
-        self.template = not plan.raw and getattr(tokenizer, "chat_template", None) is not None
+        self.template = uses_template(tokenizer, plan.raw)
         self._fitters = dict[str, Fitter]()
         self._longest: int | None = None
         for cell in self.plan.cells():

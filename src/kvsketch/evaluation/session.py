@@ -88,6 +88,11 @@ def answer(
     return out[:, ids.shape[1] :], watch.timing
 
 
+def uses_template(tokenizer: PreTrainedTokenizerBase, raw: bool) -> bool:
+    """Whether a prompt goes into a chat template: the tokenizer has one, and the user wants it."""
+    return not raw and getattr(tokenizer, "chat_template", None) is not None
+
+
 def split_prompt(tokenizer: PreTrainedTokenizerBase, text: str, question: str) -> tuple[str, str]:
     """A user's message in the chat template, cut before the question."""
     border = "\u2063kvsketch\u2063"  # invisible separators: no text has them around this word

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from kvsketch.evaluation.rows import Row
+from kvsketch.evaluation.rows import Row, name_alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +47,10 @@ def summarise(rows: Iterable[Row]) -> list[Mean]:
 def _title(row: Row, mixed: set[tuple[str, str]]) -> str:
     """The task's name for people, with whatever keeps its rows apart from others in the file."""
     if row["cases"] is not None:
-        return f"{row['task']}: {row['cases'].split('#')[0]}"
+        return f"{row['task']}: {name_alone(row['cases'])}"
     words = {
         "wording": row["wording"],
-        "haystack": row["haystack"].split("#")[0],
+        "haystack": name_alone(row["haystack"]),
         "template": "chat template" if row["template"] else "raw",
         "new_tokens": f"{row['new_tokens']} new tokens",
     }

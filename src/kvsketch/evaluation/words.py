@@ -1,6 +1,7 @@
 """Words for names and for the embedded model's vocabulary."""
 
 import random
+from collections.abc import Callable
 
 _ADJECTIVES = """
 able absent absurd acid active actual acute agile airy alert alien alive aloof amber ample ancient angry annual
@@ -130,14 +131,20 @@ _CODAS = "b ck ct d f g ght k l ll lt m mp n nce nd ng nk nt p r rd rk rm rn rt 
 
 def names(draw: random.Random, count: int, invented: float = 0.0) -> list[str]:
     """Distinct adjective-noun names; a share of their words may be made up, as words nobody listed."""
-    found: dict[str, None] = {}
     if count > len(ADJECTIVES) * len(NOUNS) // 2:
         raise ValueError(f"there are {len(ADJECTIVES) * len(NOUNS):,} names, too few to draw {count:,} at random")
+    parts = (ADJECTIVES, NOUNS)
+    return distinct(
+        lambda: "-".join(invented_word(draw) if draw.random() < invented else draw.choice(words) for words in parts),
+        count,
+    )
+
+
+def distinct(make: Callable[[], str], count: int) -> list[str]:
+    """So many different words, in the order in which they were made."""
+    found: dict[str, None] = {}
     while len(found) < count:
-        first, second = (
-            invented_word(draw) if draw.random() < invented else draw.choice(words) for words in (ADJECTIVES, NOUNS)
-        )
-        found[f"{first}-{second}"] = None
+        found[make()] = None
     return list(found)
 
 

@@ -86,6 +86,15 @@ def spread(
     return out + pieces[start:], [before[place] / max(1, before[-1]) for place in places]
 
 
+def ask_records(draw: random.Random, setting: Setting) -> list[tuple[int, float]]:
+    """Which of `size` records are asked for, the first at the depth wanted if there is one; each with its depth."""
+    last = setting.size - 1
+    asked = draw.sample(range(setting.size), min(setting.questions, setting.size))
+    if setting.depth is not None:
+        asked[0] = round(setting.depth * last)
+    return [(number, number / max(1, last)) for number in asked]
+
+
 def random_uuid(draw: random.Random) -> str:
     """A version 4 UUID."""
     return str(uuid.UUID(int=draw.getrandbits(128), version=4))

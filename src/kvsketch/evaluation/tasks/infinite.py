@@ -4,7 +4,7 @@ import random
 import statistics
 
 from kvsketch.evaluation.scoring import among_words, first_digits, first_number
-from kvsketch.evaluation.tasks.base import Question, Sample, Setting, Task, random_uuid, spread
+from kvsketch.evaluation.tasks.base import Question, Sample, Setting, Task, ask_records, random_uuid, spread
 
 HIDDEN = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. "
@@ -46,9 +46,7 @@ def key_values(draw: random.Random, setting: Setting) -> Sample:
     while len(pairs) < setting.size:
         pairs[identifier(draw)] = identifier(draw)
     keys = list(pairs)
-    asked = draw.sample(range(setting.size), min(setting.questions, setting.size))
-    if setting.depth is not None:
-        asked[0] = round(setting.depth * (setting.size - 1))
+    asked = ask_records(draw, setting)
     body = ", ".join(f'"{key}": "{value}"' for key, value in pairs.items())
     if setting.wording == "official":
         context = (
@@ -60,10 +58,7 @@ def key_values(draw: random.Random, setting: Setting) -> Sample:
         context, ask, end = f"JSON data:\n{{{body}}}", '\nKey and value: "{}": "', '"'
     return Sample(
         context,
-        tuple(
-            Question(ask.format(keys[i]), (pairs[keys[i]],), pairs[keys[i]] + end, i / max(1, setting.size - 1))
-            for i in asked
-        ),
+        tuple(Question(ask.format(keys[i]), (pairs[keys[i]],), pairs[keys[i]] + end, depth) for i, depth in asked),
     )
 
 

@@ -3,7 +3,7 @@
 import random
 
 from kvsketch.evaluation.scoring import last_number
-from kvsketch.evaluation.tasks.base import Question, Sample, Setting, Task
+from kvsketch.evaluation.tasks.base import Question, Sample, Setting, Task, ask_records
 from kvsketch.evaluation.words import names
 
 HEADER = (
@@ -19,9 +19,7 @@ def lines(draw: random.Random, setting: Setting) -> Sample:
     """A record of `size` lines."""
     keys = names(draw, setting.size, setting.invented)
     numbers = [draw.randint(1, LARGEST) for _ in keys]
-    asked = draw.sample(range(setting.size), min(setting.questions, setting.size))
-    if setting.depth is not None:
-        asked[0] = round(setting.depth * (setting.size - 1))
+    asked = ask_records(draw, setting)
     if setting.wording == "official":
         context = HEADER + "".join(
             f"line {key}: REGISTER_CONTENT is <{number}>\n" for key, number in zip(keys, numbers, strict=True)
@@ -34,10 +32,7 @@ def lines(draw: random.Random, setting: Setting) -> Sample:
         ask = "\nWhat is the number in line {}? <"
     return Sample(
         context,
-        tuple(
-            Question(ask.format(keys[i]), (str(numbers[i]),), f"{numbers[i]}>", i / max(1, setting.size - 1))
-            for i in asked
-        ),
+        tuple(Question(ask.format(keys[i]), (str(numbers[i]),), f"{numbers[i]}>", depth) for i, depth in asked),
     )
 
 

@@ -5,6 +5,7 @@ import json
 import zlib
 from pathlib import Path
 
+from kvsketch.evaluation.rows import name_with_content
 from kvsketch.evaluation.tasks.base import Question, Sample
 
 MARK = "\nNow the record is over."
@@ -13,7 +14,7 @@ MARK = "\nNow the record is over."
 def name_of_file(path: str | Path) -> str:
     """A name that is another one for another content."""
     path = Path(path)
-    return f"{path.name.split('.')[0]}#{zlib.crc32(path.read_bytes()):08x}"
+    return name_with_content(path.name.split(".")[0], path.read_bytes())
 
 
 def read_cases(path: str | Path) -> list[Sample]:

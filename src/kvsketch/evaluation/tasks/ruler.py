@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from kvsketch.evaluation.scoring import all_contained
 from kvsketch.evaluation.tasks.base import Question, Sample, Setting, Task, random_uuid, spread
-from kvsketch.evaluation.words import ADJECTIVES, NOUNS, invented_word, names
+from kvsketch.evaluation.words import ADJECTIVES, NOUNS, distinct, invented_word, names
 
 NEEDLES = 4  # keys, values or queries of the tasks that have several
 HOPS = 4
@@ -136,11 +136,10 @@ def _hidden_chain(draw: random.Random, setting: Setting, count: int, letters: in
 def _chain(draw: random.Random, letters: int) -> tuple[list[str], list[str], str]:
     """Assignments, the variables in their order, and their value; names of so many capitals, or words if 0."""
     value = str(draw.randint(10_000, 99_999))
-    found: dict[str, None] = {}
-    while len(found) <= HOPS:
-        name = "".join(draw.choices(string.ascii_uppercase, k=letters)) if letters else draw.choice(ADJECTIVES)
-        found[name] = None
-    order = list(found)
+    order = distinct(
+        lambda: "".join(draw.choices(string.ascii_uppercase, k=letters)) if letters else draw.choice(ADJECTIVES),
+        HOPS + 1,
+    )
     return (
         [f"VAR {order[0]} = {value}"] + [f"VAR {b} = VAR {a} " for a, b in pairwise(order)],
         order,
@@ -209,7 +208,7 @@ def frequent_words(draw: random.Random, setting: Setting) -> Sample:
     if setting.wording == "compact":
         return _frequent_words_compact(draw, setting.size)
     ranks = range(1, max(setting.length or setting.size, 500) // 50 + FREQUENT + 2)
-    codes = _distinct(lambda: "".join(draw.choices(string.ascii_lowercase, k=6)), len(ranks))
+    codes = distinct(lambda: "".join(draw.choices(string.ascii_lowercase, k=6)), len(ranks))
     codes[0] = "..."
     text = [
         code for code, rank in zip(codes, ranks, strict=True) for _ in range(int(setting.size / rank**2 / ZETA_OF_2))
@@ -231,7 +230,7 @@ def frequent_words(draw: random.Random, setting: Setting) -> Sample:
 def _frequent_words_compact(draw: random.Random, size: int) -> Sample:
     """Counts are drawn too, until the three and their order are beyond doubt."""
     kinds = max(FREQUENT + 2, min(size // 50, 200) + FREQUENT + 2)
-    words = _distinct(partial(draw.choice, ADJECTIVES), kinds)
+    words = distinct(partial(draw.choice, ADJECTIVES), kinds)
     weights = [(rank + 1) ** -2.0 for rank in range(kinds)]
     while True:
         text = draw.choices(words, weights, k=size)
@@ -243,13 +242,6 @@ def _frequent_words_compact(draw: random.Random, size: int) -> Sample:
     body = " ".join("..." if word == ranked[0] else word for word in text)
     asked = ranked[1 : FREQUENT + 1]
     return Sample(f"Code: {body}.", (Question("\nThe most frequent words are", tuple(asked), f" {' '.join(asked)}."),))
-
-
-def _distinct(code: Callable[[], str], count: int) -> list[str]:
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found[code()] = None
-    return list(found)
 
 
 def _needle_task(name: str, **options: int | bool) -> Task:

@@ -68,7 +68,7 @@ class Documents:
         names = draw.choices(list(SHARES), list(SHARES.values()), k=rows)
         samples = [self._sample(draw, name, length) for name in names]
         contexts = [self._ids(sample.context, special=True) for sample in samples]
-        asked = [self._segments(sample, len(context)) for sample, context in zip(samples, contexts, strict=True)]
+        asked = [self._segments(sample) for sample in samples]
         return _pack(tuple(names), contexts, asked, self.tokenizer.pad_token_id)
 
     def _sample(self, draw: random.Random, name: str, length: int) -> Sample:
@@ -92,13 +92,13 @@ class Documents:
         ids: list[int] = self.tokenizer(text, add_special_tokens=special)["input_ids"]
         return ids
 
-    def _segments(self, sample: Sample, start: int) -> list[tuple[list[int], int, int]]:
-        """Each question with its reply: its tokens, where the reply starts in them, and the first position."""
+    def _segments(self, sample: Sample) -> list[tuple[list[int], int]]:
+        """Each question with its reply: its tokens, and where the reply starts in them."""
         end = self.tokenizer.eos_token_id
         segments = []
         for question in sample.questions:
             ask, reply = self._ids(question.prompt, special=False), self._ids(question.reply, special=False)
-            segments.append(([*ask, *reply, end], len(ask), start))
+            segments.append(([*ask, *reply, end], len(ask)))
         return segments
 
 
@@ -118,29 +118,28 @@ def _make(draw: random.Random, name: str, size: int, questions: int) -> Sample:
 
 
 def _pack(
-    names: tuple[str, ...], contexts: list[list[int]], asked: list[list[tuple[list[int], int, int]]], pad: int
+    names: tuple[str, ...], contexts: list[list[int]], asked: list[list[tuple[list[int], int]]], pad: int
 ) -> Batch:
     rows, width = len(contexts), max(map(len, contexts))
-    tail = max(sum(len(ids) - 1 for ids, _, _ in segments) for segments in asked)
+    tail = max(sum(len(ids) - 1 for ids, _ in segments) for segments in asked)
     context = torch.full((rows, width), pad)
     tokens, labels = torch.full((rows, tail), pad), torch.full((rows, tail), IGNORED)
     positions, owner = torch.zeros(rows, tail, dtype=torch.long), torch.full((rows, tail), -1)
     for row, (ids, segments) in enumerate(zip(contexts, asked, strict=True)):
         context[row, : len(ids)] = torch.tensor(ids)
         place = 0
-        for number, (segment, reply, start) in enumerate(segments):
+        for number, (segment, reply) in enumerate(segments):
             here = slice(place, place + len(segment) - 1)
             tokens[row, here] = torch.tensor(segment[:-1])
             labels[row, here] = torch.tensor([IGNORED] * (reply - 1) + segment[reply:])
-            positions[row, here] = torch.arange(start, start + len(segment) - 1)
+            positions[row, here] = torch.arange(len(ids), len(ids) + len(segment) - 1)
             owner[row, here] = number
             place = here.stop
     lengths = torch.tensor([len(ids) for ids in contexts])
     in_context = (torch.arange(width) < lengths[:, None])[:, None].expand(rows, tail, width)
     same = (owner[:, :, None] == owner[:, None]) & torch.ones(tail, tail, dtype=torch.bool).tril()
     visible = torch.cat([in_context, same], dim=-1)[:, None]
-    counts = (labels != IGNORED).sum(1, keepdim=True)
-    weights = (labels != IGNORED) / counts.clamp(
-        min=1
-    ).sqrt()  # a document with many questions counts for more, not for all
+    replies = labels != IGNORED
+    # A document with many questions counts for more, but does not drown the others.
+    weights = replies / replies.sum(1, keepdim=True).clamp(min=1).sqrt()
     return Batch(names, context, tokens, positions, visible, labels, weights.float())

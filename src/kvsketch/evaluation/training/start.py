@@ -29,6 +29,16 @@ class Shape:
     theta: float = 1e9  # so large that most pairs of dimensions hardly turn over a long document
     code: int = 25  # dimensions of a token's code: one slice for each offset, itself, and the match
 
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def turns(self) -> Tensor:
+        """By how much each pair of dimensions turns from one token to the next."""
+        return self.theta ** (-torch.arange(0, self.head_dim, 2).float() / self.head_dim)
+
 
 def start_model(vocabulary: int, *, shape: Shape, begin: int, end: int, pad: int, seed: int = 0) -> LlamaForCausalLM:
     """The model to train; the same for the same seed."""
@@ -81,8 +91,7 @@ def _slice(offset: int, shape: Shape) -> slice:
 
 def _shift_heads(layer: Any, shape: Shape) -> None:
     attention, d, half = layer.self_attn, shape.head_dim, shape.head_dim // 2
-    turns = shape.theta ** (-torch.arange(0, d, 2).float() / d)
-    group = shape.heads // shape.kv_heads
+    group, turns = shape.group, shape.turns
     identity = torch.eye(shape.code)
     for projection in (attention.q_proj, attention.k_proj):
         projection.weight.mul_(0.05)
@@ -102,10 +111,9 @@ def _shift_heads(layer: Any, shape: Shape) -> None:
 
 def _matching_heads(layer: Any, shape: Shape) -> None:
     attention, d = layer.self_attn, shape.head_dim
-    group, offsets = shape.heads // shape.kv_heads, shape.heads
+    group, offsets = shape.group, shape.heads
     identity = torch.eye(shape.code)
-    turns = shape.theta ** (-torch.arange(0, d, 2).float() / d)
-    slow = (turns < 3e-4).repeat(2)[:, None]  # only these dimensions still match over thousands of tokens
+    slow = (shape.turns < 3e-4).repeat(2)[:, None]  # only these dimensions still match over thousands of tokens
     for projection in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
         projection.weight.mul_(0.02)
     for kv_head in range(shape.kv_heads):
