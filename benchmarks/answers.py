@@ -1,6 +1,6 @@
 """What methods do to the embedded model's answers: `python benchmarks/answers.py OUT [--longeval FOLDER]`.
 
-Runs the benchmarks below into OUT, where an interrupted run goes on; then writes docs/results/answers.jsonl, draws
+Runs the benchmarks below into OUT, where an interrupted run goes on; then puts their means into docs/results/answers.jsonl, draws
 docs/figures/answers-*.png and prints the tables. LongEval's own files are run too if their folder is named.
 """
 
@@ -12,11 +12,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from common import RESULTS
-from kvsketch.evaluation.pictures import draw_all
+from kvsketch.evaluation.pictures import draw_needles, draw_scores
 from kvsketch.evaluation.rows import read_rows
 from kvsketch.evaluation.summary import Mean, summarise
 
 FIGURES = RESULTS.parent / "figures"
+SUMMARY = RESULTS / "answers.jsonl"
 KEEPS = (0.5, 0.25, 0.125)
 METHODS = ["exact", *(f"{name}(keep={keep})" for name in ("streaming_llm", "uniform") for keep in KEEPS)]
 LOOKED_UP = {
@@ -58,18 +59,36 @@ def run(out: Path, longeval: Path | None) -> None:
 
 def sum_up(out: Path) -> None:
     runs, rows = read_rows(out / "rows.jsonl")
-    means = summarise(rows)
+    if not rows:
+        raise SystemExit(f"there are no rows in {out / 'rows.jsonl'}: nothing to sum up")
+    runs, means = add_to_earlier(runs, summarise(rows))
     lines = [json.dumps({"runs": runs}), *(json.dumps(asdict(mean)) for mean in means)]
-    (RESULTS / "answers.jsonl").write_text("\n".join(lines) + "\n")
+    SUMMARY.write_text("\n".join(lines) + "\n")
     compared = [name for tasks in LOOKED_UP.values() for name in tasks]
-    shown = [row for row in rows if row["cases"] is None and row["task"] in [*compared, "needle"]]
-    for picture in draw_all([row for row in shown if row["length"] <= max(LENGTHS)], out):
+    shown = [mean for mean in means if mean.task in compared and mean.length <= max(LENGTHS)]
+    for picture in [*draw_scores(shown, out), *draw_needles(rows, out)]:
         picture.path.rename(FIGURES / f"answers-{picture.path.name}")
     print_exact([mean for mean in means if mean.method == "exact" and mean.asked == "before" and mean.task != "needle"])
     methods = list(dict.fromkeys(mean.method for mean in means))
     for asked in ("before", "after"):
         tasks = {mean.task for mean in means if mean.method != "exact"} - {"needle"}
         print_table([mean for mean in means if mean.asked == asked and mean.task in tasks], methods)
+
+
+def add_to_earlier(runs: list[dict], means: list[Mean]) -> tuple[list[dict], list[Mean]]:
+    """The summary there is, with these cells in place of its own: a part can be measured again. Another model's goes."""
+    if not SUMMARY.exists():
+        return runs, means
+    head, *lines = SUMMARY.read_text().splitlines()
+    earlier = json.loads(head)["runs"]
+    if {run["fingerprint"] for run in earlier} != {run["fingerprint"] for run in runs}:
+        return runs, means
+    cells = {_cell(mean): mean for mean in [*(Mean(**json.loads(line)) for line in lines), *means]}
+    return [*earlier, *(run for run in runs if run not in earlier)], list(cells.values())
+
+
+def _cell(mean: Mean) -> tuple[str, str, int, str]:
+    return mean.task, mean.asked, mean.length, mean.method
 
 
 def print_exact(means: list[Mean]) -> None:
