@@ -1,7 +1,8 @@
 """What methods do to the embedded model's answers: `python benchmarks/answers.py OUT [--longeval FOLDER]`.
 
-Runs the benchmarks below into OUT, where an interrupted run goes on; then puts their means into docs/results/answers.jsonl, draws
-docs/figures/answers-*.png and prints the tables. LongEval's own files are run too if their folder is named.
+Runs the benchmarks below into OUT, where an interrupted run goes on; then puts their means into
+docs/results/answers.jsonl, draws docs/figures/answers-*.png and prints the tables. LongEval's own files are run too if
+their folder is named.
 """
 
 import argparse
@@ -76,7 +77,7 @@ def sum_up(out: Path) -> None:
 
 
 def add_to_earlier(runs: list[dict], means: list[Mean]) -> tuple[list[dict], list[Mean]]:
-    """The summary there is, with these cells in place of its own: a part can be measured again. Another model's goes."""
+    """The summary there is, with these cells in place of its own; that of another model is dropped."""
     if not SUMMARY.exists():
         return runs, means
     head, *lines = SUMMARY.read_text().splitlines()
