@@ -14,6 +14,7 @@ ROWS, HEADS, GROUP, WIDTH = 2, 2, 2, 16
 SCALE = WIDTH**-0.5
 FIXED_SLACK = 128  # entries per row and head, beyond 1.05 × the budget: window run-over, open stratum, spare rows
 BUDGETED = [name for name, config in METHODS.items() if name != "exact"]
+CHUNKS_MATTER = {"clustergen": "tokens written together are clustered together, as the papers cluster a prompt at once"}
 SMALL = {"exact": {}} | {name: {"keep": 0.25} for name in BUDGETED}
 
 
@@ -91,7 +92,7 @@ def test_keeping_all_tokens_is_exact(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in CHUNKS_MATTER])
 @pytest.mark.parametrize("sizes", [[400], [100, 300], [399, 1], [37] * 10 + [30]], ids=str)
 def test_a_chunk_is_held_as_its_tokens_one_by_one(name, sizes):
     query, keys, values = stream(400)

@@ -63,6 +63,14 @@ class Past(ABC):
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, list[int]]) -> None:
         """Take back what `tensors` and `numbers` gave, perhaps with other rows."""
 
+    def details(self) -> dict[str, float]:
+        """What else a report should show, by name: means over rows and heads."""
+        return {}
+
+    def warning(self) -> str | None:
+        """What a user must know about these tokens and this method, in a sentence."""
+        return None
+
     def map_rows(self, move: Callable[[Tensor], Tensor], rows: list[int]) -> None:
         """Replace every tensor by `move` of it, which brings row `rows[i]` to row i."""
         self.restore(

@@ -7,14 +7,18 @@ from dataclasses import fields
 from typing import Any
 
 from kvsketch.caches.base import MethodConfig
+from kvsketch.caches.clustergen import ClusterGen
 from kvsketch.caches.exact import Exact
 from kvsketch.caches.streaming_llm import StreamingLLM
+from kvsketch.caches.subgen import SubGen
 from kvsketch.caches.uniform import Uniform
 
 METHODS: dict[str, type[MethodConfig]] = {
     "exact": Exact,
     "streaming_llm": StreamingLLM,
     "uniform": Uniform,
+    "clustergen": ClusterGen,
+    "subgen": SubGen,
 }
 
 

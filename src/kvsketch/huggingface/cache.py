@@ -257,7 +257,8 @@ class SketchCache(Cache):
                 full = held.seen * keys.shape[0] * per_token
             error = None if held.error is None else held.error.mean(0).tolist()
             per_head = None if entries is None else entries.float().mean(0).tolist()
-            layers.append(LayerReport(index, per_head, held.nbytes, full, error, held.measured_at))
+            details, warning = ({}, None) if held.past is None else (held.past.details(), held.past.warning())
+            layers.append(LayerReport(index, per_head, held.nbytes, full, error, held.measured_at, details, warning))
         return Report(str(self.config), self.seen, tuple(layers))
 
     def new_tokens(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> dict[str, Tensor]:

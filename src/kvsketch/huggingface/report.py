@@ -1,6 +1,6 @@
 """What a cache holds, for people: `print(cache.report())`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -13,6 +13,8 @@ class LayerReport:
     full_nbytes: int  # of an uncompressed cache
     error: list[float] | None  # per query head: ‖answer - exact answer‖ / ‖exact answer‖
     measured_at: int  # tokens seen when the error was measured
+    details: dict[str, float] = field(default_factory=dict)  # what the method says about itself
+    warning: str | None = None
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,13 @@ class Report:
             lines.append(f"mean error of the answers {self.error:.3f}, measured after {self._measured_at:,} tokens")
         elif any(layer.entries for layer in self.layers) and self.method != "exact":
             lines.append("error not measured: no call saw its whole prompt exactly (streaming prefill)")
-        lines.append(f"{'layer':>5} {'entries per KV head':>22} {'bytes':>14} {'of full':>8} {'error':>7}")
-        lines += [self._line(layer) for layer in self.layers]
+        for warning in dict.fromkeys(layer.warning for layer in self.layers if layer.warning):
+            where = ", ".join(str(layer.layer) for layer in self.layers if layer.warning == warning)
+            lines.append(f"warning (layers {where}): {warning}")
+        names = list(dict.fromkeys(name for layer in self.layers for name in layer.details))
+        heads = "".join(f" {name:>{_width(name)}}" for name in names)
+        lines.append(f"{'layer':>5} {'entries per KV head':>22} {'bytes':>14} {'of full':>8} {'error':>7}{heads}")
+        lines += [self._line(layer, names) for layer in self.layers]
         return "\n".join(lines)
 
     @property
@@ -55,13 +62,22 @@ class Report:
         return max(layer.measured_at for layer in self.layers)
 
     @staticmethod
-    def _line(layer: LayerReport) -> str:
+    def _line(layer: LayerReport, names: list[str]) -> str:
         entries = "stock layer" if layer.entries is None else _range(layer.entries)
         share = f"{layer.nbytes / layer.full_nbytes:.1%}" if layer.full_nbytes else "-"
         error = f"{sum(layer.error) / len(layer.error):.3f}" if layer.error else "-"
-        return f"{layer.layer:>5} {entries:>22} {layer.nbytes:>14,} {share:>8} {error:>7}"
+        details = "".join(f" {_number(layer.details.get(name)):>{_width(name)}}" for name in names)
+        return f"{layer.layer:>5} {entries:>22} {layer.nbytes:>14,} {share:>8} {error:>7}{details}"
 
 
 def _range(entries: list[float]) -> str:
     low, high = min(entries), max(entries)
     return f"{low:,.0f}" if low == high else f"{low:,.0f}-{high:,.0f}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.4g}"
+
+
+def _width(name: str) -> int:
+    return max(8, len(name))

@@ -27,11 +27,25 @@ def weighted_attention(
     lse: bool = True,
 ) -> Partial:
     """Attention over weighted tokens, all of them visible to all queries."""
+    if tokens.count == 0:  # torch's kernels divide by the number of keys
+        return reference.attend(query, tokens, scale)
     if fused.can_run(query, softcap):
         return fused.attend_biased(query, tokens, scale)
     if not lse and softcap is None and tokens.log_mass is None and tokens.log_value is None:
         return _answer_alone(query, tokens.keys, tokens.values, scale, causal=False)
     return reference.attend(query, tokens, scale, softcap=softcap)
+
+
+def log_normalizer(
+    query: Float[Tensor, "b hg q d"],
+    keys: Float[Tensor, "b h n d"],
+    log_mass: Float[Tensor, "b h n"],
+    scale: float,
+    *,
+    softcap: float | None = None,
+) -> Float[Tensor, "b hg q"]:
+    """Log of the denominator alone, Σ b·exp(s), from keys that have no values."""
+    return reference.log_normalizer(query, keys, log_mass, scale, softcap=softcap)
 
 
 def causal_attention(
@@ -94,4 +108,4 @@ def _causal_block(
     return reference.attend(block, WeightedTokens(keys, values), scale, visible=visible, softcap=softcap)
 
 
-__all__ = ["causal_attention", "weighted_attention"]
+__all__ = ["causal_attention", "log_normalizer", "weighted_attention"]

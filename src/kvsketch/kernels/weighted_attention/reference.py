@@ -34,3 +34,15 @@ def attend(
         for start in range(0, queries, block)
     ]
     return Partial(torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2))
+
+
+def log_normalizer(
+    query: Float[Tensor, "b hg q d"],
+    keys: Float[Tensor, "b h n d"],
+    log_mass: Float[Tensor, "b h n"],
+    scale: float,
+    *,
+    softcap: float | None = None,
+) -> Float[Tensor, "b hg q"]:
+    """`lse` of `attend`, from keys that have no values."""
+    return attend(query, WeightedTokens(keys, keys[..., :0], log_mass), scale, softcap=softcap).lse

@@ -1,0 +1,458 @@
+"""SubGen: the two lemmas, the theorem, and a cache that equals the one-head algorithm."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvsketch.algorithms.draws import uniforms
+from kvsketch.algorithms.subgen import (
+    log_normalizer,
+    log_terms_of_numerator,
+    make_room,
+    nearest_cluster,
+    no_clusters,
+    no_samples,
+    query_stream_attn,
+    update_matrix_product,
+    update_softmax_normalizer,
+    update_within_capacity,
+)
+from kvsketch.attention import exact_attention
+from kvsketch.caches.base import BLOCK, LeavingTokens
+from kvsketch.caches.budget import Budget
+from kvsketch.caches.layer import LayerCache, NewTokens
+from kvsketch.caches.subgen import KEY, MERGE, VALUE, SubGen, SubGenPast
+
+
+def clustered(count, clusters, *, width=8, spread=0.05, seed=0, distance=2.0):
+    """Keys in balls of radius `spread` around centres of norm `distance`; values at random."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = torch.randn(clusters, width, generator=generator, dtype=torch.float64)
+    centres *= distance / centres.norm(dim=1, keepdim=True)
+    away = torch.randn(count, width, generator=generator, dtype=torch.float64)
+    away *= spread * torch.rand(count, 1, generator=generator, dtype=torch.float64) / away.norm(dim=1, keepdim=True)
+    keys = centres[torch.randint(clusters, (count,), generator=generator)] + away
+    return keys, torch.randn(count, width, generator=generator, dtype=torch.float64)
+
+
+def draws(count, each, seed=0):
+    return torch.rand(count, each, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def run(keys, values, *, delta, s, t, seed=0):
+    """Algorithm 1 over a stream."""
+    clusters, samples = no_clusters(t, keys[0]), no_samples(s, keys[0], values[0])
+    for key, value, u, w in zip(keys, values, draws(len(keys), t, seed), draws(len(keys), s, seed + 1), strict=True):
+        clusters = update_softmax_normalizer(clusters, delta, key, u)
+        samples = update_matrix_product(samples, key, value, w)
+    return clusters, samples
+
+
+def exact(query, keys, values):
+    return exact_attention(query[None, None, None], keys[None, None], values[None, None], 1.0).out[0, 0, 0]
+
+
+# -- Lemma 2
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 60), st.floats(0.05, 4.0), st.integers(1, 3))
+def test_clusters_partition_the_keys_and_keep_their_distances(seed, count, delta, t):
+    """Lemma 2, properties 1 to 4, after every token."""
+    keys = torch.randn(count, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    clusters, members = no_clusters(t, keys[0]), list[list[int]]()
+    for i, (key, u) in enumerate(zip(keys, draws(count, t, seed), strict=True)):
+        nearest, distance = nearest_cluster(clusters, key)
+        if distance > delta:
+            members.append([i])
+        else:
+            members[nearest].append(i)
+        clusters = update_softmax_normalizer(clusters, delta, key, u)
+        assert clusters.sizes.tolist() == [len(cluster) for cluster in members]  # 2: n = |C|
+        for x, samples, cluster in zip(clusters.representatives, clusters.samples, members, strict=True):
+            assert torch.equal(x, keys[cluster[0]])  # 1: x is in C
+            assert (keys[cluster] - x).norm(dim=1).max() <= delta  # 3
+            assert all(any(torch.equal(sample, keys[j]) for j in cluster) for sample in samples)
+        apart = torch.cdist(clusters.representatives, clusters.representatives).fill_diagonal_(math.inf)
+        assert apart.min() > delta  # 4
+
+
+def frequencies(samples, keys):
+    """How often each key was drawn."""
+    return (samples[:, None] == keys).all(2).double().mean(0)
+
+
+def test_samples_of_a_cluster_are_uniform_and_independent():
+    """Lemma 2, property 5: seven keys, 20,000 samples; every frequency within four standard errors."""
+    count, t = 7, 20_000
+    keys = torch.arange(count, dtype=torch.float64)[:, None] / 100
+    clusters, _ = run(keys, keys, delta=1.0, s=1, t=t)
+    found = frequencies(clusters.samples[0], keys)
+    error = math.sqrt(1 / count * (1 - 1 / count) / t)
+    assert ((found - 1 / count).abs() < 4 * error).all()
+    # Neighbouring samples agree as often as independent ones.
+    pairs = (clusters.samples[0, ::2] == clusters.samples[0, 1::2]).double().mean()
+    assert abs(float(pairs) - 1 / count) < 4 * math.sqrt(1 / count * (1 - 1 / count) / (t / 2))
+
+
+@pytest.mark.parametrize("start", [0.0, 0.15])
+def test_merged_samples_stay_uniform(start):
+    """Two clusters of 2 and 5 keys become one: all seven keys are as frequent. 20,000 samples."""
+    t = 20_000
+    keys = torch.tensor([0.0, 0.1, 1.0, 1.1, 1.05, 0.95, 1.02], dtype=torch.float64)[:, None]
+    clusters = no_clusters(t, keys[0])
+    for key, u in zip(keys, draws(7, t), strict=True):
+        clusters = update_softmax_normalizer(clusters, 0.15, key, u)
+    assert clusters.sizes.tolist() == [2, 5]
+    clusters, delta = make_room(clusters, start, draws(2, t, seed=5))
+    assert clusters.sizes.tolist() == [7]
+    assert delta == (1.0 if start == 0 else 1.2)
+    found = frequencies(clusters.samples[0], keys)
+    assert ((found - 1 / 7).abs() < 4 * math.sqrt(1 / 7 * 6 / 7 / t)).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(2, 12), st.sampled_from([0.0, 0.3]))
+def test_a_full_memory_keeps_the_lemma_with_twice_the_radius(seed, capacity, start):
+    """With a bound on the clusters: sizes are right, representatives apart, no key farther than 2δ."""
+    keys = torch.randn(80, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    clusters, delta = no_clusters(1, keys[0]), start
+    members = dict[tuple[float, ...], list[int]]()  # of each representative
+    for i, (key, u, merging) in enumerate(zip(keys, draws(80, 1), draws(80, capacity, seed=1), strict=True)):
+        before = delta
+        clusters, delta = update_within_capacity(clusters, delta, capacity, key, u, merging[:, None])
+        assert len(clusters.sizes) <= capacity
+        if delta > before:
+            members = _regroup(members, clusters, i, keys)
+        x = clusters.representatives[nearest_cluster(clusters, key)[0]]
+        members.setdefault(tuple(x.tolist()), []).append(i)
+        for x, size in zip(clusters.representatives, clusters.sizes, strict=True):
+            theirs = members[tuple(x.tolist())]
+            assert len(theirs) == size
+            assert (keys[theirs] - x).norm(dim=1).max() <= 2 * delta + 1e-12
+        if len(clusters.sizes) > 1:
+            apart = torch.cdist(clusters.representatives, clusters.representatives).fill_diagonal_(math.inf)
+            assert apart.min() > delta
+    assert delta > start
+
+
+def _regroup(members, clusters, count, keys):
+    """Every old cluster goes to the nearest representative that is left."""
+    stayed = clusters.representatives
+    if torch.equal(stayed[-1], keys[count]):  # founded by the new key, after the merge
+        stayed = stayed[:-1]
+    merged = dict[tuple[float, ...], list[int]]()
+    for x, theirs in members.items():
+        nearest = stayed[(stayed - torch.tensor(x, dtype=torch.float64)).norm(dim=1).argmin()]
+        merged.setdefault(tuple(nearest.tolist()), []).extend(theirs)
+    return merged
+
+
+# -- Lemma 1
+
+
+def test_each_token_is_kept_in_proportion_to_its_squared_norm():
+    """Lemma 1: seven tokens, one of them with a value of zero; 20,000 samples."""
+    s = 20_000
+    keys = torch.arange(7, dtype=torch.float64)[:, None]
+    values = torch.tensor([[1.0], [0.5], [2.0], [0.0], [1.5], [-3.0], [0.1]], dtype=torch.float64)
+    _, samples = run(keys, values, delta=0.5, s=s, t=1)
+    assert float(samples.mass) == pytest.approx(float(values.square().sum()))
+    expected = values.square().sum(1) / values.square().sum()
+    found = frequencies(samples.keys, keys)
+    error = (expected * (1 - expected) / s).sqrt()
+    assert ((found - expected).abs() <= 4 * error).all()
+    assert found[3] == 0
+    assert torch.equal(samples.values, values[samples.keys[:, 0].long()])
+
+
+def test_values_of_zero_are_never_sampled_and_divide_nothing():
+    keys, _ = clustered(20, 3)
+    clusters, samples = run(keys, torch.zeros(20, 4, dtype=torch.float64), delta=0.2, s=5, t=2)
+    assert (query_stream_attn(clusters, samples, keys[0]) == 0).all()
+    samples = update_matrix_product(samples, keys[1], torch.ones(4), draws(1, 5)[0])
+    assert (samples.values == 1).all(), "the first value that is not zero fills all samples"
+
+
+# -- the estimate
+
+
+def test_numerator_and_denominator_are_unbiased():
+    """One stream of 40 tokens; 20,000 samples of each kind, each an estimate by itself."""
+    keys, values = clustered(40, 4, spread=0.5)
+    query = torch.randn(8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    count = 20_000
+    clusters, samples = run(keys, values, delta=0.6, s=count, t=count)
+    weights = (keys @ query).exp()
+
+    logs, directions = log_terms_of_numerator(samples, query, 1.0)
+    terms = count * logs.exp()[:, None] * directions
+    error = terms.std(0) / math.sqrt(count)
+    assert ((terms.mean(0) - weights @ values).abs() < 4 * error).all()
+
+    of_slots = (clusters.sizes[:, None] * (clusters.samples @ query).exp()).sum(0)  # τ if t were 1, slot by slot
+    error = of_slots.std() / math.sqrt(count)
+    assert error > 0
+    assert abs(float(of_slots.mean() - weights.sum())) < 4 * float(error)
+    torch.testing.assert_close(log_normalizer(clusters, query, 1.0).exp(), of_slots.mean())
+
+
+def test_one_token_is_answered_exactly():
+    keys, values = clustered(1, 1)
+    clusters, samples = run(keys, values, delta=1.0, s=3, t=2)
+    torch.testing.assert_close(query_stream_attn(clusters, samples, torch.ones(8, dtype=torch.float64)), values[0])
+
+
+def test_identical_keys_are_one_cluster_and_the_answer_is_the_mean_of_values():
+    keys = torch.ones(50, 8, dtype=torch.float64)
+    values = torch.ones(50, 3, dtype=torch.float64) * torch.tensor([1.0, 2.0, 3.0])
+    clusters, samples = run(keys, values, delta=0.1, s=4, t=2)
+    assert clusters.sizes.tolist() == [50]
+    torch.testing.assert_close(query_stream_attn(clusters, samples, keys[0]), values[0])
+
+
+def theorem_errors(*, epsilon, runs, s, t, keys, values, delta, r):
+    """‖z/τ - Attn‖ over ‖softmax‖₂‖V‖_op, for queries of norm r."""
+    errors = []
+    for seed in range(runs):
+        query = torch.randn(8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        query *= r / query.norm()
+        clusters, samples = run(keys, values, delta=delta, s=s, t=t, seed=2 * seed)
+        softmax = torch.softmax(keys @ query, 0)
+        scale = softmax.norm() * torch.linalg.matrix_norm(values, ord=2)
+        errors.append(float((query_stream_attn(clusters, samples, query) - exact(query, keys, values)).norm() / scale))
+    return torch.tensor(errors)
+
+
+@pytest.mark.slow
+def test_the_error_bound_holds_as_often_as_the_theorem_says():
+    """Theorem 1 with s = 9 d/ε² and t = e^{2δr} log n /ε²: 1 % of 200 streams may miss (+ 4 standard errors)."""
+    epsilon, delta, r, runs = 0.5, 0.2, 2.0, 200
+    keys, values = clustered(300, 10, spread=delta / 2)
+    s = math.ceil(9 * 8 / epsilon**2)
+    t = math.ceil(math.exp(2 * delta * r) * math.log(300) / epsilon**2)
+    errors = theorem_errors(epsilon=epsilon, runs=runs, s=s, t=t, keys=keys, values=values, delta=delta, r=r)
+    missed = float((errors > epsilon).double().mean())
+    assert missed <= 0.01 + 4 * math.sqrt(0.01 * 0.99 / runs)
+    assert errors.median() > 0.02, "the bound is not met because nothing is approximated"
+
+
+@pytest.mark.slow
+def test_the_error_falls_with_the_root_of_the_samples():
+    """s from 16 to 256, t large: the mean squared error falls sixteenfold, within four standard errors. 150 streams."""
+    keys, values = clustered(200, 5)
+    setting = {"epsilon": 1.0, "runs": 150, "t": 64, "keys": keys, "values": values, "delta": 0.2, "r": 1.0}
+    few, many = (theorem_errors(s=s, **setting).square() for s in (16, 256))
+    ratio = float(few.mean() / many.mean())
+    relative = math.hypot(*(float(x.std() / x.mean()) / math.sqrt(len(x)) for x in (few, many)))
+    assert abs(ratio - 16) < 4 * 16 * relative
+    assert relative < 0.2
+
+
+# -- the cache
+
+
+def leaving(keys, values, first=0):
+    count = keys.shape[2]
+    ranks = (first + torch.arange(count)).expand(len(keys), -1)
+    return LeavingTokens(keys, values, ranks, (first + count,) * len(keys))
+
+
+def one_head(config, keys, values, *, head, layer, capacities, samples_plan):
+    """The algorithm with the numbers that the cache draws; value samples per stratum."""
+    clusters, delta = no_clusters(config.t, keys[0]), config.delta or 0.0
+    strata = dict[int, object]()
+    for i, (key, value) in enumerate(zip(keys, values, strict=True)):
+        address = (config.seed, layer, head, i)
+        merging = uniforms(*address, MERGE, torch.arange(capacities[i] * config.t)).view(capacities[i], config.t)
+        drawn = uniforms(*address, KEY, torch.arange(config.t))
+        clusters, delta = update_within_capacity(
+            clusters, delta, capacities[i], key, drawn, merging, float(config.growth)
+        )
+        stratum, _ = samples_plan.stratum_of(i)
+        held = strata.get(stratum) or no_samples(samples_plan.slots, key, value)
+        drawn = uniforms(*address, VALUE, torch.arange(samples_plan.slots))
+        strata[stratum] = update_matrix_product(held, key, value, drawn)
+    return clusters, delta, list(strata.values())
+
+
+KEEPS = [Budget(None, 200, 164), Budget(0.25, None, 164)]
+
+
+@pytest.mark.parametrize("budget", KEEPS, ids=["fixed", "fraction"])
+@pytest.mark.parametrize("given", [{}, {"delta": 0.5, "t": 3}, {"s": 20, "t": 2}], ids=str)
+@pytest.mark.parametrize("kind", ["clusters", "noise"])
+def test_the_cache_holds_what_the_algorithm_holds(budget, given, kind):
+    """Two heads, calls of 96, 32 and 384 tokens; clusters that never fill up, and noise that merges again and again."""
+    count, layer = 512, 3
+    config = SubGen(keep=0.25, **given)
+    streams = [clustered(count, 12, seed=i) for i in range(2)]
+    if kind == "noise":
+        streams = [(torch.randn_like(keys) * 2, values) for keys, values in streams]
+    keys, values = (torch.stack(parts)[None] for parts in zip(*streams, strict=True))
+    past = SubGenPast(config, budget, layer)
+    for start, stop in ((0, 96), (96, 128), (128, 512)):
+        past.write(leaving(keys[:, :, start:stop], values[:, :, start:stop], start))
+    plan, slots = past.sizes.samples, past.sizes.samples.slots
+    room = past.sizes.clusters
+    capacities = [(room.stratum_of(i)[0] + 1) * room.slots for i in range(count)]
+    for head in range(2):
+        clusters, delta, strata = one_head(
+            config, keys[0, head], values[0, head], head=head, layer=layer, capacities=capacities, samples_plan=plan
+        )
+        held = {name: tensor[0, head] for name, tensor in past.held.items()}
+        number = int(held["clusters"])
+        assert torch.equal(held["representatives"][:number], clusters.representatives)
+        assert torch.equal(held["key_samples"][:number], clusters.samples)
+        assert torch.equal(held["cluster_sizes"][:number], clusters.sizes)
+        assert float(held["delta"]) == pytest.approx(delta, rel=1e-7)
+        assert kind == "clusters" or held["growths"] > 0
+        for stratum, samples in enumerate(strata):
+            part = slice(stratum * slots, (stratum + 1) * slots)
+            assert torch.equal(held["sample_keys"][part], samples.keys)
+            assert torch.equal(held["sample_values"][part], samples.values)
+            torch.testing.assert_close(held["mass"][stratum], samples.mass)
+
+
+@pytest.mark.parametrize("growth", [2, 1.25])
+def test_no_key_is_farther_from_its_representative_than_the_cluster_reaches(growth):
+    """Memberships are followed through all merges."""
+    config = SubGen(keep=200, growth=growth)
+    keys = torch.randn(320, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    past = SubGenPast(config, Budget(None, 200, 164), 0)
+    past.write(leaving(keys[None, None], keys[None, None]))
+    capacity = past.sizes.clusters.slots
+    clusters, delta = no_clusters(1, keys[0]), 0.0
+    members = dict[tuple[float, ...], list[int]]()
+    for i, key in enumerate(keys):
+        before = delta
+        zeros = torch.zeros(capacity, 1)
+        clusters, delta = update_within_capacity(clusters, delta, capacity, key, zeros[0], zeros, float(growth))
+        if delta > before:
+            members = _regroup(members, clusters, i, keys)
+        x = clusters.representatives[nearest_cluster(clusters, key)[0]]
+        members.setdefault(tuple(x.tolist()), []).append(i)
+    assert past.held["growths"] > 1
+    reach = past.held["reach"][0, 0]
+    for x, bound in zip(clusters.representatives, reach, strict=False):
+        farthest = (keys[members[tuple(x.tolist())]] - x).norm(dim=1).max()
+        assert farthest <= bound + 1e-6 <= delta * growth / (growth - 1) + 1e-5
+
+
+@pytest.mark.parametrize("normalizer", ["clusters", "larger"])
+def test_the_cache_answers_what_the_algorithm_answers(normalizer):
+    """With one stratum: z/τ of the paper, or z over the larger of τ and the sum of z's own weights."""
+    config = SubGen(keep=300, normalizer=normalizer, t=2)
+    keys, values = clustered(600, 12)
+    past = SubGenPast(config, Budget(None, 300, 164), 0)
+    past.write(leaving(keys[None, None], values[None, None]))
+    room = past.sizes.clusters.slots
+    clusters, _, (samples,) = one_head(
+        config, keys, values, head=0, layer=0, capacities=[room] * 600, samples_plan=past.sizes.samples
+    )
+    for seed in range(5):
+        query = torch.randn(8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        log_terms, directions = log_terms_of_numerator(samples, query, 0.5)
+        log_tau = log_normalizer(clusters, query, 0.5)
+        if normalizer == "larger":
+            log_tau = torch.maximum(log_tau, log_terms.logsumexp(0))
+        got = past.attend(query[None, None, None], 0.5, None)
+        torch.testing.assert_close(got.out[0, 0, 0], torch.exp(log_terms - log_tau) @ directions, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(got.lse[0, 0, 0], log_tau, rtol=1e-5, atol=1e-6)
+
+
+def test_no_answer_is_longer_than_the_longest_value():
+    """Keys that do not cluster at all: the paper's ratio explodes, the larger normaliser does not."""
+    generator = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 1, 1, 2000, 16, generator=generator)
+    query = 4 * torch.randn(1, 1, 50, 16, generator=generator)
+    longest = {}
+    for normalizer in ("clusters", "larger"):
+        past = SubGenPast(SubGen(keep=300, normalizer=normalizer), Budget(None, 300, 164), 0)
+        past.write(leaving(keys, values))
+        longest[normalizer] = float(past.attend(query, 1.0, None).out.norm(dim=-1).max() / values.norm(dim=-1).max())
+    assert longest["larger"] <= 1 + 1e-5
+    assert longest["clusters"] > 2
+
+
+def test_huge_keys_in_bfloat16_are_held_as_they_are():
+    keys = torch.randn(1, 1, 400, 8, generator=torch.Generator().manual_seed(0)).bfloat16() * 1e30
+    past = SubGenPast(SubGen(keep=200), Budget(None, 200, 164), 0)
+    past.write(leaving(keys, torch.ones(1, 1, 400, 8).bfloat16()))
+    assert all(tensor.isfinite().all() for tensor in past.held.values())
+    assert past.held["cluster_sizes"].sum() == 400
+
+
+def test_identical_keys_never_fill_the_memory():
+    past = SubGenPast(SubGen(keep=200), Budget(None, 200, 164), 0)
+    keys = torch.full((1, 1, 3200, 8), 0.1)
+    past.write(leaving(keys, torch.randn(1, 1, 3200, 8, generator=torch.Generator().manual_seed(0))))
+    assert int(past.held["clusters"]) == 1
+    assert int(past.held["growths"]) == 0
+
+
+def test_memory_and_clusters_do_not_grow_with_the_stream():
+    cache = LayerCache(SubGen(keep=400), 0)
+    sizes = []
+    for seed in range(6):
+        keys = torch.randn(1, 2, 1024, 8, generator=torch.Generator().manual_seed(seed))
+        cache.hold(NewTokens(keys, keys))
+        sizes.append(cache.nbytes)
+    assert sizes[1] == sizes[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"delta": 0}, "delta must be a positive number, got 0"),
+        ({"delta": -1.5}, "delta must be a positive number, got -1.5"),
+        ({"delta": math.inf}, "delta must be a positive number, got inf"),
+        ({"delta": math.nan}, "delta must be a positive number, got nan"),
+        ({"s": 0}, "s must be a whole number of at least 1, got 0"),
+        ({"t": 0}, "t must be a whole number of at least 1, got 0"),
+        ({"growth": 1}, "growth must be a number above 1, got 1"),
+        ({"normalizer": "none"}, "normalizer must be one of larger, clusters, got 'none'"),
+        ({"keep": 400, "s": 300}, "needs at least 432"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        SubGen(**options)
+
+
+def test_a_short_row_and_a_long_row_of_a_batch_are_held_in_their_own_ways():
+    """One overflows and is sampled, the other is still exact."""
+    count, lengths = 400, [400, 90]
+    keys, values = torch.randn(2, 2, 1, count, 8, generator=torch.Generator().manual_seed(0))
+    valid = torch.ones(2, count, dtype=torch.bool)
+    valid[1, : count - lengths[1]] = False
+    cache = LayerCache(SubGen(keep=200), 0)
+    cache.hold(NewTokens(keys, values, valid))
+    query = torch.randn(2, 1, 3, 8, generator=torch.Generator().manual_seed(1))
+    got = cache.attend(query, 1.0).out
+    full = exact_attention(query, keys, values, 1.0, visible=valid[:, None, None]).out
+    torch.testing.assert_close(got[1], full[1])
+    assert (got[0] - full[0]).norm() > 0.01 * full[0].norm()
+    assert cache.past.groups == [0, -1]
+    assert BLOCK == 32
+
+
+@pytest.mark.parametrize("kind", ["clusters", "noise"])
+def test_it_says_when_keys_do_not_cluster(kind):
+    """Twelve tight clusters are within the theorem's condition; noise is not, and a user is told."""
+    keys, values = clustered(1000, 12)
+    if kind == "noise":
+        keys = 3 * torch.randn_like(keys)
+    cache = LayerCache(SubGen(keep=300), 0)
+    cache.hold(NewTokens(keys[None, None], values[None, None]))
+    cache.attend(keys[None, None, :8], 1.0)
+    details, warning = cache.past.details(), cache.past.warning()
+    if kind == "clusters":
+        assert details["log spread"] < 1
+        assert warning is None
+    else:
+        assert details["log spread"] > 10
+        assert "do not cluster" in warning
