@@ -59,16 +59,7 @@ def run(out: Path, longeval: Path | None) -> None:
 
 
 def sum_up(out: Path) -> None:
-    runs, rows = read_rows(out / "rows.jsonl")
-    if not rows:
-        raise SystemExit(f"there are no rows in {out / 'rows.jsonl'}: nothing to sum up")
-    runs, means = add_to_earlier(runs, summarise(rows))
-    lines = [json.dumps({"runs": runs}), *(json.dumps(asdict(mean)) for mean in means)]
-    SUMMARY.write_text("\n".join(lines) + "\n")
-    compared = [name for tasks in LOOKED_UP.values() for name in tasks]
-    shown = [mean for mean in means if mean.task in compared and mean.length <= max(LENGTHS)]
-    for picture in [*draw_scores(shown, out), *draw_needles(rows, out)]:
-        picture.path.rename(FIGURES / f"answers-{picture.path.name}")
+    means = sum_up_into(SUMMARY, out, "answers", [name for tasks in LOOKED_UP.values() for name in tasks])
     print_exact([mean for mean in means if mean.method == "exact" and mean.asked == "before" and mean.task != "needle"])
     methods = list(dict.fromkeys(mean.method for mean in means))
     for asked in ("before", "after"):
@@ -76,11 +67,25 @@ def sum_up(out: Path) -> None:
         print_table([mean for mean in means if mean.asked == asked and mean.task in tasks], methods)
 
 
-def add_to_earlier(runs: list[dict], means: list[Mean]) -> tuple[list[dict], list[Mean]]:
+def sum_up_into(summary: Path, out: Path, name: str, compared: list[str]) -> list[Mean]:
+    """Write the means, and what an earlier summary has beside them; draw those of the tasks that are compared."""
+    runs, rows = read_rows(out / "rows.jsonl")
+    if not rows:
+        raise SystemExit(f"there are no rows in {out / 'rows.jsonl'}: nothing to sum up")
+    runs, means = add_to_earlier(summary, runs, summarise(rows))
+    lines = [json.dumps({"runs": runs}), *(json.dumps(asdict(mean)) for mean in means)]
+    summary.write_text("\n".join(lines) + "\n")
+    shown = [mean for mean in means if mean.task in compared and mean.length <= max(LENGTHS)]
+    for picture in [*draw_scores(shown, out), *draw_needles(rows, out)]:
+        picture.path.rename(FIGURES / f"{name}-{picture.path.name}")
+    return means
+
+
+def add_to_earlier(summary: Path, runs: list[dict], means: list[Mean]) -> tuple[list[dict], list[Mean]]:
     """The summary there is, with these cells in place of its own; that of another model is dropped."""
-    if not SUMMARY.exists():
+    if not summary.exists():
         return runs, means
-    head, *lines = SUMMARY.read_text().splitlines()
+    head, *lines = summary.read_text().splitlines()
     earlier = json.loads(head)["runs"]
     if {run["fingerprint"] for run in earlier} != {run["fingerprint"] for run in runs}:
         return runs, means

@@ -120,6 +120,17 @@ def log_normalizer(clusters: Clusters, query: Float[Tensor, " d"], scale: float)
     return (log_weights + clusters.samples @ query * scale).flatten().logsumexp(0)
 
 
+def founders(keys: Float[Tensor, "n d"], delta: float) -> Int64[Tensor, " m"]:
+    """Which keys of a stream found clusters in Algorithm 1: those that are within δ of none that did."""
+    near = torch.zeros(len(keys), dtype=torch.bool)
+    found = list[int]()
+    while not bool(near.all()):
+        founder = int((~near).long().argmax())
+        found.append(founder)
+        near |= (keys - keys[founder]).norm(dim=1) <= delta
+    return torch.tensor(found, dtype=torch.int64)
+
+
 def make_room(
     clusters: Clusters, delta: float, uniforms: Float[Tensor, "m t"], growth: float = 2.0
 ) -> tuple[Clusters, float]:

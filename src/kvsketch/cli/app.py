@@ -1,6 +1,7 @@
 """The command `kvsketch` itself, and what its parts share."""
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -99,6 +100,24 @@ def load_model(name: str | None, dtype: str, device: str | None) -> "tuple[PreTr
         model = AutoModelForCausalLM.from_pretrained(name, dtype=wanted, trust_remote_code=False, use_safetensors=True)
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     return model.to(place).eval(), tokenizer
+
+
+def read_text(path: Path) -> str:
+    """A text file, or standard input where the path is -."""
+    if str(path) != "-" and not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    if not text.strip():
+        raise ValueError(f"{path} is empty: there is nothing to read")
+    return text
+
+
+def numbers(option: str, text: str, kind: type[int] | type[float]) -> list[float]:
+    """What an option lists, with commas between."""
+    try:
+        return [kind(part) for part in text.split(",") if part.strip()]
+    except ValueError as error:
+        raise ValueError(f"{option} must be numbers with commas between them, got {text!r}") from error
 
 
 def size_for_people(count: int) -> str:

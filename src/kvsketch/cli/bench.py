@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn
 from rich.table import Table
 
-from kvsketch.cli.app import load_model, progress_bar, say
+from kvsketch.cli.app import load_model, numbers, progress_bar, say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -66,10 +66,10 @@ def bench(
     plan = Plan(
         tasks=_tasks(suite, tasks),
         methods=[spec.strip() for spec in methods.split(";") if spec.strip()],
-        lengths=[int(number) for number in _numbers("--lengths", lengths, int)],
+        lengths=[int(number) for number in numbers("--lengths", lengths, int)],
         asked=ASKED[asked],
         samples=samples,
-        depths=_numbers("--depths", depths or "", float),
+        depths=numbers("--depths", depths or "", float),
         wording=wording,
         haystack=Noise() if haystack is None else TextFile(haystack),
         seed=seed,
@@ -122,13 +122,6 @@ def _tasks(suite: str, names: str | None) -> list[str]:
         if name not in known:
             raise ValueError(f"the suite {suite} has no task {name!r}; it has {', '.join(known)}")
     return wanted
-
-
-def _numbers(option: str, text: str, kind: type[int] | type[float]) -> list[float]:
-    try:
-        return [kind(part) for part in text.split(",") if part.strip()]
-    except ValueError as error:
-        raise ValueError(f"{option} must be numbers with commas between them, got {text!r}") from error
 
 
 def _print_table(means: "Sequence[Mean]") -> None:

@@ -1,6 +1,5 @@
 """`kvsketch generate`: read a text with a bounded cache, and answer or go on."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -8,7 +7,7 @@ import typer
 from rich.table import Table
 
 import kvsketch
-from kvsketch.cli.app import load_model, notes, progress_bar, say, size_for_people
+from kvsketch.cli.app import load_model, notes, progress_bar, read_text, say, size_for_people
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +40,7 @@ def generate(
 
     _check_sources(prompt_file, question, load_cache, save_cache, method)
     config = kvsketch.parse_spec(method or "uniform(keep=0.25)")
-    text = None if prompt_file is None else _read_text(prompt_file)
+    text = None if prompt_file is None else read_text(prompt_file)
     language_model, tokenizer = load_model(model, dtype, device)
     template = uses_template(tokenizer, raw)
     before, after = text or "", question or ""  # what the cache reads, and what comes after it
@@ -82,15 +81,6 @@ def _check_sources(
         raise ValueError("--method is chosen when a text is read; a loaded cache keeps the one it was made with")
     if save_cache is not None and not save_cache.absolute().parent.is_dir():
         raise ValueError(f"there is no folder {save_cache.absolute().parent} to save the cache in")
-
-
-def _read_text(path: Path) -> str:
-    if str(path) != "-" and not path.is_file():
-        raise ValueError(f"there is no file {path}")
-    text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
-    if not text.strip():
-        raise ValueError(f"{path} is empty: there is nothing to read")
-    return text
 
 
 def _ids(tokenizer: "PreTrainedTokenizerBase", text: str, model: "PreTrainedModel", *, special: bool) -> "Tensor":

@@ -1,0 +1,112 @@
+"""`kvsketch inspect`: whether a model's keys cluster."""
+
+import math
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvsketch.cli.app import load_model, numbers, progress_bar, read_text, say
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from kvsketch.evaluation.inspection import Row
+
+
+def inspect(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Rows and pictures go to this folder.")],
+    model: Annotated[str | None, typer.Argument(help="A model's folder or name; the embedded one if left out.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="A text to read; - is standard input. Left out: a record of lines.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=64, help="Read so many tokens of the text at most.")] = 4000,
+    layers: Annotated[str | None, typer.Option(help="Only these layers, with commas.")] = None,
+    heads: Annotated[str, typer.Option(help="KV heads to draw maps of, with commas.")] = "0",
+    shares: Annotated[
+        str, typer.Option(help="Radii δ, as shares of the median distance between keys.")
+    ] = "0.25,0.5,0.75,1",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto for the checkpoint's own.")] = "auto",
+    device: Annotated[
+        str | None, typer.Option(help="Where to run, such as cuda; the default is the best there is.")
+    ] = None,
+) -> None:
+    """Show how a model's keys, values and queries are spread: clusters against length, norms, and maps."""
+    wanted_layers = None if layers is None else [int(layer) for layer in numbers("--layers", layers, int)]
+    wanted_heads = [int(head) for head in numbers("--heads", heads, int)]
+    wanted_shares = numbers("--shares", shares, float)
+    if not wanted_shares or not all(0 < share < math.inf for share in wanted_shares):
+        raise ValueError(f"--shares must be positive numbers with commas between them, got {shares!r}")
+    text = None if prompt_file is None else read_text(prompt_file)
+
+    from kvsketch.evaluation.capture import capture
+    from kvsketch.evaluation.inspection import inspect_layer, save_rows
+    from kvsketch.evaluation.provenance import provenance
+
+    language_model, tokenizer = load_model(model, dtype, device)
+    ids = tokenizer(_a_record(tokenizer, tokens) if text is None else text, return_tensors="pt")["input_ids"]
+    ids = ids[:, :tokens].to(language_model.device)
+    seen = capture(language_model, ids, wanted_layers)
+    available = seen[0].keys.shape[0]
+    if not all(0 <= head < available for head in wanted_heads):
+        raise ValueError(f"--heads must be from 0 to {available - 1} for this model, got {heads!r}")
+    rows = list["Row"]()
+    with progress_bar() as bar:
+        task = bar.add_task("clustering", total=len(seen))
+        for layer in seen:
+            rows += inspect_layer(layer, wanted_shares)
+            bar.advance(task)
+    about = {"model": model or "embedded", "text": str(prompt_file or "a record of lines"), "tokens": ids.shape[1]}
+    save_rows(rows, out / "inspect.jsonl", about | provenance())
+    for table in _tables(rows):
+        Console().print(table)
+    say(
+        "δ in shares of the median distance between keys. In brackets 2δr: SubGen's theorem asks for samples in "
+        f"proportion to its exponential. Rows: {out}"
+    )
+
+    from kvsketch.evaluation import inspection_pictures as pictures
+
+    pictures.save(pictures.clusters_picture(rows), out / "clusters.png")
+    pictures.save(pictures.norms_picture(rows), out / "norms.png")
+    try:
+        figure = pictures.maps_picture(seen, wanted_heads)
+    except ImportError:
+        say("no maps: they need scikit-learn (pip install 'kvsketch[inspect]')")
+    else:
+        pictures.save(figure, out / "maps.png")
+    say("pictures: " + ", ".join(sorted(path.name for path in out.glob("*.png"))))
+
+
+def _a_record(tokenizer: "PreTrainedTokenizerBase", tokens: int) -> str:
+    """A record of lines of about so many tokens, in the words that the tokenizer's model knows."""
+    from kvsketch.evaluation.tasks import TASKS, Sample, Setting
+    from kvsketch.evaluation.tasks.fit import Fitter
+
+    def count(made: Sample) -> int:
+        return len(tokenizer(made.context)["input_ids"])
+
+    return Fitter(TASKS["lines"], Setting(size=1, wording="compact"), count).sample(tokens, "inspect").context
+
+
+def _tables(rows: "list[Row]") -> tuple[Table, Table]:
+    """Means over heads: of norms, and of clusters after the whole text."""
+    shares = sorted({cell["share"] for cell in rows[0]["clusters"]})
+    norms = Table("norms, layer", "queries", "keys", "keys - mean", "values", "distance", box=None, pad_edge=False)
+    headings = (f"δ = {share:g}" for share in shares)
+    clusters = Table("clusters, layer", *headings, box=None, pad_edge=False)
+    for layer in sorted({row["layer"] for row in rows}):
+        heads = [row for row in rows if row["layer"] == layer]
+        means = [fmean(head[name]["mean"] for head in heads) for name in ("queries", "keys", "centred_keys", "values")]
+        means.append(fmean(head["median_distance"] for head in heads))
+        norms.add_row(str(layer), *(f"{value:.2f}" for value in means))
+        cells = []
+        for share in shares:
+            last = [[cell for cell in head["clusters"] if cell["share"] == share][-1] for head in heads]
+            count, spread = (fmean(cell[name] for cell in last) for name in ("count", "log_spread"))
+            cells.append(f"{count:,.0f} ({spread:.0f})")
+        clusters.add_row(str(layer), *cells)
+    return norms, clusters

@@ -1,0 +1,115 @@
+"""Pictures of what `inspection` found: clusters against length, norms, and maps of keys and values."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from kvsketch.algorithms.kcenter import greedy_k_center
+from kvsketch.evaluation.capture import Captured
+from kvsketch.evaluation.inspection import Row
+from kvsketch.evaluation.pictures import COLOURS
+
+CENTRES = 16  # as in Figure 1 of the SubGen paper
+POINTS = 1500  # of a map; more take long and show no more
+
+
+def clusters_picture(rows: Sequence[Row]) -> Figure:
+    """A panel for each layer: clusters against tokens, mean over heads, a curve for each δ; dashed: one each."""
+    layers = sorted({row["layer"] for row in rows})
+    shares = sorted({cell["share"] for cell in rows[0]["clusters"]})
+    figure, panels = _panels(len(layers))
+    for axes, layer in zip(panels, layers, strict=True):
+        heads = [row for row in rows if row["layer"] == layer]
+        at = [cell["at"] for cell in heads[0]["clusters"] if cell["share"] == shares[0]]
+        axes.plot(at, at, color="#bbbbbb", ls="--", lw=1)
+        for colour, share in zip(COLOURS, shares, strict=False):
+            curves = [[cell["count"] for cell in head["clusters"] if cell["share"] == share] for head in heads]
+            mean = [sum(counts) / len(counts) for counts in zip(*curves, strict=True)]
+            axes.plot(at, mean, color=colour, lw=1.8, marker="o", ms=3, label=f"δ = {share:g} × median distance")
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_title(f"layer {layer}", loc="left", fontsize=10)
+        axes.set_xlabel("tokens")
+        axes.set_ylabel("clusters")
+    return _with_legend(figure, panels[0])
+
+
+def norms_picture(rows: Sequence[Row]) -> Figure:
+    """Norms of queries, keys, keys less their mean, and values, over the layers; bars are standard deviations."""
+    layers = sorted({row["layer"] for row in rows})
+    figure, (axes,) = _panels(1)
+    names = {"queries": "queries", "keys": "keys", "centred_keys": "keys less their mean", "values": "values"}
+    for colour, (name, label) in zip(COLOURS, names.items(), strict=False):
+        found = [[row[name] for row in rows if row["layer"] == layer] for layer in layers]
+        means = [sum(head["mean"] for head in heads) / len(heads) for heads in found]
+        deviations = [math.sqrt(sum(head["deviation"] ** 2 for head in heads) / len(heads)) for heads in found]
+        axes.errorbar(layers, means, yerr=deviations, color=colour, marker="o", ms=4, capsize=2, label=label)
+    axes.set_xticks(layers)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("layer")
+    axes.set_ylabel("norm")
+    return _with_legend(figure, axes)
+
+
+def maps_picture(seen: Sequence[Captured], heads: Sequence[int], seed: int = 0) -> Figure:
+    """t-SNE maps, keys above and values below, a column for each layer and head; k-center's centres are marked.
+
+    Colours go with the place in the text. As Figure 1 of the SubGen paper.
+    """
+    from sklearn.manifold import TSNE
+
+    columns = [(layer, head) for layer in seen for head in heads]
+    figure = Figure(figsize=(2.6 * len(columns), 5.2), dpi=150)
+    grid = figure.subplots(2, len(columns), squeeze=False)
+    for (layer, head), panels in zip(columns, grid.T, strict=True):
+        for axes, name, vectors in zip(panels, ("keys", "values"), (layer.keys[head], layer.values[head]), strict=True):
+            points = _some(vectors.float().cpu())
+            centres = greedy_k_center(points, CENTRES).centres
+            flat = TSNE(n_components=2, random_state=seed, init="pca", perplexity=min(30, len(points) // 4))
+            places = flat.fit_transform(points.numpy())
+            axes.scatter(*places.T, c=range(len(points)), cmap="viridis", s=2, lw=0)
+            axes.scatter(*places[centres].T, color="#d1495b", s=18, marker="x", lw=1.2)
+            axes.set_title(f"{name}, layer {layer.layer}, head {head}", fontsize=8)
+            axes.set_xticks([])
+            axes.set_yticks([])
+    figure.tight_layout()
+    return figure
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Write a picture."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, bbox_inches="tight")
+    return path
+
+
+def _some(vectors: Float[Tensor, "n d"]) -> Float[Tensor, "m d"]:
+    """At most POINTS of them, evenly over the text."""
+    if len(vectors) <= POINTS:
+        return vectors
+    return vectors[torch.linspace(0, len(vectors) - 1, POINTS).long()]
+
+
+def _panels(count: int) -> tuple[Figure, list[Axes]]:
+    wide = min(4, count)
+    high = -(-count // wide)
+    figure = Figure(figsize=(max(4.0, 3.2 * wide), 3.0 * high), dpi=150)
+    panels = list(figure.subplots(high, wide, squeeze=False).flat)
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+    for unused in panels[count:]:
+        unused.set_visible(False)
+    return figure, panels[:count]
+
+
+def _with_legend(figure: Figure, axes: Axes) -> Figure:
+    figure.tight_layout()
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, 0.0), ncols=3, fontsize=8, frameon=False)
+    return figure
