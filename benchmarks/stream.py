@@ -1,0 +1,95 @@
+"""A clusterable stream of a million tokens through SubGen: seconds and bytes per token against n.
+
+`python benchmarks/stream.py [TOKENS]`. One layer, one KV head, 64 wide, float32, one thread. New clusters come at a
+rate that makes √n of them. Beside it: exact attention over the same tokens. Writes docs/results/stream.jsonl.
+"""
+
+import sys
+import time
+from statistics import median
+
+import torch
+
+from common import RESULTS, write_row
+from kvsketch.attention import WeightedTokens, exact_attention
+from kvsketch.caches.layer import LayerCache, NewTokens
+from kvsketch.caches.subgen import SubGen
+from kvsketch.kernels.weighted_attention import weighted_attention
+
+WIDTH, CHUNK = 64, 1000
+SCALE = WIDTH**-0.5
+
+
+class Stream:
+    """Chunks of keys and values; token i founds a cluster where √i passes a whole number."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+        self.centres = 4 * torch.randn(1100, WIDTH, generator=self.generator)
+        self.count = 0
+
+    def chunk(self) -> tuple[torch.Tensor, torch.Tensor]:
+        number = torch.arange(self.count, self.count + CHUNK) + 1
+        self.count += CHUNK
+        known = number.double().sqrt().ceil()
+        which = (torch.rand(CHUNK, generator=self.generator) * known).long()
+        keys = self.centres[which] + 0.01 * torch.randn(CHUNK, WIDTH, generator=self.generator)
+        return keys[None, None], torch.randn(1, 1, CHUNK, WIDTH, generator=self.generator)
+
+
+def seconds_of(function, repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    return median(times)
+
+
+def main(tokens: int) -> None:
+    torch.set_num_threads(1)
+    (RESULTS / "stream.jsonl").unlink(missing_ok=True)
+    cache = LayerCache(SubGen(keep=4096, delta=1.0, s=1024, t=2), 0)
+    stream = Stream()
+    held = {"keys": torch.empty(1, 1, tokens, WIDTH), "values": torch.empty(1, 1, tokens, WIDTH)}
+    writing, next_row = 0.0, 2000
+    since = 0
+    while stream.count < tokens:
+        start_of_chunk = stream.count
+        keys, values = stream.chunk()
+        held["keys"][:, :, start_of_chunk : stream.count] = keys
+        held["values"][:, :, start_of_chunk : stream.count] = values
+        start = time.perf_counter()
+        cache.hold(NewTokens(keys, values))
+        writing += time.perf_counter() - start
+        since += CHUNK
+        if stream.count < next_row and stream.count < tokens:
+            continue
+        next_row = round(stream.count * 2)
+        row = {"tokens": stream.count, "write_seconds_per_token": writing / since} | compare(cache, held, stream)
+        write_row("stream", row)
+        writing, since = 0.0, 0
+
+
+def compare(cache: LayerCache, held: dict[str, torch.Tensor], stream: Stream) -> dict[str, float]:
+    """One query: seconds, bytes and error of both."""
+    keys, values = (tensor[:, :, : stream.count] for tensor in held.values())
+    query = stream.centres[:1].expand(1, 1, 1, -1) * 0.25
+    exact = exact_attention(query, keys, values, SCALE).out
+    got = cache.attend(query, SCALE).out
+    past = cache.past.details()
+    softmax = torch.softmax((query[0, 0] @ keys[0, 0].T * SCALE)[0].double(), 0)
+    unit = float(softmax.norm() * torch.linalg.matrix_norm(values[0, 0, :50_000].double(), ord=2))
+    return {
+        "read_seconds": seconds_of(lambda: cache.attend(query, SCALE), 21),
+        "exact_read_seconds": seconds_of(lambda: weighted_attention(query, WeightedTokens(keys, values), SCALE), 11),
+        "bytes": cache.nbytes,
+        "exact_bytes": 2 * stream.count * WIDTH * 4,
+        "clusters": past.get("clusters", 0.0),
+        "error_over_bound_unit": float((got - exact).norm()) / unit,
+        "relative_error": float((got - exact).norm() / exact.norm()),
+    }
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000)

@@ -1,0 +1,159 @@
+"""What `kvsketch inspect` measures and draws, and what it reads it from."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import zoo
+from kvsketch.algorithms.subgen import founders, no_clusters, update_softmax_normalizer
+from kvsketch.attention import exact_attention
+from kvsketch.evaluation import inspection_pictures as pictures
+from kvsketch.evaluation.capture import Captured, capture
+from kvsketch.evaluation.inspection import clusters_over_time, inspect_layer, median_distance, save_rows
+
+
+def some_keys(count=300, width=4, seed=0):
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_what_was_captured_gives_the_answers_of_the_model(family):
+    """Attention over captured queries, keys and values is what the output projection of every layer gets."""
+    model = zoo.build(family)
+    ids = zoo.tokens(1, 50)
+    got = {}
+    hooks = [
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda _, inputs, i=i: got.setdefault(i, inputs[0]))
+        for i, layer in enumerate(model.model.layers)
+    ]
+    seen = capture(model, ids)
+    for hook in hooks:
+        hook.remove()
+    visible = torch.ones(50, 50, dtype=torch.bool).tril()[None, None]
+    assert [layer.layer for layer in seen] == list(range(len(model.model.layers)))
+    for layer in seen:
+        answer = exact_attention(
+            layer.queries[None], layer.keys[None], layer.values[None], layer.scale, visible=visible
+        ).out
+        torch.testing.assert_close(answer.transpose(1, 2).flatten(2), got[layer.layer], rtol=1e-4, atol=1e-5)
+
+
+def test_only_the_layers_asked_for_are_captured():
+    seen = capture(zoo.build("llama"), zoo.tokens(1, 20), [1])
+    assert [layer.layer for layer in seen] == [1]
+
+
+def test_wrong_layers_and_texts_are_refused():
+    model = zoo.build("llama")
+    with pytest.raises(ValueError, match=r"layers \[7\] are no full-attention layers of this model; there are \[0, 1"):
+        capture(model, zoo.tokens(1, 20), [7])
+    with pytest.raises(ValueError, match=r"one text, ids of shape 1 × tokens, got shape \(2, 20\)"):
+        capture(model, zoo.tokens(2, 20))
+
+
+@pytest.mark.parametrize("delta", [0.3, 1.0, 10.0])
+def test_founders_are_the_representatives_of_the_algorithm(delta):
+    keys = some_keys()
+    clusters = no_clusters(1, keys[0])
+    counts = []
+    for key in keys:
+        clusters = update_softmax_normalizer(clusters, delta, key, torch.ones(1))
+        counts.append(len(clusters.sizes))
+    assert torch.equal(keys[founders(keys, delta)], clusters.representatives)
+    for at, count in clusters_over_time(keys, delta):
+        assert count == counts[at - 1]
+
+
+def captured(count=200, heads=2, group=3, layer=5):
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(heads * group, count, 8, generator=generator)
+    keys, values = torch.randn(2, heads, count, 8, generator=generator)
+    return Captured(layer, queries, keys, values, 0.5)
+
+
+def test_rows_say_what_they_measured():
+    seen = captured()
+    rows = list(inspect_layer(seen, [0.5, 1.0]))
+    assert [(row["layer"], row["head"]) for row in rows] == [(5, 0), (5, 1)]
+    row = rows[1]
+    assert row["queries"]["largest"] == pytest.approx(float(seen.queries[3:].norm(dim=2).max()))
+    assert row["keys"]["mean"] == pytest.approx(float(seen.keys[1].norm(dim=1).mean()))
+    centred = seen.keys[1] - seen.keys[1].mean(0)
+    assert row["centred_keys"]["mean"] == pytest.approx(float(centred.norm(dim=1).mean()))
+    assert row["median_distance"] == pytest.approx(float(torch.pdist(seen.keys[1]).median()))
+    last = row["clusters"][-1]
+    assert last["at"] == 200
+    assert last["delta"] == pytest.approx(median_distance(seen.keys[1]))
+    assert last["log_spread"] == pytest.approx(2 * last["delta"] * row["queries"]["largest"] * 0.5)
+
+
+def test_pictures_are_functions_of_rows(tmp_path):
+    seen = [captured(layer=0), captured(layer=3)]
+    rows = [row for layer in seen for row in inspect_layer(layer, [0.5, 1.0])]
+    figure = pictures.clusters_picture(rows)
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["layer 0", "layer 3"]
+    heads = [row for row in rows if row["layer"] == 3]
+    curve = figure.axes[1].lines[1]  # after the diagonal: the smaller δ
+    cells = [[cell["count"] for cell in head["clusters"] if cell["share"] == 0.5] for head in heads]
+    assert list(curve.get_ydata()) == [sum(pair) / 2 for pair in zip(*cells, strict=True)]
+    assert len(pictures.norms_picture(rows).axes[0].containers) == 4
+    assert pictures.save(figure, tmp_path / "new" / "clusters.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_maps_have_a_panel_for_keys_and_values_of_every_layer_and_head():
+    figure = pictures.maps_picture([captured(layer=0), captured(layer=3)], [0, 1])
+    assert len(figure.axes) == 8
+    for axes in figure.axes:
+        points, centres = axes.collections
+        assert len(points.get_offsets()) == 200
+        assert len(centres.get_offsets()) == pictures.CENTRES
+
+
+def test_rows_are_written_below_where_they_come_from(tmp_path):
+    save_rows([{"layer": 1}], tmp_path / "a" / "rows.jsonl", {"model": "m"})
+    lines = (tmp_path / "a" / "rows.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [{"model": "m"}, {"layer": 1}]
+
+
+def run(*arguments):
+    command = [sys.executable, "-m", "kvsketch", "inspect", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_the_command_writes_rows_and_pictures(tmp_path):
+    done = run("--out", tmp_path / "out", "--tokens", 300, "--layers", "0,2", "--shares", "0.5,1")
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "inspect.jsonl",
+        "clusters.png",
+        "norms.png",
+        "maps.png",
+    }
+    head, *rows = map(json.loads, (tmp_path / "out" / "inspect.jsonl").read_text().splitlines())
+    assert head["model"] == "embedded"
+    assert {row["layer"] for row in rows} == {0, 2}
+    assert re.search(r"clusters, layer\s+δ = 0.5\s+δ = 1", done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--heads", "4"], "--heads must be from 0 to 3 for this model, got '4'"),
+        (["--layers", "9"], "layers [9] are no full-attention layers"),
+        (["--shares", "-1"], "--shares must be positive numbers"),
+        (["--prompt-file", "nowhere.txt"], "there is no file nowhere.txt"),
+    ],
+)
+def test_wrong_options_end_in_a_line(tmp_path, arguments, message):
+    done = run("--out", tmp_path / "out", "--tokens", 100, *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
