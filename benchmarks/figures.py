@@ -1,6 +1,7 @@
 """Figures from the rows in docs/results, and from nothing else: `python benchmarks/figures.py`."""
 
 import json
+import math
 from itertools import pairwise
 from pathlib import Path
 
@@ -150,6 +151,66 @@ def training() -> None:
     save(figure, "training")
 
 
+def plain_rows(name: str) -> list[dict]:
+    """All rows of a benchmark that starts its file anew."""
+    return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
+
+
+def theorem() -> None:
+    """SubGen's theorem: error against samples, and samples against the spread of a cluster."""
+    found = plain_rows("theorem")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.6), dpi=150)
+    errors = [row for row in found if row["part"] == "error"]
+    samples = [row["s"] for row in errors]
+    left.plot(samples, [(row["d"] / row["s"]) ** 0.5 for row in errors], color=STOCK, ls="--", label="√(d/s)")
+    for colour, name, label in ((OTHERS[0], "q99", "99th percentile"), (OURS, "rms", "root mean square")):
+        left.plot(samples, [row[name] for row in errors], color=colour, marker="o", ms=4, lw=2, label=label)
+    left.set_xlabel("value samples s")
+    left.set_title("error / (‖softmax‖₂ ‖V‖op)", loc="left", fontsize=10)
+    left.set_xscale("log", base=2)
+    spread = [row for row in found if row["part"] == "spread"]
+    places = sorted({row["spread"] for row in spread})
+    right.plot(places, [math.exp(x) / 0.01 for x in places], color=STOCK, ls="--", label="e^(2δr) / ε²")
+    for colour, kind, label in ((OTHERS[0], "worst", "two points, worst mix"), (OURS, "ball", "ball of radius δ")):
+        needed = [row["t"] for row in sorted(spread, key=lambda row: row["spread"]) if row["kind"] == kind]
+        right.plot(places, needed, color=colour, marker="o", ms=4, lw=2, label=label)
+    right.set_xlabel("2δr")
+    right.set_title("key samples t for ε = 0.1", loc="left", fontsize=10)
+    for axes in (left, right):
+        axes.set_yscale("log")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(fontsize=8, frameon=False)
+    save(figure, "theorem")
+
+
+def stream() -> None:
+    """SubGen on a stream of a million tokens: seconds and bytes, beside exact attention."""
+    found = plain_rows("stream")
+    tokens = [row["tokens"] for row in found]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.6), dpi=150)
+    for axes, ours, exact, unit in (
+        (
+            left,
+            [1000 * row["read_seconds"] for row in found],
+            [1000 * row["exact_read_seconds"] for row in found],
+            "ms",
+        ),
+        (right, [row["bytes"] / MIB for row in found], [row["exact_bytes"] / MIB for row in found], "MiB"),
+    ):
+        axes.plot(tokens, exact, color=STOCK, marker="o", ms=3, lw=2, label="exact")
+        axes.plot(tokens, ours, color=OURS, marker="o", ms=3, lw=2, label="subgen")
+        axes.set_title(f"{'a query' if axes is left else 'held'} ({unit})", loc="left", fontsize=10)
+    written = [1000 * row["write_seconds_per_token"] for row in found]
+    left.plot(tokens, written, color=OTHERS[0], marker="o", ms=3, lw=2, label="subgen, taking in a token")
+    for axes in (left, right):
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlabel("tokens seen")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(fontsize=8, frameon=False)
+    save(figure, "stream")
+
+
 if __name__ == "__main__":
-    for draw in (long_prompt, memory, decode, training):
+    for draw in (long_prompt, memory, decode, training, theorem, stream):
         draw()

@@ -142,6 +142,7 @@ def make_room(
     the probability that a key of both together is of the one that joins: it stays uniform.
     """
     x = clusters.representatives
+    assert len(x) > 1, "a single cluster has none to merge with"
     distances = (x[:, None] - x).norm(dim=2).fill_diagonal_(float("inf"))
     closest = float(distances.min())
     delta = delta or closest / growth

@@ -65,9 +65,13 @@ class SubGen(WindowedConfig):
     def least_entries(self) -> int:
         return self.exact_entries() + self._first_entries()
 
+    def _unit(self) -> int:
+        """Entries by which a fraction makes room: a quarter of them are two clusters at least."""
+        return max(BLOCK, 4 * (1 + self.t))
+
     def _first_entries(self) -> int:
         """Entries of the past before a fraction makes room for more."""
-        return max(BLOCK, 1 + self.t) + (0 if self.s is None else self.s)
+        return self._unit() + (0 if self.s is None else self.s)
 
     def new_past(self, budget: Budget, layer: int) -> Past:
         return ExactFirst(lambda count: self._room(budget, count), lambda: SubGenPast(self, budget, layer))
@@ -81,7 +85,7 @@ class SubGen(WindowedConfig):
     def sizes(self, budget: Budget, key_share: float) -> "Sizes":
         """What the budget is spent on; `key_share` is the part of an entry that is its key.
 
-        Three quarters go to value samples unless `s` says otherwise. A fraction makes room for BLOCK entries at a
+        Three quarters go to value samples unless `s` says otherwise. A fraction makes room for a few entries at a
         time. Sampled values of the past cannot come back, so each such stratum has samples of its own; clusters
         can be founded at any time, and have all the room together.
         """
@@ -89,15 +93,15 @@ class SubGen(WindowedConfig):
         if budget.fixed is not None:
             room = budget.fixed - self.exact_entries()
             s = room * 3 // 4 if self.s is None else self.s
-            return Sizes(Plan(s), Plan(max(1, int((room - s) / cluster))), self.t)
+            return Sizes(Plan(s), Plan(max(2, int((room - s) / cluster))), self.t)
         assert budget.fraction is not None
         exact = self.sinks + self.window
         first = max(BLOCK, math.ceil((self._first_entries() + exact) / budget.fraction) - exact)
-        period = math.ceil(BLOCK / budget.fraction)
+        period = math.ceil(self._unit() / budget.fraction)
         if self.s is not None:
-            return Sizes(Plan(self.s), Plan(max(1, int(BLOCK / cluster)), first, period), self.t)
-        s = BLOCK * 3 // 4
-        return Sizes(Plan(s, first, period), Plan(max(1, int((BLOCK - s) / cluster)), first, period), self.t)
+            return Sizes(Plan(self.s), Plan(max(2, int(self._unit() / cluster)), first, period), self.t)
+        s = self._unit() * 3 // 4
+        return Sizes(Plan(s, first, period), Plan(max(2, int((self._unit() - s) / cluster)), first, period), self.t)
 
 
 @dataclass(frozen=True)
@@ -242,7 +246,8 @@ class SubGenPast(Past):
         representatives = self._lanes("representatives").double()
         size = representatives.shape[1]
         if size == 0:
-            return torch.full_like(keys[..., 0], math.inf), torch.zeros(keys.shape[:2], dtype=torch.int64)
+            far = torch.full_like(keys[..., 0], math.inf)
+            return far, torch.zeros_like(far, dtype=torch.int64)
         squared = squared_distances(keys, squared_norms(keys), representatives, squared_norms(representatives))
         empty = torch.arange(size, device=keys.device) >= self._lanes("clusters")[:, None]
         distance, cluster = squared.masked_fill_(empty[:, None], math.inf).min(2)
@@ -276,8 +281,8 @@ class SubGenPast(Past):
         distances = squared_distances(wide, norms, wide, norms)[0].sqrt().fill_diagonal_(math.inf)
         delta, growths = _grown(float(self._lanes("delta")[lane]), float(distances.min()), float(self.config.growth))
         stays = _independent(distances <= delta)
-        into = torch.where(stays, torch.arange(number), 0)
         kept = stays.nonzero()[:, 0]
+        into = torch.zeros_like(stays, dtype=torch.int64)
         into[~stays] = kept[distances[~stays][:, kept].argmin(1)]
         samples, sizes = self._lanes("key_samples")[lane, :number], self._lanes("cluster_sizes")[lane, :number]
         originals, reach = samples.clone(), self._lanes("reach")[lane, :number]
