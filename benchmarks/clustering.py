@@ -17,7 +17,7 @@ SUMMARY = RESULTS / "clustering.jsonl"
 PAPER = {"200": (4815, 3072, (2048,)), "300": (7143, 4096, (2048, 3072)), "400": (9447, 4608, (2048, 3072))}
 OURS = {"200": 2440, "300": 3630, "400": 4760}  # tokens of a prompt in the embedded model's tokenizer
 KEEPS = (0.5, 0.25, 0.125)
-NEEDLES = ("niah_single", "niah_multikey")
+NEEDLES = {2000: (("niah_single", "niah_multikey"), 100), 4000: (("niah_single",), 50)}  # tasks and prompts of a length
 
 
 def methods_of_table(lines: str) -> list[str]:
@@ -47,8 +47,10 @@ def run_table(out: Path, folder: Path, lines: str) -> None:
 
 
 def run_needles(out: Path, length: int) -> None:
-    options = ("--tasks", ",".join(NEEDLES), "--lengths", length, "--batch", 20, "--max-new-tokens", 32)
-    bench("ruler", out, *options, "--methods", "; ".join(methods_of_needles()))
+    tasks, samples = NEEDLES[length]
+    options = ("--tasks", ",".join(tasks), "--lengths", length, "--samples", samples)
+    options += ("--batch", 20, "--max-new-tokens", 32, "--methods", "; ".join(methods_of_needles()))
+    bench("ruler", out, *options)
 
 
 def print_tables(means: list[Mean]) -> None:
@@ -68,8 +70,8 @@ if __name__ == "__main__":
     for lines in PAPER if given.longeval is not None else ():
         if given.only in (None, lines):
             run_table(given.out, given.longeval, lines)
-    for length in (2000, 4000):
+    for length in NEEDLES:
         if given.only in (None, f"needles-{length}"):
             run_needles(given.out, length)
     if given.only in (None, "none"):
-        print_tables(sum_up_into(SUMMARY, given.out, "clustering", [*NEEDLES]))
+        print_tables(sum_up_into(SUMMARY, given.out, "clustering", [*NEEDLES[2000][0]]))

@@ -52,6 +52,7 @@ assert layers[0].left == layers[1].left
 assert layers[0].left > before or spec == "exact", "no block left the window: choose other counts"
 """
 SPECS = ["exact", "uniform(keep=0.5, window=16)", "streaming_llm(keep=128)"]
+MORE = ["clustergen(keep=160)", "subgen(keep=160, window=16)"]
 pytestmark = pytest.mark.slow
 
 
@@ -69,11 +70,11 @@ def test_a_decode_step_has_no_graph_break(family, spec):
     run(COUNT_BREAKS, family, spec)
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", [*SPECS, *MORE])
 def test_a_decode_step_with_a_padding_mask_has_no_graph_break(spec):
     run(WITH_A_MASK, "llama", spec)
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", [*SPECS, *MORE])
 def test_compiled_decoding_equals_eager_across_blocks(spec):
     run(DECODE, "llama", spec)

@@ -128,7 +128,10 @@ def test_assisted_decoding_compresses_between_its_steps(family):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("spec", ["exact", COMPRESSED, "streaming_llm(keep=0.25)"])
+@pytest.mark.parametrize(
+    "spec",
+    ["exact", COMPRESSED, "streaming_llm(keep=0.25)", "clustergen(keep=0.5)", "subgen(keep=140, window=16)"],
+)
 def test_every_row_of_a_padded_batch_equals_the_row_alone(family, spec):
     model = zoo.build(family)
     ids = zoo.tokens(3, 200)

@@ -456,3 +456,32 @@ def test_it_says_when_keys_do_not_cluster(kind):
     else:
         assert details["log spread"] > 10
         assert "do not cluster" in warning
+
+
+@pytest.mark.parametrize("keep", [0.25, 800])
+@pytest.mark.parametrize("t", [1, 3, 15])
+def test_many_samples_for_a_cluster_stay_within_the_budget(keep, t):
+    keys, values = torch.randn(2, 1, 2, 4000, 16, generator=torch.Generator().manual_seed(0))
+    cache = LayerCache(SubGen(keep=keep, t=t), 0)
+    for start in range(0, 4000, 800):
+        cache.hold(NewTokens(keys[:, :, start : start + 800], values[:, :, start : start + 800]))
+    budget = keep if isinstance(keep, int) else keep * 4000
+    entry = 2 * 2 * 16 * 4 + 12
+    assert 0.8 * budget * entry <= cache.nbytes <= (1.05 * budget + 128) * entry
+    assert cache.past.pasts[0].sizes.clusters.slots >= 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_values_may_be_wider_or_narrower_than_keys(dtype):
+    """Clusters hold keys alone: with narrow keys the same bytes hold more of them."""
+    clusters = {}
+    for width, wide in ((8, 24), (24, 8)):
+        keys = torch.randn(1, 1, 800, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+        values = torch.randn(1, 1, 800, wide, generator=torch.Generator().manual_seed(1)).to(dtype)
+        cache = LayerCache(SubGen(keep=300), 0)
+        cache.hold(NewTokens(keys, values))
+        answer = cache.attend(keys[:, :, :5], 1.0)
+        assert answer.out.shape == (1, 1, 5, wide)
+        assert answer.out.isfinite().all()
+        clusters[width] = cache.past.pasts[0].sizes.clusters.slots
+    assert clusters[8] > 2 * clusters[24]

@@ -138,7 +138,7 @@ class SubGenPast(Past):
         self.held: dict[str, Tensor] = {}  # by name, each [b, h, ...]: see `_begin`
         self.log_size: Tensor | None = None  # [b, h, m·t]: log n/t of every key sample
         self.log_value: Tensor | None = None  # [b, h, s]: log μ/(s‖v‖²) of every value sample
-        self.longest_query = 0.0  # of those asked so far, times the scale: the paper's r
+        self.longest_query: Tensor | None = None  # of those asked so far, times the scale: the paper's r
 
     # -- writing
 
@@ -352,7 +352,8 @@ class SubGenPast(Past):
         """
         if self.log_value is None or self.log_size is None:
             return None
-        self.longest_query = max(self.longest_query, float(query.float().norm(dim=-1).max()) * scale)
+        longest = query.detach().float().norm(dim=-1).max() * scale
+        self.longest_query = longest if self.longest_query is None else torch.maximum(self.longest_query, longest)
         samples = WeightedTokens(self.held["sample_keys"], self.held["sample_values"], self.log_value)
         z = weighted_attention(query, samples, scale, softcap=softcap)
         log_tau = log_normalizer(query, self.held["key_samples"].flatten(2, 3), self.log_size, scale, softcap=softcap)
@@ -386,6 +387,8 @@ class SubGenPast(Past):
 
     def _log_spread(self) -> float:
         """The theorem's 2δr, with the longest query so far as r and what the clusters reach in place of δ; a mean."""
+        if self.longest_query is None:
+            return 0.0
         return float(2 * self.held["reach"].amax(2).mean() * self.longest_query)
 
     def warning(self) -> str | None:
