@@ -200,6 +200,8 @@ def stream() -> None:
         axes.plot(tokens, exact, color=STOCK, marker="o", ms=3, lw=2, label="exact")
         axes.plot(tokens, ours, color=OURS, marker="o", ms=3, lw=2, label="subgen")
         axes.set_title(f"{'a query' if axes is left else 'held'} ({unit})", loc="left", fontsize=10)
+    entries = [row["clusters"] for row in found]
+    right.plot(tokens, entries, color=OTHERS[0], marker="o", ms=3, lw=2, label="clusters (number)")
     written = [1000 * row["write_seconds_per_token"] for row in found]
     left.plot(tokens, written, color=OTHERS[0], marker="o", ms=3, lw=2, label="subgen, taking in a token")
     for axes in (left, right):

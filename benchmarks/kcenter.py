@@ -10,7 +10,6 @@ import torch
 
 from common import RESULTS, seconds, write_row
 from kvsketch.kernels.kcenter import lazy, reference
-from kvsketch.kernels.kcenter.common import prepare
 
 N, WIDTH, CENTRES, REPEATS = 8192, 128, 512, 9
 
@@ -34,7 +33,7 @@ def main() -> None:
         given = points(kind)[None]
 
         def run(form, given: torch.Tensor = given):
-            return form(prepare(given, valid)[0], wanted, valid)
+            return form(given.double(), wanted, valid)
 
         first = run(reference.k_center)
         forms = {"a pass for every centre": reference.k_center}

@@ -1,7 +1,8 @@
 """Which tokens k-center keeps, and what that means for an answer: `python benchmarks/kept.py`.
 
-Keys of the embedded model; a quarter of the tokens before the last 64, chosen by greedy k-center, against a uniform
-choice of as many. Lines: by kind of token. A needle in noise: the tokens of the needle. Writes docs/results/kept.jsonl.
+Keys of the embedded model; a quarter of the tokens before the last 64, chosen by greedy k-center. (A uniform choice
+keeps a quarter of everything, and n tokens in a row with probability 1/4ⁿ.) Lines: by kind of token. A needle in
+noise: the tokens of the needle. Writes docs/results/kept.jsonl.
 """
 
 import re

@@ -68,31 +68,28 @@ def error_against_samples(streams: int = 40, queries: int = 20) -> None:
 def samples_against_spread(streams: int = 400) -> None:
     """How many samples t the denominator of one cluster needs for a relative error of 0.1, against 2δr.
 
-    `ball`: keys uniform in a ball of radius δ. `worst`: the two kinds of keys, at ±δ along the query, in the
-    proportion that makes the variance largest. Needed: (relative deviation of a single sample / 0.1)².
+    Needed: (relative deviation of a single sample / 0.1)². `ball`: keys uniform in a ball of radius δ, measured, with
+    its standard error. `worst`: two kinds of keys, at ±δ along the query, a share p of them at +δ; with R = e^(2δr)
+    the squared deviation is p(1-p)(R-1)²/(1+p(R-1))², largest at p = 1/(1+R): (R-1)²/(4R).
     """
     for spread in (0.5, 1, 2, 3, 4, 5, 6, 7, 8):
-        delta, r = 1.0, spread / 2
-        for kind in ("ball", "worst"):
-            singles = []
-            for seed in range(streams):
-                generator = torch.Generator().manual_seed(seed)
-                query = query_of_norm(r, generator)
-                if kind == "ball":
-                    keys = torch.randn(2000, WIDTH, generator=generator, dtype=DOUBLE)
-                    radii = torch.rand(2000, 1, generator=generator, dtype=DOUBLE) ** (1 / WIDTH)
-                    keys *= delta * radii / keys.norm(dim=1, keepdim=True)
-                else:
-                    rare = max(1, round(2000 / (1 + math.exp(2 * delta * r))))
-                    keys = torch.full((2000, 1), -delta, dtype=DOUBLE)
-                    keys[torch.randperm(2000, generator=generator)[:rare]] = delta
-                    keys = keys * query / query.norm()
-                drawn = keys[torch.randint(2000, (64,), generator=generator)]  # uniform, by Lemma 2
-                cluster = Clusters(keys[:1], drawn[None], torch.tensor([2000]))
-                exact = (keys @ query).logsumexp(0)
-                singles.append(torch.exp(log_normalizer(cluster, query, 1.0) - exact) - 1)
-            deviation = torch.stack(singles).square().mean() * 64
-            write_row("theorem", {"part": "spread", "kind": kind, "spread": spread, "t": float(deviation / 0.01)})
+        ratio = math.exp(spread)
+        worst = (ratio - 1) ** 2 / (4 * ratio) / 0.01
+        write_row("theorem", {"part": "spread", "kind": "worst", "spread": spread, "t": worst})
+        squares = []
+        for seed in range(streams):
+            generator = torch.Generator().manual_seed(seed)
+            query = query_of_norm(spread / 2, generator)  # δ = 1
+            keys = torch.randn(2000, WIDTH, generator=generator, dtype=DOUBLE)
+            radii = torch.rand(2000, 1, generator=generator, dtype=DOUBLE) ** (1 / WIDTH)
+            keys *= radii / keys.norm(dim=1, keepdim=True)
+            drawn = keys[torch.randint(2000, (64,), generator=generator)]  # uniform, by Lemma 2
+            cluster = Clusters(keys[:1], drawn[None], torch.tensor([2000]))
+            exact = (keys @ query).logsumexp(0)
+            squares.append((torch.exp(log_normalizer(cluster, query, 1.0) - exact) - 1).square() * 64)
+        found = torch.stack(squares) / 0.01
+        row = {"part": "spread", "kind": "ball", "spread": spread, "t": float(found.mean())}
+        write_row("theorem", row | {"standard_error": float(found.std() / math.sqrt(streams))})
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ assert layers[0].left == layers[1].left
 assert layers[0].left > before or spec == "exact", "no block left the window: choose other counts"
 """
 SPECS = ["exact", "uniform(keep=0.5, window=16)", "streaming_llm(keep=128)"]
-MORE = ["clustergen(keep=160)", "subgen(keep=160, window=16)"]
+MORE = ["clustergen(keep=160)", "subgen(keep=160, window=16)", "balancekv(keep=160, window=16)"]
 pytestmark = pytest.mark.slow
 
 

@@ -8,6 +8,7 @@ import zoo
 from kvsketch.caches.registry import METHODS
 
 SPECS = [f"{name}(keep=0.25)" for name in METHODS if name != "exact"] + ["exact", "uniform(keep='300KB', window=16)"]
+ASKED = ("error", "longest_query")  # of the queries that came, not of what is held
 FAMILIES = ["llama", "gemma3", "gpt_oss", "qwen3"]
 
 
@@ -19,7 +20,7 @@ def state(cache):
     tensors = {}
     for index, layer in enumerate(cache.sketch_layers):
         found, numbers = layer.state()
-        tensors |= {f"{index}.{name}": tensor for name, tensor in found.items() if name != "error"}
+        tensors |= {f"{index}.{name}": tensor for name, tensor in found.items() if not name.endswith(ASKED)}
         numbers.pop("measured_at", None)  # the error was measured with queries that are gone
         tensors[f"{index}.numbers"] = repr(numbers)
     return tensors

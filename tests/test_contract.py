@@ -14,7 +14,10 @@ ROWS, HEADS, GROUP, WIDTH = 2, 2, 2, 16
 SCALE = WIDTH**-0.5
 FIXED_SLACK = 128  # entries per row and head, beyond 1.05 × the budget: window run-over, open stratum, spare rows
 BUDGETED = [name for name, config in METHODS.items() if name != "exact"]
-CHUNKS_MATTER = {"clustergen": "tokens written together are clustered together, as the papers cluster a prompt at once"}
+CHUNKS_MATTER = {
+    "clustergen": "tokens written together are clustered together, as the papers cluster a prompt at once",
+    "balancekv": "tokens written together are halved together, so that their weights stay even",
+}
 SMALL = {"exact": {}} | {name: {"keep": 0.25} for name in BUDGETED}
 
 
@@ -45,8 +48,9 @@ def feed(cache, query, keys, values, sizes, valid=None):
 def held(cache):
     """All that a cache holds, as comparable tensors."""
     tensors, numbers = cache.state()
-    tensors.pop("error", None)
     numbers.pop("measured_at")
+    asked = ("error", "longest_query")  # of the queries, not of what is held
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(asked)}
     return {name: tensor.clone() for name, tensor in tensors.items()}, numbers
 
 

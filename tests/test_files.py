@@ -11,7 +11,7 @@ import kvsketch
 import zoo
 
 SPECS = ["exact", "uniform(keep=0.25, window=16)", "uniform(keep='400KB', window=16)", "streaming_llm(keep=128)"]
-SPECS += ["clustergen(keep=0.5)", "subgen(keep=180, window=16)"]
+SPECS += ["clustergen(keep=0.5)", "subgen(keep=180, window=16)", "balancekv(keep=0.5, window=16)"]
 
 
 def filled_cache(family, spec, *, rows=2):

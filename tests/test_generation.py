@@ -130,7 +130,14 @@ def test_assisted_decoding_compresses_between_its_steps(family):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "spec",
-    ["exact", COMPRESSED, "streaming_llm(keep=0.25)", "clustergen(keep=0.5)", "subgen(keep=140, window=16)"],
+    [
+        "exact",
+        COMPRESSED,
+        "streaming_llm(keep=0.25)",
+        "clustergen(keep=0.5)",
+        "subgen(keep=140, window=16)",
+        "balancekv(keep=0.5, window=16)",
+    ],
 )
 def test_every_row_of_a_padded_batch_equals_the_row_alone(family, spec):
     model = zoo.build(family)

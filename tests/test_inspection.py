@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+import kvsketch
 import zoo
 from kvsketch.algorithms.subgen import founders, no_clusters, update_softmax_normalizer
 from kvsketch.attention import exact_attention
@@ -45,6 +46,22 @@ def test_what_was_captured_gives_the_answers_of_the_model(family):
 def test_only_the_layers_asked_for_are_captured():
     seen = capture(zoo.build("llama"), zoo.tokens(1, 20), [1])
     assert [layer.layer for layer in seen] == [1]
+
+
+@pytest.mark.parametrize(("at_most", "layers"), [(1, [0]), (2, [0, 3]), (3, [0, 2, 3]), (9, [0, 1, 2, 3])])
+def test_a_few_layers_are_spread_evenly(at_most, layers):
+    model = zoo.build("llama")
+    assert len(model.model.layers) == 4, "choose other numbers"
+    assert [layer.layer for layer in capture(model, zoo.tokens(1, 20), at_most=at_most)] == layers
+
+
+def test_the_model_keeps_the_attention_it_had():
+    model = zoo.build("llama")
+    capture(model, zoo.tokens(1, 20))
+    assert model.config._attn_implementation == "sdpa"
+    kvsketch.attach(model)
+    capture(model, zoo.tokens(1, 20))
+    assert model.config._attn_implementation == "kvsketch"
 
 
 def test_wrong_layers_and_texts_are_refused():
@@ -147,6 +164,8 @@ def test_the_command_writes_rows_and_pictures(tmp_path):
     [
         (["--heads", "4"], "--heads must be from 0 to 3 for this model, got '4'"),
         (["--layers", "9"], "layers [9] are no full-attention layers"),
+        (["--layers", ""], "--layers must be numbers"),
+        (["--heads", ""], "--heads must be numbers"),
         (["--shares", "-1"], "--shares must be positive numbers"),
         (["--prompt-file", "nowhere.txt"], "there is no file nowhere.txt"),
     ],
@@ -157,3 +176,16 @@ def test_wrong_options_end_in_a_line(tmp_path, arguments, message):
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_text_of_a_few_words_is_refused(tmp_path):
+    (tmp_path / "short.txt").write_text("hi there")
+    done = run("--out", tmp_path / "out", "--prompt-file", tmp_path / "short.txt")
+    assert done.returncode == 2
+    assert "at least 16 are needed" in done.stderr
+
+
+def test_a_radius_that_is_no_number_is_refused():
+    with pytest.raises(ValueError, match="delta must be 0 or more, got nan"):
+        founders(some_keys(), float("nan"))

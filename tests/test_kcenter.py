@@ -13,7 +13,6 @@ from kvsketch.caches.clustergen import ClusterGen, ClusterGenPast
 from kvsketch.caches.layer import LayerCache, NewTokens
 from kvsketch.kernels import kcenter
 from kvsketch.kernels.kcenter import lazy, reference
-from kvsketch.kernels.kcenter.common import prepare
 
 
 def points(kind, count, width=32, seed=0):
@@ -36,7 +35,7 @@ KINDS = ["gauss", "clustered", "heavy tails", "few different ones"]
 def lanes(*kinds, count):
     stacked = torch.stack([points(kind, count, seed=i) for i, kind in enumerate(kinds)])
     valid = torch.ones(len(kinds), count, dtype=torch.bool)
-    return prepare(stacked, valid)[0], valid
+    return stacked.double(), valid
 
 
 @settings(max_examples=60, deadline=None)
@@ -119,6 +118,14 @@ def test_neither_huge_nor_tiny_keys_overflow(size):
     assert found.distance.isfinite().all()
 
 
+@pytest.mark.parametrize("outlier", [1e3, 1e6, 1e12])
+def test_one_huge_key_does_not_blur_the_others(outlier):
+    keys = points("gauss", 500).double()
+    keys[123, 7] = outlier
+    found = kcenter.k_center(keys[None, None], torch.tensor([60]))
+    assert torch.equal(found.centres[0, 0], greedy_k_center(keys, 60).centres)
+
+
 def test_equal_points_are_taken_in_their_order():
     keys = torch.ones(1, 1, 9, 4)
     found = kcenter.k_center(keys, torch.tensor([5]))
@@ -154,7 +161,7 @@ def test_the_cache_holds_what_the_algorithm_holds():
     for head in range(2):
         assert torch.equal(past.centres.keys[0, head], held[head].keys)
         assert torch.equal(past.centres.values[0, head], held[head].values)
-        assert torch.equal(past.centres.sizes[0, head], held[head].sizes)
+        assert torch.equal(past.centres.sizes[0, head].float(), held[head].sizes)
         torch.testing.assert_close(past.centres.reach[0, head].double(), held[head].reach, rtol=1e-5, atol=1e-5)
     assert past.centres.sizes.sum() == 2 * 900
 

@@ -46,6 +46,24 @@ def balance(products: Float[Tensor, "n n"], bound: float, uniforms: Float[Tensor
     return Walk(signs, None)
 
 
+def halve_exactly(products: Float[Tensor, "n n"], gain: float, uniforms: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """Signs of which exactly half are +, as in the experiments (Appendix B); n is even.
+
+    The probability of + is 1/2 - gain · y, cut to [0, 1] instead of failing; as soon as n/2 have one sign, the rest
+    gets the other. A gain of 1/(2cR²) is the theorem's, as long as nothing is cut; a large one is a greedy walk, for
+    which no bound is proven. Changing all uniforms to 1 - u changes all signs: every token is kept as often as not.
+    """
+    half, signs = len(products) // 2, products.new_zeros(len(products))
+    for j in range(len(products)):
+        positive = int((signs > 0).sum())
+        if positive == half or j - positive == half:
+            signs[j] = -1.0 if positive == half else 1.0
+            continue
+        y = float(products[j, :j] @ signs[:j])
+        signs[j] = 1.0 if float(uniforms[j]) < min(1.0, max(0.0, 0.5 - gain * y)) else -1.0
+    return signs
+
+
 def constant(count: int, failure: float) -> float:
     """c = 30 log(n/δ)."""
     return 30 * math.log(count / failure)

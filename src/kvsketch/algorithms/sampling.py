@@ -46,7 +46,7 @@ def choose_slots(plan: Plan, ranks: Int64[Tensor, "..."], uniform: Float[Tensor,
 
     Vitter's Algorithm R: token number n draws a place in 1…n and takes the slot of that number, if there is one.
     """
-    stratum, within = _place(plan, ranks)
+    stratum, within = place(plan, ranks)
     drawn = (uniform * (within + 1)).long()
     slot = torch.where(within < plan.slots, within, drawn)
     return torch.where(slot < plan.slots, stratum * plan.slots + slot, -1)
@@ -65,7 +65,7 @@ def log_weights(plan: Plan, count: Int64[Tensor, "..."], slots: int) -> Float[Te
     return weight.masked_fill(within >= seen, float("-inf"))
 
 
-def _place(plan: Plan, ranks: Tensor) -> tuple[Tensor, Tensor]:
+def place(plan: Plan, ranks: Tensor) -> tuple[Tensor, Tensor]:
     """The stratum of each token, and its number within it from 0."""
     if plan.first is None:
         return torch.zeros_like(ranks), ranks

@@ -13,6 +13,7 @@ clusters whose representatives are within δ become one. Lemma 2 then holds with
 third property: a representative moves by at most δ + δ/2 + δ/4 + … in all. (δg/(g - 1), if it grows by g.)
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -122,6 +123,8 @@ def log_normalizer(clusters: Clusters, query: Float[Tensor, " d"], scale: float)
 
 def founders(keys: Float[Tensor, "n d"], delta: float) -> Int64[Tensor, " m"]:
     """Which keys of a stream found clusters in Algorithm 1: those that are within δ of none that did."""
+    if not delta >= 0:
+        raise ValueError(f"delta must be 0 or more, got {delta}")
     near = torch.zeros(len(keys), dtype=torch.bool)
     found = list[int]()
     while not bool(near.all()):
@@ -142,12 +145,9 @@ def make_room(
     the probability that a key of both together is of the one that joins: it stays uniform.
     """
     x = clusters.representatives
-    assert len(x) > 1, "a single cluster has none to merge with"
     distances = (x[:, None] - x).norm(dim=2).fill_diagonal_(float("inf"))
     closest = float(distances.min())
-    delta = delta or closest / growth
-    while delta < closest:
-        delta *= growth
+    delta, _ = grown(delta, closest, growth)
     stays = list[int]()
     for i in range(len(x)):
         if not stays or float(distances[i, stays].min()) > delta:
@@ -161,6 +161,16 @@ def make_room(
     return Clusters(x[stays], samples[stays], sizes[stays]), delta
 
 
+def grown(delta: float, closest: float, growth: float) -> tuple[float, int]:
+    """The least δ · growthⁱ for which clusters at the distance `closest` merge, and i; δ = 0 becomes that distance."""
+    if delta == 0:
+        return closest, 0
+    times = max(0, math.ceil(math.log(closest / delta) / math.log(growth)))
+    if delta * growth**times < closest:  # the logarithm was rounded down
+        times += 1
+    return delta * growth**times, times
+
+
 def update_within_capacity(
     clusters: Clusters,
     delta: float,
@@ -171,6 +181,8 @@ def update_within_capacity(
     growth: float = 2.0,
 ) -> tuple[Clusters, float]:
     """Lines 11-23 with at most `capacity` clusters: where one more would be founded, room is made first."""
+    if capacity < 2:
+        raise ValueError(f"capacity must be at least 2, got {capacity}: a single cluster has none to merge with")
     _, distance = nearest_cluster(clusters, key)
     if distance > delta and len(clusters.sizes) == capacity:
         clusters, delta = make_room(clusters, delta, uniforms_of_merge, growth)

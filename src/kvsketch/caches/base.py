@@ -181,6 +181,19 @@ class WindowedConfig(BudgetedConfig):
     def window_size(self, budget: Budget, count: int) -> int | None:
         return self.window
 
+    def room(self, budget: Budget, count: int) -> int:
+        """How many entries of the past the budget leaves when `count` tokens have left the window."""
+        if budget.fixed is not None:
+            return budget.fixed - self.exact_entries()
+        exact = self.sinks + self.window
+        return budget.entries(count + exact) - exact
+
+
+def check_seed(seed: int) -> None:
+    """Refuse anything but a number that addresses of random numbers can begin with."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 63:
+        raise ValueError(f"seed must be a whole number from 0 to 2⁶³ - 1, got {seed!r}")
+
 
 def check_count(name: str, value: int, *, least: int) -> None:
     """Refuse anything but a whole number of at least `least`."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
 from kvsketch.attention import WeightedTokens
@@ -71,7 +71,7 @@ class Centres:
 
     keys: Float[Tensor, "b h k d"]
     values: Float[Tensor, "b h k e"]
-    sizes: Float[Tensor, "b h k"]  # 0 marks an empty slot; the same ones for all heads of a row
+    sizes: Int32[Tensor, "b h k"]  # 0 marks an empty slot; the same ones for all heads of a row
     reach: Float[Tensor, "b h k"]
 
     @property
@@ -81,12 +81,12 @@ class Centres:
 
     def join(self, tokens: LeavingTokens) -> "Centres":
         """These and the new tokens, each of which stands for itself."""
-        sizes = (tokens.ranks >= 0).float()[:, None].expand(-1, tokens.keys.shape[1], -1)
+        sizes = (tokens.ranks >= 0).int()[:, None].expand(-1, tokens.keys.shape[1], -1)
         return Centres(
             torch.cat([self.keys, tokens.keys], 2),
             torch.cat([self.values, tokens.values], 2),
             torch.cat([self.sizes, sizes], 2),
-            torch.cat([self.reach, torch.zeros_like(sizes)], 2),
+            torch.cat([self.reach, torch.zeros_like(sizes, dtype=self.reach.dtype)], 2),
         )
 
     def select(self, index: Int64[Tensor, "b h k"]) -> "Centres":
@@ -109,7 +109,7 @@ class Centres:
     def gather(self, found: Clustering) -> "Centres":
         """Only the centres that were found, each with the sizes of all that is nearest to it."""
         owner = found.centres.clamp_min(0).gather(2, found.nearest)
-        far = torch.where(self.sizes > 0, self.reach + found.distance, 0)
+        far = torch.where(self.sizes > 0, self.reach + found.distance, 0.0)
         merged = Centres(
             self.keys,
             self.values,
@@ -160,7 +160,7 @@ class ClusterGenPast(EntriesPast):
         if self.centres is None:
             return None
         sizes = self.centres.sizes if self.weights == "count" else self.centres.sizes.clamp_max(1)
-        return WeightedTokens(self.centres.keys, self.centres.values, sizes.log())
+        return WeightedTokens(self.centres.keys, self.centres.values, sizes.double().log().float())
 
     def count_entries(self) -> Int64[Tensor, "b h"] | None:
         return None if self.centres is None else (self.centres.sizes > 0).sum(2)
@@ -187,4 +187,4 @@ class ClusterGenPast(EntriesPast):
 
 def _no_centres(like: LeavingTokens) -> Centres:
     keys, values = like.keys[:, :, :0], like.values[:, :, :0]
-    return Centres(keys, values, keys[..., 0].float(), keys[..., 0].float())
+    return Centres(keys, values, keys[..., 0].int(), keys[..., 0].float())

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from kvsketch.attention import Partial, WeightedTokens
 from kvsketch.caches.base import LeavingTokens, Past
-from kvsketch.caches.storage import storage_bytes
+from kvsketch.caches.storage import columns, storage_bytes
 from kvsketch.caches.window import log_mass_of
 from kvsketch.kernels.weighted_attention import weighted_attention
 
@@ -25,6 +26,11 @@ class Held:
     keys: Float[Tensor, "b h n d"]
     values: Float[Tensor, "b h n e"]
     valid: Bool[Tensor, "b n"]
+
+    @cached_property
+    def log_mass(self) -> Float[Tensor, "b 1 n"] | None:
+        """0 where there is a token and `-inf` where there is none; None where there are no such places."""
+        return None if bool(self.valid.all()) else log_mass_of(self.valid)
 
     def join(self, other: "Held") -> "Held":
         """These and later ones."""
@@ -47,15 +53,10 @@ class Held:
         return Held(columns(self.keys, index), columns(self.values, index), self.valid.gather(1, index))
 
 
-def columns(x: Float[Tensor, "b h n d"], index: Int64[Tensor, "b m"]) -> Float[Tensor, "b h m d"]:
-    """The columns with these numbers, row by row."""
-    return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
-
-
 class ExactFirst(Past):
     """Holds each row's tokens while there is room; when there is none, hands them to a past of the method, in order.
 
-    Rows that overflow in the same call share a past and form a group, so that no row takes both.
+    Rows that overflow in the same call share a past and form a group: some rows of a batch may be held exactly.
     """
 
     def __init__(self, room: Callable[[int], int], new_past: Callable[[], Past]) -> None:
@@ -106,24 +107,26 @@ class ExactFirst(Past):
 
     def attend(self, query: Float[Tensor, "b hg q d"], scale: float, softcap: float | None) -> Partial | None:
         """Attention over what is held, or what the method gives, row by row."""
-        parts = list[tuple[list[int], Partial]]()
-        if self.held is not None:
-            rows = self._rows_of(HELD, self.groups)
-            valid = None if bool(self.held.valid.all()) else self.held.valid
-            tokens = WeightedTokens(self.held.keys, self.held.values, log_mass_of(valid))
-            parts.append((rows, weighted_attention(query[rows], tokens, scale, softcap=softcap)))
-        for number, past in enumerate(self.pasts):
-            rows = self._rows_of(number, self.groups)
-            answer = past.attend(query[rows], scale, softcap)
-            assert answer is not None, "a past is made when tokens come"
-            parts.append((rows, answer))
-        if not parts:
+        if not self.groups:
             return None
-        if len(parts) == 1:
-            return parts[0][1]
+        if len(set(self.groups)) == 1:
+            return self._attend_group(self.groups[0], query, scale, softcap)
+        parts = list[tuple[list[int], Partial]]()
+        for group in sorted(set(self.groups)):
+            rows = self._rows_of(group, self.groups)
+            parts.append((rows, self._attend_group(group, query[rows], scale, softcap)))
         order = torch.tensor([row for rows, _ in parts for row in rows], device=query.device).argsort()
         out = torch.cat([part.out.float() for _, part in parts])[order]
         return Partial(out, torch.cat([part.lse for _, part in parts])[order])
+
+    def _attend_group(self, group: int, query: Tensor, scale: float, softcap: float | None) -> Partial:
+        if group == HELD:
+            assert self.held is not None
+            tokens = WeightedTokens(self.held.keys, self.held.values, self.held.log_mass)
+            return weighted_attention(query, tokens, scale, softcap=softcap)
+        answer = self.pasts[group].attend(query, scale, softcap)
+        assert answer is not None, "a past is made when tokens come"
+        return answer
 
     def count_entries(self) -> Int64[Tensor, "b h"] | None:
         if not self.groups:

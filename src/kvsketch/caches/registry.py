@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
+from kvsketch.caches.balancekv import BalanceKV
 from kvsketch.caches.base import MethodConfig
 from kvsketch.caches.clustergen import ClusterGen
 from kvsketch.caches.exact import Exact
@@ -19,6 +20,7 @@ METHODS: dict[str, type[MethodConfig]] = {
     "uniform": Uniform,
     "clustergen": ClusterGen,
     "subgen": SubGen,
+    "balancekv": BalanceKV,
 }
 
 

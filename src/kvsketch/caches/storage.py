@@ -69,6 +69,11 @@ def _room(length: int) -> int:
     return max(SPARE, length // SPARE)
 
 
+def columns(x: Tensor, index: Tensor) -> Tensor:
+    """Columns of `x` [b, h, n, d] with the numbers of `index` [b, m], row by row."""
+    return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+
 def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Bytes of memory that the tensors pin, each allocation once: a view of a large one counts as the large one."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}

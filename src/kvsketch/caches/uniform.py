@@ -11,7 +11,7 @@ from torch import Tensor
 from kvsketch.algorithms.draws import uniforms
 from kvsketch.algorithms.sampling import Plan, choose_slots, log_weights
 from kvsketch.attention import NO_MASS, WeightedTokens
-from kvsketch.caches.base import BLOCK, EntriesPast, LeavingTokens, Past, WindowedConfig
+from kvsketch.caches.base import BLOCK, EntriesPast, LeavingTokens, Past, WindowedConfig, check_seed
 from kvsketch.caches.budget import Budget
 from kvsketch.caches.storage import Rows, storage_bytes
 
@@ -33,8 +33,7 @@ class Uniform(WindowedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 63:
-            raise ValueError(f"seed must be a whole number from 0 to 2⁶³ - 1, got {self.seed!r}")
+        check_seed(self.seed)
         if self.weights not in WEIGHTS:
             raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, got {self.weights!r}")
 

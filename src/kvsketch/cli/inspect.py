@@ -1,6 +1,7 @@
 """`kvsketch inspect`: whether a model's keys cluster."""
 
 import math
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
     from kvsketch.evaluation.inspection import Row
 
+LEAST_TOKENS = 16
+
 
 def inspect(
     out: Annotated[Path, typer.Option("--out", "-o", help="Rows and pictures go to this folder.")],
@@ -24,7 +27,9 @@ def inspect(
         Path | None, typer.Option(help="A text to read; - is standard input. Left out: a record of lines.")
     ] = None,
     tokens: Annotated[int, typer.Option(min=64, help="Read so many tokens of the text at most.")] = 4000,
-    layers: Annotated[str | None, typer.Option(help="Only these layers, with commas.")] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="These layers, with commas; left out, five from the first to the last.")
+    ] = None,
     heads: Annotated[str, typer.Option(help="KV heads to draw maps of, with commas.")] = "0",
     shares: Annotated[
         str, typer.Option(help="Radii δ, as shares of the median distance between keys.")
@@ -35,13 +40,17 @@ def inspect(
     ] = None,
 ) -> None:
     """Show how a model's keys, values and queries are spread: clusters against length, norms, and maps."""
-    wanted_layers = None if layers is None else [int(layer) for layer in numbers("--layers", layers, int)]
-    wanted_heads = [int(head) for head in numbers("--heads", heads, int)]
+    wanted_layers = None if layers is None else _whole("--layers", layers)
+    wanted_heads = _whole("--heads", heads)
     wanted_shares = numbers("--shares", shares, float)
     if not wanted_shares or not all(0 < share < math.inf for share in wanted_shares):
         raise ValueError(f"--shares must be positive numbers with commas between them, got {shares!r}")
     text = None if prompt_file is None else read_text(prompt_file)
 
+    if find_spec("matplotlib") is None:
+        raise ValueError("pictures need matplotlib: pip install 'kvsketch[inspect]'")
+
+    from kvsketch.evaluation import inspection_pictures as pictures
     from kvsketch.evaluation.capture import capture
     from kvsketch.evaluation.inspection import inspect_layer, save_rows
     from kvsketch.evaluation.provenance import provenance
@@ -49,16 +58,19 @@ def inspect(
     language_model, tokenizer = load_model(model, dtype, device)
     ids = tokenizer(_a_record(tokenizer, tokens) if text is None else text, return_tensors="pt")["input_ids"]
     ids = ids[:, :tokens].to(language_model.device)
-    seen = capture(language_model, ids, wanted_layers)
+    if ids.shape[1] < LEAST_TOKENS:
+        raise ValueError(f"the text has {ids.shape[1]} tokens; at least {LEAST_TOKENS} are needed to see a spread")
+    seen = capture(language_model, ids, wanted_layers, at_most=5)
     available = seen[0].keys.shape[0]
     if not all(0 <= head < available for head in wanted_heads):
         raise ValueError(f"--heads must be from 0 to {available - 1} for this model, got {heads!r}")
     rows = list["Row"]()
     with progress_bar() as bar:
-        task = bar.add_task("clustering", total=len(seen))
+        task = bar.add_task("clustering", total=len(seen) * available)
         for layer in seen:
-            rows += inspect_layer(layer, wanted_shares)
-            bar.advance(task)
+            for row in inspect_layer(layer, wanted_shares):
+                rows.append(row)
+                bar.advance(task)
     about = {"model": model or "embedded", "text": str(prompt_file or "a record of lines"), "tokens": ids.shape[1]}
     save_rows(rows, out / "inspect.jsonl", about | provenance())
     for table in _tables(rows):
@@ -68,17 +80,20 @@ def inspect(
         f"proportion to its exponential. Rows: {out}"
     )
 
-    from kvsketch.evaluation import inspection_pictures as pictures
-
     pictures.save(pictures.clusters_picture(rows), out / "clusters.png")
     pictures.save(pictures.norms_picture(rows), out / "norms.png")
-    try:
-        figure = pictures.maps_picture(seen, wanted_heads)
-    except ImportError:
+    if find_spec("sklearn") is None:
         say("no maps: they need scikit-learn (pip install 'kvsketch[inspect]')")
     else:
-        pictures.save(figure, out / "maps.png")
+        pictures.save(pictures.maps_picture(seen, wanted_heads), out / "maps.png")
     say("pictures: " + ", ".join(sorted(path.name for path in out.glob("*.png"))))
+
+
+def _whole(option: str, text: str) -> list[int]:
+    found = [int(number) for number in numbers(option, text, int)]
+    if not found:
+        raise ValueError(f"{option} must be numbers with commas between them, got {text!r}")
+    return found
 
 
 def _a_record(tokenizer: "PreTrainedTokenizerBase", tokens: int) -> str:

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from kvsketch.attention import Partial
 from kvsketch.caches.layer import LayerCache, NewTokens
-from kvsketch.huggingface import make_cache, prefill
+from kvsketch.huggingface import SketchCache, detach, make_cache, prefill
+from kvsketch.huggingface.attention import NAME
 from kvsketch.huggingface.layer import SketchLayer
 
 
@@ -43,29 +44,43 @@ class Listening(LayerCache):
 
 
 @torch.no_grad()
-def capture(model: PreTrainedModel, ids: Tensor, layers: list[int] | None = None) -> list[Captured]:
-    """Read one text (a row of ids) and return what these full-attention layers saw; all of them if None."""
+def capture(
+    model: PreTrainedModel, ids: Tensor, layers: list[int] | None = None, *, at_most: int | None = None
+) -> list[Captured]:
+    """Read one text (a row of ids) and return what these full-attention layers saw.
+
+    Without `layers` it is all of them, or `at_most` so many, evenly from the first to the last. The model is
+    left with the attention it had.
+    """
     if ids.ndim != 2 or ids.shape[0] != 1:
         raise ValueError(f"capture reads one text, ids of shape 1 × tokens, got shape {tuple(ids.shape)}")
+    attached_before = model.config.get_text_config(decoder=True)._attn_implementation == NAME
     cache = make_cache(model, "exact")
+    try:
+        listening = _listen(cache, layers, at_most)
+        prefill(model, ids, cache)
+    finally:
+        if not attached_before:
+            detach(model)
+    return [_captured(index, held) for index, held in listening.items()]
+
+
+def _listen(cache: SketchCache, layers: list[int] | None, at_most: int | None) -> dict[int, Listening]:
     there = [index for index, layer in enumerate(cache.layers) if isinstance(layer, SketchLayer)]
-    wanted = there if layers is None else layers
-    unknown = sorted(set(wanted) - set(there))
+    unknown = sorted(set(layers or ()) - set(there))
     if unknown:
         raise ValueError(f"layers {unknown} are no full-attention layers of this model; there are {there}")
+    if layers is None and at_most is not None:
+        places = {round(i * (len(there) - 1) / max(1, at_most - 1)) for i in range(at_most)}
+        layers = [there[place] for place in sorted(places)]
     listening = dict[int, Listening]()
-    for index in wanted:
+    for index in there if layers is None else layers:
         layer = cache.layers[index]
         assert isinstance(layer, SketchLayer)
         layer.held = listening[index] = Listening(layer.held.config, layer.held.layer, layer.held.layer_bytes)
-    prefill(model, ids, cache)
-    return [
-        Captured(
-            index,
-            torch.cat(held.queries, 2)[0],
-            held.window.columns.keys[0],
-            held.window.columns.values[0],
-            held.scale,
-        )
-        for index, held in listening.items()
-    ]
+    return listening
+
+
+def _captured(index: int, held: Listening) -> Captured:
+    columns = held.window.columns
+    return Captured(index, torch.cat(held.queries, 2)[0], columns.keys[0], columns.values[0], held.scale)

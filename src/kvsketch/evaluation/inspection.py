@@ -55,7 +55,7 @@ def spread(norms: Tensor) -> dict[str, float]:
 
 def median_distance(keys: Float[Tensor, "n d"]) -> float:
     """Of pairs of keys, from up to 1,000 of them."""
-    few = keys[:: max(1, len(keys) // 1000)]
+    few = keys[:: -(-len(keys) // 1000)]
     return float(torch.pdist(few).median())
 
 

@@ -28,10 +28,11 @@ def clusters_picture(rows: Sequence[Row]) -> Figure:
         heads = [row for row in rows if row["layer"] == layer]
         at = [cell["at"] for cell in heads[0]["clusters"] if cell["share"] == shares[0]]
         axes.plot(at, at, color="#bbbbbb", ls="--", lw=1)
-        for colour, share in zip(COLOURS, shares, strict=False):
+        for number, share in enumerate(shares):
             curves = [[cell["count"] for cell in head["clusters"] if cell["share"] == share] for head in heads]
             mean = [sum(counts) / len(counts) for counts in zip(*curves, strict=True)]
-            axes.plot(at, mean, color=colour, lw=1.8, marker="o", ms=3, label=f"δ = {share:g} × median distance")
+            label = f"δ = {share:g} × median distance"
+            axes.plot(at, mean, color=COLOURS[number % len(COLOURS)], lw=1.8, marker="o", ms=3, label=label)
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_title(f"layer {layer}", loc="left", fontsize=10)

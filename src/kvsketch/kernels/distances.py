@@ -1,13 +1,20 @@
-"""Distances between many points, from their products: |x|² + |y|² - 2⟨x, y⟩."""
+"""Distances between many points, from their products: |x|² + |y|² - 2⟨x, y⟩, in float64.
+
+They decide which point is the farthest or the nearest, so they must not depend on the order in which
+products were summed. Two things see to that: norms are a rounding error too small, so that equal points
+are at distance 0 and not at some tiny one; and what comes out is rounded to 24 bits, so that points that
+are equally far compare as equal.
+"""
 
 from jaxtyping import Float
 from torch import Tensor
 
 ROUNDING = 1e-13  # relative; some hundred times that of float64
+SPLIT = 2.0**29 + 1  # leaves 53 - 29 bits (Veltkamp 1968)
 
 
 def squared_norms(points: Float[Tensor, "l n d"]) -> Float[Tensor, "l n"]:
-    """|x|², less a rounding error: so that two equal points are at distance 0 and not at some small one."""
+    """|x|², less a rounding error."""
     return points.square().sum(2) * (1 - ROUNDING)
 
 
@@ -17,6 +24,12 @@ def squared_distances(
     others: Float[Tensor, "l m d"],
     other_norms: Float[Tensor, "l m"],
 ) -> Float[Tensor, "l n m"]:
-    """Of every point to every other, in float64; norms from `squared_norms`."""
+    """Of every point to every other; points in float64, norms from `squared_norms`."""
     sums = norms[:, :, None] + other_norms[:, None]
-    return sums.baddbmm_(points, others.transpose(1, 2), alpha=-2).clamp_min_(0)
+    return _rounded(sums.baddbmm_(points, others.transpose(1, 2), alpha=-2).clamp_min_(0))
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """To 24 bits, whatever the size of the number."""
+    split = x * SPLIT
+    return split.sub_(split - x)

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from kvsketch.kernels.kcenter import lazy
-from kvsketch.kernels.kcenter.common import Clustering, prepare
+from kvsketch.kernels.kcenter.common import Clustering
 
 AT_ONCE = 1 << 23  # coordinates worked on together: 64 MiB in float64
 
@@ -21,7 +21,7 @@ def k_center(
 ) -> Clustering:
     """`counts[r]` centres for every head of row r, or all of the row's points if there are no more.
 
-    Computed in float64, on points shifted and scaled so that nothing cancels or overflows.
+    Computed in float64: nothing overflows, and no form of it chooses by its own rounding.
     """
     rows, heads, size, _ = points.shape
     if valid is None:
@@ -44,10 +44,9 @@ def k_center(
 def _some_heads(
     points: Float[Tensor, "l n d"], wanted: Int64[Tensor, " l"], valid: Bool[Tensor, "l n"], most: int
 ) -> Clustering:
-    prepared, unit = prepare(points, valid)
-    found = lazy.k_center(prepared, wanted, valid)
+    found = lazy.k_center(points.double().masked_fill(~valid[..., None], 0), wanted, valid)
     centres = F.pad(found.centres, (0, most - found.centres.shape[1]), value=-1)
-    return Clustering(centres, found.nearest, (found.distance * unit).float())
+    return Clustering(centres, found.nearest, found.distance.float())
 
 
 __all__ = ["Clustering", "k_center"]

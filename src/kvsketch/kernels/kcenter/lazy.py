@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from kvsketch.kernels.kcenter.common import Clustering, distances_to, norms_of
+from kvsketch.kernels.distances import squared_norms
+from kvsketch.kernels.kcenter.common import Clustering, distances_to
 
 CANDIDATES = 32  # per pass; 16 to 64 are alike on a CPU
 
@@ -21,7 +22,7 @@ def k_center(
     candidates: int = CANDIDATES,
 ) -> Clustering:
     """`wanted[i]` centres for head i; the same as `reference.k_center` gives."""
-    norms = norms_of(points)
+    norms = squared_norms(points)
     distance = torch.full_like(norms, float("inf")).masked_fill_(~valid, float("-inf"))
     nearest = torch.zeros(norms.shape, dtype=torch.int64, device=points.device)
     most = int(wanted.max()) if wanted.numel() else 0

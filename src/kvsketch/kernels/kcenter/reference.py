@@ -4,12 +4,13 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from kvsketch.kernels.kcenter.common import Clustering, distances_to, norms_of
+from kvsketch.kernels.distances import squared_norms
+from kvsketch.kernels.kcenter.common import Clustering, distances_to
 
 
 def k_center(points: Float[Tensor, "l n d"], wanted: Int64[Tensor, " l"], valid: Bool[Tensor, "l n"]) -> Clustering:
     """`wanted[i]` centres for head i, each the point farthest from those before it; of equally far ones the first."""
-    norms = norms_of(points)
+    norms = squared_norms(points)
     distance = torch.full_like(norms, float("inf")).masked_fill_(~valid, float("-inf"))
     nearest = torch.zeros(norms.shape, dtype=torch.int64, device=points.device)
     most = int(wanted.max()) if wanted.numel() else 0

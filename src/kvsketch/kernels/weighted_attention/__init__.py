@@ -27,7 +27,7 @@ def weighted_attention(
     lse: bool = True,
 ) -> Partial:
     """Attention over weighted tokens, all of them visible to all queries."""
-    if tokens.count == 0:  # torch's kernels divide by the number of keys
+    if tokens.count == 0 or query.shape[2] == 0:  # torch's kernels divide by these numbers
         return reference.attend(query, tokens, scale)
     if fused.can_run(query, softcap):
         return fused.attend_biased(query, tokens, scale)

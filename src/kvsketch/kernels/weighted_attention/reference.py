@@ -45,4 +45,14 @@ def log_normalizer(
     softcap: float | None = None,
 ) -> Float[Tensor, "b hg q"]:
     """`lse` of `attend`, from keys that have no values."""
-    return attend(query, WeightedTokens(keys, keys[..., :0], log_mass), scale, softcap=softcap).lse
+    precise = torch.float64 if query.dtype == torch.float64 else torch.float32
+    queries = attention.fold_groups(query, keys.shape[1]).to(precise)
+    block = max(1, LOGITS_AT_ONCE // max(1, keys.shape[0] * keys.shape[1] * keys.shape[2]))
+    wide = keys.to(precise).transpose(-1, -2)
+    parts = [queries[:, :, :0, 0]]
+    for start in range(0, queries.shape[2], block):
+        logits = queries[:, :, start : start + block] @ wide * scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        parts.append(torch.logsumexp(logits + log_mass[:, :, None], dim=-1))
+    return torch.cat(parts, 2).reshape(query.shape[:3])

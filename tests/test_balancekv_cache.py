@@ -1,0 +1,242 @@
+"""BalanceKV's cache: halves, levels and weights; and that it is better than a sample of as many."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvsketch.algorithms.balancekv import halve_exactly, softmax_balance
+from kvsketch.attention import exact_attention
+from kvsketch.caches.balancekv import WALKS, BalanceKV, BalanceKVPast, Levels
+from kvsketch.caches.base import BLOCK, LeavingTokens
+from kvsketch.caches.budget import Budget
+from kvsketch.caches.layer import LayerCache, NewTokens
+from kvsketch.caches.uniform import Uniform
+from kvsketch.kernels.balanced_walk import keep_half, reference
+
+GREEDY = WALKS["greedy"]
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def draws(*shape, seed=0):
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# -- the walk over many blocks
+
+
+@pytest.mark.parametrize("gain", [0.0, 0.3, GREEDY])
+@pytest.mark.parametrize("size", [2, 32, 64])
+def test_all_blocks_together_have_the_signs_of_the_one_head_algorithm(gain, size):
+    keys, values = normal(5, size, 8), normal(5, size, 6, seed=1)
+    products = reference.products(keys, values, 8**-0.5).double()
+    uniforms = draws(5, size)
+    signs = reference.halving_signs(products, uniforms, gain)
+    for block in range(5):
+        assert torch.equal(signs[block], halve_exactly(products[block], gain, uniforms[block]))
+
+
+def test_a_small_gain_is_the_theorems_walk_until_half_have_one_sign():
+    """Algorithm 2 with its own step 1/(2cR²): the same signs, up to the place where the exact half cuts in."""
+    keys, values = normal(64, 4).double(), normal(64, 3, seed=1).double()
+    r_key, r_value, failure, scale = float(keys.norm(dim=1).max()), float(values.norm(dim=1).max()), 0.1, 0.5
+    uniforms = draws(64)
+    walk = softmax_balance(keys, values, r_key, r_value, failure, uniforms, scale)
+    products = torch.exp(keys @ keys.T * scale) * (values @ values.T)
+    bound = 30 * math.log(64 / failure) * math.exp(r_key**2 * scale) * r_value**2
+    signs = halve_exactly(products, 1 / (2 * bound), uniforms)
+    assert walk.failed_at is None
+    first_cut = next(j for j in range(1, 65) if max((signs[:j] > 0).sum(), (signs[:j] < 0).sum()) == 32)
+    assert first_cut > 40
+    assert torch.equal(signs[:first_cut], walk.signs[:first_cut])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([2, 6, 32]), st.sampled_from([0.0, 1.0, GREEDY]))
+def test_exactly_half_is_kept_in_the_order_of_the_block(seed, size, gain):
+    keys, values = normal(3, size, 4, seed=seed), normal(3, size, 4, seed=seed + 1)
+    kept = keep_half(keys, values, draws(3, size, seed=seed), 0.5, gain)
+    assert kept.shape == (3, size // 2)
+    assert (kept.diff(dim=1) > 0).all()
+
+
+def test_every_token_is_kept_as_often_as_not():
+    """4,000 walks over one block of 32 tokens: every frequency within 4.5 standard errors of 1/2."""
+    walks, size = 4000, 32
+    keys, values = normal(size, 4).expand(walks, -1, -1), normal(size, 4, seed=1).expand(walks, -1, -1)
+    kept = keep_half(keys, values, draws(walks, size), 0.5, GREEDY)
+    frequency = torch.zeros(size).index_add(0, kept.flatten(), torch.ones(kept.numel())) / walks
+    assert ((frequency - 0.5).abs() < 4.5 * 0.5 / math.sqrt(walks)).all()
+
+
+def test_opposite_numbers_keep_the_other_half():
+    keys, values, uniforms = normal(4, 32, 4), normal(4, 32, 4, seed=1), draws(4, 32)
+    one, other = (keep_half(keys, values, u, 0.5, GREEDY) for u in (uniforms, 1 - uniforms))
+    for block in range(4):
+        assert sorted([*one[block].tolist(), *other[block].tolist()]) == list(range(32))
+
+
+def test_identical_tokens_halve_to_the_same_sum():
+    keys, values = torch.ones(1, 64, 4), torch.ones(1, 64, 2)
+    signs = reference.halving_signs(reference.products(keys, values, 0.5), draws(1, 64), GREEDY)
+    assert signs.sum() == 0
+    assert (signs.view(1, 32, 2).sum(2) == 0).all(), "every token is answered by the next"
+
+
+@pytest.mark.parametrize("size", [1e-4, 1.0, 1e3, 1e15])
+def test_products_are_finite_whatever_the_norms(size):
+    found = reference.products(normal(2, 32, 8).bfloat16() * size, torch.zeros(2, 32, 8), 1.0)
+    assert found.isfinite().all()
+    assert keep_half(normal(2, 32, 8) * size, normal(2, 32, 8) * size, draws(2, 32), 1.0, GREEDY).shape == (2, 16)
+
+
+# -- levels
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 20), min_size=1, max_size=20),
+    st.sampled_from([64, 100, 333, 1000]),
+    st.sampled_from([32, 256]),
+)
+def test_levels_fit_and_lose_no_weight(calls, room, block):
+    levels = Levels()
+    count = 0
+    for blocks_of_tokens in calls:
+        for _ in range(blocks_of_tokens):
+            new = BLOCK * (1 + count % 3 * 5)  # a trickle, and now and then a long call
+            levels, _ = levels.after(new, room, block)
+            count += new
+            assert sum(levels.held) <= room
+            assert sum(2**level * held for level, held in enumerate(levels.held)) == count
+    for level, halved in enumerate(levels.halved[:-1]):
+        assert halved // 2 == levels.halved[level + 1] + levels.held[level + 1]
+
+
+def leaving(keys, values, first=0):
+    count = keys.shape[2]
+    ranks = (first + torch.arange(count)).expand(len(keys), -1)
+    return LeavingTokens(keys, values, ranks, (first + count,) * len(keys))
+
+
+def numbered(count, rows=1):
+    """Values that say which token it was."""
+    keys = normal(rows, 2, count, 8)
+    return keys, torch.arange(1.0, count + 1)[None, None, :, None].expand(rows, 2, -1, 1).contiguous()
+
+
+@pytest.mark.parametrize("keep", [0.125, 0.25, 0.3, 0.75])
+def test_older_tokens_come_first_and_stand_for_at_least_as_many(keep):
+    keys, values = numbered(4096)
+    past = BalanceKVPast(BalanceKV(keep=keep), Budget(keep, None, 164), 0)
+    past.write(leaving(keys, values))
+    held = past.entries()
+    assert (held.values[..., 0].diff(dim=2) > 0).all(), "tokens keep their order, and none comes twice"
+    weights = held.log_mass.exp().round()
+    assert (weights[0, 0].diff() <= 0).all()
+    assert weights.sum() == 4096
+    assert 0.95 * keep < (held.keys.shape[2] + 68) / 4164 <= keep
+    assert weights.max() <= 2 ** math.ceil(math.log2(1 / keep) + 0.2), "no token stands for more than it has to"
+
+
+def test_the_blocks_that_are_halved_together_are_halved_as_one_by_one():
+    """A long call halves many blocks at once; its halves are those of the algorithm, block after block."""
+    count, size = 1024, 64
+    keys, values = normal(1, 1, count, 8), normal(1, 1, count, 8, seed=1)
+    past = BalanceKVPast(BalanceKV(keep=512, block=size), Budget(None, 100 + 640, 132), 5)
+    past.write(leaving(keys, values))
+    levels = past.held.levels[0]
+    assert levels.held[0] + levels.held[1] == sum(levels.held)
+    kept = []
+    for start in range(0, levels.halved[0], size):
+        part = slice(start, start + size)
+        products = reference.products(keys[0, :, part], values[0, :, part], 8**-0.5)[0].double()
+        drawn = past._draw((1, 1), 0, start, 1, size, keys.device)[0, 0, 0]
+        kept += (start + (halve_exactly(products, GREEDY, drawn) > 0).nonzero()[:, 0]).tolist()
+    kept += range(levels.halved[0], count)
+    assert torch.equal(past.entries().keys[0, 0], keys[0, 0, kept])
+
+
+def test_the_estimate_is_unbiased():
+    """400 seeds; numerator and denominator of one query within four standard errors."""
+    count, seeds = 512, 400
+    keys, values = normal(1, 1, count, 8) / 2, normal(1, 1, count, 4, seed=1)
+    query = normal(8, seed=2)
+    found = []
+    for seed in range(seeds):
+        past = BalanceKVPast(BalanceKV(keep=0.25, seed=seed, block=32), Budget(0.25, None, 132), 0)
+        past.write(leaving(keys, values))
+        held = past.entries()
+        weights = torch.exp(held.keys[0, 0] @ query + held.log_mass[0, 0])
+        found.append(torch.cat([weights @ held.values[0, 0], weights.sum()[None]]))
+    got = torch.stack(found).double()
+    weights = torch.exp(keys[0, 0] @ query)
+    expected = torch.cat([weights @ values[0, 0], weights.sum()[None]]).double()
+    assert ((got.mean(0) - expected).abs() < 4 * got.std(0) / math.sqrt(seeds)).all()
+
+
+def relative_error(config, keys, values, query, scale):
+    cache = LayerCache(config, 0)
+    cache.hold(NewTokens(keys, values))
+    exact = exact_attention(query, keys, values, scale).out
+    return float((cache.attend(query, scale).out - exact).norm() / exact.norm())
+
+
+def clustered(count, seed):
+    """40 clusters of keys with values that go with them."""
+    which = torch.randint(40, (count,), generator=torch.Generator().manual_seed(seed))
+    keys = normal(40, 32, seed=seed)[which] + normal(count, 32, seed=seed + 1) / 2
+    values = normal(40, 32, seed=seed + 2)[which] + 0.3 * normal(count, 32, seed=seed + 3)
+    return keys[None, None], values[None, None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", [0.5, 0.25, 0.125])
+def test_its_error_is_below_that_of_a_weighted_sample_and_of_fair_coins(keep):
+    """Keys and queries of norms for which exp⟨q, k⟩ is smooth over a cluster; 20 seeds, paired; a fifth at least."""
+    differences = {"uniform": [], "fair": []}
+    for seed in range(20):
+        keys, values = clustered(4096, seed)
+        query, scale = normal(1, 1, 64, 32, seed=seed + 9), 32**-0.5
+        ours = relative_error(BalanceKV(keep=keep, seed=seed), keys, values, query, scale)
+        sample = relative_error(Uniform(keep=keep, seed=seed), keys, values, query, scale)
+        coins = relative_error(BalanceKV(keep=keep, seed=seed, walk="fair"), keys, values, query, scale)
+        differences["uniform"].append(ours / sample - 1)
+        differences["fair"].append(ours / coins - 1)
+    for name, found in differences.items():
+        ratio = torch.tensor(found)
+        assert ratio.mean() + 4 * ratio.std() / math.sqrt(20) < -0.2, name
+
+
+def test_rows_of_unequal_lengths_have_levels_of_their_own():
+    lengths = [64, 320, 4096]
+    keys, values = numbered(4096, rows=3)
+    ranks = torch.arange(4096).expand(3, -1).clone()
+    for row, length in enumerate(lengths):
+        ranks[row, : 4096 - length] = -1
+        ranks[row, 4096 - length :] = torch.arange(length)
+    past = BalanceKVPast(BalanceKV(keep=0.25), Budget(0.25, None, 132), 0)
+    past.write(LeavingTokens(keys, values, ranks, tuple(lengths)))
+    weights = past.entries().log_mass.exp().round().sum((1, 2))
+    assert weights.tolist() == lengths
+    assert past.count_entries()[0, 0] == 64
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block": 16}, "block must be a whole number of at least 32, got 16"),
+        ({"block": 100}, "block must be a power of two, got 100"),
+        ({"walk": "random"}, "walk must be one of greedy, fair, got 'random'"),
+        ({"seed": -1}, "seed must be a whole number from 0"),
+        ({"keep": 100}, "needs at least"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        BalanceKV(**options)
