@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test check format lint types test-fast test-oldest picture decode answers needle figures clean
+.PHONY: demo test check format lint types test-fast test-oldest picture decode answers clustering needle figures clean
 
 demo: $(VENV)/ready ## what kvsketch does, on the embedded model, side by side; and a report
 	$(BIN)/kvsketch demo --out demo-report
@@ -46,6 +46,14 @@ needle: $(VENV)/ready ## the needle map of the README
 
 answers: $(VENV)/ready ## all tasks, methods and lengths on the embedded model: an hour and a half on two cores
 	$(BIN)/python benchmarks/answers.py answers-report
+
+clustering: $(VENV)/ready ## what SubGen and ClusterGen do: theorem, a long stream, k-center's time, which tokens are kept, and needles
+	$(BIN)/python benchmarks/theorem.py
+	$(BIN)/python benchmarks/stream.py
+	$(BIN)/python benchmarks/kcenter.py
+	$(BIN)/python benchmarks/kept.py
+	$(BIN)/python benchmarks/clustering.py clustering-report
+	$(BIN)/python benchmarks/figures.py
 
 figures: $(VENV)/ready ## draw docs/figures from the rows in docs/results
 	$(BIN)/python benchmarks/figures.py

@@ -229,6 +229,21 @@ def test_huge_keys_give_finite_answers(name):
 
 
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("padding", [0, 30])
+def test_a_prompt_may_be_read_in_inference_mode_and_answered_outside(name, padding):
+    query, keys, values = stream(500)
+    valid = torch.ones(ROWS, 500, dtype=torch.bool)
+    valid[0, :padding] = False
+    mixed, plain = LayerCache(small(name), 0), LayerCache(small(name), 0)
+    with torch.inference_mode():
+        feed(mixed, *(t[:, :, :300] for t in (query, keys, values)), [300], valid[:, :300])
+    feed(plain, *(t[:, :, :300] for t in (query, keys, values)), [300], valid[:, :300])
+    rest = [t[:, :, 300:] for t in (query, keys, values)]
+    got, expected = (feed(cache, *rest, [100, *[1] * 100]) for cache in (mixed, plain))
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", METHODS)
 def test_reset_forgets_everything(name):
     query, keys, values = stream(400)
     used, fresh = LayerCache(small(name), 0), LayerCache(small(name), 0)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvsketch.algorithms.subgen import grown
 from kvsketch.caches.lanes import Block, Draws
+from kvsketch.caches.storage import writable
 from kvsketch.kernels.distances import squared_distances, squared_norms
 
 KEY, MERGE = 0, 2  # what numbers are drawn for
@@ -50,7 +51,9 @@ class Clusters:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def make_slots(self, count: int) -> None:
-        """Have `count` slots at least; new ones are empty."""
+        """Have `count` slots at least, to be written to; new ones are empty."""
+        for name, tensor in self.tensors().items():
+            setattr(self, name, writable(tensor))
         more = count - self.sizes.shape[2]
         if more > 0:
             for name in ("representatives", "samples", "sizes", "reach"):

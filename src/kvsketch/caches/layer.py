@@ -169,6 +169,7 @@ class LayerCache:
         if self.recording or self._due() == self.left:
             return
         if self.window.ragged:
+            self.window.ranks.make_writable()
             self._leave_ragged(self.window.columns)
             self.window.compact()
         else:
@@ -218,6 +219,7 @@ class LayerCache:
         """Rows stand at different ranks: a column may leave one row and stay in another."""
         if self._due() != self.left:
             if self.window.length:
+                self.window.ranks.make_writable()
                 self._leave_ragged(self.window.columns)
             new = Columns(new.keys, new.values, new.ranks.clone())
             self._leave_ragged(new)

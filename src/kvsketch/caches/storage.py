@@ -36,6 +36,7 @@ class Rows:
             if self.length:
                 grown.narrow(self.dim, 0, self.length).copy_(self.view)
             self.buffer = grown
+        self.make_writable()
         self.length = length
 
     def append(self, rows: Tensor) -> None:
@@ -48,10 +49,16 @@ class Rows:
         """Take out rows start…stop-1 and close the gap."""
         behind = self.length - stop
         if behind and stop > start:
+            self.make_writable()
             moved = self.view.narrow(self.dim, stop, behind).clone()  # the two ranges may overlap
             self.view.narrow(self.dim, start, behind).copy_(moved)
         self.length -= stop - start
         self._give_back()
+
+    def make_writable(self) -> None:
+        """Take a copy where torch would refuse to change what there is."""
+        if self.buffer is not None:
+            self.buffer = writable(self.buffer)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> None:
         """Replace the rows in use by a function of them."""
@@ -67,6 +74,11 @@ class Rows:
 
 def _room(length: int) -> int:
     return max(SPARE, length // SPARE)
+
+
+def writable(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where it was made in inference mode and that is over: torch would refuse to change it."""
+    return tensor.clone() if tensor.is_inference() and not torch.is_inference_mode_enabled() else tensor
 
 
 def columns(x: Tensor, index: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvsketch.algorithms.sampling import Plan, place
 from kvsketch.attention import NO_MASS
 from kvsketch.caches.lanes import Block, Draws
+from kvsketch.caches.storage import writable
 
 VALUE = 1  # what numbers are drawn for
 
@@ -43,7 +44,9 @@ class ValueSamples:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def make_slots(self, strata: int, slots: int) -> None:
-        """Have so many strata of `slots` each; new ones are empty."""
+        """Have so many strata of `slots` each, to be written to; new ones are empty."""
+        for name, tensor in self.tensors().items():
+            setattr(self, name, writable(tensor))
         wanted = {"keys": strata * slots, "values": strata * slots, "norms": strata * slots, "mass": strata}
         for name, count in wanted.items():
             tensor = getattr(self, name)
