@@ -6,10 +6,13 @@ docs/figures/clustering-*.png and prints the tables.
 """
 
 import argparse
+import re
+from collections.abc import Callable
 from pathlib import Path
 
-from answers import bench, print_table, sum_up_into
+from answers import bench, sum_up_into
 from common import RESULTS
+from kvsketch.evaluation.pictures import family
 from kvsketch.evaluation.summary import Mean
 
 SUMMARY = RESULTS / "clustering.jsonl"
@@ -54,11 +57,34 @@ def run_needles(out: Path, length: int) -> None:
 
 
 def print_tables(means: list[Mean]) -> None:
-    for asked in ("before", "after"):
-        print(f"\nquestion {asked}")
-        for task in dict.fromkeys(mean.task for mean in means):
-            here = [mean for mean in means if mean.task == task and mean.asked == asked]
-            print_table(here, list(dict.fromkeys(mean.method for mean in here)))
+    """Methods down. LongEval's files with both question modes across; needles: the question asked afterwards."""
+    files = list(dict.fromkeys(mean.task for mean in means if mean.task not in NEEDLES[2000][0]))
+    columns = [(task, None, asked) for task in files for asked in ("before", "after")]
+    print("\n| | " + " | ".join(f"{task.removeprefix('lines: ')}, {asked}" for task, _, asked in columns) + " |")
+    print_cells(means, columns, _role)
+    needles = [(task, length, "after") for length, (tasks, _) in NEEDLES.items() for task in tasks]
+    for keep in KEEPS:
+        here = [mean for mean in means if f"keep={keep}" in mean.method or mean.method == "exact"]
+        print(f"\n| keep={keep} | " + " | ".join(f"{task}, {length:,}" for task, length, _ in needles) + " |")
+        print_cells(here, needles, family)
+
+
+def print_cells(means: list[Mean], columns: list[tuple], name: Callable[[str], str]) -> None:
+    print("|---|" + "---|" * len(columns))
+    means = [mean for mean in means if mean.task in {task for task, _, _ in columns}]
+    for row in dict.fromkeys(name(mean.method) for mean in means):
+        found = {(m.task, m.length, m.asked): m for m in means if name(m.method) == row}
+        found |= {(m.task, None, m.asked): m for m in means if name(m.method) == row}
+        cells = [found.get(column) for column in columns]
+        if any(cells):
+            print(f"| `{row}` | " + " | ".join(str(cell or "") for cell in cells) + " |")
+
+
+def _role(method: str) -> str:
+    """The method with r of the paper in place of our tokens, and without the total, which is given by the file."""
+    r = {round(recent * OURS[lines] / n): recent for lines, (n, _, recents) in PAPER.items() for recent in recents}
+    spec = re.sub(r"keep=\d+(, )?", "", method).replace("()", "")
+    return re.sub(r"window=(\d+)", lambda found: f"r={r[int(found[1])]}", spec)
 
 
 if __name__ == "__main__":

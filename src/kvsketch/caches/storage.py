@@ -77,8 +77,13 @@ def _room(length: int) -> int:
 
 
 def writable(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy where it was made in inference mode and that is over: torch would refuse to change it."""
-    return tensor.clone() if tensor.is_inference() and not torch.is_inference_mode_enabled() else tensor
+    """The tensor, or a copy where it was made in inference mode and that is over: torch would refuse to change it.
+
+    The compiler can trace none of these questions; within compiled code the tensor is taken as it is.
+    """
+    if torch.compiler.is_compiling() or not tensor.is_inference() or torch.is_inference_mode_enabled():
+        return tensor
+    return tensor.clone()
 
 
 def columns(x: Tensor, index: Tensor) -> Tensor:
