@@ -22,7 +22,7 @@ from kvsketch.algorithms.draws import uniforms
 from kvsketch.attention import NO_MASS, WeightedTokens
 from kvsketch.caches.base import BLOCK, EntriesPast, LeavingTokens, Past, WindowedConfig, check_count, check_seed
 from kvsketch.caches.budget import Budget
-from kvsketch.caches.storage import columns
+from kvsketch.caches.storage import columns, storage_bytes
 from kvsketch.kernels.balanced_walk import keep_half
 
 LOG_2 = 0.6931471805599453
@@ -233,6 +233,10 @@ class BalanceKVPast(EntriesPast):
         if self.held is None:
             return {}
         return {"tokens per entry": sum(self.counts) / max(1, sum(sum(levels.held) for levels in self.held.levels))}
+
+    @property
+    def nbytes(self) -> int:
+        return storage_bytes([*self.tensors().values(), self.log_mass])
 
     def tensors(self) -> dict[str, Tensor]:
         return {} if self.held is None else {"keys": self.held.keys, "values": self.held.values}
