@@ -90,6 +90,7 @@ def test_a_model_in_a_folder_with_a_chat_template(book, tmp_path):
     assert f"{count(TEXT) + 1:,} tokens" in run(*arguments, "--raw").stderr  # and the one for the beginning
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -141,6 +142,7 @@ def test_the_demo_without_a_folder_writes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -219,7 +219,8 @@ class SubGenPast(Past):
 
     @property
     def nbytes(self) -> int:
-        return storage_bytes([*self.tensors().values(), self.log_size, self.log_value])
+        parts = [part.tensors().values() for part in (self.clusters, self.samples) if part is not None]
+        return storage_bytes([*(tensor for part in parts for tensor in part), self.log_size, self.log_value])
 
     # -- state
 
