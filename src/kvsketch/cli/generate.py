@@ -65,7 +65,7 @@ def generate(
         decode_time = _answer(language_model, tokenizer, new, cache, max_new_tokens, temperature)
     _closing_table(cache, prefill_time, decode_time)
     if report:
-        notes.print(str(cache.report()), highlight=False)
+        say(str(cache.report()))
 
 
 def _check_sources(
