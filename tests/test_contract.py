@@ -16,6 +16,7 @@ FIXED_SLACK = 128  # entries per row and head, beyond 1.05 × the budget: window
 BUDGETED = [name for name, config in METHODS.items() if name != "exact"]
 CHUNKS_MATTER = {
     "clustergen": "tokens written together are clustered together, as the papers cluster a prompt at once",
+    "subgen": "a call has room for the clusters that a fraction allows at its end, or δ would be learnt on a few",
     "balancekv": "tokens written together are halved together, so that their weights stay even",
 }
 SMALL = {"exact": {}} | {name: {"keep": 0.25} for name in BUDGETED}

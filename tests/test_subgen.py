@@ -307,7 +307,8 @@ def test_the_cache_holds_what_the_algorithm_holds(budget, given, kind):
         past.write(leaving(keys[:, :, start:stop], values[:, :, start:stop], start))
     plan, slots = past._sizes().samples, past._sizes().samples.slots
     room = past._sizes().clusters
-    capacities = [(room.stratum_of(i)[0] + 1) * room.slots for i in range(count)]
+    ends = [next(stop for stop in (96, 128, 512) if i < stop) for i in range(count)]  # of the calls
+    capacities = [(room.stratum_of(end - 1)[0] + 1) * room.slots for end in ends]
     for head in range(2):
         clusters, delta, strata = one_head(
             config, keys[0, head], values[0, head], head=head, layer=layer, capacities=capacities, samples_plan=plan
@@ -503,9 +504,9 @@ def test_samples_stay_uniform_through_many_merges():
     keys = normal(count, 2).float()[None, None].expand(1, heads, -1, -1)
     clusters = Clusters.none(keys, 1, 0.0)
     clusters.make_slots(slots)
-    room = torch.full((heads, count), slots)
+    room = torch.full((heads,), slots)
     for block in blocks(leaving(keys, keys)):
-        clusters.take(block, room[:, : block.keys.shape[1]], 1.25, Draws(0, 0, heads))
+        clusters.take(block, room, 1.25, Draws(0, 0, heads))
     assert clusters.growths[0, 0] >= 5
     assert (clusters.representatives == clusters.representatives[:, :1]).all()
     owners = set[int]()
@@ -555,6 +556,9 @@ def test_the_memory_of_clusters_is_used():
     past = SubGenPast(SubGen(keep=1024), Budget(None, 1024, 164), 0)
     past.write(leaving(keys, keys))
     assert past.clusters.number.min() > past._sizes().clusters.slots / 2
+    share = SubGenPast(SubGen(keep=0.5), Budget(0.5, None, 164), 0)
+    share.write(leaving(keys, keys))
+    assert share.clusters.number.min() > share.clusters.sizes.shape[2] / 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

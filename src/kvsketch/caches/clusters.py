@@ -60,8 +60,8 @@ class Clusters:
                 tensor = getattr(self, name)
                 setattr(self, name, F.pad(tensor, (0, 0) * (tensor.ndim - 3) + (0, more)))
 
-    def take(self, block: Block, room: Int64[Tensor, "l n"], growth: float, draws: Draws) -> None:
-        """Give every key to the nearest cluster, or let it found one; `room` clusters there may be at each token."""
+    def take(self, block: Block, room: Int64[Tensor, " l"], growth: float, draws: Draws) -> None:
+        """Give every key to the nearest cluster, or let it found one; `room` clusters there may be in each lane."""
         keys, valid = block.keys.double(), block.valid
         lane = torch.arange(len(keys), device=keys.device)
         position = torch.arange(keys.shape[1], device=keys.device)
@@ -75,7 +75,7 @@ class Clusters:
             if not bool(going.any()):
                 break
             token = founds.long().argmax(1)
-            full = going & (number >= room[lane, token])
+            full = going & (number >= room)
             if bool(full.any()):
                 self._count(block, distance, cluster, valid & full[:, None] & _between(position, counted, token), draws)
                 counted = torch.where(full, token, counted)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from kvsketch.algorithms.sampling import Plan, place
+from kvsketch.algorithms.sampling import Plan
 from kvsketch.attention import Partial, WeightedTokens, fold_groups
 from kvsketch.caches.base import BLOCK, LeavingTokens, Past, WindowedConfig, check_count, check_seed
 from kvsketch.caches.budget import Budget
@@ -128,12 +128,15 @@ class SubGenPast(Past):
             self.samples = ValueSamples.none(tokens.keys, tokens.values)
         self.counts = list(tokens.counts)
         sizes = self._sizes()
-        last = max(max(self.counts) - 1, 0)  # slots are those that the longest row may need
-        self.clusters.make_slots((sizes.clusters.stratum_of(last)[0] + 1) * sizes.clusters.slots)
-        self.samples.make_slots(sizes.samples.stratum_of(last)[0] + 1, sizes.samples.slots)
-        draws = Draws(self.config.seed, self.layer, tokens.keys.shape[1])
+        ends = [max(count - 1, 0) for count in self.counts]
+        # A call may use all the clusters there is room for at its end: δ would be learnt on a few otherwise.
+        rooms = [(sizes.clusters.stratum_of(end)[0] + 1) * sizes.clusters.slots for end in ends]
+        self.clusters.make_slots(max(rooms))
+        self.samples.make_slots(sizes.samples.stratum_of(max(ends))[0] + 1, sizes.samples.slots)
+        heads = tokens.keys.shape[1]
+        room = torch.tensor(rooms, device=tokens.keys.device).repeat_interleave(heads)
+        draws = Draws(self.config.seed, self.layer, heads)
         for block in blocks(tokens):
-            room = (place(sizes.clusters, block.ranks.clamp_min(0))[0] + 1) * sizes.clusters.slots
             self.clusters.take(block, room, float(self.config.growth), draws)
             self.samples.take(block, sizes.samples, draws)
         self._weigh()
