@@ -81,7 +81,7 @@ def score_against_bytes(means: Sequence[Mean]) -> Figure:
             _curve(axes, [100 * m.share for m in curve], curve, colours[name], name)
         axes.set_title(f"{task}, {length:,} tokens", loc="left", fontsize=10)
         axes.set_xlabel("bytes of a full cache (%)")
-        axes.set_xlim(left=0)
+        axes.set_xlim(0, 106 * max(m.share for m in here if m.method != "exact"))
     return _finish(figure, panels, colours)
 
 
