@@ -34,6 +34,13 @@ def stream(count, *, dtype=torch.float32, rows=ROWS, seed=0):
     return query.to(dtype), keys.to(dtype), values.to(dtype)
 
 
+def padded_in_front(count, padding):
+    """Which tokens are real, where the first row begins with padding."""
+    valid = torch.ones(ROWS, count, dtype=torch.bool)
+    valid[0, :padding] = False
+    return valid
+
+
 def feed(cache, query, keys, values, sizes, valid=None):
     """Read the stream in calls of these sizes; the answers in order."""
     out, start = [], 0
@@ -178,8 +185,7 @@ def test_a_budget_in_bytes_is_kept(name, prefill):
 def test_a_padded_row_equals_the_row_alone(name, prefill):
     count, padding = 420, 61
     query, keys, values = stream(count)
-    valid = torch.ones(ROWS, count, dtype=torch.bool)
-    valid[0, :padding] = False
+    valid = padded_in_front(count, padding)
     config = small(name, prefill=prefill, chunk=90)
     sizes = [300, *[1] * 70, 50]
     together = LayerCache(config, 1)
@@ -233,8 +239,7 @@ def test_huge_keys_give_finite_answers(name):
 @pytest.mark.parametrize("padding", [0, 30])
 def test_a_prompt_may_be_read_in_inference_mode_and_answered_outside(name, padding):
     query, keys, values = stream(500)
-    valid = torch.ones(ROWS, 500, dtype=torch.bool)
-    valid[0, :padding] = False
+    valid = padded_in_front(500, padding)
     mixed, plain = LayerCache(small(name), 0), LayerCache(small(name), 0)
     with torch.inference_mode():
         feed(mixed, *(t[:, :, :300] for t in (query, keys, values)), [300], valid[:, :300])
@@ -302,8 +307,7 @@ def test_rows_can_be_moved_before_anything_has_left_the_window(name):
 @pytest.mark.parametrize("padding", [0, 30])
 def test_state_can_be_taken_out_and_put_back(name, padding):
     query, keys, values = stream(500)
-    valid = torch.ones(ROWS, 500, dtype=torch.bool)
-    valid[0, :padding] = False
+    valid = padded_in_front(500, padding)
     cache = LayerCache(small(name), 2)
     feed(cache, query, keys, values, [300, *[1] * 45], valid)
     tensors, numbers = cache.state()
@@ -318,8 +322,7 @@ def test_state_can_be_taken_out_and_put_back(name, padding):
 @pytest.mark.parametrize("padding", [0, 30])
 def test_the_uncompressed_tail_can_be_taken_back(name, padding):
     query, keys, values = stream(500)
-    valid = torch.ones(ROWS, 500, dtype=torch.bool)
-    valid[0, :padding] = False
+    valid = padded_in_front(500, padding)
     config = small(name)
     cache, straight = LayerCache(config, 0), LayerCache(config, 0)
     feed(cache, query, keys, values, [400], valid)

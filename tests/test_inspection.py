@@ -15,6 +15,7 @@ from kvsketch.attention import exact_attention
 from kvsketch.evaluation import inspection_pictures as pictures
 from kvsketch.evaluation.capture import Captured, capture
 from kvsketch.evaluation.inspection import clusters_over_time, inspect_layer, median_distance, save_rows
+from kvsketch.evaluation.pictures import save
 
 
 def some_keys(count=300, width=4, seed=0):
@@ -118,7 +119,7 @@ def test_pictures_are_functions_of_rows(tmp_path):
     cells = [[cell["count"] for cell in head["clusters"] if cell["share"] == 0.5] for head in heads]
     assert list(curve.get_ydata()) == [sum(pair) / 2 for pair in zip(*cells, strict=True)]
     assert len(pictures.norms_picture(rows).axes[0].containers) == 4
-    assert pictures.save(figure, tmp_path / "new" / "clusters.png").read_bytes().startswith(b"\x89PNG")
+    assert save(figure, tmp_path / "new" / "clusters.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

@@ -569,3 +569,13 @@ def test_norms_sizes_and_weights_are_within_the_budget_too(dtype):
     cache.hold(NewTokens(keys, keys))
     entry = 2 * 16 * keys.element_size() + 12
     assert 0.75 * 8192 * entry <= cache.nbytes <= (1.05 * 8192 + 128) * entry
+
+
+def test_values_of_zero_are_answered_with_zero_by_the_cache_too():
+    keys = torch.randn(1, 1, 600, 8, generator=torch.Generator().manual_seed(0))
+    cache = LayerCache(SubGen(keep=200), 0)
+    cache.hold(NewTokens(keys, torch.zeros(1, 1, 600, 8)))
+    assert (cache.past.pasts[0].samples.norms == 0).all()
+    answer = cache.attend(keys[:, :, :5], 1.0)
+    assert (answer.out == 0).all()
+    assert answer.lse.isfinite().all()

@@ -89,11 +89,7 @@ def weighted_attention(
     Computed in float32 (float64 for float64 input) and returned in it. `softcap` bends the logits
     as Gemma 2 does, before the weights are added.
     """
-    precise = torch.float64 if query.dtype == torch.float64 else torch.float32
-    queries = fold_groups(query, tokens.keys.shape[1]).to(precise)  # [b, h, g·q, d]
-    logits = queries @ tokens.keys.to(precise).transpose(-1, -2) * scale
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits_of(query, tokens.keys, scale, softcap)
     if visible is not None:
         logits = logits.masked_fill(~_repeat_for_groups(visible, logits.shape[2]), NO_MASS)
 
@@ -101,8 +97,17 @@ def weighted_attention(
     lse = torch.logsumexp(masses, dim=-1)
     finite = lse.masked_fill(lse == NO_MASS, 0.0)[..., None]
     weighted = masses if tokens.log_value is None else logits + tokens.log_value[:, :, None]
-    out = torch.exp(weighted - finite) @ tokens.values.to(precise)
+    out = torch.exp(weighted - finite) @ tokens.values.to(logits.dtype)
     return Partial(unfold_groups(out, query.shape[1]), lse.reshape(query.shape[:3]))
+
+
+def logits_of(
+    query: Float[Tensor, "b hg q d"], keys: Float[Tensor, "b h n d"], scale: float, softcap: float | None
+) -> Float[Tensor, "b h gq n"]:
+    """⟨q, k⟩ · scale, bent by the softcap; in float32, or float64 for float64 input."""
+    precise = torch.float64 if query.dtype == torch.float64 else torch.float32
+    logits = fold_groups(query, keys.shape[1]).to(precise) @ keys.to(precise).transpose(-1, -2) * scale
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def fold_groups(query: Float[Tensor, "b hg q d"], heads: int) -> Float[Tensor, "b h gq d"]:

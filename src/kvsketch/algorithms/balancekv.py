@@ -49,9 +49,10 @@ def balance(products: Float[Tensor, "n n"], bound: float, uniforms: Float[Tensor
 def halve_exactly(products: Float[Tensor, "n n"], gain: float, uniforms: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
     """Signs of which exactly half are +, as in the experiments (Appendix B); n is even.
 
-    The probability of + is 1/2 - gain · y, cut to [0, 1] instead of failing; as soon as n/2 have one sign, the rest
-    gets the other. A gain of 1/(2cR²) is the theorem's, as long as nothing is cut; a large one is a greedy walk, for
-    which no bound is proven. Changing all uniforms to 1 - u changes all signs: every token is kept as often as not.
+    The probability of + is 1/2 - gain · y; beyond [0, 1] it is never or always, and no failure. As soon as n/2 have
+    one sign, the rest gets the other. A gain of 1/(2cR²) is the theorem's, as long as it stays within; a large one is
+    a greedy walk, for which no bound is proven. Changing all uniforms to 1 - u changes all signs: every token is kept
+    as often as not.
     """
     half, signs = len(products) // 2, products.new_zeros(len(products))
     for j in range(len(products)):
@@ -60,7 +61,7 @@ def halve_exactly(products: Float[Tensor, "n n"], gain: float, uniforms: Float[T
             signs[j] = -1.0 if positive == half else 1.0
             continue
         y = float(products[j, :j] @ signs[:j])
-        signs[j] = 1.0 if float(uniforms[j]) < min(1.0, max(0.0, 0.5 - gain * y)) else -1.0
+        signs[j] = 1.0 if float(uniforms[j]) < 0.5 - gain * y else -1.0
     return signs
 
 
@@ -167,7 +168,6 @@ class BalanceKV:
     numerators: dict[int, Levels] = field(default_factory=dict)  # bucket i has norms in (2^(i-1), 2^i]
     denominator: Levels | None = None
     longest_value: float = 0.0  # v_max
-    seen: int = 0
 
 
 def bucket_of(value: Float[Tensor, " e"]) -> int | None:
@@ -205,7 +205,7 @@ def balancekv(
     numerators = {i: levels for i, levels in numerators.items() if 2.0**i > least}
     denominator = state.denominator or no_levels(state.batch, state.rate)
     denominator = merge_and_reduce(denominator, key, value.new_ones(1), halve)
-    return BalanceKV(state.batch, state.rate, numerators, denominator, longest, state.seen + 1)
+    return BalanceKV(state.batch, state.rate, numerators, denominator, longest)
 
 
 def answer(state: BalanceKV, query: Float[Tensor, " d"], scale: float) -> Float[Tensor, " e"]:

@@ -10,7 +10,7 @@ what remains of it is the newest of the next level: it stays where it is.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar
 
@@ -20,7 +20,16 @@ from torch import Tensor
 
 from kvsketch.algorithms.draws import uniforms
 from kvsketch.attention import NO_MASS, WeightedTokens
-from kvsketch.caches.base import BLOCK, EntriesPast, LeavingTokens, Past, WindowedConfig, check_count, check_seed
+from kvsketch.caches.base import (
+    BLOCK,
+    EntriesPast,
+    LeavingTokens,
+    Past,
+    WindowedConfig,
+    check_choice,
+    check_count,
+    check_seed,
+)
 from kvsketch.caches.budget import Budget
 from kvsketch.caches.storage import columns, storage_bytes
 from kvsketch.kernels.balanced_walk import keep_half
@@ -49,8 +58,7 @@ class BalanceKV(WindowedConfig):
         if self.block & (self.block - 1):
             raise ValueError(f"block must be a power of two, got {self.block}")
         check_seed(self.seed)
-        if self.walk not in WALKS:
-            raise ValueError(f"walk must be one of {', '.join(WALKS)}, got {self.walk!r}")
+        check_choice("walk", self.walk, WALKS)
         super().__post_init__()
 
     def new_past(self, budget: Budget, layer: int) -> Past:
@@ -108,7 +116,7 @@ class Held:
 
     keys: Float[Tensor, "b h n d"]
     values: Float[Tensor, "b h n e"]
-    levels: list[Levels] = field(default_factory=list)  # of each row
+    levels: list[Levels]  # of each row
 
 
 class BalanceKVPast(EntriesPast):
@@ -253,15 +261,10 @@ class BalanceKVPast(EntriesPast):
         self.counts = list(numbers["counts"])
         self.held = self.log_mass = None
         if tensors:
-            levels = [
-                Levels(*(tuple(_column(numbers, name, row)) for name in ("held", "halved"))) for row in self._rows
-            ]
+            rows = range(len(self.counts))
+            levels = [Levels(*(tuple(_column(numbers, name, row)) for name in ("held", "halved"))) for row in rows]
             self.held = Held(tensors["keys"], tensors["values"], levels)
             self._weigh()
-
-    @property
-    def _rows(self) -> range:
-        return range(len(self.counts))
 
 
 def _column(numbers: dict[str, list[int]], name: str, row: int) -> Iterator[int]:

@@ -1,7 +1,8 @@
 """What a method is: a frozen config, and a `Past` that takes the tokens leaving the window."""
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
@@ -15,6 +16,7 @@ from kvsketch.kernels.weighted_attention import weighted_attention
 
 BLOCK = 32  # tokens leave the window in blocks of this many, so that no method works token by token
 PREFILLS = ("exact", "streaming")
+WEIGHTS = ("count", "none")  # does an entry stand for the tokens it was chosen from, or for itself alone
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,7 @@ class MethodConfig(ABC):
     def __post_init__(self) -> None:
         check_count("sinks", self.sinks, least=0)
         check_count("chunk", self.chunk, least=1)
-        if self.prefill not in PREFILLS:
-            raise ValueError(f"prefill must be one of {', '.join(PREFILLS)}, got {self.prefill!r}")
+        check_choice("prefill", self.prefill, PREFILLS)
 
     @property
     @abstractmethod
@@ -187,6 +188,22 @@ class WindowedConfig(BudgetedConfig):
             return budget.fixed - self.exact_entries()
         exact = self.sinks + self.window
         return budget.entries(count + exact) - exact
+
+    def strata(self, fraction: float, first_entries: int, entries: int) -> tuple[int, int]:
+        """Tokens of the first stratum, which holds `first_entries`, and of every later one, which holds `entries`.
+
+        The first one is so long that it ends when the whole cache, exact parts included, is down to the
+        fraction; before that the cache holds what it needs at least.
+        """
+        exact = self.sinks + self.window
+        first = max(BLOCK, math.ceil((first_entries + exact) / fraction) - exact)
+        return first, math.ceil(entries / fraction)
+
+
+def check_choice(name: str, value: str, choices: Collection[str]) -> None:
+    """Refuse anything but one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
 def check_seed(seed: int) -> None:

@@ -13,11 +13,18 @@ from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
 from kvsketch.attention import WeightedTokens
-from kvsketch.caches.base import BLOCK, BudgetedConfig, EntriesPast, LeavingTokens, Past, check_count
+from kvsketch.caches.base import (
+    BLOCK,
+    WEIGHTS,
+    BudgetedConfig,
+    EntriesPast,
+    LeavingTokens,
+    Past,
+    check_choice,
+    check_count,
+)
 from kvsketch.caches.budget import Budget
 from kvsketch.kernels.kcenter import Clustering, k_center
-
-WEIGHTS = ("count", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +43,7 @@ class ClusterGen(BudgetedConfig):
     def __post_init__(self) -> None:
         if self.window is not None:
             check_count("window", self.window, least=1)
-        if self.weights not in WEIGHTS:
-            raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, got {self.weights!r}")
+        check_choice("weights", self.weights, WEIGHTS)
         super().__post_init__()
 
     def least_entries(self) -> int:

@@ -5,23 +5,22 @@ together; everything else happens at once. No step looks at anything that was dr
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor
 
 from kvsketch.algorithms.subgen import grown
 from kvsketch.caches.lanes import Block, Draws
-from kvsketch.caches.storage import writable
+from kvsketch.caches.storage import Slots
 from kvsketch.kernels.distances import squared_distances, squared_norms
 
 KEY, MERGE = 0, 2  # what numbers are drawn for
 
 
 @dataclass
-class Clusters:
+class Clusters(Slots):
     """Slots for m clusters of every lane; the first `number` are in use."""
 
     representatives: Float[Tensor, "b h m d"]
@@ -46,19 +45,9 @@ class Clusters:
             growths=torch.zeros(lanes, dtype=torch.int64, device=device),
         )
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All of them by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
     def make_slots(self, count: int) -> None:
-        """Have `count` slots at least, to be written to; new ones are empty."""
-        for name, tensor in self.tensors().items():
-            setattr(self, name, writable(tensor))
-        more = count - self.sizes.shape[2]
-        if more > 0:
-            for name in ("representatives", "samples", "sizes", "reach"):
-                tensor = getattr(self, name)
-                setattr(self, name, F.pad(tensor, (0, 0) * (tensor.ndim - 3) + (0, more)))
+        """Have `count` slots at least."""
+        self.resize(dict.fromkeys(("representatives", "samples", "sizes", "reach"), count))
 
     def take(self, block: Block, room: Int64[Tensor, " l"], growth: float, draws: Draws) -> None:
         """Give every key to the nearest cluster, or let it found one; `room` clusters there may be in each lane."""

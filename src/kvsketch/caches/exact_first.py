@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -11,11 +10,10 @@ from torch import Tensor
 
 from kvsketch.attention import Partial, WeightedTokens
 from kvsketch.caches.base import LeavingTokens, Past
-from kvsketch.caches.storage import columns, storage_bytes
+from kvsketch.caches.storage import columns, storage_bytes, with_prefix
 from kvsketch.caches.window import log_mass_of
 from kvsketch.kernels.weighted_attention import weighted_attention
 
-T = TypeVar("T")
 HELD = -1  # the group of a row whose tokens are still held
 
 
@@ -180,7 +178,7 @@ class ExactFirst(Past):
         for number in range(max(self.groups, default=HELD) + 1):
             past = self.new_past()
             prefix = f"{number}."
-            past.restore(_with_prefix(tensors, prefix), _with_prefix(numbers, prefix))
+            past.restore(with_prefix(tensors, prefix), with_prefix(numbers, prefix))
             self.pasts.append(past)
 
     def map_rows(self, move: Callable[[Tensor], Tensor], rows: list[int]) -> None:
@@ -212,7 +210,3 @@ def _some_rows(tokens: LeavingTokens, rows: list[int]) -> LeavingTokens:
     return LeavingTokens(
         tokens.keys[rows], tokens.values[rows], tokens.ranks[rows], tuple(tokens.counts[row] for row in rows)
     )
-
-
-def _with_prefix(named: dict[str, T], prefix: str) -> dict[str, T]:
-    return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}

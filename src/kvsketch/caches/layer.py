@@ -21,6 +21,7 @@ from torch import Tensor
 from kvsketch.attention import Partial, WeightedTokens, merge
 from kvsketch.caches.base import BLOCK, LeavingTokens, MethodConfig, Past
 from kvsketch.caches.budget import Budget, fixed_entries
+from kvsketch.caches.storage import with_prefix
 from kvsketch.caches.window import Columns, Window, log_mass_of
 from kvsketch.kernels.weighted_attention import causal_attention, weighted_attention
 
@@ -169,8 +170,7 @@ class LayerCache:
         if self.recording or self._due() == self.left:
             return
         if self.window.ragged:
-            self.window.ranks.make_writable()
-            self._leave_ragged(self.window.columns)
+            self._leave_ragged_window()
             self.window.compact()
         else:
             self._leave_window(self._due()[0] - self.left[0])
@@ -219,13 +219,16 @@ class LayerCache:
         """Rows stand at different ranks: a column may leave one row and stay in another."""
         if self._due() != self.left:
             if self.window.length:
-                self.window.ranks.make_writable()
-                self._leave_ragged(self.window.columns)
+                self._leave_ragged_window()
             new = Columns(new.keys, new.values, new.ranks.clone())
             self._leave_ragged(new)
             new = new.select((new.ranks >= 0).any(0).nonzero()[:, 0])
         self.window.append(new)
         self.window.compact()
+
+    def _leave_ragged_window(self) -> None:
+        self.window.ranks.make_writable()
+        self._leave_ragged(self.window.columns)
 
     def _leave_ragged(self, columns: Columns) -> None:
         """Write to the past what is due among these columns; its ranks become -1."""
@@ -343,8 +346,7 @@ class LayerCache:
         self.window.ragged, self.window.tail = numbers["ragged"], numbers["tail"]
         for name in ("seen", "lengths", "left", "measured_at"):
             setattr(self, name, numbers[name])
-        held = {name.removeprefix("past."): tensor for name, tensor in tensors.items() if name.startswith("past.")}
-        self.past.restore(held, numbers["past"])
+        self.past.restore(with_prefix(tensors, "past."), numbers["past"])
         self.error = tensors.get("error")
 
     @property

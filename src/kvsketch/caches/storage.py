@@ -1,10 +1,14 @@
 """Keys and values of a changing number of tokens, in buffers with a little room to spare."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+T = TypeVar("T")
 SPARE = 32  # rows allocated beyond those asked for; and one in SPARE of them, so that growing stays cheap
 
 
@@ -76,6 +80,22 @@ def _room(length: int) -> int:
     return max(SPARE, length // SPARE)
 
 
+@dataclass
+class Slots:
+    """Tensors [b, h, slots, …] of the dataclass that derives from this, which can have more slots."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def resize(self, wanted: dict[str, int]) -> None:
+        """Have so many slots at least, to be written to; new ones are 0."""
+        for name, tensor in self.tensors().items():
+            more = wanted[name] - tensor.shape[2] if name in wanted else 0
+            wide = F.pad(tensor, (0, 0) * (tensor.ndim - 3) + (0, more)) if more > 0 else tensor
+            setattr(self, name, writable(wide))
+
+
 def writable(tensor: Tensor) -> Tensor:
     """The tensor, or a copy where it was made in inference mode and that is over: torch would refuse to change it.
 
@@ -89,6 +109,11 @@ def writable(tensor: Tensor) -> Tensor:
 def columns(x: Tensor, index: Tensor) -> Tensor:
     """Columns of `x` [b, h, n, d] with the numbers of `index` [b, m], row by row."""
     return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+def with_prefix(named: dict[str, T], prefix: str) -> dict[str, T]:
+    """Those whose names begin with the prefix, without it."""
+    return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
 
 
 def storage_bytes(tensors: Iterable[Tensor | None]) -> int:

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from kvsketch.algorithms.sampling import Plan
 from kvsketch.attention import Partial, WeightedTokens, fold_groups
-from kvsketch.caches.base import BLOCK, LeavingTokens, Past, WindowedConfig, check_count, check_seed
+from kvsketch.caches.base import BLOCK, LeavingTokens, Past, WindowedConfig, check_choice, check_count, check_seed
 from kvsketch.caches.budget import Budget
 from kvsketch.caches.clusters import Clusters
 from kvsketch.caches.exact_first import ExactFirst
 from kvsketch.caches.lanes import Draws, blocks
-from kvsketch.caches.storage import storage_bytes
+from kvsketch.caches.storage import storage_bytes, with_prefix
 from kvsketch.caches.value_samples import ValueSamples
 from kvsketch.kernels.weighted_attention import log_normalizer, weighted_attention
 
@@ -54,8 +54,7 @@ class SubGen(WindowedConfig):
         if self.delta is not None:
             _check_number("delta", self.delta, above=0)
         _check_number("growth", self.growth, above=1)
-        if self.normalizer not in NORMALIZERS:
-            raise ValueError(f"normalizer must be one of {', '.join(NORMALIZERS)}, got {self.normalizer!r}")
+        check_choice("normalizer", self.normalizer, NORMALIZERS)
         super().__post_init__()
 
     def least_entries(self) -> int:
@@ -92,13 +91,11 @@ class SubGen(WindowedConfig):
             s, m = split(self.room(budget, 0), self.s)
             return Sizes(Plan(s), Plan(m))
         assert budget.fraction is not None
-        exact = self.sinks + self.window
-        first = max(BLOCK, math.ceil((self._first_entries() + exact) / budget.fraction) - exact)
-        period = math.ceil(self._unit() / budget.fraction)
+        strata = self.strata(budget.fraction, self._first_entries(), self._unit())
         if self.s is None:
             s, m = split(self._unit(), None)
-            return Sizes(Plan(s, first, period), Plan(m, first, period))
-        return Sizes(Plan(self.s), Plan(split(self._unit(), 0)[1], first, period))
+            return Sizes(Plan(s, *strata), Plan(m, *strata))
+        return Sizes(Plan(self.s), Plan(split(self._unit(), 0)[1], *strata))
 
 
 @dataclass(frozen=True)
@@ -248,7 +245,7 @@ class SubGenPast(Past):
 
 def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Those whose names begin so; as blocks of memory of their own, to be written to."""
-    return {name.removeprefix(prefix): t.contiguous() for name, t in tensors.items() if name.startswith(prefix)}
+    return {name: tensor.contiguous() for name, tensor in with_prefix(tensors, prefix).items()}
 
 
 def _check_number(name: str, value: float | int, *, above: int) -> None:

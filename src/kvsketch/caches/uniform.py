@@ -1,6 +1,5 @@
 """Uniform sampling without replacement: the method's one-head form is `algorithms/sampling.py`."""
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,11 +10,18 @@ from torch import Tensor
 from kvsketch.algorithms.draws import uniforms
 from kvsketch.algorithms.sampling import Plan, choose_slots, log_weights
 from kvsketch.attention import NO_MASS, WeightedTokens
-from kvsketch.caches.base import BLOCK, EntriesPast, LeavingTokens, Past, WindowedConfig, check_seed
+from kvsketch.caches.base import (
+    BLOCK,
+    WEIGHTS,
+    EntriesPast,
+    LeavingTokens,
+    Past,
+    WindowedConfig,
+    check_choice,
+    check_seed,
+)
 from kvsketch.caches.budget import Budget
 from kvsketch.caches.storage import Rows, storage_bytes
-
-WEIGHTS = ("count", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,27 +40,17 @@ class Uniform(WindowedConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_seed(self.seed)
-        if self.weights not in WEIGHTS:
-            raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, got {self.weights!r}")
+        check_choice("weights", self.weights, WEIGHTS)
 
     def new_past(self, budget: Budget, layer: int) -> Past:
         return UniformPast(self.plan(budget), self, layer)
 
     def plan(self, budget: Budget) -> Plan:
-        """One reservoir for a fixed number of entries; for a fraction, strata of a block of slots each.
-
-        The first stratum is so long that it ends when the whole cache, exact parts included, is
-        down to the fraction; before that the cache holds what it needs at least.
-        """
+        """One reservoir for a fixed number of entries; for a fraction, strata of a block of slots each."""
         if budget.fixed is not None:
-            return Plan(budget.fixed - self.exact_entries())
+            return Plan(self.room(budget, 0))
         assert budget.fraction is not None
-        exact = self.sinks + self.window
-        return Plan(
-            slots=BLOCK,
-            first=max(BLOCK, math.ceil((BLOCK + exact) / budget.fraction) - exact),
-            period=math.ceil(BLOCK / budget.fraction),
-        )
+        return Plan(BLOCK, *self.strata(budget.fraction, BLOCK, BLOCK))
 
 
 class UniformPast(EntriesPast):

@@ -4,23 +4,22 @@ One head: `algorithms/subgen.py`. Samples of what is gone cannot be added later:
 each with samples and a mass of its own (see `algorithms/sampling.Plan`).
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
 from kvsketch.algorithms.sampling import Plan, place
 from kvsketch.attention import NO_MASS
 from kvsketch.caches.lanes import Block, Draws
-from kvsketch.caches.storage import writable
+from kvsketch.caches.storage import Slots
 
 VALUE = 1  # what numbers are drawn for
 
 
 @dataclass
-class ValueSamples:
+class ValueSamples(Slots):
     """Slots of all strata, one stratum after the other."""
 
     keys: Float[Tensor, "b h s d"]
@@ -39,20 +38,9 @@ class ValueSamples:
             mass=torch.zeros(*lanes, 0, dtype=torch.float64, device=keys.device),
         )
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All of them by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
     def make_slots(self, strata: int, slots: int) -> None:
-        """Have so many strata of `slots` each, to be written to; new ones are empty."""
-        for name, tensor in self.tensors().items():
-            setattr(self, name, writable(tensor))
-        wanted = {"keys": strata * slots, "values": strata * slots, "norms": strata * slots, "mass": strata}
-        for name, count in wanted.items():
-            tensor = getattr(self, name)
-            more = count - tensor.shape[2]
-            if more > 0:
-                setattr(self, name, F.pad(tensor, (0, 0) * (tensor.ndim - 3) + (0, more)))
+        """Have so many strata at least, of `slots` each."""
+        self.resize({"mass": strata} | dict.fromkeys(("keys", "values", "norms"), strata * slots))
 
     def take(self, block: Block, plan: Plan, draws: Draws) -> None:
         """Let each sample adopt each token with probability ‖v‖² / (μ + ‖v‖²). Lines 24-28, and line 6."""

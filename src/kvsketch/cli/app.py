@@ -1,8 +1,9 @@
 """The command `kvsketch` itself, and what its parts share."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from rich.console import Console
@@ -15,6 +16,7 @@ import kvsketch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+N = TypeVar("N", int, float)
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 notes = Console(stderr=True)  # everything but the answer, so that the answer can be piped
 
@@ -112,7 +114,7 @@ def read_text(path: Path) -> str:
     return text
 
 
-def numbers(option: str, text: str, kind: type[int] | type[float]) -> list[float]:
+def numbers(option: str, text: str, kind: Callable[[str], N]) -> list[N]:
     """What an option lists, with commas between."""
     try:
         return [kind(part) for part in text.split(",") if part.strip()]

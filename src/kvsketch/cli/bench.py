@@ -66,7 +66,7 @@ def bench(
     plan = Plan(
         tasks=_tasks(suite, tasks),
         methods=[spec.strip() for spec in methods.split(";") if spec.strip()],
-        lengths=[int(number) for number in numbers("--lengths", lengths, int)],
+        lengths=numbers("--lengths", lengths, int),
         asked=ASKED[asked],
         samples=samples,
         depths=numbers("--depths", depths or "", float),

@@ -53,6 +53,7 @@ def inspect(
     from kvsketch.evaluation import inspection_pictures as pictures
     from kvsketch.evaluation.capture import capture
     from kvsketch.evaluation.inspection import inspect_layer, save_rows
+    from kvsketch.evaluation.pictures import save
     from kvsketch.evaluation.provenance import provenance
 
     language_model, tokenizer = load_model(model, dtype, device)
@@ -80,17 +81,17 @@ def inspect(
         f"proportion to its exponential. Rows: {out}"
     )
 
-    pictures.save(pictures.clusters_picture(rows), out / "clusters.png")
-    pictures.save(pictures.norms_picture(rows), out / "norms.png")
+    save(pictures.clusters_picture(rows), out / "clusters.png")
+    save(pictures.norms_picture(rows), out / "norms.png")
     if find_spec("sklearn") is None:
         say("no maps: they need scikit-learn (pip install 'kvsketch[inspect]')")
     else:
-        pictures.save(pictures.maps_picture(seen, wanted_heads), out / "maps.png")
+        save(pictures.maps_picture(seen, wanted_heads), out / "maps.png")
     say("pictures: " + ", ".join(sorted(path.name for path in out.glob("*.png"))))
 
 
 def _whole(option: str, text: str) -> list[int]:
-    found = [int(number) for number in numbers(option, text, int)]
+    found = numbers(option, text, int)
     if not found:
         raise ValueError(f"{option} must be numbers with commas between them, got {text!r}")
     return found

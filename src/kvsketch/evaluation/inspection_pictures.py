@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from jaxtyping import Float
@@ -13,7 +12,7 @@ from torch import Tensor
 from kvsketch.algorithms.kcenter import greedy_k_center
 from kvsketch.evaluation.capture import Captured
 from kvsketch.evaluation.inspection import Row
-from kvsketch.evaluation.pictures import COLOURS
+from kvsketch.evaluation.pictures import COLOURS, panels_for
 
 CENTRES = 16  # as in Figure 1 of the SubGen paper
 POINTS = 1500  # of a map; more take long and show no more
@@ -23,7 +22,7 @@ def clusters_picture(rows: Sequence[Row]) -> Figure:
     """A panel for each layer: clusters against tokens, mean over heads, a curve for each δ; dashed: one each."""
     layers = sorted({row["layer"] for row in rows})
     shares = sorted({cell["share"] for cell in rows[0]["clusters"]})
-    figure, panels = _panels(len(layers))
+    figure, panels = panels_for(len(layers), 4, 3.2 if len(layers) > 1 else 4.0)
     for axes, layer in zip(panels, layers, strict=True):
         heads = [row for row in rows if row["layer"] == layer]
         at = [cell["at"] for cell in heads[0]["clusters"] if cell["share"] == shares[0]]
@@ -38,13 +37,13 @@ def clusters_picture(rows: Sequence[Row]) -> Figure:
         axes.set_title(f"layer {layer}", loc="left", fontsize=10)
         axes.set_xlabel("tokens")
         axes.set_ylabel("clusters")
-    return _with_legend(figure, panels[0])
+    return _with_legend(figure, panels)
 
 
 def norms_picture(rows: Sequence[Row]) -> Figure:
     """Norms of queries, keys, keys less their mean, and values, over the layers; bars are standard deviations."""
     layers = sorted({row["layer"] for row in rows})
-    figure, (axes,) = _panels(1)
+    figure, (axes,) = panels_for(1, width=4.0)
     names = {"queries": "queries", "keys": "keys", "centred_keys": "keys less their mean", "values": "values"}
     for colour, (name, label) in zip(COLOURS, names.items(), strict=False):
         found = [[row[name] for row in rows if row["layer"] == layer] for layer in layers]
@@ -55,7 +54,7 @@ def norms_picture(rows: Sequence[Row]) -> Figure:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("layer")
     axes.set_ylabel("norm")
-    return _with_legend(figure, axes)
+    return _with_legend(figure, [axes])
 
 
 def maps_picture(seen: Sequence[Captured], heads: Sequence[int], seed: int = 0) -> Figure:
@@ -83,13 +82,6 @@ def maps_picture(seen: Sequence[Captured], heads: Sequence[int], seed: int = 0) 
     return figure
 
 
-def save(figure: Figure, path: Path) -> Path:
-    """Write a picture."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, bbox_inches="tight")
-    return path
-
-
 def _some(vectors: Float[Tensor, "n d"]) -> Float[Tensor, "m d"]:
     """At most POINTS of them, evenly over the text."""
     if len(vectors) <= POINTS:
@@ -97,20 +89,10 @@ def _some(vectors: Float[Tensor, "n d"]) -> Float[Tensor, "m d"]:
     return vectors[torch.linspace(0, len(vectors) - 1, POINTS).long()]
 
 
-def _panels(count: int) -> tuple[Figure, list[Axes]]:
-    wide = min(4, count)
-    high = -(-count // wide)
-    figure = Figure(figsize=(max(4.0, 3.2 * wide), 3.0 * high), dpi=150)
-    panels = list(figure.subplots(high, wide, squeeze=False).flat)
+def _with_legend(figure: Figure, panels: Sequence[Axes]) -> Figure:
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
-    for unused in panels[count:]:
-        unused.set_visible(False)
-    return figure, panels[:count]
-
-
-def _with_legend(figure: Figure, axes: Axes) -> Figure:
     figure.tight_layout()
-    handles, labels = axes.get_legend_handles_labels()
+    handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, 0.0), ncols=3, fontsize=8, frameon=False)
     return figure

@@ -69,7 +69,7 @@ def score_against_bytes(means: Sequence[Mean]) -> Figure:
     """A panel for each task, at the longest length that methods were compared at: a curve for each over its budgets."""
     compared = [mean for mean in means if mean.method != "exact"]
     longest = {task: max(mean.length for mean in compared if mean.task == task) for task in _tasks(compared)}
-    figure, panels = _panels(len(longest))
+    figure, panels = panels_for(len(longest))
     colours = _colours(means)
     for axes, (task, length) in zip(panels, longest.items(), strict=True):
         here = [mean for mean in means if mean.task == task and mean.length == length]
@@ -88,7 +88,7 @@ def score_against_bytes(means: Sequence[Mean]) -> Figure:
 def score_against_length(means: Sequence[Mean]) -> Figure:
     """A panel for each task: a curve for each method over the lengths."""
     means = [mean for mean in means if len({other.length for other in means if other.task == mean.task}) > 1]
-    figure, panels = _panels(len(_tasks(means)))
+    figure, panels = panels_for(len(_tasks(means)))
     colours = _colours(means, lambda mean: mean.method)
     for axes, task in zip(panels, _tasks(means), strict=True):
         here = [mean for mean in means if mean.task == task]
@@ -110,7 +110,7 @@ def needle_map(rows: Sequence[Row]) -> Figure:
     lengths = sorted({row["length"] for row in rows})
     given = all(row["depth"] is not None for row in rows)
     depths = sorted({row["depth"] for row in rows}) if given else [(i + 0.5) / DEPTHS for i in range(DEPTHS)]
-    figure, panels = _panels(len(methods), share_y=True)
+    figure, panels = panels_for(len(methods), share_y=True)
     for axes, method in zip(panels, methods, strict=True):
         cells = [[list[float]() for _ in lengths] for _ in depths]
         theirs = [row for row in rows if row["method"] == method]
@@ -146,10 +146,11 @@ def _colours(means: Sequence[Mean], name: Callable[[Mean], str] = lambda mean: f
     return {one: colours.get(one, EXACT) for one in names}
 
 
-def _panels(count: int, share_y: bool = False) -> tuple[Figure, list[Axes]]:
-    wide = min(3, count)
+def panels_for(count: int, columns: int = 3, width: float = 3.6, *, share_y: bool = False) -> tuple[Figure, list[Axes]]:
+    """A figure with `count` panels of this width in inches, at most `columns` side by side."""
+    wide = min(columns, count)
     high = -(-count // wide)
-    figure = Figure(figsize=(3.6 * wide, 3.0 * high), dpi=150)
+    figure = Figure(figsize=(width * wide, 3.0 * high), dpi=150)
     grid = figure.subplots(high, wide, squeeze=False, sharey=share_y)
     panels = list(grid.flat)
     for unused in panels[count:]:
@@ -175,7 +176,11 @@ def _finish(figure: Figure, panels: Sequence[Axes], colours: dict[str, str]) -> 
 
 
 def _save(figure: Figure, folder: Path, name: str, caption: str) -> Picture:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.png"
+    return Picture(save(figure, folder / f"{name}.png"), caption)
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Write a picture, and the folder if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, bbox_inches="tight")
-    return Picture(path, caption)
+    return path

@@ -28,9 +28,10 @@ def k_center(
         valid = torch.ones(rows, size, dtype=torch.bool, device=points.device)
     wanted = torch.minimum(counts, valid.sum(1)).repeat_interleave(heads)
     lanes, visible = points.flatten(0, 1), valid.repeat_interleave(heads, 0)
+    most = int(wanted.max()) if wanted.numel() else 0
     together = max(1, AT_ONCE // max(1, size * points.shape[3]))
     parts = [
-        _some_heads(lanes[i : i + together], wanted[i : i + together], visible[i : i + together], int(wanted.max()))
+        _some_heads(lanes[i : i + together], wanted[i : i + together], visible[i : i + together], most)
         for i in range(0, rows * heads, together)
     ]
     shape = (rows, heads)

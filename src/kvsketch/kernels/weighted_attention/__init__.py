@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvsketch.attention import NO_MASS, Partial, WeightedTokens, fold_groups, unfold_groups
 from kvsketch.kernels.weighted_attention import fused, reference
+from kvsketch.kernels.weighted_attention.reference import log_normalizer
 
 MASK_AT_ONCE = 1 << 24  # elements, 64 MiB of float32: a mask of all queries against all keys would be n²
 
@@ -34,18 +35,6 @@ def weighted_attention(
     if not lse and softcap is None and tokens.log_mass is None and tokens.log_value is None:
         return _answer_alone(query, tokens.keys, tokens.values, scale, causal=False)
     return reference.attend(query, tokens, scale, softcap=softcap)
-
-
-def log_normalizer(
-    query: Float[Tensor, "b hg q d"],
-    keys: Float[Tensor, "b h n d"],
-    log_mass: Float[Tensor, "b h n"],
-    scale: float,
-    *,
-    softcap: float | None = None,
-) -> Float[Tensor, "b hg q"]:
-    """Log of the denominator alone, Σ b·exp(s), from keys that have no values."""
-    return reference.log_normalizer(query, keys, log_mass, scale, softcap=softcap)
 
 
 def causal_attention(

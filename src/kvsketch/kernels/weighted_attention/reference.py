@@ -44,15 +44,12 @@ def log_normalizer(
     *,
     softcap: float | None = None,
 ) -> Float[Tensor, "b hg q"]:
-    """`lse` of `attend`, from keys that have no values."""
-    precise = torch.float64 if query.dtype == torch.float64 else torch.float32
-    queries = attention.fold_groups(query, keys.shape[1]).to(precise)
-    block = max(1, LOGITS_AT_ONCE // max(1, keys.shape[0] * keys.shape[1] * keys.shape[2]))
-    wide = keys.to(precise).transpose(-1, -2)
-    parts = [queries[:, :, :0, 0]]
-    for start in range(0, queries.shape[2], block):
-        logits = queries[:, :, start : start + block] @ wide * scale
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        parts.append(torch.logsumexp(logits + log_mass[:, :, None], dim=-1))
-    return torch.cat(parts, 2).reshape(query.shape[:3])
+    """Log of the denominator alone, Σ b·exp(s): from keys that have no values."""
+    rows, heads, queries, _ = query.shape
+    block = max(1, LOGITS_AT_ONCE // max(1, rows * heads * keys.shape[2]))
+    parts = [query[:, :, :0, 0].to(log_mass.dtype)]
+    for start in range(0, queries, block):
+        part = query[:, :, start : start + block]
+        logits = attention.logits_of(part, keys, scale, softcap)
+        parts.append(torch.logsumexp(logits + log_mass[:, :, None], dim=-1).reshape(part.shape[:3]))
+    return torch.cat(parts, 2)
