@@ -213,6 +213,15 @@ def test_its_error_is_below_that_of_a_weighted_sample_and_of_fair_coins(keep):
         assert ratio.mean() + 4 * ratio.std() / math.sqrt(20) < -0.2, name
 
 
+@pytest.mark.parametrize("augmented", [False, True])
+def test_a_stream_in_chunks_loses_no_weight(augmented):
+    """A chunk pushes the window out, and most of itself: two calls of whatever sizes."""
+    cache = LayerCache(BalanceKV(keep=0.25, augmented=augmented), 0)
+    for number in range(6):
+        cache.hold(NewTokens(normal(1, 2, 500, 8, seed=number), normal(1, 2, 500, 4, seed=number)))
+        assert cache.past.entries().log_mass.exp().sum(2).round().tolist() == [[cache.left[0]]]
+
+
 def test_rows_of_unequal_lengths_have_levels_of_their_own():
     lengths = [64, 320, 4096]
     keys, values = numbered(4096, rows=3)
@@ -227,11 +236,86 @@ def test_rows_of_unequal_lengths_have_levels_of_their_own():
     assert past.count_entries()[0, 0] == 64
 
 
+# -- set apart
+
+
+def past_of(room, **options):
+    """One that holds `room` tokens at most."""
+    config = BalanceKV(keep=room + 100, **options)
+    return BalanceKVPast(config, Budget(None, config.exact_entries() + room, config.least_entries()), 0)
+
+
+def outliers(keys, mean, count):
+    """The keys with the least cosine to the mean, in their order."""
+    cosines = torch.nn.functional.cosine_similarity(keys, mean[:, :, None], dim=3)
+    index = cosines.argsort(dim=2)[:, :, :count].sort(dim=2).values
+    return keys.gather(2, index[..., None].expand(*index.shape, keys.shape[3]))
+
+
+@pytest.mark.parametrize("apart", [0.25, 0.5])
+def test_what_points_away_from_the_mean_of_all_keys_is_set_apart(apart):
+    keys, values = 1 + normal(2, 3, 600, 8), normal(2, 3, 600, 4, seed=1)
+    past = past_of(200, augmented=True, apart=apart)
+    past.write(leaving(keys, values))
+    count = int(200 * apart)
+    assert torch.equal(past.entries().keys[:, :, :count], outliers(keys, keys.mean(2), count))
+    assert (past.entries().log_mass[:, :, :count] == 0).all()
+    assert past.entries().log_mass.exp().sum() == pytest.approx(2 * 600, rel=1e-6)
+
+
+def test_what_does_not_point_away_any_more_comes_back_to_the_levels():
+    """The mean moves to the other side: those set apart before are the usual ones then."""
+    early, late = 3 + normal(1, 1, 300, 8), -3 + normal(1, 1, 2000, 8, seed=1)
+    early[:, :, 100:110] *= -1
+    past = past_of(200, augmented=True)
+    past.write(leaving(early, early))
+    first = outliers(early, early.mean(2), 100)
+    assert torch.equal(past.entries().keys[:, :, :100], first)
+    past.write(leaving(late, late, first=300))
+    mean = torch.cat([early, late], 2).mean(2)
+    # Of the early keys only those set apart then were still at hand, one by one.
+    assert torch.equal(past.entries().keys[:, :, :100], outliers(torch.cat([first, late], 2), mean, 100))
+    assert past.entries().log_mass.exp().sum() == pytest.approx(2300, rel=1e-6)
+
+
+def test_a_small_room_is_left_to_the_levels():
+    past = past_of(BLOCK, augmented=True, apart=0.9)
+    past.write(leaving(normal(1, 1, 900, 8), normal(1, 1, 900, 4)))
+    assert past.held.levels[0].apart == 0
+    assert past.entries().count <= BLOCK
+
+
+@pytest.mark.parametrize("options", [{}, {"augmented": True}, {"walk": "fair"}, {"mode": "faithful"}], ids=str)
+@pytest.mark.parametrize("calls", [[1], [3, 1, 1], [33, 7, 500, 1, 255, 2, 1], [1] * 70], ids=str)
+def test_calls_of_any_size_are_taken(options, calls):
+    """Odd counts, single tokens, calls smaller and larger than a block; some values are zero."""
+    room = 64
+    config = BalanceKV(keep=room + 100, **options)
+    past = config.new_past(Budget(None, config.exact_entries() + room, config.least_entries()), 0)
+    seen = 0
+    for number, count in enumerate(calls):
+        values = normal(1, 2, count, 4, seed=number)
+        values[:, :, ::3] = 0.0
+        past.write(leaving(normal(1, 2, count, 8, seed=number), values, first=seen))
+        seen += count
+        held = past.entries()
+        assert past.count_entries().max() <= room
+        if seen <= room:
+            assert past.count_entries().tolist() == [[seen, seen]]
+        got = past.attend(normal(1, 2, 3, 8), 1.0, None)
+        assert got.out.isfinite().all()
+        mass = held.log_mass.exp().sum(2)
+        assert mass.max() <= seen * (1 + 1e-6)
+        if config.mode == "practical":
+            assert mass.min() >= seen * (1 - 1e-6), "every token is stood for"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"block": 16}, "block must be a whole number of at least 32, got 16"),
         ({"block": 100}, "block must be a power of two, got 100"),
+        ({"augmented": True, "apart": 1.0}, "apart must be a positive number below 1, got 1.0"),
         ({"walk": "random"}, "walk must be one of greedy, fair, got 'random'"),
         ({"seed": -1}, "seed must be a whole number from 0"),
         ({"keep": 100}, "needs at least"),

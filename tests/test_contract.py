@@ -1,6 +1,7 @@
 """What every method promises; a new line in the registry is tested without a word here."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -13,18 +14,24 @@ from kvsketch.caches.registry import METHODS, methods, parse_spec
 ROWS, HEADS, GROUP, WIDTH = 2, 2, 2, 16
 SCALE = WIDTH**-0.5
 FIXED_SLACK = 128  # entries per row and head, beyond 1.05 × the budget: window run-over, open stratum, spare rows
-BUDGETED = [name for name, config in METHODS.items() if name != "exact"]
+KINDS = METHODS | {  # and forms of a method that hold other things
+    "balancekv, augmented": partial(METHODS["balancekv"], augmented=True),
+    "balancekv, faithful": partial(METHODS["balancekv"], mode="faithful"),
+}
+BUDGETED = [name for name in KINDS if name != "exact"]
 CHUNKS_MATTER = {
     "clustergen": "tokens written together are clustered together, as the papers cluster a prompt at once",
     "subgen": "a call has room for the clusters that a fraction allows at its end, or δ would be learnt on a few",
     "balancekv": "tokens written together are halved together, so that their weights stay even",
+    "balancekv, augmented": "the same; and what points away from all keys depends on which have come",
+    "balancekv, faithful": "the same",
 }
 SMALL = {"exact": {}} | {name: {"keep": 0.25} for name in BUDGETED}
 
 
 def small(name, **given):
     """A config of the method that drops most of a few hundred tokens."""
-    return METHODS[name](**(SMALL[name] | given))
+    return KINDS[name](**(SMALL[name] | given))
 
 
 def stream(count, *, dtype=torch.float32, rows=ROWS, seed=0):
@@ -80,19 +87,19 @@ def test_it_says_in_one_line_what_it_keeps(name):
     assert 20 < len(methods()[name]) < 120
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", KINDS)
 def test_its_spec_parses_back(name):
-    for config in (METHODS[name](), small(name, sinks=2, prefill="streaming", chunk=77)):
+    for config in (KINDS[name](), small(name, sinks=2, prefill="streaming", chunk=77)):
         assert parse_spec(str(config)) == config
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("sizes", [[200], [1] * 100, [60, 1, 40, *[1] * 50]], ids=["at once", "one by one", "mixed"])
 def test_it_is_exact_while_the_budget_holds_everything(name, sizes):
     given = {} if name == "exact" else {"keep": 200 + BLOCK}
     count = sum(sizes)
     query, keys, values = stream(count)
-    got = feed(LayerCache(METHODS[name](**given), 0), query, keys, values, sizes)
+    got = feed(LayerCache(KINDS[name](**given), 0), query, keys, values, sizes)
     torch.testing.assert_close(got, causal_answers(query, keys, values), rtol=1e-4, atol=1e-5)
 
 
@@ -104,7 +111,7 @@ def test_keeping_all_tokens_is_exact(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in CHUNKS_MATTER])
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in CHUNKS_MATTER])
 @pytest.mark.parametrize("sizes", [[400], [100, 300], [399, 1], [37] * 10 + [30]], ids=str)
 def test_a_chunk_is_held_as_its_tokens_one_by_one(name, sizes):
     query, keys, values = stream(400)
@@ -115,7 +122,7 @@ def test_a_chunk_is_held_as_its_tokens_one_by_one(name, sizes):
     assert_same(held(together), held(apart))
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", KINDS)
 def test_the_same_seed_gives_the_same_bytes_and_leaves_global_randomness_alone(name):
     query, keys, values = stream(400)
     before = torch.random.get_rng_state()
@@ -180,7 +187,7 @@ def test_a_budget_in_bytes_is_kept(name, prefill):
     assert 0.8 * share <= cache.nbytes <= 1.05 * share + FIXED_SLACK * ROWS * (2 * HEADS * WIDTH * 4 + 12)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("prefill", ["exact", "streaming"])
 def test_a_padded_row_equals_the_row_alone(name, prefill):
     count, padding = 420, 61
@@ -199,7 +206,7 @@ def test_a_padded_row_equals_the_row_alone(name, prefill):
         assert torch.equal(together.count_entries()[row], alone.count_entries()[0])
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", KINDS)
 def test_rows_of_every_length_are_served(name):
     """Empty rows, rows shorter than the sinks, shorter than the window, and long ones, in one batch."""
     lengths = [0, 1, 3, 40, 90, 300]
@@ -217,7 +224,7 @@ def test_rows_of_every_length_are_served(name):
         torch.testing.assert_close(got[row : row + 1, :, skip:], expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_follows_single_precision(name, dtype):
     query, keys, values = stream(400, dtype=dtype)
@@ -228,14 +235,14 @@ def test_half_precision_follows_single_precision(name, dtype):
     assert (got.float() - wide).norm() / wide.norm() < 2 * rounding
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", KINDS)
 def test_huge_keys_give_finite_answers(name):
     query, keys, values = stream(400)
     got = feed(LayerCache(small(name), 0), query * 100, keys * 100, values, [350, *[1] * 50])
     assert got.isfinite().all()
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("padding", [0, 30])
 def test_a_prompt_may_be_read_in_inference_mode_and_answered_outside(name, padding):
     query, keys, values = stream(500)
@@ -249,7 +256,7 @@ def test_a_prompt_may_be_read_in_inference_mode_and_answered_outside(name, paddi
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", KINDS)
 def test_reset_forgets_everything(name):
     query, keys, values = stream(400)
     used, fresh = LayerCache(small(name), 0), LayerCache(small(name), 0)
@@ -261,7 +268,7 @@ def test_reset_forgets_everything(name):
     )
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_copy_lives_its_own_life(name):
     query, keys, values = stream(500)
     original = LayerCache(small(name), 0)
@@ -274,7 +281,7 @@ def test_a_copy_lives_its_own_life(name):
     torch.testing.assert_close(feed(original, *rest, [50, *[1] * 50]), answers, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", KINDS)
 def test_rows_can_be_moved_repeated_and_dropped(name):
     query, keys, values = stream(500, rows=3)
     valid = torch.ones(3, 500, dtype=torch.bool)
@@ -293,7 +300,7 @@ def test_rows_can_be_moved_repeated_and_dropped(name):
         torch.testing.assert_close(got[row : row + 1], expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", KINDS)
 def test_rows_can_be_moved_before_anything_has_left_the_window(name):
     query, keys, values = stream(20, rows=2)
     cache = LayerCache(small(name), 0)
@@ -303,7 +310,7 @@ def test_rows_can_be_moved_before_anything_has_left_the_window(name):
     torch.testing.assert_close(got, exact_attention(query[:, :, -1:], keys, values, SCALE).out.flip(0))
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("padding", [0, 30])
 def test_state_can_be_taken_out_and_put_back(name, padding):
     query, keys, values = stream(500)
@@ -318,7 +325,7 @@ def test_state_can_be_taken_out_and_put_back(name, padding):
     torch.testing.assert_close(feed(twin, *rest, [1] * 80), feed(cache, *rest, [1] * 80), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("padding", [0, 30])
 def test_the_uncompressed_tail_can_be_taken_back(name, padding):
     query, keys, values = stream(500)

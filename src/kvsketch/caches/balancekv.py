@@ -6,20 +6,23 @@ tokens first:
     [ level L | … | level 1 | level 0 ]      a token of level l stands for 2ˡ
 
 New tokens come to level 0. Where there is no room, the oldest block of the lowest level that has one is halved, and
-what remains of it is the newest of the next level: it stays where it is.
+what remains of it is the newest of the next level: it stays where it is. The augmented form sets some tokens apart,
+before all levels.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Int64
+import torch.nn.functional as F
+from jaxtyping import Int64
 from torch import Tensor
 
 from kvsketch.algorithms.draws import uniforms
 from kvsketch.attention import NO_MASS, WeightedTokens
+from kvsketch.caches.balancekv_theorem import Theorem, TheoremPast
 from kvsketch.caches.base import (
     BLOCK,
     EntriesPast,
@@ -28,14 +31,17 @@ from kvsketch.caches.base import (
     WindowedConfig,
     check_choice,
     check_count,
+    check_number,
     check_seed,
 )
 from kvsketch.caches.budget import Budget
-from kvsketch.caches.storage import columns, storage_bytes
+from kvsketch.caches.storage import KeyValues, columns, side_by_side, storage_bytes
 from kvsketch.kernels.balanced_walk import keep_half
 
+NUMBERED = ("held", "halved")  # what Levels knows of every level
 LOG_2 = 0.6931471805599453
 LEAST = 64  # tokens that are halved together, where there are as many: fewer cannot balance much
+OPTIONS = {"practical": ("walk", "augmented", "apart"), "faithful": ("constant", "failure", "epsilon")}  # by mode
 WALKS = {"greedy": 1e6, "fair": 0.0}  # how hard a sign leans against the sum so far, on the mean product
 
 
@@ -43,41 +49,76 @@ WALKS = {"greedy": 1e6, "fair": 0.0}  # how hard a sign leans against the sum so
 class BalanceKV(WindowedConfig):
     """Keeps sinks, window, and halves of halves of the rest that answer like the whole (discrepancy theory).
 
-    Blocks of `block` tokens are halved, smaller ones while the budget is small. `walk="greedy"` takes the sign that
-    brings the sum back; `walk="fair"` tosses coins, to show what the walk is worth.
+    Blocks of `block` tokens are halved, smaller ones while the budget is small.
+    `mode="practical"`, the form of the experiments: exactly half of a block is kept. `walk="greedy"` takes the sign
+    that brings the sum back; `walk="fair"` tosses coins, to show what the walk is worth. `augmented=True` keeps the
+    tokens whose keys point away from all others out of it, in the share `apart` of the room.
+    `mode="faithful"`, the form of the theorem: buckets of value norms, a set of tokens for each sum, and signs drawn
+    with c = `constant` · log(n/`failure`); buckets are erased with the precision `epsilon`.
     """
 
     name: ClassVar[str] = "balancekv"
 
+    mode: str = "practical"
     block: int = 256
     walk: str = "greedy"
+    augmented: bool = False
+    apart: float = 0.5
+    constant: float | int = 30
+    failure: float = 0.01
+    epsilon: float = 0.1
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_choice("mode", self.mode, OPTIONS)
+        for mode, names in OPTIONS.items():
+            for name in names if mode != self.mode else ():
+                if getattr(self, name) != getattr(type(self), name):
+                    raise ValueError(f"{name} is an option of mode={mode!r}, and mode is {self.mode!r}")
         check_count("block", self.block, least=BLOCK)
         if self.block & (self.block - 1):
             raise ValueError(f"block must be a power of two, got {self.block}")
         check_seed(self.seed)
         check_choice("walk", self.walk, WALKS)
+        if not isinstance(self.augmented, bool):
+            raise ValueError(f"augmented must be True or False, got {self.augmented!r}")
+        check_number("apart", self.apart, above=0, below=1)
+        check_number("constant", self.constant, above=0)
+        check_number("failure", self.failure, above=0, below=1)
+        check_number("epsilon", self.epsilon, above=0)
         super().__post_init__()
 
     def new_past(self, budget: Budget, layer: int) -> Past:
-        return BalanceKVPast(self, budget, layer)
+        if self.mode == "practical":
+            return BalanceKVPast(self, budget, layer)
+        theorem = Theorem(self.block, self.constant, self.failure, self.epsilon, self.seed, layer)
+        return TheoremPast(theorem, lambda count: self.room(budget, count))
 
 
 @dataclass(frozen=True)
 class Levels:
-    """How many tokens a row holds at each level, and how many of each level it has halved so far."""
+    """How many tokens a row holds at each level and apart, and how many of each level it has halved so far."""
 
     held: tuple[int, ...] = (0,)
     halved: tuple[int, ...] = (0,)
+    apart: int = 0
+
+    @property
+    def total(self) -> int:
+        """Tokens held."""
+        return self.apart + sum(self.held)
+
+    def place_of(self, level: int) -> tuple[int, int]:
+        """Where a level begins and ends; one that is not there is empty."""
+        start = self.apart + sum(self.held[level + 1 :])
+        return start, start + sum(self.held[level : level + 1])
 
     def after(self, new: int, room: int, block: int) -> "tuple[Levels, list[tuple[int, int]]]":
         """Take `new` tokens, and halve until all fit: the levels then, and what was halved as (level, size)."""
         held, halved = list(self.held), list(self.halved)
         held[0] += new
         done = list[tuple[int, int]]()
-        while (excess := sum(held) - room) > 0:
+        while (excess := self.apart + sum(held) - room) > 0:
             level, size = _long_call(held, block, excess) if new >= block else _trickle(held, _fitting(block, room))
             if level + 1 == len(held):
                 held.append(0)
@@ -86,7 +127,7 @@ class Levels:
             held[level + 1] += size // 2
             halved[level] += size
             done.append((level, size))
-        return Levels(tuple(held), tuple(halved)), done
+        return Levels(tuple(held), tuple(halved), self.apart), done
 
 
 def _long_call(held: Sequence[int], block: int, excess: int) -> tuple[int, int]:
@@ -112,11 +153,15 @@ def _fullest(held: Sequence[int]) -> int:
 
 @dataclass
 class Held:
-    """What rows hold, the highest level first."""
+    """What rows hold: what is set apart, and then the levels, the highest first."""
 
-    keys: Float[Tensor, "b h n d"]
-    values: Float[Tensor, "b h n e"]
+    tokens: KeyValues
     levels: list[Levels]  # of each row
+
+    def of_rows(self, rows: list[int]) -> KeyValues:
+        """The tokens of some rows, which hold as many."""
+        width = self.levels[rows[0]].total
+        return KeyValues(self.tokens.keys[rows, :, :width], self.tokens.values[rows, :, :width])
 
 
 class BalanceKVPast(EntriesPast):
@@ -126,6 +171,7 @@ class BalanceKVPast(EntriesPast):
         self.config, self.budget, self.layer = config, budget, layer
         self.counts: list[int] = []  # tokens written, per row
         self.held: Held | None = None
+        self.key_sum: Tensor | None = None  # [b, h, d], of all keys written, where some are set apart
         self.log_mass: Tensor | None = None  # [b, 1, n]
 
     def write(self, tokens: LeavingTokens) -> None:
@@ -133,73 +179,83 @@ class BalanceKVPast(EntriesPast):
         rows = len(tokens.counts)
         before = self.counts or [0] * rows
         levels = [Levels()] * rows if self.held is None else self.held.levels
+        if self.config.augmented:
+            added = tokens.keys.double().masked_fill((tokens.ranks < 0)[:, None, :, None], 0.0).sum(2)
+            self.key_sum = added if self.key_sum is None else self.key_sum + added
         state = [(before[row], tokens.counts[row], levels[row]) for row in range(rows)]
         order = sorted(range(rows), key=lambda row: repr(state[row]))
-        parts = list[tuple[list[int], Tensor, Tensor, Levels]]()
+        parts = list[tuple[list[int], KeyValues, Levels]]()
         for (earlier, count, known), alike in groupby(order, key=lambda row: state[row]):
             group = list(alike)
             parts.append((group, *self._write_alike(tokens, group, earlier, count, known)))
         self.counts = list(tokens.counts)
-        self.held = _side_by_side(parts, rows)
+        self.held = _together(parts, rows)
         self._weigh()
 
     def _write_alike(
         self, tokens: LeavingTokens, rows: list[int], earlier: int, count: int, known: Levels
-    ) -> tuple[Tensor, Tensor, Levels]:
+    ) -> tuple[KeyValues, Levels]:
         """Rows that hold as many tokens at every level, and get as many new ones."""
         new = (tokens.ranks[rows] >= 0).long().sort(dim=1, descending=True, stable=True).indices[:, : count - earlier]
-        fresh = [columns(x[rows], new) for x in (tokens.keys, tokens.values)]
-        after, halvings = self._schedule(known, earlier, count)
+        below = KeyValues(*(columns(x[rows], new) for x in (tokens.keys, tokens.values)))
+        old = below.part(0, 0) if self.held is None else self.held.of_rows(rows)
+        apart = old.part(0, known.apart)
+        if self.config.augmented:
+            apart, below = self._set_apart(rows, apart, below, count)
+        after, halvings = self._schedule(known, earlier, count, below.count)
         # Level by level: what is left of one level's blocks joins the next, and is halved there in turn.
-        below = tuple(fresh)
-        remaining = list[tuple[Tensor, ...]]()
+        remaining = list[KeyValues]()
         for level in range(len(after.held)):
-            here = below if self.held is None else self._join(rows, known, level, below)
+            here = side_by_side([old.part(*known.place_of(level)), below])
             sizes = [size for place, size in halvings if place == level]
             done = known.halved[level] if level < len(known.halved) else 0
             below = self._halve(here, sizes, level, done)
-            taken = sum(sizes)
-            remaining.append(tuple(x[:, :, taken:] for x in here))
-        keys, values = (torch.cat([level[i] for level in reversed(remaining)], 2) for i in range(2))
-        return keys, values, after
+            remaining.append(here.part(sum(sizes), here.count))
+        return side_by_side([apart, *reversed(remaining)]), after
 
-    def _schedule(self, levels: Levels, earlier: int, count: int) -> tuple[Levels, list[tuple[int, int]]]:
-        """All halvings of a call: of its tokens together where there are many, else as they come."""
-        step = count - earlier if count - earlier >= self.config.block else BLOCK
+    def _set_apart(self, rows: list[int], apart: KeyValues, new: KeyValues, count: int) -> tuple[KeyValues, KeyValues]:
+        """Those whose keys point away from the mean of all keys so far, and the rest, each in their order.
+
+        The mean stands for "the rest" of the paper: the least ⟨k, Σk'⟩ / ‖k‖ is the least mean of correlations.
+        """
+        assert self.key_sum is not None
+        there = side_by_side([apart, new])
+        cosines = torch.einsum("bhnd,bhd->bhn", F.normalize(there.keys.double(), dim=3), self.key_sum[rows])
+        order = cosines.sort(dim=2, stable=True).indices
+        most, rest = (part.sort(dim=2).values for part in order.tensor_split([self._apart(count)], dim=2))
+        return there.choose(most), there.choose(rest)
+
+    def _apart(self, count: int) -> int:
+        """How many tokens are set apart when `count` came."""
+        room = self.config.room(self.budget, count)
+        return max(0, min(int(self.config.apart * room), room - BLOCK)) if self.config.augmented else 0
+
+    def _schedule(self, levels: Levels, earlier: int, count: int, new: int) -> tuple[Levels, list[tuple[int, int]]]:
+        """All halvings of a call, `new` of whose tokens come to the levels: together if many, else as they come."""
+        whole = self.config.augmented or count - earlier >= self.config.block
+        step = max(1, count - earlier) if whole else BLOCK
         halvings = list[tuple[int, int]]()
-        for seen in range(earlier + step, count + 1, step):
-            levels, done = levels.after(step, self.config.room(self.budget, seen), self.config.block)
+        for start in range(earlier, count, step):
+            seen = min(start + step, count)
+            levels = replace(levels, apart=min(self._apart(seen), seen))
+            came = new if whole else seen - start
+            levels, done = levels.after(came, self.config.room(self.budget, seen), self.config.block)
             halvings += done
         return levels, halvings
 
-    def _join(self, rows: list[int], known: Levels, level: int, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """What the rows hold of a level, and the new tokens of it."""
-        assert self.held is not None
-        if level >= len(known.held):
-            return new
-        start = sum(known.held[level + 1 :])
-        old = (x[rows, :, start : start + known.held[level]] for x in (self.held.keys, self.held.values))
-        return tuple(torch.cat(pair, 2) for pair in zip(old, new, strict=True))
-
-    def _halve(self, here: tuple[Tensor, ...], sizes: list[int], level: int, done: int) -> tuple[Tensor, ...]:
+    def _halve(self, here: KeyValues, sizes: list[int], level: int, done: int) -> KeyValues:
         """The halves of the first blocks, of these sizes, in order; blocks of one size are halved together."""
-        keys, values = here
-        start, kept = 0, list[tuple[Tensor, ...]]([(keys[:, :, :0], values[:, :, :0])])
+        start, kept = 0, [here.part(0, 0)]
         for size, alike in groupby(sizes):
             count = len(list(alike))
-            part = slice(start, start + count * size)
-            blocks = [x[:, :, part].unflatten(2, (count, size)) for x in (keys, values)]
-            drawn = self._draw(keys.shape[:2], level, done + start, count, size, keys.device)
-            index = keep_half(
-                blocks[0].flatten(0, 2), blocks[1].flatten(0, 2), drawn.flatten(0, 2), self._scale(keys), self._gain
-            ).unflatten(0, (*keys.shape[:2], count))
-            kept.append(tuple(_of_blocks(x, index) for x in blocks))
+            part = here.part(start, start + count * size)
+            drawn = self._draw(part.keys.shape[:2], level, done + start, count, size, part.keys.device)
+            keys, values = (x.unflatten(2, (count, size)).flatten(0, 2) for x in (part.keys, part.values))
+            index = keep_half(keys, values, drawn.flatten(0, 2), self._scale(keys), WALKS[self.config.walk])
+            first = size * torch.arange(count, device=keys.device)[:, None]
+            kept.append(part.choose((index.view(*part.keys.shape[:2], count, -1) + first).flatten(2)))
             start += count * size
-        return tuple(torch.cat([pair[i] for pair in kept], 2) for i in range(2))
-
-    @property
-    def _gain(self) -> float:
-        return WALKS[self.config.walk]
+        return side_by_side(kept)
 
     @staticmethod
     def _scale(keys: Tensor) -> float:
@@ -221,49 +277,58 @@ class BalanceKVPast(EntriesPast):
         """The tokens held, each with the log of the number it stands for."""
         if self.held is None:
             return None
-        return WeightedTokens(self.held.keys, self.held.values, self.log_mass)
+        return WeightedTokens(self.held.tokens.keys, self.held.tokens.values, self.log_mass)
 
     def _weigh(self) -> None:
         assert self.held is not None
-        weights = torch.full((len(self.counts), self.held.keys.shape[2]), NO_MASS)
+        weights = torch.full((len(self.counts), self.held.tokens.count), NO_MASS)
         for row, levels in enumerate(self.held.levels):
-            at = torch.arange(len(levels.held) - 1, -1, -1).repeat_interleave(torch.tensor(levels.held[::-1]))
-            weights[row, : len(at)] = at * LOG_2
-        self.log_mass = weights[:, None].to(self.held.keys.device)
+            weights[row, : levels.total] = 0.0
+            for level in range(len(levels.held)):
+                weights[row, slice(*levels.place_of(level))] = level * LOG_2
+        self.log_mass = weights[:, None].to(self.held.tokens.keys.device)
 
     def count_entries(self) -> Int64[Tensor, "b h"] | None:
         if self.held is None or self.log_mass is None:
             return None
-        return (self.log_mass > NO_MASS).sum(-1).expand(-1, self.held.keys.shape[1])
+        return (self.log_mass > NO_MASS).sum(-1).expand(-1, self.held.tokens.keys.shape[1])
 
     def details(self) -> dict[str, float]:
         """How many tokens an entry stands for."""
         if self.held is None:
             return {}
-        return {"tokens per entry": sum(self.counts) / max(1, sum(sum(levels.held) for levels in self.held.levels))}
+        return {"tokens per entry": sum(self.counts) / max(1, sum(levels.total for levels in self.held.levels))}
 
     @property
     def nbytes(self) -> int:
         return storage_bytes([*self.tensors().values(), self.log_mass])
 
     def tensors(self) -> dict[str, Tensor]:
-        return {} if self.held is None else {"keys": self.held.keys, "values": self.held.values}
+        if self.held is None:
+            return {}
+        state = {"keys": self.held.tokens.keys, "values": self.held.tokens.values}
+        return state if self.key_sum is None else state | {"key_sum": self.key_sum}
 
     def numbers(self) -> dict[str, list[int]]:
         found = {"counts": self.counts}
         levels = [] if self.held is None else self.held.levels
+        if self.config.augmented:
+            found["apart"] = [row.apart for row in levels]
         for level in range(max((len(row.held) for row in levels), default=0)):
-            found[f"held {level}"] = [row.held[level] if level < len(row.held) else -1 for row in levels]
-            found[f"halved {level}"] = [row.halved[level] if level < len(row.held) else -1 for row in levels]
+            for name in NUMBERED:
+                known = [getattr(row, name) for row in levels]
+                found[f"{name} {level}"] = [of_row[level] if level < len(of_row) else -1 for of_row in known]
         return found
 
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, list[int]]) -> None:
         self.counts = list(numbers["counts"])
         self.held = self.log_mass = None
+        self.key_sum = tensors.get("key_sum")
         if tensors:
-            rows = range(len(self.counts))
-            levels = [Levels(*(tuple(_column(numbers, name, row)) for name in ("held", "halved"))) for row in rows]
-            self.held = Held(tensors["keys"], tensors["values"], levels)
+            apart = numbers.get("apart", [0] * len(self.counts))
+            held, halved = ([tuple(_column(numbers, name, row)) for row in range(len(apart))] for name in NUMBERED)
+            levels = [Levels(*row) for row in zip(held, halved, apart, strict=True)]
+            self.held = Held(KeyValues(tensors["keys"], tensors["values"]), levels)
             self._weigh()
 
 
@@ -275,26 +340,17 @@ def _column(numbers: dict[str, list[int]], name: str, row: int) -> Iterator[int]
         level += 1
 
 
-def _of_blocks(x: Float[Tensor, "b h c n d"], index: Int64[Tensor, "b h c m"]) -> Float[Tensor, "b h cm d"]:
-    """The tokens with these numbers, block after block."""
-    return x.gather(3, index[..., None].expand(*index.shape, x.shape[4])).flatten(2, 3)
-
-
-def _side_by_side(parts: list[tuple[list[int], Tensor, Tensor, Levels]], rows: int) -> Held:
+def _together(parts: list[tuple[list[int], KeyValues, Levels]], rows: int) -> Held:
     """Rows of all groups in one buffer, as wide as the fullest."""
-    width = max(keys.shape[2] for _, keys, _, _ in parts)
+    _, first, levels = parts[0]
     if len(parts) == 1:
-        _, keys, values, levels = parts[0]
-        return Held(keys, values, [levels] * rows)
-    _, keys, values, _ = parts[0]
-    held = Held(
-        keys.new_zeros(rows, keys.shape[1], width, keys.shape[3]),
-        values.new_zeros(rows, values.shape[1], width, values.shape[3]),
-        [Levels()] * rows,
-    )
-    for group, keys, values, levels in parts:
-        held.keys[group, :, : keys.shape[2]] = keys
-        held.values[group, :, : values.shape[2]] = values
+        return Held(first, [levels] * rows)
+    width = max(part.count for _, part, _ in parts)
+    keys, values = (x.new_zeros(rows, x.shape[1], width, x.shape[3]) for x in (first.keys, first.values))
+    held = Held(KeyValues(keys, values), [Levels()] * rows)
+    for group, part, levels in parts:
+        keys[group, :, : part.count] = part.keys
+        values[group, :, : part.count] = part.values
         for row in group:
             held.levels[row] = levels
     return held

@@ -216,3 +216,14 @@ def check_count(name: str, value: int, *, least: int) -> None:
     """Refuse anything but a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+
+
+def check_number(name: str, value: float | int, *, above: int, below: float | int = math.inf) -> None:
+    """Refuse anything but a number between these two, themselves left out."""
+    try:
+        right = not isinstance(value, bool) and isinstance(value, int | float) and above < float(value) < below
+    except OverflowError:
+        right = False
+    if not right:
+        least = "a positive number" if above == 0 else f"a number above {above}"
+        raise ValueError(f"{name} must be {least}{'' if below == math.inf else f' below {below:g}'}, got {value!r}")

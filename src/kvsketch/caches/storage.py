@@ -1,11 +1,12 @@
 """Keys and values of a changing number of tokens, in buffers with a little room to spare."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 T = TypeVar("T")
@@ -109,6 +110,37 @@ def writable(tensor: Tensor) -> Tensor:
 def columns(x: Tensor, index: Tensor) -> Tensor:
     """Columns of `x` [b, h, n, d] with the numbers of `index` [b, m], row by row."""
     return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+def chosen(x: Tensor, index: Tensor) -> Tensor:
+    """Columns of `x` [b, h, n, d] with the numbers of `index` [b, h, m], head by head."""
+    return x.gather(2, index[..., None].expand(*index.shape, x.shape[3]))
+
+
+@dataclass(frozen=True)
+class KeyValues:
+    """Tokens side by side."""
+
+    keys: Float[Tensor, "b h n d"]
+    values: Float[Tensor, "b h n e"]
+
+    @property
+    def count(self) -> int:
+        """Tokens of each row and head."""
+        return self.keys.shape[2]
+
+    def part(self, start: int, stop: int) -> "KeyValues":
+        """Tokens start…stop-1."""
+        return KeyValues(self.keys[:, :, start:stop], self.values[:, :, start:stop])
+
+    def choose(self, index: Int64[Tensor, "b h m"]) -> "KeyValues":
+        """Those with these numbers, head by head."""
+        return KeyValues(chosen(self.keys, index), chosen(self.values, index))
+
+
+def side_by_side(parts: Sequence[KeyValues]) -> KeyValues:
+    """All tokens, in this order."""
+    return KeyValues(torch.cat([part.keys for part in parts], 2), torch.cat([part.values for part in parts], 2))
 
 
 def with_prefix(named: dict[str, T], prefix: str) -> dict[str, T]:

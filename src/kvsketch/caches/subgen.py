@@ -13,7 +13,16 @@ from torch import Tensor
 
 from kvsketch.algorithms.sampling import Plan
 from kvsketch.attention import Partial, WeightedTokens, fold_groups
-from kvsketch.caches.base import BLOCK, LeavingTokens, Past, WindowedConfig, check_choice, check_count, check_seed
+from kvsketch.caches.base import (
+    BLOCK,
+    LeavingTokens,
+    Past,
+    WindowedConfig,
+    check_choice,
+    check_count,
+    check_number,
+    check_seed,
+)
 from kvsketch.caches.budget import Budget
 from kvsketch.caches.clusters import Clusters
 from kvsketch.caches.exact_first import ExactFirst
@@ -52,8 +61,8 @@ class SubGen(WindowedConfig):
         if self.s is not None:
             check_count("s", self.s, least=1)
         if self.delta is not None:
-            _check_number("delta", self.delta, above=0)
-        _check_number("growth", self.growth, above=1)
+            check_number("delta", self.delta, above=0)
+        check_number("growth", self.growth, above=1)
         check_choice("normalizer", self.normalizer, NORMALIZERS)
         super().__post_init__()
 
@@ -246,14 +255,3 @@ class SubGenPast(Past):
 def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Those whose names begin so; as blocks of memory of their own, to be written to."""
     return {name: tensor.contiguous() for name, tensor in with_prefix(tensors, prefix).items()}
-
-
-def _check_number(name: str, value: float | int, *, above: int) -> None:
-    """Refuse anything but a finite number above `above`."""
-    try:
-        right = not isinstance(value, bool) and isinstance(value, int | float) and above < float(value) < math.inf
-    except OverflowError:
-        right = False
-    if not right:
-        expected = "a positive number" if above == 0 else f"a number above {above}"
-        raise ValueError(f"{name} must be {expected}, got {value!r}")

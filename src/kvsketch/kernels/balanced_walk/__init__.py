@@ -1,11 +1,13 @@
-"""The sign walk of BalanceKV over many blocks at once, and the half of each block that it keeps.
+"""The sign walks of BalanceKV over many blocks at once, and what of each block they keep.
 
 `reference.py` is plain torch: a step for every token of a block, all blocks together. A faster form for
 another device is one more file here and one more line below.
 """
 
+from collections.abc import Iterator
+
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from kvsketch.kernels.balanced_walk import reference
@@ -21,19 +23,38 @@ def keep_half(
     gain: float,
 ) -> Int64[Tensor, "l m"]:
     """Which half of every block of n tokens to keep, n even, in the order of the block; see `reference.py`."""
-    size = keys.shape[1]
-    together = max(1, AT_ONCE // (size * size))
-    parts = [
-        _some_blocks(keys[i : i + together], values[i : i + together], uniforms[i : i + together], scale, gain)
-        for i in range(0, len(keys), together)
-    ]
+    parts = list[Tensor]()
+    for some in _together(keys):
+        signs = reference.halving_signs(reference.products(keys[some], values[some], scale), uniforms[some], gain)
+        positive = signs.sort(dim=1, descending=True, stable=True).indices[:, : keys.shape[1] // 2]
+        parts.append(positive.sort(dim=1).values)
     return torch.cat(parts)
 
 
-def _some_blocks(keys: Tensor, values: Tensor, uniforms: Tensor, scale: float, gain: float) -> Int64[Tensor, "l m"]:
-    signs = reference.halving_signs(reference.products(keys, values, scale), uniforms, gain)
-    count = keys.shape[1] // 2
-    return signs.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values
+def keep_smaller(
+    keys: Float[Tensor, "l n d"],
+    values: Float[Tensor, "l n e"],
+    real: Bool[Tensor, "l n"],
+    uniforms: Float[Tensor, "l n"],
+    scale: float,
+    bounds: Float[Tensor, " l"],
+) -> tuple[Bool[Tensor, "l n"], Bool[Tensor, " l"]]:
+    """The tokens of the sign that fewer have, and which walks failed; `bounds` are the theorem's c, without R²."""
+    parts = list[tuple[Tensor, Tensor]]()
+    for some in _together(keys):
+        products = reference.bounded_products(keys[some], values[some], real[some], scale)
+        signs, failed = reference.strip_signs(products, bounds[some], uniforms[some], real[some])
+        positive, negative = signs > 0, signs < 0
+        fewer = (positive.sum(1) <= negative.sum(1))[:, None]
+        parts.append((torch.where(fewer, positive, negative), failed))
+    kept, failed = (torch.cat(found) for found in zip(*parts, strict=True))
+    return kept, failed
 
 
-__all__ = ["keep_half"]
+def _together(keys: Float[Tensor, "l n d"]) -> Iterator[slice]:
+    """Blocks whose products may be held together."""
+    step = max(1, AT_ONCE // keys.shape[1] ** 2)
+    return (slice(start, start + step) for start in range(0, len(keys), step))
+
+
+__all__ = ["keep_half", "keep_smaller"]

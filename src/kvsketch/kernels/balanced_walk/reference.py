@@ -1,7 +1,7 @@
-"""The walk in plain torch."""
+"""The walks in plain torch: the one of the experiments, which halves exactly, and the one of the theorem."""
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 ONES = 0.025  # weight of the denominator beside the numerator, as in the authors' released code
@@ -43,3 +43,39 @@ def halving_signs(
         signs[:, j] = sign
         y.addcmul_(sign[:, None].to(y.dtype), products[:, j])
     return signs
+
+
+def bounded_products(
+    keys: Float[Tensor, "l n d"], values: Float[Tensor, "l n e"], real: Bool[Tensor, "l n"], scale: float
+) -> Float[Tensor, "l n n"]:
+    """exp(⟨k_i, k_j⟩ · scale) · ⟨v_i, v_j⟩ / R² in every block, R = exp(r_key² · scale / 2) · r_value: within ±1.
+
+    Only the quotient is ever formed, so nothing overflows. Products of what is not real are zero.
+    """
+    keys, values = (x.float().masked_fill(~real[..., None], 0.0) for x in (keys, values))
+    lengths = keys.square().sum(2)
+    logits = (torch.bmm(keys, keys.transpose(1, 2)) - lengths.amax(1)[:, None, None]).mul_(scale)
+    longest = values.norm(dim=2).amax(1).clamp_min(1e-30)
+    values = values / longest[:, None, None]
+    return logits.exp_().mul_(torch.bmm(values, values.transpose(1, 2)))
+
+
+def strip_signs(
+    products: Float[Tensor, "l n n"],
+    bounds: Float[Tensor, " l"],
+    uniforms: Float[Tensor, "l n"],
+    real: Bool[Tensor, "l n"],
+) -> tuple[Float[Tensor, "l n"], Bool[Tensor, " l"]]:
+    """Signs of every block by the theorem's walk, 0 for what is not real, and which walks failed.
+
+    A sign is + with probability 1/2 - y/(2 · bound); a walk whose |y| is beyond its bound has no signs from there.
+    """
+    signs = torch.zeros_like(products[:, :, 0])
+    y = torch.zeros_like(signs)
+    failed = torch.zeros_like(real[:, 0])
+    for j in range(products.shape[1]):
+        failed = failed | (real[:, j] & (y[:, j].abs() > bounds))
+        sign = torch.where(uniforms[:, j] < 0.5 - y[:, j] / (2 * bounds), 1.0, -1.0).to(signs.dtype)
+        signs[:, j] = sign.masked_fill(failed | ~real[:, j], 0.0)
+        y.addcmul_(signs[:, j, None], products[:, j])
+    return signs, failed
