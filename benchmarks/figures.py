@@ -213,11 +213,65 @@ def stream() -> None:
     save(figure, "stream")
 
 
+BALANCED = {"fair signs": STOCK, "theorem": OURS, "c = 16": OTHERS[0], "c = 4": OTHERS[1]}
+
+
+def balance() -> None:
+    """BalanceKV's theorems: the signed sum against the number of tokens, a stream's error against its batches."""
+    found = plain_rows("balance")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 4.2), dpi=150)
+    signed_sums(left, found)
+    streams_of_halves(right, [row for row in found if row.get("kind") == "values"])
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(fontsize=7.5, frameon=False)
+    save(figure, "balance")
+
+
+def signed_sums(axes, found: list[dict]) -> None:
+    """Theorem 3.3."""
+    names = {"theorem": "walk, c = 30 log(n/δ)", "c = 16": "walk, c = 16", "c = 4": "walk, c = 4, until most fail"}
+    sums = [row for row in found if row["part"] == "signed sum"]
+    slopes = {row["way"]: f" (slope {row['slope']:.2f})" for row in found if row["part"] == "signed sum slope"}
+    for way, colour in BALANCED.items():
+        measured = [row for row in sums if row["way"] == way and "rms" in row]
+        sizes = [row["n"] for row in measured]
+        axes.plot(sizes, [row["expected_rms"] for row in measured], color=colour, lw=1)
+        label = names.get(way, way) + slopes.get(way, "").replace("-0.00", "0.00")
+        spread = [2 * row["rms_error"] for row in measured]
+        axes.errorbar(sizes, [row["rms"] for row in measured], spread, color=colour, fmt="o", ms=4, label=label)
+    bounds = [(row["n"], row["bound"]) for row in sums if row["way"] == "theorem"]
+    axes.plot(*zip(*bounds, strict=True), color="black", lw=1, ls=":", label="bound of Theorem 3.3, its constant as 1")
+    axes.set_xlabel("tokens n (lines: expected from the walk's moments)")
+    axes.set_title("‖Σ η exp⟨k,q⟩ v‖, root mean square", loc="left", fontsize=10)
+
+
+def streams_of_halves(axes, found: list[dict]) -> None:
+    """Theorem 3.4. Errors of T rounds add up to √(1 - 2⁻ᵀ) times the first one's, were all halves exact."""
+    names = {"fair signs": "halved by fair signs", "theorem": "halved, c of the theorem", "c = 16": "halved, c = 16"}
+    names |= {"sample of most held": "weighted sample, as many tokens"}
+    slopes = {row["way"]: row["slope"] for row in found if row["part"] == "stream slope" and row["from"] == 2**12}
+    for way, name in names.items():
+        measured = [row for row in found if row["part"] == "stream" and row["way"] == way]
+        colour, sizes = BALANCED.get(way, OTHERS[2]), [row["t"] for row in measured]
+        if way in BALANCED:
+            expected = [row["first_halving_alone"] * math.sqrt(1 - 2.0 ** -row["T"]) for row in measured]
+            axes.plot(sizes, expected, color=colour, lw=1)
+        spread, style = [2 * row["rms_error"] for row in measured], "o" if way in BALANCED else "o--"
+        label = f"{name} (slope {slopes[way]:.2f})"
+        axes.errorbar(sizes, [row["rms"] for row in measured], spread, color=colour, fmt=style, ms=4, lw=1, label=label)
+    count = next(row["n"] for row in found if "n" in row)
+    axes.set_xlabel("batch size t (slopes: of the last four; lines: expected)")
+    axes.set_title(f"ε of Theorem 3.4 after {count:,} tokens, root mean square", loc="left", fontsize=10)
+
+
 def log_log_slope(x: list[float], y: list[float]) -> float:
     """Of the straight line through the logarithms."""
     return linear_regression([math.log(value) for value in x], [math.log(value) for value in y]).slope
 
 
 if __name__ == "__main__":
-    for draw in (long_prompt, memory, decode, training, theorem, stream):
+    for draw in (long_prompt, memory, decode, training, theorem, stream, balance):
         draw()

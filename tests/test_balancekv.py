@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from kvsketch.algorithms.balancekv import (
     BalanceKV,
-    Tokens,
     answer,
     balance,
     balancekv,
@@ -54,6 +53,18 @@ def test_every_sign_is_drawn_with_the_probability_of_the_paper():
     assert walk.failed_at is None
     assert torch.equal(vectors[walk.signs > 0], torch.stack(plus))
     assert torch.equal(vectors[walk.signs < 0], torch.stack(minus))
+
+
+@pytest.mark.parametrize(("radius", "fails"), [(1.0, False), (0.25, False), (0.09, True)])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_signed_sum_gives_the_signs_of_the_products(seed, radius, fails):
+    """A radius that is too small makes the strip narrow: many signs are swayed then, and below some radius it fails."""
+    vectors, uniforms = unit(normal(200, 3, seed=seed)), draws(200, seed)
+    walk = self_balancing_walk(vectors, radius, 0.1, uniforms)
+    expected = balance(vectors @ vectors.T, constant(200, 0.1) * radius**2, uniforms)
+    assert torch.equal(walk.signs, expected.signs)
+    assert walk.failed_at == expected.failed_at
+    assert (walk.failed_at is not None) == fails
 
 
 def test_a_sum_that_leaves_the_strip_is_a_failure_that_the_caller_sees():
@@ -277,4 +288,16 @@ def test_the_error_of_a_stream_falls_faster_with_memory_than_that_of_a_sample():
 
 def test_the_constant_is_that_of_the_paper():
     assert constant(100, 0.01) == pytest.approx(30 * math.log(10_000))
-    assert isinstance(Tokens(normal(1, 1), normal(1, 1)), Tokens)
+
+
+def test_a_level_that_was_halved_down_to_nothing_can_be_halved():
+    """One token's smaller class is none, and that is what comes to the next level."""
+
+    def halve(tokens):
+        walk = softmax_balance(tokens.keys, tokens.values, 1.0, 1.0, 0.1, draws(len(tokens.keys)), 0.5)
+        return tokens.choose(walk.smaller)
+
+    state = no_levels(1, 3)
+    for key in unit(normal(8, 2)):
+        state = merge_and_reduce(state, key, key, halve)
+    assert sum(len(level.keys) for level in state.levels if level is not None) == 0

@@ -146,7 +146,7 @@ def test_the_demo_without_a_folder_writes_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["words"], "unknown suite 'words'; there are lines, needle, ruler, infinite"),
+        (["words"], "unknown suite 'words'; there are lines, needle, ruler, infinite, error"),
         (["ruler", "--tasks", "niah"], "the suite ruler has no task 'niah'; it has niah_single"),
         (["lines", "--asked", "never"], "--asked must be before, after or both, got 'never'"),
         (["lines", "--wording", "loud"], "--wording must be one of official, compact, got 'loud'"),
@@ -167,6 +167,12 @@ def test_a_benchmark_that_cannot_be_ends_with_one_line(arguments, message, book,
     assert message in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_the_benchmarks_are_listed_with_a_line_each():
+    listed = run("bench", "--help").stdout
+    for name in ("lines", "needle", "ruler", "infinite", "error"):
+        assert re.search(rf"│ {name} +[A-Z].*\.", listed), name
 
 
 @pytest.mark.slow

@@ -45,8 +45,13 @@ def test_what_was_captured_gives_the_answers_of_the_model(family):
 
 
 def test_only_the_layers_asked_for_are_captured():
-    seen = capture(zoo.build("llama"), zoo.tokens(1, 20), [1])
-    assert [layer.layer for layer in seen] == [1]
+    seen = capture(zoo.build("llama"), zoo.tokens(1, 20), [3, 1, 3])
+    assert [layer.layer for layer in seen] == [3, 1]
+
+
+def test_what_bends_the_logits_is_noted():
+    assert {layer.softcap for layer in capture(zoo.build("gemma2"), zoo.tokens(1, 20))} == {5.0}
+    assert {layer.softcap for layer in capture(zoo.build("llama"), zoo.tokens(1, 20))} == {None}
 
 
 @pytest.mark.parametrize(("at_most", "layers"), [(1, [0]), (2, [0, 3]), (3, [0, 2, 3]), (9, [0, 1, 2, 3])])

@@ -63,6 +63,21 @@ def test_rows_differ_by_everything_that_is_set(name, tmp_path):
     assert len(read_rows(file.path)[1]) == 2
 
 
+def test_a_file_may_have_a_key_of_its_own(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    file = RowsFile(path, RUN, ("layer", "seed"))
+    file.add([{"layer": 0, "seed": 1, "error": 0.5}, {"layer": 0, "seed": None}])
+    RowsFile(path, RUN, ("layer", "seed")).add([{"layer": 0, "seed": 1}, {"layer": 1, "seed": 1}])
+    _, rows = read_rows(path, ("layer", "seed"))
+    assert [(row["layer"], row["seed"], row.get("error")) for row in rows] == [
+        (0, 1, 0.5),
+        (0, None, None),
+        (1, 1, None),
+    ]
+    with pytest.raises(ValueError, match="line 2: not a row of a kvsketch benchmark"):
+        RowsFile(path, RUN)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -31,18 +31,23 @@ class Walk:
         return positive if positive.sum() <= negative.sum() else negative
 
 
+def sign_of(y: float, bound: float, uniform: float) -> float:
+    """+1 with probability 1/2 - y/(2·bound), else -1; 0 where |y| is beyond the bound: no such probability."""
+    if abs(y) > bound:
+        return 0.0
+    return 1.0 if uniform < 0.5 - y / (2 * bound) else -1.0
+
+
 def balance(products: Float[Tensor, "n n"], bound: float, uniforms: Float[Tensor, " n"]) -> Walk:
     """The walk on vectors of which only the products are known. Algorithm 3, lines 4-11.
 
-    Each sign is + with probability 1/2 - y/(2·bound), y being the vector's product with the signed sum of those
-    before it; where |y| is beyond the bound there is no such probability, and the walk fails.
+    A sign depends on y, the vector's product with the signed sum of those before it; without a sign the walk fails.
     """
     signs = products.new_zeros(len(products))
     for j in range(len(products)):
-        y = float(products[j, :j] @ signs[:j])
-        if abs(y) > bound:
+        signs[j] = sign_of(float(products[j, :j] @ signs[:j]), bound, float(uniforms[j]))
+        if signs[j] == 0:
             return Walk(signs, j)
-        signs[j] = 1.0 if float(uniforms[j]) < 0.5 - y / (2 * bound) else -1.0
     return Walk(signs, None)
 
 
@@ -66,15 +71,22 @@ def halve_exactly(products: Float[Tensor, "n n"], gain: float, uniforms: Float[T
 
 
 def constant(count: int, failure: float) -> float:
-    """c = 30 log(n/δ)."""
-    return 30 * math.log(count / failure)
+    """c = 30 log(n/δ); of no tokens as of one, for small batches may be halved down to none."""
+    return 30 * math.log(max(1, count) / failure)
 
 
 def self_balancing_walk(
     vectors: Float[Tensor, "n d"], radius: float, failure: float, uniforms: Float[Tensor, " n"]
 ) -> Walk:
-    """Signs whose sum is short in every direction. Algorithm 3."""
-    return balance(vectors @ vectors.T, constant(len(vectors), failure) * radius**2, uniforms)
+    """Signs whose sum is short in every direction. Algorithm 3, in O(nd) time: the signed sum is carried along."""
+    bound = constant(len(vectors), failure) * radius**2
+    signs, total = vectors.new_zeros(len(vectors)), vectors.new_zeros(vectors.shape[1])
+    for j, vector in enumerate(vectors):
+        signs[j] = sign_of(float(total @ vector), bound, float(uniforms[j]))
+        if signs[j] == 0:
+            return Walk(signs, j)
+        total += signs[j] * vector
+    return Walk(signs, None)
 
 
 def softmax_products(keys: Float[Tensor, "n d"], values: Float[Tensor, "n e"], scale: float) -> Float[Tensor, "n n"]:

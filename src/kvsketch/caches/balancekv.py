@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from kvsketch.algorithms.draws import uniforms
@@ -196,8 +196,7 @@ class BalanceKVPast(EntriesPast):
         self, tokens: LeavingTokens, rows: list[int], earlier: int, count: int, known: Levels
     ) -> tuple[KeyValues, Levels]:
         """Rows that hold as many tokens at every level, and get as many new ones."""
-        new = (tokens.ranks[rows] >= 0).long().sort(dim=1, descending=True, stable=True).indices[:, : count - earlier]
-        below = KeyValues(*(columns(x[rows], new) for x in (tokens.keys, tokens.values)))
+        below = _of_rows(tokens, rows, count - earlier)
         old = below.part(0, 0) if self.held is None else self.held.of_rows(rows)
         apart = old.part(0, known.apart)
         if self.config.augmented:
@@ -206,7 +205,8 @@ class BalanceKVPast(EntriesPast):
         # Level by level: what is left of one level's blocks joins the next, and is halved there in turn.
         remaining = list[KeyValues]()
         for level in range(len(after.held)):
-            here = side_by_side([old.part(*known.place_of(level)), below])
+            there = old.part(*known.place_of(level))
+            here = side_by_side([there, below]) if there.count else below
             sizes = [size for place, size in halvings if place == level]
             done = known.halved[level] if level < len(known.halved) else 0
             below = self._halve(here, sizes, level, done)
@@ -244,32 +244,31 @@ class BalanceKVPast(EntriesPast):
         return levels, halvings
 
     def _halve(self, here: KeyValues, sizes: list[int], level: int, done: int) -> KeyValues:
-        """The halves of the first blocks, of these sizes, in order; blocks of one size are halved together."""
-        start, kept = 0, [here.part(0, 0)]
-        for size, alike in groupby(sizes):
-            count = len(list(alike))
-            part = here.part(start, start + count * size)
-            drawn = self._draw(part.keys.shape[:2], level, done + start, count, size, part.keys.device)
-            keys, values = (x.unflatten(2, (count, size)).flatten(0, 2) for x in (part.keys, part.values))
-            index = keep_half(keys, values, drawn.flatten(0, 2), self._scale(keys), WALKS[self.config.walk])
-            first = size * torch.arange(count, device=keys.device)[:, None]
-            kept.append(part.choose((index.view(*part.keys.shape[:2], count, -1) + first).flatten(2)))
-            start += count * size
-        return side_by_side(kept)
+        """The halves of the first blocks, of these sizes, in order, all blocks together."""
+        if not sizes:
+            return here.part(0, 0)
+        rows, heads, device = *here.keys.shape[:2], here.keys.device
+        lengths = torch.tensor(sizes, device=device)
+        starts = lengths.cumsum(0) - lengths
+        places = starts[:, None] + torch.arange(max(sizes), device=device)  # [blocks, size]
+        real = places < (starts + lengths)[:, None]
+        drawn = self._draw(heads, level, done + places, rows)
+        blocks = here.choose(places.masked_fill(~real, 0).flatten().expand(rows, heads, -1))
+        keys, values = (x.unflatten(2, places.shape).flatten(0, 2) for x in (blocks.keys, blocks.values))
+        every = lengths.repeat(rows * heads)
+        kept = keep_half(keys, values, drawn.flatten(0, 2), every, self._scale(keys), WALKS[self.config.walk])
+        index = places.expand(rows, heads, -1, -1)[kept.view(rows, heads, *places.shape)]
+        return here.choose(index.view(rows, heads, -1))
 
     @staticmethod
     def _scale(keys: Tensor) -> float:
         """The paper's 1/√d: a past is written before it is asked, and does not know the model's own scale."""
         return float(keys.shape[-1] ** -0.5)
 
-    def _draw(
-        self, lanes: Sequence[int], level: int, first: int, count: int, size: int, device: torch.device
-    ) -> Tensor:
-        """Numbers [b, h, count, size], by head, level, and how many tokens of the level were halved before."""
-        head = torch.arange(lanes[1], device=device)[:, None]
-        place = torch.arange(first, first + count * size, device=device)
-        drawn = uniforms(self.config.seed, self.layer, head, level, place)
-        return drawn.view(1, lanes[1], count, size).expand(lanes[0], -1, -1, -1)
+    def _draw(self, heads: int, level: int, places: Int64[Tensor, "c n"], rows: int) -> Float[Tensor, "b h c n"]:
+        """Numbers by head, level, and how many tokens of the level were halved before; the same for all rows."""
+        head = torch.arange(heads, device=places.device)[:, None, None]
+        return uniforms(self.config.seed, self.layer, head, level, places).expand(rows, -1, -1, -1)
 
     # -- reading and state
 
@@ -330,6 +329,14 @@ class BalanceKVPast(EntriesPast):
             levels = [Levels(*row) for row in zip(held, halved, apart, strict=True)]
             self.held = Held(KeyValues(tensors["keys"], tensors["values"]), levels)
             self._weigh()
+
+
+def _of_rows(tokens: LeavingTokens, rows: list[int], count: int) -> KeyValues:
+    """The tokens of some rows, which have so many each."""
+    if len(rows) == len(tokens.counts) and count == tokens.ranks.shape[1]:
+        return KeyValues(tokens.keys, tokens.values)
+    order = (tokens.ranks[rows] >= 0).long().sort(dim=1, descending=True, stable=True).indices[:, :count]
+    return KeyValues(*(columns(x[rows], order) for x in (tokens.keys, tokens.values)))
 
 
 def _column(numbers: dict[str, list[int]], name: str, row: int) -> Iterator[int]:

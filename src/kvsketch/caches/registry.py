@@ -35,7 +35,7 @@ def parse_spec(spec: str | MethodConfig) -> MethodConfig:
         return spec
     if not isinstance(spec, str):
         raise ValueError(f'a spec is text such as "uniform(keep=0.25)", got {spec!r}')
-    name, options = _read_call(spec)
+    name, options = read_call(spec)
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r} in {spec!r}; {_suggest(name, METHODS)}")
     config = METHODS[name]
@@ -46,7 +46,7 @@ def parse_spec(spec: str | MethodConfig) -> MethodConfig:
     return config(**options)
 
 
-def _read_call(spec: str) -> tuple[str, dict[str, Any]]:
+def read_call(spec: str) -> tuple[str, dict[str, Any]]:
     """Name and options of `name` or `name(option=literal, ...)`."""
     wrong = f'cannot read the spec {spec!r}: expected a name, or a name with options as in "uniform(keep=0.25)"'
     try:

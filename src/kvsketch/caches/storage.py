@@ -114,7 +114,9 @@ def columns(x: Tensor, index: Tensor) -> Tensor:
 
 def chosen(x: Tensor, index: Tensor) -> Tensor:
     """Columns of `x` [b, h, n, d] with the numbers of `index` [b, h, m], head by head."""
-    return x.gather(2, index[..., None].expand(*index.shape, x.shape[3]))
+    lanes = torch.arange(x.shape[0] * x.shape[1], device=x.device)[:, None]
+    found = x.flatten(0, 1)[lanes, index.flatten(0, 1)]  # copies whole rows, which `gather` does number by number
+    return found.view(*index.shape, x.shape[3])
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The command line: one file for each command."""
 
 from kvsketch.cli.app import app, main
-from kvsketch.cli.bench import bench
+from kvsketch.cli.bench import SUITES, bench, bench_suite
+from kvsketch.cli.bench_error import bench_error
 from kvsketch.cli.demo import demo
 from kvsketch.cli.generate import generate
 from kvsketch.cli.inspect import inspect
@@ -10,7 +11,10 @@ from kvsketch.cli.train import train_demo
 
 app.command()(generate)
 app.command()(demo)
-app.command("bench")(bench)
+for suite, line in SUITES.items():
+    bench.command(suite, help=f"{line}\n\n{bench_suite.__doc__}")(bench_suite)
+bench.command("error")(bench_error)
+app.add_typer(bench, name="bench", help="Measure what methods do to a model: its answers, or single layers.")
 app.command()(inspect)
 app.command()(sample)
 app.command("train-demo")(train_demo)

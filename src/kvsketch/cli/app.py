@@ -114,12 +114,34 @@ def read_text(path: Path) -> str:
     return text
 
 
+def made_text(task: str, tokens: int, seed: str, tokenizer: "PreTrainedTokenizerBase") -> str:
+    """A document of a task, of about so many tokens, in the words that the embedded model knows."""
+    from kvsketch.evaluation.tasks import TASKS, Sample, Setting
+    from kvsketch.evaluation.tasks.fit import Fitter
+
+    if task not in TASKS:
+        raise ValueError(f"unknown task {task!r}; there are {', '.join(TASKS)}")
+
+    def count(made: Sample) -> int:
+        return len(tokenizer(made.context)["input_ids"])
+
+    return Fitter(TASKS[task], Setting(size=1, wording="compact"), count).sample(tokens, seed).context
+
+
 def numbers(option: str, text: str, kind: Callable[[str], N]) -> list[N]:
     """What an option lists, with commas between."""
     try:
         return [kind(part) for part in text.split(",") if part.strip()]
     except ValueError as error:
         raise ValueError(f"{option} must be numbers with commas between them, got {text!r}") from error
+
+
+def some_numbers(option: str, text: str, kind: Callable[[str], N]) -> list[N]:
+    """The same, and at least one."""
+    found = numbers(option, text, kind)
+    if not found:
+        raise ValueError(f"{option} must be numbers with commas between them, got {text!r}")
+    return found
 
 
 def size_for_people(count: int) -> str:

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import MofNCompleteColumn
 from rich.table import Table
+from typer.core import TyperGroup
 
 from kvsketch.cli.app import load_model, numbers, progress_bar, say
 
@@ -19,13 +20,31 @@ if TYPE_CHECKING:
     from kvsketch.evaluation.summary import Mean
 
 ROWS = "rows.jsonl"
-SUITES = ("lines", "needle", "ruler", "infinite")
+SUITES = {
+    "lines": "Records of lines, one of which is asked for.",
+    "needle": "Needles in noise or in a text of yours.",
+    "ruler": "RULER's needles, variables and words.",
+    "infinite": "InfiniteBench's pass keys, numbers, pairs and sums.",
+}
 METHODS = "exact; streaming_llm(keep=0.25); uniform(keep=0.25)"
 ASKED: "dict[str, tuple[Asked, ...]]" = {"before": ("before",), "after": ("after",), "both": ("before", "after")}
 
 
-def bench(
-    suite: Annotated[str, typer.Argument(help=f"One of {', '.join(SUITES)}.")],
+class Suites(TyperGroup):
+    """The commands below `bench`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Refuse an unknown suite in one line, as everything else is refused."""
+        if args[0] not in self.commands and not args[0].startswith("-"):
+            raise ValueError(f"unknown suite {args[0]!r}; there are {', '.join(self.commands)}")
+        return super().resolve_command(ctx, args)
+
+
+bench = typer.Typer(cls=Suites, no_args_is_help=True)
+
+
+def bench_suite(
+    context: typer.Context,
     out: Annotated[Path, typer.Option("--out", "-o", help="Rows, pictures and the page go to this folder.")],
     model: Annotated[str | None, typer.Argument(help="A model's folder or name; the embedded one if left out.")] = None,
     methods: Annotated[str, typer.Option("--methods", "-m", help="Specs, with ; between them.")] = METHODS,
@@ -49,6 +68,8 @@ def bench(
     raw: Annotated[bool, typer.Option("--raw", help="Do not use the model's chat template.")] = False,
 ) -> None:
     """Measure what methods do to a model's answers. Run it again to go on after an interruption."""
+    suite = str(context.command.name)
+
     from kvsketch.evaluation.haystack import Noise, TextFile
     from kvsketch.evaluation.rows import read_rows
     from kvsketch.evaluation.runner import Plan
@@ -89,21 +110,13 @@ def measure(
     plan: "Plan", model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", name: str | None, out: Path
 ) -> None:
     """Run a plan into a folder's rows, with a bar."""
-    from kvsketch.evaluation.embedded import NAME
-    from kvsketch.evaluation.provenance import provenance
     from kvsketch.evaluation.rows import RowsFile, key_of
     from kvsketch.evaluation.runner import Runner
 
     runner = Runner(model, tokenizer, plan)
     if not runner.template and not plan.raw:
         say("the tokenizer has no chat template: prompts are given to the model as they are")
-    about = {
-        "model": name or NAME,
-        "fingerprint": runner.fingerprint,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": model.device.type,
-    }
-    file = RowsFile(out / ROWS, about | provenance())
+    file = RowsFile(out / ROWS, describe(model, name, runner.fingerprint))
     with progress_bar(MofNCompleteColumn()) as bar:
         task = bar.add_task("reading", total=plan.answers)
         for step in runner.run(file.done, key_of):
@@ -111,11 +124,23 @@ def measure(
             bar.update(task, advance=step.answers, description=step.label)
 
 
+def describe(model: "PreTrainedModel", name: str | None, fingerprint: str) -> dict[str, Any]:
+    """What makes the rows of a run: the model, the versions, the machine."""
+    from kvsketch.evaluation.embedded import NAME
+    from kvsketch.evaluation.provenance import provenance
+
+    about = {
+        "model": name or NAME,
+        "fingerprint": fingerprint,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": model.device.type,
+    }
+    return about | provenance()
+
+
 def _tasks(suite: str, names: str | None) -> list[str]:
     from kvsketch.evaluation.tasks import TASKS
 
-    if suite not in SUITES:
-        raise ValueError(f"unknown suite {suite!r}; there are {', '.join(SUITES)}")
     known = [name for name, task in TASKS.items() if task.suite == suite]
     wanted = known if names is None else [name.strip() for name in names.split(",") if name.strip()]
     for name in wanted:

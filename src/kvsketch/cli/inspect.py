@@ -10,11 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvsketch.cli.app import load_model, numbers, progress_bar, read_text, say
+from kvsketch.cli.app import load_model, made_text, numbers, progress_bar, read_text, say, some_numbers
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from kvsketch.evaluation.inspection import Row
 
 LEAST_TOKENS = 16
@@ -40,8 +38,8 @@ def inspect(
     ] = None,
 ) -> None:
     """Show how a model's keys, values and queries are spread: clusters against length, norms, and maps."""
-    wanted_layers = None if layers is None else _whole("--layers", layers)
-    wanted_heads = _whole("--heads", heads)
+    wanted_layers = None if layers is None else some_numbers("--layers", layers, int)
+    wanted_heads = some_numbers("--heads", heads, int)
     wanted_shares = numbers("--shares", shares, float)
     if not wanted_shares or not all(0 < share < math.inf for share in wanted_shares):
         raise ValueError(f"--shares must be positive numbers with commas between them, got {shares!r}")
@@ -57,7 +55,8 @@ def inspect(
     from kvsketch.evaluation.provenance import provenance
 
     language_model, tokenizer = load_model(model, dtype, device)
-    ids = tokenizer(_a_record(tokenizer, tokens) if text is None else text, return_tensors="pt")["input_ids"]
+    read = made_text("lines", tokens, "inspect", tokenizer) if text is None else text
+    ids = tokenizer(read, return_tensors="pt")["input_ids"]
     ids = ids[:, :tokens].to(language_model.device)
     if ids.shape[1] < LEAST_TOKENS:
         raise ValueError(f"the text has {ids.shape[1]} tokens; at least {LEAST_TOKENS} are needed to see a spread")
@@ -88,24 +87,6 @@ def inspect(
     else:
         save(pictures.maps_picture(seen, wanted_heads), out / "maps.png")
     say("pictures: " + ", ".join(sorted(path.name for path in out.glob("*.png"))))
-
-
-def _whole(option: str, text: str) -> list[int]:
-    found = numbers(option, text, int)
-    if not found:
-        raise ValueError(f"{option} must be numbers with commas between them, got {text!r}")
-    return found
-
-
-def _a_record(tokenizer: "PreTrainedTokenizerBase", tokens: int) -> str:
-    """A record of lines of about so many tokens, in the words that the tokenizer's model knows."""
-    from kvsketch.evaluation.tasks import TASKS, Sample, Setting
-    from kvsketch.evaluation.tasks.fit import Fitter
-
-    def count(made: Sample) -> int:
-        return len(tokenizer(made.context)["input_ids"])
-
-    return Fitter(TASKS["lines"], Setting(size=1, wording="compact"), count).sample(tokens, "inspect").context
 
 
 def _tables(rows: "list[Row]") -> tuple[Table, Table]:

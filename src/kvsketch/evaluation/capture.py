@@ -1,5 +1,6 @@
 """What the attention layers of a model see while it reads a text: queries, keys and values, after rotation."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ class Captured:
     keys: Float[Tensor, "h n d"]
     values: Float[Tensor, "h n e"]
     scale: float  # of the logits
+    softcap: float | None = None
 
 
 class Listening(LayerCache):
@@ -33,19 +35,20 @@ class Listening(LayerCache):
         super().__init__(*args)
         self.queries = list[Tensor]()
         self.scale = 0.0
+        self.softcap: float | None = None
 
     def read(
         self, query: Tensor, new: NewTokens, scale: float, softcap: float | None = None, *, lse: bool = True
     ) -> Partial:
         """Answer as ever."""
         self.queries.append(query.detach())
-        self.scale = scale
+        self.scale, self.softcap = scale, softcap
         return super().read(query, new, scale, softcap, lse=lse)
 
 
 @torch.no_grad()
 def capture(
-    model: PreTrainedModel, ids: Tensor, layers: list[int] | None = None, *, at_most: int | None = None
+    model: PreTrainedModel, ids: Tensor, layers: Sequence[int] | None = None, *, at_most: int | None = None
 ) -> list[Captured]:
     """Read one text (a row of ids) and return what these full-attention layers saw.
 
@@ -57,7 +60,7 @@ def capture(
     attached_before = model.config.get_text_config(decoder=True)._attn_implementation == NAME
     cache = make_cache(model, "exact")
     try:
-        listening = _listen(cache, layers, at_most)
+        listening = _listen(cache, choose_layers(cache, layers, at_most))
         prefill(model, ids, cache)
     finally:
         if not attached_before:
@@ -65,16 +68,23 @@ def capture(
     return [_captured(index, held) for index, held in listening.items()]
 
 
-def _listen(cache: SketchCache, layers: list[int] | None, at_most: int | None) -> dict[int, Listening]:
+def choose_layers(cache: SketchCache, layers: Sequence[int] | None, at_most: int | None = None) -> list[int]:
+    """The full-attention layers wanted: these, all, or `at_most` so many, evenly from the first to the last."""
     there = [index for index, layer in enumerate(cache.layers) if isinstance(layer, SketchLayer)]
     unknown = sorted(set(layers or ()) - set(there))
     if unknown:
         raise ValueError(f"layers {unknown} are no full-attention layers of this model; there are {there}")
-    if layers is None and at_most is not None:
-        places = {round(i * (len(there) - 1) / max(1, at_most - 1)) for i in range(at_most)}
-        layers = [there[place] for place in sorted(places)]
+    if layers is not None:
+        return list(dict.fromkeys(layers))
+    if at_most is None:
+        return there
+    places = {round(i * (len(there) - 1) / max(1, at_most - 1)) for i in range(at_most)}
+    return [there[place] for place in sorted(places)]
+
+
+def _listen(cache: SketchCache, layers: Sequence[int]) -> dict[int, Listening]:
     listening = dict[int, Listening]()
-    for index in there if layers is None else layers:
+    for index in layers:
         layer = cache.layers[index]
         assert isinstance(layer, SketchLayer)
         layer.held = listening[index] = Listening(layer.held.config, layer.held.layer, layer.held.layer_bytes)
@@ -83,4 +93,4 @@ def _listen(cache: SketchCache, layers: list[int] | None, at_most: int | None) -
 
 def _captured(index: int, held: Listening) -> Captured:
     columns = held.window.columns
-    return Captured(index, torch.cat(held.queries, 2)[0], columns.keys[0], columns.values[0], held.scale)
+    return Captured(index, torch.cat(held.queries, 2)[0], columns.keys[0], columns.values[0], held.scale, held.softcap)

@@ -7,7 +7,7 @@ written once it is complete; a line that was cut off by a crash is dropped when 
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,11 @@ Row = dict[str, Any]
 class RowsFile:
     """One file of rows, all by the same model and version."""
 
-    def __init__(self, path: Path, run: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, run: Mapping[str, Any], key: Sequence[str] = KEY) -> None:
         """Open or begin the file; `run` says what made the rows: model, fingerprint, version and more."""
-        self.path = path
+        self.path, self.key = path, key
         run = {"format": FORMAT, **run}
-        runs, rows = read_rows(path) if path.is_file() else ([], [])
+        runs, rows = read_rows(path, key) if path.is_file() else ([], [])
         for earlier in runs:
             for name, what in (("fingerprint", "model"), ("dtype", "precision"), ("kvsketch", "version")):
                 if earlier.get(name) != run.get(name):
@@ -37,7 +37,7 @@ class RowsFile:
                     raise ValueError(
                         f"{path} holds rows of another {what}: {held}; this is {new}. Write to another folder"
                     )
-        self.done = {key_of(row) for row in rows}
+        self.done = {key_of(row, key) for row in rows}
         path.parent.mkdir(parents=True, exist_ok=True)
         _drop_cut_line(path)
         if run not in runs[-1:]:
@@ -45,9 +45,9 @@ class RowsFile:
 
     def add(self, rows: Iterable[Row]) -> None:
         """Write rows; those that are there already are not written again."""
-        new = [row for row in rows if key_of(row) not in self.done]
+        new = [row for row in rows if key_of(row, self.key) not in self.done]
         self._write(new)
-        self.done.update(map(key_of, new))
+        self.done.update(key_of(row, self.key) for row in new)
 
     def _write(self, lines: list[Row]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
@@ -56,7 +56,7 @@ class RowsFile:
             os.fsync(file.fileno())
 
 
-def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[Row]]:
+def read_rows(path: Path, key: Sequence[str] = KEY) -> tuple[list[dict[str, Any]], list[Row]]:
     """The runs and the rows of a file."""
     runs, rows = list[dict[str, Any]](), list[Row]()
     *lines, cut = path.read_text(encoding="utf-8").split("\n")  # not splitlines: answers may hold other line ends
@@ -76,7 +76,7 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[Row]]:
                     f"reads and adds to format {FORMAT}. Write to another folder, or use the version that made it"
                 )
             runs.append(found["run"])
-        elif not runs or any(name not in found for name in KEY):
+        elif not runs or any(name not in found for name in key):
             raise ValueError(f"{path}, line {number}: not a row of a kvsketch benchmark")
         else:
             rows.append(found)
@@ -93,9 +93,9 @@ def name_alone(name: str) -> str:
     return name.split("#")[0]
 
 
-def key_of(row: Row) -> tuple[Any, ...]:
+def key_of(row: Row, key: Sequence[str] = KEY) -> tuple[Any, ...]:
     """What makes a row the same as another."""
-    return tuple(row[name] for name in KEY)
+    return tuple(row[name] for name in key)
 
 
 def _drop_cut_line(path: Path) -> None:

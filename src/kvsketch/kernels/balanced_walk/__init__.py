@@ -1,7 +1,7 @@
 """The sign walks of BalanceKV over many blocks at once, and what of each block they keep.
 
-`reference.py` is plain torch: a step for every token of a block, all blocks together. A faster form for
-another device is one more file here and one more line below.
+`reference.py` is plain torch: a step for every token of a block, all blocks together; `strips.py` does the same with
+less work. A faster form for another device is one more file here and one more line below.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from kvsketch.kernels.balanced_walk import reference
+from kvsketch.kernels.balanced_walk import reference, strips
 
 AT_ONCE = 1 << 24  # products held together: 64 MiB of float32
 
@@ -19,16 +19,12 @@ def keep_half(
     keys: Float[Tensor, "l n d"],
     values: Float[Tensor, "l n e"],
     uniforms: Float[Tensor, "l n"],
+    sizes: Int64[Tensor, " l"],
     scale: float,
     gain: float,
-) -> Int64[Tensor, "l m"]:
-    """Which half of every block of n tokens to keep, n even, in the order of the block; see `reference.py`."""
-    parts = list[Tensor]()
-    for some in _together(keys):
-        signs = reference.halving_signs(reference.products(keys[some], values[some], scale), uniforms[some], gain)
-        positive = signs.sort(dim=1, descending=True, stable=True).indices[:, : keys.shape[1] // 2]
-        parts.append(positive.sort(dim=1).values)
-    return torch.cat(parts)
+) -> Bool[Tensor, "l n"]:
+    """Which half to keep of the first `sizes` tokens of every block, an even number; see `reference.py`."""
+    return strips.halving_signs(keys, values, uniforms, sizes, scale, gain) > 0
 
 
 def keep_smaller(

@@ -14,7 +14,8 @@ def products(keys: Float[Tensor, "l n d"], values: Float[Tensor, "l n e"], scale
     exponent is taken off, so nothing overflows; both leave the signs alone. The small constant balances the
     denominator too: it is a value coordinate that all tokens share.
     """
-    keys, values = keys.float(), values.float()
+    precise = torch.float64 if keys.dtype == torch.float64 else torch.float32
+    keys, values = keys.to(precise), values.to(precise)
     keys = keys - keys.mean(1, keepdim=True)
     logits = torch.bmm(keys, keys.transpose(1, 2)).mul_(scale)
     logits -= logits.amax((1, 2), keepdim=True)

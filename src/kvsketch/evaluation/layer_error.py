@@ -1,0 +1,132 @@
+"""How far a layer's answers are from exact ones when the middle of a text is compressed: BalanceKV's study of layers.
+
+Paper: BalanceKV (NeurIPS 2025), section 4.1 and appendix B.1. The first and the last `exact` tokens of a text are
+kept, a method holds those between, and the last `exact` queries ask, each seeing the tokens up to itself:
+
+    [ first | middle | one | last ]     held in one call: first, middle, one; then `last` asks
+      exact   method   window  exact
+
+Tokens leave a window a block at a time and never leave it empty. So one token of the middle stays, and up to a block
+less one of its first tokens are left out, for exact attention as for the methods: then all of the middle has left.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvsketch.caches.exact import Exact
+from kvsketch.caches.layer import LayerCache, NewTokens
+from kvsketch.evaluation.capture import Captured, capture
+from kvsketch.evaluation.layer_error_plan import Prompt, Study, Trial, middle_of
+from kvsketch.evaluation.rows import Row, RowsFile
+
+NORMS_KEY = ("prompt", "tokens", "layer")  # what norms depend on, but the model
+
+
+def run(
+    model: PreTrainedModel,
+    prompts: Sequence[Prompt],
+    layers: Sequence[int],
+    study: Study,
+    errors: RowsFile,
+    norms: RowsFile,
+) -> Iterator[tuple[str, int]]:
+    """Measure what the files do not hold yet, a row at a time; what was just done, and how many trials it settled."""
+    for prompt in prompts:
+        missing = {layer: study.missing(prompt, layer, errors.done) for layer in layers}
+        yield "reading", sum(len(study.trials) - len(trials) for trials in missing.values())
+        wanted = [layer for layer, trials in missing.items() if trials]
+        for seen in capture(model, prompt.ids, wanted) if wanted else ():
+            norms.add([norms_row(prompt, seen)])
+            case = cut(seen, study.exact)
+            for trial in missing[seen.layer]:
+                errors.add([study.labels(prompt, seen.layer, trial) | measure(case, trial)])
+                yield f"layer {seen.layer}, {trial.method}", 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer's share of a text, as the study cuts it: tokens to hold, and the last ones, which ask."""
+
+    layer: int
+    held: NewTokens
+    last: NewTokens
+    queries: Float[Tensor, "1 hg q d"]
+    scale: float
+    softcap: float | None
+
+    @property
+    def exact(self) -> int:
+        """Tokens at either end."""
+        return self.queries.shape[2]
+
+    @property
+    def middle(self) -> int:
+        """Tokens between them that leave the window."""
+        return self.held.keys.shape[2] - self.exact - 1
+
+    @cached_property
+    def answers(self) -> Float[Tensor, "hg q e"]:
+        """The exact ones, in float32 at least."""
+        precise = torch.promote_types(self.queries.dtype, torch.float32)
+        held, last = (NewTokens(part.keys.to(precise), part.values.to(precise)) for part in (self.held, self.last))
+        cache = LayerCache(Exact(), self.layer)
+        cache.hold(held)
+        return cache.read(self.queries.to(precise), last, self.scale, self.softcap).out[0]
+
+
+def cut(seen: Captured, exact: int) -> Case:
+    """What the study holds and asks of a layer."""
+    count = seen.keys.shape[1]
+    after_first = count - exact - 1 - middle_of(count, exact)  # those between the first tokens and here are left out
+    held = (torch.cat([x[:, :exact], x[:, after_first : count - exact]], 1)[None] for x in (seen.keys, seen.values))
+    last = (x[None, :, count - exact :] for x in (seen.keys, seen.values))
+    queries = seen.queries[None, :, count - exact :]
+    return Case(seen.layer, NewTokens(*held), NewTokens(*last), queries, seen.scale, seen.softcap)
+
+
+def measure(case: Case, trial: Trial) -> Row:
+    """The relative error of a method's answers, together and for each query head; what it held and how long it took."""
+    cache = LayerCache(trial.with_budget(case.middle, case.exact), case.layer)
+    device = case.queries.device
+    began = _now(device)
+    cache.hold(case.held)
+    seconds = _now(device) - began
+    entries = cache.count_entries()
+    assert entries is not None, "tokens are held"
+    nbytes = cache.nbytes
+    cache.recording = True  # nobody asks after this: what `last` brings need not be compressed
+    found = cache.read(case.queries, case.last, case.scale, case.softcap).out[0]
+    wrong = (found.to(case.answers.dtype) - case.answers).square().sum((1, 2))
+    size = case.answers.square().sum((1, 2)).clamp_min(1e-30)
+    return {
+        "entries": int(entries.max()),  # of any KV head
+        "nbytes": nbytes,
+        "error": float((wrong.sum() / size.sum()).sqrt()),
+        "head_errors": (wrong / size).sqrt().tolist(),
+        "seconds": seconds,  # to compress
+    }
+
+
+def norms_row(prompt: Prompt, seen: Captured) -> Row:
+    """Norms of a layer's queries, keys less their head's mean, and values, over heads and tokens, as in Table 3."""
+    keys = seen.keys.double()
+    vectors = {"queries": seen.queries, "keys": keys - keys.mean(1, keepdim=True), "values": seen.values}
+    labels = zip(NORMS_KEY, (prompt.name, prompt.ids.shape[1], seen.layer), strict=True)
+    return dict(labels) | {name: _spread(found.double().norm(dim=2)) for name, found in vectors.items()}
+
+
+def _spread(norms: Tensor) -> dict[str, float | int]:
+    return {"count": norms.numel(), "mean": float(norms.mean()), "deviation": float(norms.std(correction=0))}
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,122 @@
+"""What the rows of the study of layers say: errors over seeds, times, ratios to a uniform sample, norms."""
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvsketch.evaluation.rows import Row
+
+NORMAL = 1.96  # standard errors on either side: 95 % of a normal distribution
+VECTORS = ("queries", "keys", "values")
+Curve = tuple[str, int | None]  # a method and its block
+Place = tuple[int, Curve, float]  # layer, curve, rate
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Relative errors of one layer, method and rate."""
+
+    mean: float  # over prompts and seeds
+    deviation: float | None  # over seeds, each a mean over prompts; None where there is only one
+    seconds: float  # to compress, the median
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f}" if self.deviation is None else f"{self.mean:.3f} ± {self.deviation:.3f}"
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A method's error over another's, pair by pair: the geometric mean, and where it lies with 95 % confidence."""
+
+    mean: float
+    low: float
+    high: float
+    pairs: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f}" if self.pairs == 1 else f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A mean of norms with the half of its 95 % interval."""
+
+    mean: float
+    half_width: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.4f} ± {self.half_width:.4f}"
+
+
+def name_of(curve: Curve) -> str:
+    """A method and its block, for people."""
+    method, block = curve
+    return method if block is None else f"{method}, block {block}"
+
+
+def rate_name(rate: float) -> str:
+    """1/4 for 0.25."""
+    return f"1/{round(1 / rate)}" if (1 / rate).is_integer() and rate < 1 else f"{rate:g}"
+
+
+def place_of(row: Row) -> Place:
+    """What is averaged: rows that differ in prompt and seed alone."""
+    return row["layer"], (row["method"], row["block"]), row["rate"]
+
+
+def summarise(rows: Iterable[Row]) -> dict[Place, Errors]:
+    """Errors and times of every layer, method and rate."""
+    groups = defaultdict[Place, list[Row]](list)
+    for row in rows:
+        groups[place_of(row)].append(row)
+    return {place: _errors(found) for place, found in groups.items()}
+
+
+def _errors(rows: Sequence[Row]) -> Errors:
+    by_seed = defaultdict[int | None, list[float]](list)
+    for row in rows:
+        by_seed[row["seed"]].append(row["error"])
+    means = [statistics.fmean(errors) for errors in by_seed.values()]
+    return Errors(
+        mean=statistics.fmean(row["error"] for row in rows),
+        deviation=statistics.stdev(means) if len(means) > 1 else None,
+        seconds=statistics.median(row["seconds"] for row in rows),
+    )
+
+
+def compare(rows: Iterable[Row], method: str, other: str) -> dict[Place, Ratio]:
+    """Ratios of a method's errors to another's, which has no blocks, over pairs of the same prompt and seed.
+
+    The interval is that of a normal distribution of the logarithms. Where nothing is dropped, nothing is compared.
+    """
+    rows = [row for row in rows if row["rate"] < 1 and row["error"] > 0]
+    others = {_pair(row): row["error"] for row in rows if row["method"] == other}
+    logs = defaultdict[Place, list[float]](list)
+    for row in rows:
+        if row["method"] == method and _pair(row) in others:
+            logs[place_of(row)].append(math.log(row["error"] / others[_pair(row)]))
+    return {place: _ratio(found) for place, found in logs.items()}
+
+
+def _pair(row: Row) -> tuple[object, ...]:
+    return tuple(row[name] for name in ("prompt", "tokens", "layer", "rate", "seed", "exact"))
+
+
+def _ratio(logs: Sequence[float]) -> Ratio:
+    mean = statistics.fmean(logs)
+    half = NORMAL * statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.nan
+    return Ratio(math.exp(mean), math.exp(mean - half), math.exp(mean + half), len(logs))
+
+
+def pool_norms(rows: Sequence[Row]) -> dict[str, Norm]:
+    """Norms of queries, keys and values over all the layers that the rows are of."""
+    return {name: _pool([row[name] for row in rows]) for name in VECTORS}
+
+
+def _pool(parts: Sequence[dict[str, float | int]]) -> Norm:
+    count = sum(part["count"] for part in parts)
+    mean = sum(part["count"] * part["mean"] for part in parts) / count
+    square = sum(part["count"] * (part["deviation"] ** 2 + part["mean"] ** 2) for part in parts) / count
+    return Norm(mean, NORMAL * math.sqrt(max(0.0, square - mean**2) / count))
