@@ -142,6 +142,17 @@ def test_levels_fit_and_lose_no_weight(calls, room, block):
         assert halved // 2 == levels.halved[level + 1] + levels.held[level + 1]
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(300, 20_000), st.floats(0.03, 0.9), st.sampled_from([32, 64, 128, 256]))
+def test_after_one_long_call_weights_differ_by_a_factor_of_two(count, share, block):
+    """But for a single odd token at each lower level; and of the room no more than half a small block is left."""
+    room = max(64, int(share * count))
+    levels, _ = Levels().after(count, room, block)
+    tops = [level for level, held in enumerate(levels.held) if held > 1]
+    assert tops in ([tops[-1]], [tops[-1] - 1, tops[-1]])
+    assert count <= room or room - 32 <= levels.total <= room
+
+
 def leaving(keys, values, first=0):
     count = keys.shape[2]
     ranks = (first + torch.arange(count)).expand(len(keys), -1)

@@ -132,7 +132,7 @@ class Levels:
 
 def _long_call(held: Sequence[int], block: int, excess: int) -> tuple[int, int]:
     """The lowest level that has some tokens, and no more of them than have to go: weights stay as even as they can."""
-    level = next((level for level, count in enumerate(held) if count >= LEAST), _fullest(held))
+    level = next((level for level, count in enumerate(held) if count > 1), _fullest(held))
     return level, min(block, held[level] // 2 * 2, max(2 * excess, LEAST))
 
 
