@@ -197,6 +197,17 @@ def test_the_blocks_that_are_halved_together_are_halved_as_one_by_one():
     assert torch.equal(past.entries().keys[0, 0], keys[0, 0, kept])
 
 
+def test_sharpness_is_a_factor_on_the_logits_of_the_walk():
+    """The same tokens are kept as with keys that are shorter by its root."""
+    keys, values = normal(1, 2, 1000, 8), normal(1, 2, 1000, 4, seed=1)
+    caches = [LayerCache(BalanceKV(keep=0.25, sharpness=sharpness), 0) for sharpness in (0.25, 1, 1)]
+    for cache, given_keys in zip(caches, (2 * keys, keys, 2 * keys), strict=True):
+        cache.hold(NewTokens(given_keys, values))
+    soft, half, sharp = (cache.past.entries().values for cache in caches)
+    assert torch.equal(soft, half)
+    assert not torch.equal(soft, sharp)
+
+
 def test_the_estimate_is_unbiased():
     """400 seeds; numerator and denominator of one query within four standard errors."""
     count, seeds = 512, 400
@@ -351,6 +362,8 @@ def test_calls_of_any_size_are_taken(options, calls):
         ({"block": 16}, "block must be a whole number of at least 32, got 16"),
         ({"block": 100}, "block must be a power of two, got 100"),
         ({"augmented": True, "apart": 1.0}, "apart must be a positive number below 1, got 1.0"),
+        ({"apart": 0.25}, "apart is an option of augmented=True, got apart=0.25 without it"),
+        ({"sharpness": 0}, "sharpness must be a positive number, got 0"),
         ({"walk": "random"}, "walk must be one of greedy, fair, got 'random'"),
         ({"seed": -1}, "seed must be a whole number from 0"),
         ({"keep": 100}, "needs at least"),

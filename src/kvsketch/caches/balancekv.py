@@ -41,7 +41,10 @@ from kvsketch.kernels.balanced_walk import keep_half
 NUMBERED = ("held", "halved")  # what Levels knows of every level
 LOG_2 = 0.6931471805599453
 LEAST = 64  # tokens that are halved together, where there are as many: fewer cannot balance much
-OPTIONS = {"practical": ("walk", "augmented", "apart"), "faithful": ("constant", "failure", "epsilon")}  # by mode
+OPTIONS = {
+    "practical": ("walk", "sharpness", "augmented", "apart"),
+    "faithful": ("constant", "failure", "epsilon"),
+}  # by mode
 WALKS = {"greedy": 1e6, "fair": 0.0}  # how hard a sign leans against the sum so far, on the mean product
 
 
@@ -51,7 +54,8 @@ class BalanceKV(WindowedConfig):
 
     Blocks of `block` tokens are halved, smaller ones while the budget is small.
     `mode="practical"`, the form of the experiments: exactly half of a block is kept. `walk="greedy"` takes the sign
-    that brings the sum back; `walk="fair"` tosses coins, to show what the walk is worth. `augmented=True` keeps the
+    that brings the sum back; `walk="fair"` tosses coins, to show what the walk is worth. `sharpness` is a factor on the
+    walk's logits: below 1, keys farther apart balance each other. `augmented=True` keeps the
     tokens whose keys point away from all others out of it, in the share `apart` of the room.
     `mode="faithful"`, the form of the theorem: buckets of value norms, a set of tokens for each sum, and signs drawn
     with c = `constant` · log(n/`failure`); buckets are erased with the precision `epsilon`.
@@ -62,6 +66,7 @@ class BalanceKV(WindowedConfig):
     mode: str = "practical"
     block: int = 256
     walk: str = "greedy"
+    sharpness: float | int = 1
     augmented: bool = False
     apart: float = 0.5
     constant: float | int = 30
@@ -82,7 +87,10 @@ class BalanceKV(WindowedConfig):
         check_choice("walk", self.walk, WALKS)
         if not isinstance(self.augmented, bool):
             raise ValueError(f"augmented must be True or False, got {self.augmented!r}")
+        check_number("sharpness", self.sharpness, above=0)
         check_number("apart", self.apart, above=0, below=1)
+        if self.apart != type(self).apart and not self.augmented:
+            raise ValueError(f"apart is an option of augmented=True, got apart={self.apart!r} without it")
         check_number("constant", self.constant, above=0)
         check_number("failure", self.failure, above=0, below=1)
         check_number("epsilon", self.epsilon, above=0)
@@ -256,14 +264,13 @@ class BalanceKVPast(EntriesPast):
         blocks = here.choose(places.masked_fill(~real, 0).flatten().expand(rows, heads, -1))
         keys, values = (x.unflatten(2, places.shape).flatten(0, 2) for x in (blocks.keys, blocks.values))
         every = lengths.repeat(rows * heads)
-        kept = keep_half(keys, values, drawn.flatten(0, 2), every, self._scale(keys), WALKS[self.config.walk])
+        kept = keep_half(keys, values, drawn.flatten(0, 2), every, self._scale(keys.shape[2]), WALKS[self.config.walk])
         index = places.expand(rows, heads, -1, -1)[kept.view(rows, heads, *places.shape)]
         return here.choose(index.view(rows, heads, -1))
 
-    @staticmethod
-    def _scale(keys: Tensor) -> float:
+    def _scale(self, width: int) -> float:
         """The paper's 1/√d: a past is written before it is asked, and does not know the model's own scale."""
-        return float(keys.shape[-1] ** -0.5)
+        return float(self.config.sharpness * width**-0.5)
 
     def _draw(self, heads: int, level: int, places: Int64[Tensor, "c n"], rows: int) -> Float[Tensor, "b h c n"]:
         """Numbers by head, level, and how many tokens of the level were halved before; the same for all rows."""
