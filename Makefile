@@ -9,7 +9,7 @@ TORCH_ALONE := attention balancekv balancekv_cache balancekv_theorem contract ex
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test check format lint types test-fast test-oldest picture decode answers clustering needle figures clean
+.PHONY: demo test check format lint types test-fast test-oldest picture decode answers clustering balance needle figures clean
 
 demo: $(VENV)/ready ## what kvsketch does, on the embedded model, side by side; and a report
 	$(BIN)/kvsketch demo --out demo-report
@@ -55,6 +55,13 @@ clustering: $(VENV)/ready ## what SubGen and ClusterGen do: theorem, a long stre
 	$(BIN)/python benchmarks/kcenter.py
 	$(BIN)/python benchmarks/kept.py
 	$(BIN)/python benchmarks/clustering.py clustering-report
+	$(BIN)/python benchmarks/figures.py
+
+balance: $(VENV)/ready ## what BalanceKV does: theorems, time beside a prompt, errors of layers, and needles; an hour and a half
+	$(BIN)/python benchmarks/balance.py
+	$(BIN)/python benchmarks/prefill.py
+	$(BIN)/python benchmarks/study.py error-report
+	$(BIN)/python benchmarks/balanced_answers.py balance-report
 	$(BIN)/python benchmarks/figures.py
 
 figures: $(VENV)/ready ## draw docs/figures from the rows in docs/results

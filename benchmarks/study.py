@@ -1,0 +1,82 @@
+"""BalanceKV's study of single layers, on the embedded model: `python benchmarks/study.py OUT`.
+
+Runs `kvsketch bench error` on two tasks into OUT, where an interrupted run goes on; then puts means, deviations, times
+and ratios to a weighted uniform sample into docs/results/error.jsonl, draws docs/figures/error-*.png, prints tables.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from answers import bench
+from common import RESULTS, write_row
+from figures import FIGURES
+from kvsketch.evaluation import layer_error_pictures as pictures
+from kvsketch.evaluation.layer_error_plan import KEY
+from kvsketch.evaluation.layer_error_summary import compare, name_of, place_of, pool_norms, rate_name, summarise
+from kvsketch.evaluation.pictures import save
+from kvsketch.evaluation.rows import Row, name_alone, read_rows
+
+TASKS = ("lines", "niah_single")
+METHODS = (
+    "balancekv", "balancekv(sharpness=0.25)", "balancekv(walk='fair')", "balancekv(augmented=True)",
+    "balancekv(mode='faithful', block=256)", "uniform", "uniform(weights='none')", "streaming_llm", "clustergen",
+    "subgen",
+)  # fmt: skip
+SHOWN = ("balancekv", "balancekv(augmented=True)", "uniform", "uniform(weights='none')", "streaming_llm", "clustergen")
+
+
+def sum_up(task: str, rows: Sequence[Row], norms: Sequence[Row]) -> None:
+    """Rows of docs/results/error.jsonl: one for each layer, method, block and rate, and one for each prompt's norms."""
+    found = summarise(rows)
+    ratios = {method: compare(rows, method, "uniform") for method in {row["method"] for row in rows}}
+    for (layer, (method, block), rate), errors in found.items():
+        here = [row for row in rows if place_of(row) == (layer, (method, block), rate)]
+        row = {"task": task, "layer": layer, "method": method, "block": block, "rate": rate, "error": errors.mean}
+        row |= {
+            "deviation": errors.deviation,
+            "seconds": errors.seconds,
+            "entries": max(one["entries"] for one in here),
+        }
+        ratio = ratios[method].get((layer, (method, block), rate))
+        write_row("error", row | ({} if ratio is None else {"over_uniform": vars(ratio)}))
+    for name in dict.fromkeys(row["prompt"] for row in norms):
+        mine = [row for row in norms if row["prompt"] == name]
+        pooled = {vectors: vars(norm) for vectors, norm in pool_norms(mine).items()}
+        write_row("error", {"task": task, "norms": pooled, "prompt": name_alone(name), "tokens": mine[0]["tokens"]})
+
+
+def print_tables(task: str, rows: Sequence[Row]) -> None:
+    """Errors and ratios, for every layer a table of methods and rates."""
+    found = summarise(rows)
+    rates = sorted({rate for _, _, rate in found}, reverse=True)
+    for layer in sorted({layer for layer, _, _ in found}):
+        print(f"\n{task}, layer {layer}\n\n| | {' | '.join(map(rate_name, rates))} |\n|---|{'---|' * len(rates)}")
+        for curve in dict.fromkeys(curve for _, curve, _ in found):
+            ratios = compare(rows, curve[0], "uniform")
+            cells = []
+            for rate in rates:
+                ratio = ratios.get((layer, curve, rate))
+                cells.append(f"{found[layer, curve, rate]}{'' if ratio is None else f' ({ratio})'}")
+            print(f"| `{name_of(curve)}` | {' | '.join(cells)} |")
+
+
+def main(out: Path) -> None:
+    (RESULTS / "error.jsonl").unlink(missing_ok=True)
+    for task in TASKS:
+        folder = out / task
+        bench("error", folder, "--task", task, "--tokens", 4000, "--methods", "; ".join(METHODS))
+        rows = read_rows(folder / "error.jsonl", KEY)[1]
+        norms = [json.loads(line) for line in (folder / "norms.jsonl").read_text().splitlines()]
+        sum_up(task, rows, [row for row in norms if "run" not in row])
+        save(pictures.errors_picture([row for row in rows if row["method"] in SHOWN]), FIGURES / f"error-{task}.png")
+        balanced = [row for row in rows if row["method"] == "balancekv"]
+        save(pictures.blocks_picture(balanced), FIGURES / f"error-blocks-{task}.png")
+        print_tables(task, rows)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    main(parser.parse_args().out)
