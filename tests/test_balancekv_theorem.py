@@ -333,6 +333,19 @@ def test_failures_are_counted_in_the_report():
     assert calm.past.details()["failed walks"] == calm.past.details()["halved by coins"] == 0
 
 
+def test_keys_too_long_for_the_theorem_are_warned_of():
+    """2r²·scale = log(block) is where the theorem stops to say anything: 64 tokens at √8 · log(64) / 2 = r²."""
+    radius = math.sqrt(8**0.5 * math.log(64) / 2)
+    for factor, warns in ((0.99, False), (1.01, True)):
+        keys = normal(1, 1, 50, 8)
+        keys *= factor * radius / keys.norm(dim=3, keepdim=True)
+        past = TheoremPast(FAITHFUL, lambda seen: 100)
+        assert past.warning() is None
+        past.write(leaving(keys, normal(1, 1, 50, 4)))
+        assert (past.warning() is not None) == warns
+    assert 'use mode="practical"' in past.warning()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -293,6 +293,17 @@ def test_the_picture_of_errors_has_a_panel_for_each_layer_and_a_curve_for_each_m
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["uniform", "balancekv, block 128"]
 
 
+def test_estimates_that_explode_are_told_and_do_not_hide_the_rest():
+    rows = [row(error, "subgen", seed=seed) for seed, error in enumerate((math.inf, 1e12))]
+    rows += [row(0.2, seed=seed) for seed in (0, 1)]
+    assert [str(errors) for errors in summarise(rows).values()] == ["inf ± nan", "0.200 ± 0.000"]
+    assert str(next(iter(summarise(rows[1:2]).values()))) == "1.0e+12"
+    (ratio,) = compare(rows, "subgen", "uniform").values()
+    assert str(ratio) == "inf [nan, nan]"
+    figure = pictures.errors_picture(rows)
+    assert figure.axes[0].get_ylim()[1] <= pictures.HIGHEST
+
+
 def test_the_picture_of_blocks_has_times_and_errors_with_numbers():
     figure = pictures.blocks_picture(some_rows())
     assert len(figure.axes) == 4

@@ -168,6 +168,19 @@ class TheoremPast(EntriesPast):
         tokens = sum(self.counts) * self.sets.keys.shape[1] / max(1, int(self.sets.held.sum()))
         return {"tokens per entry": tokens, "failed walks": failed, "halved by coins": tossed}
 
+    def warning(self) -> str | None:
+        """Theorem 3.4 asks for batches of √s·e^(2r²·scale)/ε tokens; r is the longest key, for want of queries."""
+        if self.sets is None:
+            return None
+        exponent = 2 * float(self.sets.radii[..., 0].max()) ** 2 * self.sets.scale
+        if exponent <= math.log(self.theorem.block):
+            return None
+        return (
+            f"keys are too long for BalanceKV's theorem: it asks for blocks of more than e^{exponent:.0f} tokens, and "
+            f"these have {self.theorem.block}. Numerator and denominator may miss different tokens, and answers be "
+            'off by any factor: use mode="practical"'
+        )
+
     def tensors(self) -> dict[str, Tensor]:
         return {} if self.sets is None else dict(vars(self.sets))
 

@@ -10,6 +10,8 @@ from kvsketch.evaluation.layer_error_summary import Curve, Errors, Place, name_o
 from kvsketch.evaluation.pictures import COLOURS, panels_for
 from kvsketch.evaluation.rows import Row
 
+HIGHEST = 2.0  # a relative error of 1 is an answer of zeros; curves that explode leave at the top
+
 
 def errors_picture(rows: Sequence[Row]) -> Figure:
     """A panel for each layer: error against rate, a curve for each method at its largest block; as Figure 1.
@@ -26,7 +28,7 @@ def errors_picture(rows: Sequence[Row]) -> Figure:
             here = [(x, found[layer, curve, rate]) for x, rate in enumerate(rates) if (layer, curve, rate) in found]
             _curve(axes, here, COLOURS[number % len(COLOURS)], name_of(curve))
         axes.set_xticks(range(len(rates)), [rate_name(rate) for rate in rates])
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, min(axes.get_ylim()[1], HIGHEST))
         axes.set_title(f"layer {layer}", loc="left", fontsize=10)
         axes.set_xlabel("share of the middle that is kept")
         axes.spines[["top", "right"]].set_visible(False)

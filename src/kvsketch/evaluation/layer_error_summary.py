@@ -23,7 +23,7 @@ class Errors:
     seconds: float  # to compress, the median
 
     def __str__(self) -> str:
-        return f"{self.mean:.3f}" if self.deviation is None else f"{self.mean:.3f} ± {self.deviation:.3f}"
+        return short(self.mean) if self.deviation is None else f"{short(self.mean)} ± {short(self.deviation)}"
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,9 @@ class Ratio:
     pairs: int
 
     def __str__(self) -> str:
-        return f"{self.mean:.3f}" if self.pairs == 1 else f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        if self.pairs == 1:
+            return short(self.mean)
+        return f"{short(self.mean)} [{short(self.low)}, {short(self.high)}]"
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,11 @@ class Norm:
 
     def __str__(self) -> str:
         return f"{self.mean:.4f} ± {self.half_width:.4f}"
+
+
+def short(number: float) -> str:
+    """Three places, or two figures of an estimate that exploded."""
+    return f"{number:.3f}" if not number >= 100 else f"{number:.1e}"
 
 
 def name_of(curve: Curve) -> str:
@@ -81,9 +88,14 @@ def _errors(rows: Sequence[Row]) -> Errors:
     means = [statistics.fmean(errors) for errors in by_seed.values()]
     return Errors(
         mean=statistics.fmean(row["error"] for row in rows),
-        deviation=statistics.stdev(means) if len(means) > 1 else None,
+        deviation=_deviation(means) if len(means) > 1 else None,
         seconds=statistics.median(row["seconds"] for row in rows),
     )
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """Of a sample; not a number where an estimate exploded."""
+    return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
 
 
 def compare(rows: Iterable[Row], method: str, other: str) -> dict[Place, Ratio]:
@@ -106,7 +118,7 @@ def _pair(row: Row) -> tuple[object, ...]:
 
 def _ratio(logs: Sequence[float]) -> Ratio:
     mean = statistics.fmean(logs)
-    half = NORMAL * statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.nan
+    half = NORMAL * _deviation(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.nan
     return Ratio(math.exp(mean), math.exp(mean - half), math.exp(mean + half), len(logs))
 
 
