@@ -12,6 +12,7 @@ Legend of shapes: b rows of the batch, h KV heads, g query heads per KV head, q 
 d width of keys, e width of values. Query heads are ordered KV head first: head = h_index · g + g_index.
 """
 
+import math
 from dataclasses import dataclass
 from functools import reduce
 
@@ -96,8 +97,11 @@ def weighted_attention(
     masses = logits if tokens.log_mass is None else logits + tokens.log_mass[:, :, None]
     lse = torch.logsumexp(masses, dim=-1)
     finite = lse.masked_fill(lse == NO_MASS, 0.0)[..., None]
-    weighted = masses if tokens.log_value is None else logits + tokens.log_value[:, :, None]
-    out = torch.exp(weighted - finite) @ tokens.values.to(logits.dtype)
+    shares = masses - finite
+    if tokens.log_value is not None:
+        # A value whose own mass is not there may outgrow all numbers; half of their range leaves room for sums.
+        shares = (logits + tokens.log_value[:, :, None] - finite).clamp_max(math.log(torch.finfo(logits.dtype).max) / 2)
+    out = torch.exp(shares) @ tokens.values.to(logits.dtype)
     return Partial(unfold_groups(out, query.shape[1]), lse.reshape(query.shape[:3]))
 
 

@@ -5,9 +5,9 @@ tokens first:
 
     [ level L | … | level 1 | level 0 ]      a token of level l stands for 2ˡ
 
-New tokens come to level 0. Where there is no room, the oldest block of the lowest level that has one is halved, and
-what remains of it is the newest of the next level: it stays where it is. The augmented form sets some tokens apart,
-before all levels.
+New tokens come to level 0. Where there is no room, the oldest tokens of a level are halved, and what remains of them is
+the newest of the next level: it stays where it is. A long call halves from the lowest level up; what comes a few tokens
+at a time waits for a whole block. The augmented form sets some tokens apart, before all levels.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvsketch.algorithms.draws import uniforms
 from kvsketch.attention import NO_MASS, WeightedTokens
-from kvsketch.caches.balancekv_theorem import Theorem, TheoremPast
+from kvsketch.caches.balancekv_theorem import LOG_2, Theorem, TheoremPast, fitting
 from kvsketch.caches.base import (
     BLOCK,
     EntriesPast,
@@ -39,7 +39,6 @@ from kvsketch.caches.storage import KeyValues, columns, side_by_side, storage_by
 from kvsketch.kernels.balanced_walk import keep_half
 
 NUMBERED = ("held", "halved")  # what Levels knows of every level
-LOG_2 = 0.6931471805599453
 LEAST = 64  # tokens that are halved together, where there are as many: fewer cannot balance much
 OPTIONS = {
     "practical": ("walk", "sharpness", "augmented", "apart"),
@@ -52,7 +51,7 @@ WALKS = {"greedy": 1e6, "fair": 0.0}  # how hard a sign leans against the sum so
 class BalanceKV(WindowedConfig):
     """Keeps sinks, window, and halves of halves of the rest that answer like the whole (discrepancy theory).
 
-    Blocks of `block` tokens are halved, smaller ones while the budget is small.
+    Blocks of `block` tokens are halved; smaller ones at the end of a call, and where a stream has little room.
     `mode="practical"`, the form of the experiments: exactly half of a block is kept. `walk="greedy"` takes the sign
     that brings the sum back; `walk="fair"` tosses coins, to show what the walk is worth. `sharpness` is a factor on the
     walk's logits: below 1, keys farther apart balance each other. `augmented=True` keeps the
@@ -127,7 +126,7 @@ class Levels:
         held[0] += new
         done = list[tuple[int, int]]()
         while (excess := self.apart + sum(held) - room) > 0:
-            level, size = _long_call(held, block, excess) if new >= block else _trickle(held, _fitting(block, room))
+            level, size = _long_call(held, block, excess) if new >= block else _trickle(held, fitting(block, room))
             if level + 1 == len(held):
                 held.append(0)
                 halved.append(0)
@@ -139,7 +138,7 @@ class Levels:
 
 
 def _long_call(held: Sequence[int], block: int, excess: int) -> tuple[int, int]:
-    """The lowest level that has some tokens, and no more of them than have to go: weights stay as even as they can."""
+    """The lowest level with tokens, and of them what has to go, or LEAST: weights stay as even as they can."""
     level = next((level for level, count in enumerate(held) if count > 1), _fullest(held))
     return level, min(block, held[level] // 2 * 2, max(2 * excess, LEAST))
 
@@ -148,11 +147,6 @@ def _trickle(held: Sequence[int], block: int) -> tuple[int, int]:
     """The lowest level that has a whole block: what has just come waits for one. Where none has, the fullest level."""
     level = next((level for level, count in enumerate(held) if count >= block), _fullest(held))
     return level, min(block, held[level] // 2 * 2)
-
-
-def _fitting(block: int, room: int) -> int:
-    """The largest power of two of which four fit, up to `block`: levels that wait need room too."""
-    return min(block, max(BLOCK, 1 << (max(1, room // 4).bit_length() - 1)))
 
 
 def _fullest(held: Sequence[int]) -> int:

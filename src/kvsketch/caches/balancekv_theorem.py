@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from kvsketch.algorithms.draws import uniforms
-from kvsketch.attention import NO_MASS, WeightedTokens
+from kvsketch.attention import NO_MASS, Partial, WeightedTokens
 from kvsketch.caches.base import BLOCK, EntriesPast, LeavingTokens
 from kvsketch.caches.storage import chosen, columns
 from kvsketch.kernels.balanced_walk import keep_smaller
@@ -150,6 +150,18 @@ class TheoremPast(EntriesPast):
 
     # -- reading and state
 
+    def attend(self, query: Float[Tensor, "b hg q d"], scale: float, softcap: float | None) -> Partial | None:
+        """The ratio of both sums, not longer than the longest value: the true answer is a mean of values."""
+        found = super().attend(query, scale, softcap)
+        if found is None or self.sets is None:
+            return found
+        group = query.shape[1] // self.sets.keys.shape[1]
+        longest = self.sets.radii[..., 1].repeat_interleave(group, 1)[..., None, None]
+        size = found.out.abs().amax(3, keepdim=True).clamp_min(1e-30)  # squares of what exploded would be no numbers
+        direction = found.out / size
+        lengths = direction.norm(dim=3, keepdim=True) * size
+        return Partial(torch.where(lengths > longest, direction * (longest * size / lengths), found.out), found.lse)
+
     def entries(self) -> WeightedTokens | None:
         """The tokens held, with the log of what they count in each sum."""
         if self.sets is None:
@@ -245,12 +257,12 @@ def halve(
 ) -> Halved:
     """Halve batches of real tokens by the walk; `draw(batches, attempt)` are numbers [batches, n].
 
-    A walk that fails begins again with fresh numbers, RETRIES times; after that a random half is kept, as is of a
-    single token, with which a walk can do nothing but lose it.
+    A walk that fails begins again with fresh numbers, RETRIES times; after that a random half is kept. So it is of
+    fewer than BLOCK tokens: a walk as short tosses coins, and the smaller half of them has far too little mass.
     """
     sizes = real.sum(1)
     bounds = theorem.constant * torch.log(sizes / theorem.failure)
-    kept, failed, open_ = torch.zeros_like(real), torch.zeros_like(sizes), sizes > 1
+    kept, failed, open_ = torch.zeros_like(real), torch.zeros_like(sizes), sizes >= BLOCK
     for attempt in range(1 + RETRIES):
         todo = open_.nonzero()[:, 0]
         if todo.numel():
@@ -258,7 +270,7 @@ def halve(
             kept[todo] = found & ~lost[:, None]
             failed[todo] += lost.long()
             open_[todo] = lost
-    tossed = open_ | (sizes == 1)
+    tossed = open_ | (sizes < BLOCK)
     coins = draw(torch.arange(len(keys), device=keys.device), 1 + RETRIES)
     return Halved(torch.where(tossed[:, None], random_half(coins, real), kept), failed, tossed.long())
 
@@ -303,5 +315,5 @@ def next_batches(
 
 
 def fitting(block: int, room: int) -> int:
-    """The largest power of two of which eight fit, up to `block`: batches that wait need room in every bucket."""
+    """The largest power of two of which eight fit, up to `block`: tokens that wait for a whole one need room too."""
     return min(block, max(BLOCK, 1 << (max(1, room // 8).bit_length() - 1)))

@@ -202,7 +202,7 @@ class WindowedConfig(BudgetedConfig):
 
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:
     """Refuse anything but one of the choices."""
-    if value not in choices:
+    if value not in tuple(choices):  # a tuple: what cannot be hashed is refused as well
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 

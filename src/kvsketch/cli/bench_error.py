@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,14 +23,16 @@ if TYPE_CHECKING:
 
 ROWS, NORMS = "error.jsonl", "norms.jsonl"
 METHODS = "balancekv; uniform; uniform(weights='none'); streaming_llm; clustergen; subgen"
-TOKENS = 4000  # of a text that is made
+TASK, PROMPTS, TOKENS = "lines", 3, 4000  # the texts that are made
 
 
 def bench_error(
     out: Annotated[Path, typer.Option("--out", "-o", help="Rows and pictures go to this folder.")],
     model: Annotated[str | None, typer.Argument(help="A model's folder or name; the embedded one if left out.")] = None,
     methods: Annotated[str, typer.Option("--methods", "-m", help="Specs without budgets, with ; between.")] = METHODS,
-    rates: Annotated[str, typer.Option(help="Shares of the middle that are kept.")] = "0.5,0.25,0.125,0.0625",
+    rates: Annotated[
+        str, typer.Option(help="Shares of the middle that are kept, such as 1/4 or 0.3.")
+    ] = "0.5,0.25,0.125,0.0625",
     blocks: Annotated[str, typer.Option(help="Sizes of block, for methods that have such.")] = "64,128,256",
     seeds: Annotated[int, typer.Option(help="So many seeds, for methods that draw at random.")] = 10,
     layers: Annotated[str | None, typer.Option(help="These layers, with commas; all if left out.")] = None,
@@ -37,8 +40,8 @@ def bench_error(
     prompt_file: Annotated[
         list[Path] | None, typer.Option(help="A text to read; once for each. Left out: documents of a task.")
     ] = None,
-    task: Annotated[str, typer.Option(help="Documents of this task.")] = "lines",
-    prompts: Annotated[int, typer.Option(min=1, help="So many documents.")] = 3,
+    task: Annotated[str | None, typer.Option(help=f"Documents of this task, {TASK} if left out.")] = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help=f"So many documents, {PROMPTS} if left out.")] = None,
     tokens: Annotated[
         int | None, typer.Option(min=1, help=f"Tokens of a document, {TOKENS:,} if left out; and the most of a file.")
     ] = None,
@@ -58,18 +61,20 @@ def bench_error(
 
     study = Study(
         methods=[spec.strip() for spec in methods.split(";") if spec.strip()],
-        rates=some_numbers("--rates", rates, float),
+        rates=some_numbers("--rates", rates, _rate),
         blocks=numbers("--blocks", blocks, int),
         seeds=seeds,
         exact=exact,
     )
+    if prompt_file and (task or prompts):
+        raise ValueError("--task and --prompts make documents, and --prompt-file names texts: give one or the other")
     wanted = None if layers is None else some_numbers("--layers", layers, int)
     texts = [(path.name, read_text(path)) for path in prompt_file or ()]
     language_model, tokenizer = load_model(model, dtype, device)
     if not texts:
         length = tokens or TOKENS
-        made = [made_text(task, length, f"error/{number}", tokenizer) for number in range(prompts)]
-        texts = [(f"{task}/{length}/{number}", text) for number, text in enumerate(made)]
+        made = [made_text(task or TASK, length, f"error/{number}", tokenizer) for number in range(prompts or PROMPTS)]
+        texts = [(f"{task or TASK}/{length}/{number}", text) for number, text in enumerate(made)]
     read = [_prompt(name, text, tokens, tokenizer, language_model) for name, text in texts]
     for prompt in read:
         study.check_text(name_alone(prompt.name), prompt.ids.shape[1])
@@ -83,6 +88,14 @@ def bench_error(
         Console().print(table)
     say(NOTE)
     _draw(rows, out)
+
+
+def _rate(text: str) -> float:
+    """A number, or a fraction as the tables have it."""
+    try:
+        return float(Fraction(text.strip()))
+    except ZeroDivisionError as error:
+        raise ValueError(f"{text} is no number") from error
 
 
 def _prompt(

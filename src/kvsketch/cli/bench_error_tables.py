@@ -13,7 +13,7 @@ COMPARED, BASELINE = "balancekv", "uniform"  # whose errors are divided by whose
 NOTE = (
     "Relative errors are Frobenius norms over the last queries and all heads of a layer. All methods have room for the "
     "same number of entries: the rate's share of the middle, to the nearest 32. ¹ Geometric mean over pairs of the "
-    "same prompt and seed; the interval is that of a normal distribution of the logarithms."
+    "same prompt and seed; the interval is that of a normal distribution of the logarithms, and for these texts."
 )
 
 

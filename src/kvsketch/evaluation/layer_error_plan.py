@@ -1,5 +1,6 @@
 """What the study of layers measures: methods with every block size and seed, at rates of the middle of a text."""
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -89,9 +90,9 @@ class Study:
         for rate in self.rates:
             if not 0 < rate <= 1:
                 raise ValueError(f"a rate is the share of tokens that is kept, above 0 and up to 1, got {rate:g}")
-        settings = [(trial.method, trial.rate, trial.block, trial.seed) for trial in self.trials]
-        twice = next((setting for setting in settings if settings.count(setting) > 1), None)
-        if twice is not None:
+        settings = Counter((trial.method, trial.rate, trial.block, trial.seed) for trial in self.trials)
+        twice, times = max(settings.items(), key=lambda setting: setting[1])
+        if times > 1:
             raise ValueError(f"{twice[0]} at rate {twice[1]:g} is named twice: give each method, block and rate once")
 
     @cached_property

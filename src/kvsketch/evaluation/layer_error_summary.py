@@ -103,7 +103,7 @@ def compare(rows: Iterable[Row], method: str, other: str) -> dict[Place, Ratio]:
 
     The interval is that of a normal distribution of the logarithms. Where nothing is dropped, nothing is compared.
     """
-    rows = [row for row in rows if row["rate"] < 1 and row["error"] > 0]
+    rows = [row for row in rows if row["rate"] < 1 and row["error"] != 0]
     others = {_pair(row): row["error"] for row in rows if row["method"] == other}
     logs = defaultdict[Place, list[float]](list)
     for row in rows:

@@ -24,7 +24,12 @@ def keep_half(
     gain: float,
 ) -> Bool[Tensor, "l n"]:
     """Which half to keep of the first `sizes` tokens of every block, an even number; see `reference.py`."""
-    return strips.halving_signs(keys, values, uniforms, sizes, scale, gain) > 0
+    with torch.autocast(keys.device.type, enabled=False):
+        parts = [
+            strips.halving_signs(keys[some], values[some], uniforms[some], sizes[some], scale, gain) > 0
+            for some in _together(keys, AT_ONCE // (strips.STRIP * keys.shape[1]))
+        ]
+    return torch.cat(parts)
 
 
 def keep_smaller(
@@ -37,9 +42,10 @@ def keep_smaller(
 ) -> tuple[Bool[Tensor, "l n"], Bool[Tensor, " l"]]:
     """The tokens of the sign that fewer have, and which walks failed; `bounds` are the theorem's c, without R²."""
     parts = list[tuple[Tensor, Tensor]]()
-    for some in _together(keys):
-        products = reference.bounded_products(keys[some], values[some], real[some], scale)
-        signs, failed = reference.strip_signs(products, bounds[some], uniforms[some], real[some])
+    for some in _together(keys, AT_ONCE // keys.shape[1] ** 2):
+        with torch.autocast(keys.device.type, enabled=False):
+            products = reference.bounded_products(keys[some], values[some], real[some], scale)
+        signs, failed = reference.bounded_signs(products, bounds[some], uniforms[some], real[some])
         positive, negative = signs > 0, signs < 0
         fewer = (positive.sum(1) <= negative.sum(1))[:, None]
         parts.append((torch.where(fewer, positive, negative), failed))
@@ -47,9 +53,9 @@ def keep_smaller(
     return kept, failed
 
 
-def _together(keys: Float[Tensor, "l n d"]) -> Iterator[slice]:
-    """Blocks whose products may be held together."""
-    step = max(1, AT_ONCE // keys.shape[1] ** 2)
+def _together(keys: Float[Tensor, "l n d"], most: int) -> Iterator[slice]:
+    """All blocks, at most so many at a time."""
+    step = max(1, most)
     return (slice(start, start + step) for start in range(0, len(keys), step))
 
 

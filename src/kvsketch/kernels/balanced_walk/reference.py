@@ -61,7 +61,7 @@ def bounded_products(
     return logits.exp_().mul_(torch.bmm(values, values.transpose(1, 2)))
 
 
-def strip_signs(
+def bounded_signs(
     products: Float[Tensor, "l n n"],
     bounds: Float[Tensor, " l"],
     uniforms: Float[Tensor, "l n"],

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvsketch.attention import NO_MASS, Partial, WeightedTokens, fold_groups, unfold_groups
 
+LEAST_MASS = 1e-19  # of the largest weight: the root of the least number, so that quotients stay numbers
 DEAD = -3e4  # log weight of an empty slot in the folded route: exp gives 0, and 16 bits can hold it
 
 
@@ -119,5 +120,5 @@ def _finish(part: Partial, query: Tensor, width: int, shares_mass: bool) -> Part
     if shares_mass:
         mass = out[..., width].float() + out[..., width + 1].float()
         lse = lse + torch.log(mass)
-        out = out[..., :width].float() / mass.masked_fill(mass == 0.0, 1.0)[..., None]
+        out = out[..., :width].float() / mass.masked_fill(mass == 0.0, 1.0).clamp_min(LEAST_MASS)[..., None]
     return Partial(unfold_groups(out, query.shape[1]), lse.reshape(query.shape[:3]))
