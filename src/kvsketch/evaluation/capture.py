@@ -1,7 +1,8 @@
-"""What the attention layers of a model see while it reads a text: queries, keys and values, after rotation."""
+"""What the attention layers of a model see while it reads a text: queries, keys and values, rotated and before."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from kvsketch.caches.layer import LayerCache, NewTokens
 from kvsketch.huggingface import SketchCache, detach, make_cache, prefill
 from kvsketch.huggingface.attention import NAME
 from kvsketch.huggingface.layer import SketchLayer
+from kvsketch.huggingface.rotation import BeforeRotation
 
 
 @dataclass(frozen=True)
@@ -26,14 +28,18 @@ class Captured:
     values: Float[Tensor, "h n e"]
     scale: float  # of the logits
     softcap: float | None = None
+    queries_before: Float[Tensor, "hg n d"] | None = None  # rotation
+    keys_before: Float[Tensor, "h n d"] | None = None
 
 
 class Listening(LayerCache):
-    """Holds everything, and notes the queries."""
+    """Holds everything, and notes the queries; and what both were before rotation, where somebody watches that."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Any, watch: BeforeRotation | None) -> None:
         super().__init__(*args)
+        self.watch = watch
         self.queries = list[Tensor]()
+        self.before = list[tuple[Tensor, Tensor]]()
         self.scale = 0.0
         self.softcap: float | None = None
 
@@ -42,26 +48,34 @@ class Listening(LayerCache):
     ) -> Partial:
         """Answer as ever."""
         self.queries.append(query.detach())
+        if self.watch is not None:
+            self.before.append(self.watch.take(self.layer, query, new.keys))
         self.scale, self.softcap = scale, softcap
         return super().read(query, new, scale, softcap, lse=lse)
 
 
 @torch.no_grad()
 def capture(
-    model: PreTrainedModel, ids: Tensor, layers: Sequence[int] | None = None, *, at_most: int | None = None
+    model: PreTrainedModel,
+    ids: Tensor,
+    layers: Sequence[int] | None = None,
+    *,
+    at_most: int | None = None,
+    before_rotation: bool = False,
 ) -> list[Captured]:
     """Read one text (a row of ids) and return what these full-attention layers saw.
 
-    Without `layers` it is all of them, or `at_most` so many, evenly from the first to the last. The model is
-    left with the attention it had.
+    Without `layers` it is all of them, or `at_most` so many, evenly from the first to the last. With
+    `before_rotation` also what queries and keys were before. The model is left with the attention it had.
     """
     if ids.ndim != 2 or ids.shape[0] != 1:
         raise ValueError(f"capture reads one text, ids of shape 1 × tokens, got shape {tuple(ids.shape)}")
     attached_before = model.config.get_text_config(decoder=True)._attn_implementation == NAME
     cache = make_cache(model, "exact")
     try:
-        listening = _listen(cache, choose_layers(cache, layers, at_most))
-        prefill(model, ids, cache)
+        with BeforeRotation(model) if before_rotation else nullcontext() as watch:
+            listening = _listen(cache, choose_layers(cache, layers, at_most), watch)
+            prefill(model, ids, cache)
     finally:
         if not attached_before:
             detach(model)
@@ -82,15 +96,18 @@ def choose_layers(cache: SketchCache, layers: Sequence[int] | None, at_most: int
     return [there[place] for place in sorted(places)]
 
 
-def _listen(cache: SketchCache, layers: Sequence[int]) -> dict[int, Listening]:
+def _listen(cache: SketchCache, layers: Sequence[int], watch: BeforeRotation | None) -> dict[int, Listening]:
     listening = dict[int, Listening]()
     for index in layers:
         layer = cache.layers[index]
         assert isinstance(layer, SketchLayer)
-        layer.held = listening[index] = Listening(layer.held.config, layer.held.layer, layer.held.layer_bytes)
+        held = layer.held
+        layer.held = listening[index] = Listening(held.config, held.layer, held.layer_bytes, watch=watch)
     return listening
 
 
 def _captured(index: int, held: Listening) -> Captured:
     columns = held.window.columns
-    return Captured(index, torch.cat(held.queries, 2)[0], columns.keys[0], columns.values[0], held.scale, held.softcap)
+    before = [torch.cat(parts, 2)[0] for parts in zip(*held.before, strict=True)]
+    found = Captured(index, torch.cat(held.queries, 2)[0], columns.keys[0], columns.values[0], held.scale, held.softcap)
+    return replace(found, queries_before=before[0], keys_before=before[1]) if before else found

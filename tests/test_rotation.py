@@ -1,0 +1,123 @@
+"""Queries and keys before rotation: bit for bit what the model's own layers had, and no trace left behind."""
+
+import sys
+
+import pytest
+import torch
+
+from kvsketch.evaluation.capture import capture
+from kvsketch.huggingface.model import attention_modules
+from kvsketch.huggingface.rotation import ROTATION, BeforeRotation
+from zoo import FAMILIES, build, tokens
+
+
+def file_of(model):
+    """The modeling file whose name is replaced for a while."""
+    return sys.modules[type(next(attention_modules(model))).__module__]
+
+
+def rotated_again(model, seen, layer, count):
+    """Rotate what was noted by the model's own function and frequencies, or not, where a layer has none."""
+    inner = model.model
+    positions = torch.arange(count)[None]
+    states = torch.zeros(1, count, model.config.hidden_size)
+    kinds = getattr(model.config, "layer_types", None)
+    rotary = inner.rotary_emb
+    try:
+        cos, sin = rotary(states, positions)
+    except TypeError:
+        cos, sin = rotary(states, positions, layer_type=kinds[layer])
+    return getattr(file_of(model), ROTATION)(seen.queries_before[None], seen.keys_before[None], cos, sin)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rotating_what_was_noted_gives_what_attention_saw(family):
+    """By the model's own function and frequencies, computed apart from the capture, bit for bit, for every family."""
+    model = build(family)
+    name = getattr(file_of(model), ROTATION)
+    for seen in capture(model, tokens(1, 40), before_rotation=True):
+        assert seen.queries_before.shape == seen.queries.shape
+        assert seen.keys_before.shape == seen.keys.shape
+        module = next(m for m in attention_modules(model) if m.layer_idx == seen.layer)
+        if family == "cohere2" or not getattr(module, "use_rope", True):
+            assert torch.equal(seen.queries_before, seen.queries), "these layers rotate nothing"
+            assert torch.equal(seen.keys_before, seen.keys)
+            continue
+        queries, keys = rotated_again(model, seen, seen.layer, 40)
+        assert torch.equal(queries[0], seen.queries)
+        assert torch.equal(keys[0], seen.keys)
+        assert not torch.equal(seen.keys_before, seen.keys)
+    assert getattr(file_of(model), ROTATION) is name, "nothing is left behind"
+    assert capture(model, tokens(1, 40), [seen.layer])[0].keys.equal(seen.keys), "watching changes nothing"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_keys_before_rotation_are_those_of_the_projection(dtype):
+    """Llama's first layer, by hand: no rotation function in between."""
+    model = build("llama", dtype=dtype)
+    ids = tokens(1, 30)
+    (seen,) = capture(model, ids, [0], before_rotation=True)
+    layer = model.model.layers[0]
+    with torch.no_grad():
+        states = layer.input_layernorm(model.model.embed_tokens(ids))
+        keys = layer.self_attn.k_proj(states).view(1, 30, -1, 16).transpose(1, 2)
+        queries = layer.self_attn.q_proj(states).view(1, 30, -1, 16).transpose(1, 2)
+    assert torch.equal(seen.keys_before, keys[0])
+    assert torch.equal(seen.queries_before, queries[0])
+
+
+def test_nothing_is_noted_of_another_model_of_the_same_family():
+    watched, other = build("llama"), build("llama", seed=1)
+    with BeforeRotation(watched) as watch, torch.no_grad():
+        other(tokens(1, 10))
+        assert not getattr(watch._here, "noted", {})
+        watched(tokens(1, 10))
+        assert sorted(watch._here.noted) == [0, 1, 2, 3]
+
+
+def test_watches_may_end_in_any_order_and_after_errors():
+    first, second = build("llama"), build("llama", seed=1)
+    name = getattr(file_of(first), ROTATION)
+    one, two = BeforeRotation(first), BeforeRotation(second)
+    one.__enter__()
+    two.__enter__()
+    one.__exit__(None, None, None)
+    with torch.no_grad():
+        second(tokens(1, 10))
+    assert sorted(two._here.noted) == [0, 1, 2, 3]
+    two.__exit__(None, None, None)
+    with pytest.raises(RuntimeError, match="on purpose"), BeforeRotation(first):
+        raise RuntimeError("on purpose")
+    with torch.no_grad():
+        expected = second(tokens(1, 10)).logits
+        assert torch.equal(build("llama", seed=1)(tokens(1, 10)).logits, expected)
+    assert getattr(file_of(first), ROTATION) is name
+
+
+def test_a_layer_that_attends_to_other_vectors_is_refused():
+    model = build("llama")
+    with BeforeRotation(model) as watch, torch.no_grad():
+        model(tokens(1, 10))
+        noted = watch._here.noted[2]
+        with pytest.raises(ValueError, match="layer 2 of LlamaForCausalLM attends to other vectors"):
+            watch.take(2, noted.rotated_queries[..., :8], noted.rotated_keys[..., :8])
+        noted = watch._here.noted[1]
+        with pytest.raises(ValueError, match="layer 1 of LlamaForCausalLM attends to other vectors"):
+            watch.take(1, noted.rotated_queries + 1, noted.rotated_keys)
+        noted = watch._here.noted[0]
+        queries, keys = watch.take(0, noted.rotated_queries, noted.rotated_keys)
+        assert torch.equal(queries, noted.queries)
+        assert torch.equal(keys, noted.keys)
+
+
+def test_a_model_that_rotates_elsewhere_is_refused(monkeypatch):
+    model = build("llama")
+    monkeypatch.delattr(file_of(model), ROTATION)
+    with BeforeRotation(model) as watch, pytest.raises(ValueError, match="does not rotate by apply_rotary_pos_emb"):
+        watch.take(0, torch.zeros(1, 8, 3, 16), torch.zeros(1, 2, 3, 16))
+
+
+def test_without_being_asked_nothing_is_watched():
+    (seen,) = capture(build("llama"), tokens(1, 20), [1])
+    assert seen.queries_before is None
+    assert seen.keys_before is None
