@@ -73,6 +73,9 @@ def test_nothing_is_noted_of_another_model_of_the_same_family():
         assert not getattr(watch._here, "noted", {})
         watched(tokens(1, 10))
         assert sorted(watch._here.noted) == [0, 1, 2, 3]
+    with BeforeRotation(watched, [1, 3]) as watch, torch.no_grad():
+        watched(tokens(1, 10))
+        assert sorted(watch._here.noted) == [1, 3]
 
 
 def test_watches_may_end_in_any_order_and_after_errors():

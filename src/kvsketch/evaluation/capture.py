@@ -73,8 +73,9 @@ def capture(
     attached_before = model.config.get_text_config(decoder=True)._attn_implementation == NAME
     cache = make_cache(model, "exact")
     try:
-        with BeforeRotation(model) if before_rotation else nullcontext() as watch:
-            listening = _listen(cache, choose_layers(cache, layers, at_most), watch)
+        chosen = choose_layers(cache, layers, at_most)
+        with BeforeRotation(model, chosen) if before_rotation else nullcontext() as watch:
+            listening = _listen(cache, chosen, watch)
             prefill(model, ids, cache)
     finally:
         if not attached_before:

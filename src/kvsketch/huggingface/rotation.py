@@ -7,7 +7,7 @@ opened for are noted, by thread; at its end the name leads where it did before.
 
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -50,9 +50,10 @@ class NotingRotation:
 class BeforeRotation:
     """Notes what the layers of a model rotate, from `with` to its end; `take` hands it out, a call at a time."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, layers: Collection[int] | None = None) -> None:
+        """Of these layers, or of all; what is noted and not taken stays in memory."""
         self.name = type(model).__name__
-        self.modules = list(attention_modules(model))
+        self.modules = [m for m in attention_modules(model) if layers is None or m.layer_idx in layers]
         self._here = threading.local()  # the layer that runs in this thread, and what was noted
         self._hooks = list[Any]()
 
