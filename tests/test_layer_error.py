@@ -458,6 +458,9 @@ def test_a_killed_study_goes_on(tmp_path):
     [
         (["--rates", ""], "--rates must be numbers with commas between them, got ''"),
         (["--rates", "2"], "a rate is the share of tokens that is kept, above 0 and up to 1, got 2"),
+        (["--rates", "1/0"], "--rates must be numbers with commas between them, got '1/0'"),
+        (["--rates", "5/4"], "a rate is the share of tokens that is kept, above 0 and up to 1, got 1.25"),
+        (["--task", "lines", "--prompt-file", "a.txt"], "--task and --prompts make documents, and --prompt-file names"),
         (["--task", "words"], "unknown task 'words'; there are lines"),
         (["--layers", "9"], "layers [9] are no full-attention layers of this model; there are [0, 1, 2, 3]"),
         (["--methods", "uniform(keep=0.5)"], "the study sets keep itself"),
