@@ -1,0 +1,85 @@
+"""Buckets of the keys of all heads at once, a head a lane of its own: k-means, assignment, shares of attention.
+
+The form for one head is `algorithms/saap.py`; this one gives the same.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from kvsketch.algorithms.saap import APART, to_learn_from
+from kvsketch.attention import NO_MASS
+
+PRODUCTS_AT_ONCE = 1 << 24  # of keys with centroids: 64 MiB of float32
+
+
+def assign(keys: Float[Tensor, "l n d"], centroids: Float[Tensor, "l c d"]) -> Int64[Tensor, "l n"]:
+    """The bucket of every key: the centroid of the largest inner product."""
+    step = max(1, PRODUCTS_AT_ONCE // max(1, centroids.shape[0] * centroids.shape[1]))
+    parts = [torch.bmm(part, centroids.transpose(1, 2)).argmax(2) for part in keys.split(step, dim=1)]
+    return torch.cat(parts, 1) if parts else keys.new_empty(len(keys), 0, dtype=torch.int64)
+
+
+def spherical_k_means(
+    keys: Float[Tensor, "l n d"], start: Int64[Tensor, "l c"], iterations: int = 10
+) -> Float[Tensor, "l c d"]:
+    """Centroids of length 1 for every lane, from the keys with the numbers `start`; see `algorithms.saap`."""
+    lanes, count = start.shape
+    if count > keys.shape[1]:
+        raise ValueError(f"{count} buckets need as many keys at least, got {keys.shape[1]}")
+    centroids = F.normalize(_of_lanes(keys, start), dim=2)
+    for _ in range(iterations):
+        buckets = assign(keys, centroids)
+        index = buckets[..., None].expand_as(keys)
+        sums = torch.zeros_like(centroids).scatter_add_(1, index, keys)
+        sizes = torch.zeros(lanes, count, dtype=torch.int64, device=keys.device)
+        empty = sizes.scatter_add_(1, buckets, torch.ones_like(buckets)) == 0
+        if bool(empty.any()):
+            # The n-th empty bucket of a lane begins again at the n-th worst fitting key.
+            fit = F.cosine_similarity(keys, centroids.gather(1, index), dim=2)
+            worst = fit.argsort(dim=1)[:, :count].gather(1, (empty.cumsum(1) - 1).clamp_min(0))
+            sums = torch.where(empty[..., None], _of_lanes(keys, worst), sums)
+        centroids = F.normalize(sums, dim=2)
+    return centroids
+
+
+def bucket_shares(
+    queries: Float[Tensor, "l q d"],
+    keys: Float[Tensor, "l n d"],
+    buckets: Int64[Tensor, "l n"],
+    count: int,
+    scale: float,
+    query_positions: Int64[Tensor, " q"],
+    key_positions: Int64[Tensor, " n"],
+    apart: int = APART,
+    sinks: int = 1,
+) -> Float[Tensor, "l q c"]:
+    """A·H_k over earlier keys that are far away, for every lane; rotated queries and keys, never all logits at once.
+
+    In two passes over the keys: the log of the sum of exponentials, and then every bucket's share of it. A query that
+    sees nothing has no shares.
+    """
+    lse = queries.new_full(queries.shape[:2], NO_MASS)
+
+    def logits() -> Iterator[tuple[slice, Tensor]]:
+        step = max(1, PRODUCTS_AT_ONCE // max(1, queries.shape[0] * queries.shape[1]))
+        for first in range(0, keys.shape[1], step):
+            part = slice(first, first + step)
+            seen = to_learn_from(query_positions, key_positions[part], apart, sinks)
+            products = torch.bmm(queries, keys[:, part].transpose(1, 2)).mul_(scale)
+            yield part, products.masked_fill_(~seen, NO_MASS)
+
+    for _, found in logits():
+        lse = torch.logaddexp(lse, found.logsumexp(2))
+    finite = lse.masked_fill(lse == NO_MASS, 0.0)[..., None]
+    shares = queries.new_zeros(*queries.shape[:2], count)
+    for part, found in logits():
+        shares.scatter_add_(2, buckets[:, None, part].expand_as(found), found.sub_(finite).exp_())
+    return shares
+
+
+def _of_lanes(x: Float[Tensor, "l n d"], index: Int64[Tensor, "l m"]) -> Float[Tensor, "l m d"]:
+    return x.gather(1, index[..., None].expand(*index.shape, x.shape[2]))
