@@ -5,7 +5,7 @@ CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 # Tests that import nothing but torch and the layers below huggingface/: once is enough.
-TORCH_ALONE := attention balancekv balancekv_cache balancekv_theorem buckets contract exact_first kcenter lsh saap sampling specs subgen uniform
+TORCH_ALONE := attention balancekv balancekv_cache balancekv_theorem buckets contract exact_first fitting kcenter lsh saap sampling specs subgen uniform
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 

@@ -85,17 +85,21 @@ def long_range(
 
 @dataclass(frozen=True)
 class QueryClassifier:
-    """f_q after training: two layers with ReLU between them; the batch normalization is part of the first."""
+    """f_q after training: two layers with ReLU between them; the batch normalization is part of the first.
 
-    first: Float[Tensor, "h d"]
-    first_bias: Float[Tensor, " h"]
+    Without a first layer it is linear: cheaper than what was published.
+    """
+
+    first: Float[Tensor, "h d"] | None
+    first_bias: Float[Tensor, " h"] | None
     second: Float[Tensor, "c h"]
     second_bias: Float[Tensor, " c"]
 
     def log_probabilities(self, queries: Float[Tensor, "q d"]) -> Float[Tensor, "q c"]:
         """How much of its attention a query has in every bucket, in logs; queries as they are before rotation."""
-        hidden = torch.relu(queries @ self.first.T + self.first_bias)
-        return torch.log_softmax(hidden @ self.second.T + self.second_bias, 1)
+        if self.first is not None and self.first_bias is not None:
+            queries = torch.relu(queries @ self.first.T + self.first_bias)
+        return torch.log_softmax(queries @ self.second.T + self.second_bias, 1)
 
 
 def fold_normalization(

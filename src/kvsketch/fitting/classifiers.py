@@ -1,0 +1,95 @@
+"""The query classifiers of all heads of a layer, trained together by batched products.
+
+One head's is a network of two layers with batch normalization and ReLU between them (Saap, section 6.1). Heads do not
+touch each other: training them together gives what training each alone would, batch by batch.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from kvsketch.algorithms.saap import QueryClassifier, fold_normalization
+
+EPSILON, MOMENTUM = 1e-5, 0.1  # of the normalization: torch's own
+
+
+class Classifiers(nn.Module):
+    """As many classifiers as there are lanes; with `hidden=0` a single layer each."""
+
+    mean: Tensor
+    variance: Tensor
+
+    def __init__(self, lanes: int, width: int, hidden: int, buckets: int, generator: torch.Generator) -> None:
+        super().__init__()
+
+        def uniform(*shape: int, of: int) -> nn.Parameter:
+            """As torch's linear layers begin: within 1/√inputs."""
+            bound = 1 / math.sqrt(of)
+            return nn.Parameter((2 * torch.rand(*shape, generator=generator) - 1) * bound)
+
+        self.hidden = hidden
+        if hidden:
+            self.first, self.first_bias = uniform(lanes, width, hidden, of=width), uniform(lanes, 1, hidden, of=width)
+            self.gain = nn.Parameter(torch.ones(lanes, 1, hidden))
+            self.offset = nn.Parameter(torch.zeros(lanes, 1, hidden))
+            self.register_buffer("mean", torch.zeros(lanes, 1, hidden))
+            self.register_buffer("variance", torch.ones(lanes, 1, hidden))
+        inner = hidden or width
+        self.second, self.second_bias = uniform(lanes, inner, buckets, of=inner), uniform(lanes, 1, buckets, of=inner)
+
+    def forward(self, queries: Float[Tensor, "l q d"]) -> Float[Tensor, "l q c"]:
+        """Log probabilities of the buckets; while training, normalized over each lane's queries."""
+        inner = queries
+        if self.hidden:
+            found = torch.baddbmm(self.first_bias, queries, self.first)
+            inner = torch.relu(self._normalized(found) * self.gain + self.offset)
+        return torch.log_softmax(torch.baddbmm(self.second_bias, inner, self.second), 2)
+
+    def _normalized(self, x: Float[Tensor, "l q h"]) -> Float[Tensor, "l q h"]:
+        if not self.training:
+            return (x - self.mean) * torch.rsqrt(self.variance + EPSILON)
+        mean, variance = x.mean(1, keepdim=True), x.var(1, keepdim=True, correction=0)
+        with torch.no_grad():
+            count = x.shape[1]
+            self.mean.lerp_(mean, MOMENTUM)
+            self.variance.lerp_(variance * count / max(1, count - 1), MOMENTUM)
+        return (x - mean) * torch.rsqrt(variance + EPSILON)
+
+    @torch.no_grad()
+    def of_lane(self, lane: int) -> QueryClassifier:
+        """One head's classifier, for use: the normalization is part of its first layer."""
+        last = (self.second[lane].T, self.second_bias[lane, 0])
+        if not self.hidden:
+            return QueryClassifier(None, None, *last)
+        folded = fold_normalization(
+            self.first[lane].T, self.first_bias[lane, 0], self.mean[lane, 0], self.variance[lane, 0],
+            self.gain[lane, 0], self.offset[lane, 0], EPSILON,
+        )  # fmt: skip
+        return QueryClassifier(*folded, *last)
+
+
+def train(
+    classifiers: Classifiers,
+    queries: Float[Tensor, "l p d"],
+    shares: Float[Tensor, "l p c"],
+    batches: Iterator[Int64[Tensor, " b"]],
+    rate: float = 1e-5,
+) -> Iterator[Float[Tensor, " l"]]:
+    """Learn from a pool of queries with their shares (Equation 1), by Adam; each lane's loss after every batch.
+
+    `batches` are numbers of queries in the pool, the same for all lanes. Appendix A: 40,000 of 1,000 at a rate of 1e-5.
+    """
+    classifiers.train()
+    adam = torch.optim.Adam(classifiers.parameters(), lr=rate)
+    for batch in batches:
+        adam.zero_grad()
+        wanted = shares[:, batch]
+        found = classifiers(queries[:, batch])
+        losses = (torch.xlogy(wanted, wanted) - wanted * found).sum(2).mean(1)
+        losses.sum().backward()  # each lane's gradient is its own
+        adam.step()
+        yield losses.detach()
+    classifiers.eval()
