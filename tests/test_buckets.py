@@ -63,6 +63,17 @@ def test_shares_of_all_heads_are_those_of_each_alone(at_once, monkeypatch):
     torch.testing.assert_close(shares[:, 2:].sum(2), torch.ones(lanes, 7, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("at_once", [1 << 24, 50])
+def test_long_range_queries_of_all_heads_are_those_of_each_alone(at_once, monkeypatch):
+    monkeypatch.setattr(buckets, "PRODUCTS_AT_ONCE", at_once)
+    queries, keys = normal(3, 40, 8), normal(3, 200, 8, seed=1)
+    asked_at, at = torch.arange(0, 200, 5), torch.arange(200)
+    found = buckets.long_range(queries, keys, asked_at, at, away=60)
+    assert 0 < found.sum() < found.numel()
+    for lane in range(3):
+        assert torch.equal(found[lane], saap.long_range(queries[lane], keys[lane], asked_at, at, away=60))
+
+
 def test_fewer_keys_than_buckets_are_refused():
     with pytest.raises(ValueError, match="8 buckets need as many keys at least, got 5"):
         buckets.spherical_k_means(normal(2, 5, 4), torch.zeros(2, 8, dtype=torch.int64))

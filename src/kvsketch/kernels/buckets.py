@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from kvsketch.algorithms.saap import APART, to_learn_from
+from kvsketch.algorithms.saap import APART, LONG_RANGE, to_learn_from
 from kvsketch.attention import NO_MASS
 
 PRODUCTS_AT_ONCE = 1 << 24  # of keys with centroids: 64 MiB of float32
@@ -65,12 +65,9 @@ def bucket_shares(
     lse = queries.new_full(queries.shape[:2], NO_MASS)
 
     def logits() -> Iterator[tuple[slice, Tensor]]:
-        step = max(1, PRODUCTS_AT_ONCE // max(1, queries.shape[0] * queries.shape[1]))
-        for first in range(0, keys.shape[1], step):
-            part = slice(first, first + step)
+        for part, products in _products(queries, keys):
             seen = to_learn_from(query_positions, key_positions[part], apart, sinks)
-            products = torch.bmm(queries, keys[:, part].transpose(1, 2)).mul_(scale)
-            yield part, products.masked_fill_(~seen, NO_MASS)
+            yield part, products.mul_(scale).masked_fill_(~seen, NO_MASS)
 
     for _, found in logits():
         lse = torch.logaddexp(lse, found.logsumexp(2))
@@ -79,6 +76,34 @@ def bucket_shares(
     for part, found in logits():
         shares.scatter_add_(2, buckets[:, None, part].expand_as(found), found.sub_(finite).exp_())
     return shares
+
+
+def long_range(
+    queries: Float[Tensor, "l q d"],
+    keys: Float[Tensor, "l n d"],
+    query_positions: Int64[Tensor, " q"],
+    key_positions: Int64[Tensor, " n"],
+    away: int = LONG_RANGE,
+    sinks: int = 1,
+) -> Bool[Tensor, "l q"]:
+    """Queries whose best key, among all they see but the sink, is farther away than this, for every lane."""
+    best = queries.new_full(queries.shape[:2], NO_MASS)
+    place = torch.zeros_like(best, dtype=torch.int64)
+    for part, products in _products(queries, keys):
+        seen = to_learn_from(query_positions, key_positions[part], -1, sinks)
+        found = products.masked_fill_(~seen, NO_MASS).max(2)
+        better = found.values > best  # the first of equals, as without parts
+        best = torch.where(better, found.values, best)
+        place = torch.where(better, found.indices + part.start, place)
+    return (best > NO_MASS) & (query_positions - key_positions[place] > away)
+
+
+def _products(queries: Float[Tensor, "l q d"], keys: Float[Tensor, "l n d"]) -> Iterator[tuple[slice, Tensor]]:
+    """Of all queries with some of the keys at a time."""
+    step = max(1, PRODUCTS_AT_ONCE // max(1, queries.shape[0] * queries.shape[1]))
+    for first in range(0, keys.shape[1], step):
+        part = slice(first, first + step)
+        yield part, torch.bmm(queries, keys[:, part].transpose(1, 2))
 
 
 def _of_lanes(x: Float[Tensor, "l n d"], index: Int64[Tensor, "l m"]) -> Float[Tensor, "l m d"]:
