@@ -77,8 +77,7 @@ def long_range(
     sinks: int = 1,
 ) -> Bool[Tensor, " q"]:
     """Queries whose best key, among all they see but the sink, is farther away than this. Appendix A."""
-    distance = query_positions[:, None] - key_positions
-    seen = (distance >= 0) & (key_positions >= sinks)
+    seen = to_learn_from(query_positions, key_positions, -1, sinks)
     best = (queries @ keys.T).masked_fill(~seen, NO_MASS).argmax(1)
     return seen.any(1) & (query_positions - key_positions[best] > away)
 

@@ -35,7 +35,7 @@ from kvsketch.caches.base import (
     check_seed,
 )
 from kvsketch.caches.budget import Budget
-from kvsketch.caches.storage import KeyValues, columns, side_by_side, storage_bytes
+from kvsketch.caches.storage import KeyValues, columns, in_front, side_by_side, storage_bytes
 from kvsketch.kernels.balanced_walk import keep_half
 
 NUMBERED = ("held", "halved")  # what Levels knows of every level
@@ -336,7 +336,7 @@ def _of_rows(tokens: LeavingTokens, rows: list[int], count: int) -> KeyValues:
     """The tokens of some rows, which have so many each."""
     if len(rows) == len(tokens.counts) and count == tokens.ranks.shape[1]:
         return KeyValues(tokens.keys, tokens.values)
-    order = (tokens.ranks[rows] >= 0).long().sort(dim=1, descending=True, stable=True).indices[:, :count]
+    order = in_front(tokens.ranks[rows] >= 0)[:, :count]
     return KeyValues(*(columns(x[rows], order) for x in (tokens.keys, tokens.values)))
 
 

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from kvsketch.algorithms.draws import uniforms
 from kvsketch.attention import NO_MASS, Partial, WeightedTokens
 from kvsketch.caches.base import BLOCK, EntriesPast, LeavingTokens
-from kvsketch.caches.storage import chosen, columns
+from kvsketch.caches.storage import chosen, columns, in_front
 from kvsketch.kernels.balanced_walk import keep_smaller
 
 LOG_2 = 0.6931471805599453
@@ -80,7 +80,7 @@ class Sets:
     def compact(self) -> None:
         """Close the holes that forgotten tokens leave, in buffers as wide as the fullest row and head needs."""
         held = self.held
-        order = held.long().sort(dim=2, descending=True, stable=True).indices[:, :, : int(held.sum(2).max())]
+        order = in_front(held)[:, :, : int(held.sum(2).max())]
         self.keys, self.values = (chosen(x, order) for x in (self.keys, self.values))
         self.levels = self.levels.gather(3, order[:, :, None].expand(-1, -1, 2, -1))
 
@@ -207,7 +207,7 @@ class TheoremPast(EntriesPast):
 def joined(sets: Sets | None, tokens: LeavingTokens, most: int) -> Sets:
     """The sets with all that is real at level 0 of both; a value of zero is in no bucket."""
     rows, heads = tokens.keys.shape[:2]
-    order = (tokens.ranks >= 0).long().sort(dim=1, descending=True, stable=True).indices[:, :most]
+    order = in_front(tokens.ranks >= 0)[:, :most]
     keys, values = (columns(x, order) for x in (tokens.keys, tokens.values))
     real = (tokens.ranks.gather(1, order) >= 0)[:, None].expand(-1, heads, -1)
     norms = torch.stack([x.float().norm(dim=3).masked_fill(~real, 0.0) for x in (keys, values)], 2)

@@ -24,6 +24,7 @@ from kvsketch.caches.base import (
     check_count,
 )
 from kvsketch.caches.budget import Budget
+from kvsketch.caches.storage import in_front
 from kvsketch.kernels.kcenter import Clustering, k_center
 
 
@@ -110,7 +111,7 @@ class Centres:
         width = int(self.number.max())
         if width == self.sizes.shape[2]:
             return self
-        return self.select((self.sizes == 0).long().sort(dim=2, stable=True).indices[:, :, :width])
+        return self.select(in_front(self.sizes != 0)[:, :, :width])
 
     def gather(self, found: Clustering) -> "Centres":
         """Only the centres that were found, each with the sizes of all that is nearest to it."""

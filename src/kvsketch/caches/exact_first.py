@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvsketch.attention import Partial, WeightedTokens
 from kvsketch.caches.base import LeavingTokens, Past
-from kvsketch.caches.storage import columns, storage_bytes, with_prefix
+from kvsketch.caches.storage import columns, in_front, storage_bytes, with_prefix
 from kvsketch.caches.window import log_mass_of
 from kvsketch.kernels.weighted_attention import weighted_attention
 
@@ -47,7 +47,7 @@ class Held:
         width = int(self.valid.sum(1).max())
         if width == self.valid.shape[1]:
             return self
-        index = (~self.valid).long().sort(dim=1, stable=True).indices[:, :width]
+        index = in_front(self.valid)[:, :width]
         return Held(columns(self.keys, index), columns(self.values, index), self.valid.gather(1, index))
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvsketch.algorithms.draws import uniforms
 from kvsketch.caches.base import BLOCK, LeavingTokens
-from kvsketch.caches.storage import columns
+from kvsketch.caches.storage import columns, in_front
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def blocks(tokens: LeavingTokens) -> Iterator[Block]:
     heads, count = tokens.keys.shape[1:3]
     keys, values, ranks = tokens.keys, tokens.values, tokens.ranks
     if bool((ranks < 0).any()):
-        index = (ranks < 0).long().sort(dim=1, stable=True).indices
+        index = in_front(ranks >= 0)
         keys, values, ranks = columns(keys, index), columns(values, index), ranks.gather(1, index)
         count = int((ranks >= 0).sum(1).max())
     keys, values = keys.flatten(0, 1), values.flatten(0, 1)

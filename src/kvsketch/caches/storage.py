@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 T = TypeVar("T")
@@ -110,6 +110,11 @@ def writable(tensor: Tensor) -> Tensor:
 def columns(x: Tensor, index: Tensor) -> Tensor:
     """Columns of `x` [b, h, n, d] with the numbers of `index` [b, m], row by row."""
     return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+def in_front(there: Bool[Tensor, "*lanes n"]) -> Int64[Tensor, "*lanes n"]:
+    """Numbers of the places that hold something, in their order, and then of those that do not."""
+    return (~there).long().sort(dim=-1, stable=True).indices
 
 
 def chosen(x: Tensor, index: Tensor) -> Tensor:
