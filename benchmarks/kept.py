@@ -11,10 +11,10 @@ from statistics import fmean
 import torch
 
 from common import RESULTS, write_row
-from kvsketch.evaluation.capture import capture
 from kvsketch.evaluation.embedded import load_embedded
 from kvsketch.evaluation.tasks import TASKS, Sample, Setting
 from kvsketch.evaluation.tasks.fit import Fitter
+from kvsketch.huggingface.capture import capture
 from kvsketch.kernels.kcenter import k_center
 
 SINKS, WINDOW, KEEP, PROMPTS, LENGTH = 4, 64, 0.25, 20, 2000

@@ -47,6 +47,22 @@ def test_many_keys_are_assigned_a_part_at_a_time(monkeypatch):
     assert buckets.assign(keys[:, :0], centroids).shape == (2, 0)
 
 
+def test_shares_are_those_of_capped_logits_where_a_model_caps_them():
+    """A cap that hardly bends the logits against one that does: the shares of the logits after it."""
+    queries, keys, at = 3 * normal(1, 4, 8), 3 * normal(1, 50, 8, seed=1), torch.arange(50)
+    which, asked_at = torch.arange(50)[None] % 5, torch.tensor([20, 30, 40, 49])
+    given = (which, 5, 1.0, asked_at, at, 5)
+    capped = buckets.bucket_shares(queries, keys, *given, softcap=4.0)
+    logits = (queries[0] @ keys[0].T / 4).tanh() * 4
+    visible = saap.to_learn_from(asked_at, at, 5)
+    attention = logits.masked_fill(~visible, -torch.inf).softmax(1)
+    expected = torch.stack([attention[:, which[0] == bucket].sum(1) for bucket in range(5)], 1)
+    torch.testing.assert_close(capped[0], expected)
+    uncapped = buckets.bucket_shares(queries, keys, *given)
+    assert not torch.allclose(capped, uncapped, atol=0.05)
+    torch.testing.assert_close(buckets.bucket_shares(queries, keys, *given, softcap=1e6), uncapped)
+
+
 @pytest.mark.parametrize("at_once", [1 << 24, 50])
 def test_shares_of_all_heads_are_those_of_each_alone(at_once, monkeypatch):
     monkeypatch.setattr(buckets, "PRODUCTS_AT_ONCE", at_once)

@@ -13,9 +13,9 @@ import zoo
 from kvsketch.algorithms.subgen import founders, no_clusters, update_softmax_normalizer
 from kvsketch.attention import exact_attention
 from kvsketch.evaluation import inspection_pictures as pictures
-from kvsketch.evaluation.capture import Captured, capture
 from kvsketch.evaluation.inspection import clusters_over_time, inspect_layer, median_distance, save_rows
 from kvsketch.evaluation.pictures import save
+from kvsketch.huggingface.capture import Captured, capture
 
 
 def some_keys(count=300, width=4, seed=0):

@@ -18,11 +18,11 @@ from kvsketch.attention import exact_attention, weighted_attention
 from kvsketch.caches.layer import LayerCache
 from kvsketch.cli.bench_error_tables import tables
 from kvsketch.evaluation import layer_error_pictures as pictures
-from kvsketch.evaluation.capture import Captured, capture
 from kvsketch.evaluation.layer_error import NORMS_KEY, cut, measure, norms_row, run
 from kvsketch.evaluation.layer_error_plan import KEY, Prompt, Study, middle_of
 from kvsketch.evaluation.layer_error_summary import compare, pool_norms, rate_name, summarise
 from kvsketch.evaluation.rows import RowsFile, key_of, read_rows
+from kvsketch.huggingface.capture import Captured, capture
 
 METHODS = ("balancekv", "uniform", "uniform(weights='none')", "streaming_llm", "clustergen", "subgen")
 ENTRIES_ALONE = METHODS[:-1]  # SubGen's entries have a key or a value less: it counts them by their bytes

@@ -1,14 +1,25 @@
 """Queries and keys before rotation: bit for bit what the model's own layers had, and no trace left behind."""
 
+import copy
+import gc
 import sys
+import weakref
 
 import pytest
 import torch
 
-from kvsketch.evaluation.capture import capture
+import kvsketch
+from kvsketch.huggingface.capture import capture
 from kvsketch.huggingface.model import attention_modules
 from kvsketch.huggingface.rotation import ROTATION, BeforeRotation
 from zoo import FAMILIES, build, tokens
+
+
+class Noting(BeforeRotation):
+    """Still knows when the call is over what it has noted."""
+
+    def _leave_layer(self, module, arguments, output):
+        self._here.layer = None
 
 
 def file_of(model):
@@ -68,12 +79,12 @@ def test_keys_before_rotation_are_those_of_the_projection(dtype):
 
 def test_nothing_is_noted_of_another_model_of_the_same_family():
     watched, other = build("llama"), build("llama", seed=1)
-    with BeforeRotation(watched) as watch, torch.no_grad():
+    with Noting(watched) as watch, torch.no_grad():
         other(tokens(1, 10))
         assert not getattr(watch._here, "noted", {})
         watched(tokens(1, 10))
         assert sorted(watch._here.noted) == [0, 1, 2, 3]
-    with BeforeRotation(watched, [1, 3]) as watch, torch.no_grad():
+    with Noting(watched, [1, 3]) as watch, torch.no_grad():
         watched(tokens(1, 10))
         assert sorted(watch._here.noted) == [1, 3]
 
@@ -81,7 +92,7 @@ def test_nothing_is_noted_of_another_model_of_the_same_family():
 def test_watches_may_end_in_any_order_and_after_errors():
     first, second = build("llama"), build("llama", seed=1)
     name = getattr(file_of(first), ROTATION)
-    one, two = BeforeRotation(first), BeforeRotation(second)
+    one, two = Noting(first), Noting(second)
     one.__enter__()
     two.__enter__()
     one.__exit__(None, None, None)
@@ -99,7 +110,7 @@ def test_watches_may_end_in_any_order_and_after_errors():
 
 def test_a_layer_that_attends_to_other_vectors_is_refused():
     model = build("llama")
-    with BeforeRotation(model) as watch, torch.no_grad():
+    with Noting(model) as watch, torch.no_grad():
         model(tokens(1, 10))
         noted = watch._here.noted[2]
         with pytest.raises(ValueError, match="layer 2 of LlamaForCausalLM attends to other vectors"):
@@ -116,7 +127,7 @@ def test_a_layer_that_attends_to_other_vectors_is_refused():
 def test_a_model_that_rotates_elsewhere_is_refused(monkeypatch):
     model = build("llama")
     monkeypatch.delattr(file_of(model), ROTATION)
-    with BeforeRotation(model) as watch, pytest.raises(ValueError, match="does not rotate by apply_rotary_pos_emb"):
+    with Noting(model) as watch, pytest.raises(ValueError, match="does not rotate by apply_rotary_pos_emb"):
         watch.take(0, torch.zeros(1, 8, 3, 16), torch.zeros(1, 2, 3, 16))
 
 
@@ -124,3 +135,30 @@ def test_without_being_asked_nothing_is_watched():
     (seen,) = capture(build("llama"), tokens(1, 20), [1])
     assert seen.queries_before is None
     assert seen.keys_before is None
+
+
+def test_what_was_noted_is_let_go_when_the_layer_is_through():
+    model = build("llama")
+    with BeforeRotation(model) as watch, torch.no_grad():
+        model(tokens(1, 10))
+        assert watch._here.noted == {}
+
+
+def test_a_model_that_is_watched_can_be_copied_and_freed():
+    model = build("llama")
+    name = getattr(file_of(model), ROTATION)
+    kvsketch.attach(model, before_rotation=True)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        assert torch.equal(twin(tokens(1, 10)).logits, model(tokens(1, 10)).logits)
+    kvsketch.detach(twin)
+    assert getattr(file_of(model), ROTATION) is not name, "the copy does not end the model's watch"
+    kvsketch.detach(model)
+    assert getattr(file_of(model), ROTATION) is name
+    left = build("llama")
+    kvsketch.attach(left, before_rotation=True)
+    gone = weakref.ref(left)
+    del left
+    gc.collect()
+    assert gone() is None
+    assert getattr(file_of(model), ROTATION) is name

@@ -38,6 +38,13 @@ class WeightedTokens:
         return self.keys.shape[2]
 
 
+def log_mass_of(held: Bool[Tensor, "b n"] | None) -> Float[Tensor, "b 1 n"] | None:
+    """Log weights of places that a row holds: 0 where it does, `-inf` where not."""
+    if held is None:
+        return None
+    return torch.zeros(held.shape, device=held.device).masked_fill(~held, NO_MASS)[:, None]
+
+
 @dataclass(frozen=True)
 class Partial:
     """Attention over some of the tokens, with the log of its denominator: enough to merge it with the rest."""

@@ -18,15 +18,15 @@ def signs(x: Float[Tensor, "n d"], directions: Float[Tensor, "r d"]) -> Bool[Ten
 
 def number_of(bits: Bool[Tensor, "*n r"]) -> Int64[Tensor, "*n"]:
     """B(x), the bucket's number: bit i counts 2^i. Saap, Equation 2."""
-    return (bits.long() << torch.arange(bits.shape[-1])).sum(-1)
+    return (bits.long() << torch.arange(bits.shape[-1], device=bits.device)).sum(-1)
 
 
-def gray_rank(bits: Bool[Tensor, "n r"]) -> Int64[Tensor, " n"]:
+def gray_rank(bits: Bool[Tensor, "*n r"]) -> Int64[Tensor, "*n"]:
     """Where the bits stand among the Gray codes, of which each differs from the next by one bit.
 
     Bit i of the rank is the parity of all bits from i on.
     """
-    from_here_on = bits.long().flip(1).cumsum(1).flip(1)
+    from_here_on = bits.long().flip(-1).cumsum(-1).flip(-1)
     return number_of(from_here_on % 2 == 1)
 
 

@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from jaxtyping import Float, Int64
 from torch import Tensor
@@ -31,6 +31,7 @@ class LeavingTokens:
     values: Float[Tensor, "b h n e"]
     ranks: Int64[Tensor, "b n"]
     counts: tuple[int, ...]  # tokens of each row that will have left, these included
+    labels: Int64[Tensor, "b h n t"] | None = None  # what a past that looks things up noted when they came
 
 
 class Past(ABC):
@@ -104,6 +105,7 @@ class MethodConfig(ABC):
     """
 
     name: ClassVar[str]
+    before_rotation: ClassVar[bool] = False  # whether it asks for queries and keys as they were before rotation
 
     sinks: int = 4
     prefill: str = "exact"
@@ -130,6 +132,13 @@ class MethodConfig(ABC):
     @abstractmethod
     def new_past(self, budget: Budget, layer: int) -> Past:
         """An empty past for one layer."""
+
+    def for_layer(self, layer: int) -> "MethodConfig":
+        """What this method is in one layer, where layers differ."""
+        return self
+
+    def check_model(self, facts: Callable[[], dict[str, Any]]) -> None:  # noqa: B027 (most serve all models)
+        """Refuse a model that this config cannot serve, given what there is to know about it."""
 
     def __str__(self) -> str:
         """The spec that parses back to this config: the budget, and the fields that differ from their defaults."""

@@ -8,10 +8,9 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from kvsketch.attention import Partial, WeightedTokens
+from kvsketch.attention import Partial, WeightedTokens, log_mass_of
 from kvsketch.caches.base import LeavingTokens, Past
 from kvsketch.caches.storage import columns, in_front, storage_bytes, with_prefix
-from kvsketch.caches.window import log_mass_of
 from kvsketch.kernels.weighted_attention import weighted_attention
 
 HELD = -1  # the group of a row whose tokens are still held

@@ -12,17 +12,18 @@ treated as if it were alone.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvsketch.attention import Partial, WeightedTokens, merge
+from kvsketch.attention import Partial, WeightedTokens, log_mass_of, merge
 from kvsketch.caches.base import BLOCK, LeavingTokens, MethodConfig, Past
 from kvsketch.caches.budget import Budget, fixed_entries
+from kvsketch.caches.question import LookupPast, Question, Unrotated
 from kvsketch.caches.storage import with_prefix
-from kvsketch.caches.window import Columns, Window, log_mass_of
+from kvsketch.caches.window import Columns, Window
 from kvsketch.kernels.weighted_attention import causal_attention, weighted_attention
 
 PROBES = 8  # queries of a prompt that are answered twice, to see how far the cache is from exact attention
@@ -35,11 +36,13 @@ class NewTokens:
     keys: Float[Tensor, "b h q d"]
     values: Float[Tensor, "b h q e"]
     valid: Bool[Tensor, "b q"] | None = None
+    unrotated: Unrotated | None = None  # where the method asks for it
 
     def part(self, start: int, stop: int) -> "NewTokens":
         """Tokens start…stop-1."""
         valid = None if self.valid is None else self.valid[:, start:stop]
-        return NewTokens(self.keys[:, :, start:stop], self.values[:, :, start:stop], valid)
+        unrotated = None if self.unrotated is None else self.unrotated.part(start, stop)
+        return NewTokens(self.keys[:, :, start:stop], self.values[:, :, start:stop], valid, unrotated)
 
 
 def chunks(count: int, size: int) -> Iterator[tuple[int, int]]:
@@ -58,7 +61,7 @@ class LayerCache:
 
     def __init__(self, config: MethodConfig, layer: int, layer_bytes: Callable[[int, int], int] | None = None) -> None:
         """`layer_bytes(rows, bytes per token)` is the layer's share of a budget in bytes."""
-        self.config, self.layer, self.layer_bytes = config, layer, layer_bytes
+        self.config, self.layer, self.layer_bytes = config.for_layer(layer), layer, layer_bytes
         self.recording = False  # hold back all writing to the past until the next `crop`
         self.reset()
 
@@ -71,6 +74,7 @@ class LayerCache:
         self.budget: Budget | None = None
         self.past: Past | None = None
         self.error: Float[Tensor, "b hg"] | None = None  # relative error of the answers, per query head
+        self.recall: Float[Tensor, "b hg"] | None = None  # share of the attention mass that was looked up
         self.measured_at = 0  # tokens seen when it was measured
 
     # -- reading
@@ -100,31 +104,54 @@ class LayerCache:
         return Partial(torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2))
 
     def attend(
-        self, query: Float[Tensor, "b hg q d"], scale: float, softcap: float | None = None, *, lse: bool = True
+        self,
+        query: Float[Tensor, "b hg q d"],
+        scale: float,
+        softcap: float | None = None,
+        *,
+        lse: bool = True,
+        unrotated: Float[Tensor, "b hg q d"] | None = None,
     ) -> Partial | None:
-        """Attention over all that is held, all of it visible; None if nothing is."""
-        past = None if self.past is None else self.past.attend(query, scale, softcap)
+        """Attention over all that is held, or looked up, all of it visible; None if nothing is."""
+        read, rest = self._look(Question(query, unrotated, scale, softcap), lse)
+        return read if read is None or rest is None else merge(read, rest)
+
+    def _look(self, question: Question, lse: bool = True) -> tuple[Partial | None, Partial | None]:
+        """Attention over the tokens that are read, the window among them; and an estimate of the others', if made."""
+        past = self.past
+        if not isinstance(past, LookupPast) or past.count_entries() is None:
+            return self._attend_all(question, lse), None
+        found = past.look_up(question)
+        return self._with_window(found.part, question, lse), found.rest
+
+    def _attend_all(self, question: Question, lse: bool = True) -> Partial | None:
+        """Attention over all that is held."""
+        held = None if self.past is None else self.past.attend(question.queries, question.scale, question.softcap)
+        return self._with_window(held, question, lse)
+
+    def _with_window(self, past: Partial | None, question: Question, lse: bool) -> Partial | None:
         if not self.window.length:
             return past
-        lse = lse or past is not None
-        window = weighted_attention(query, self.window.tokens(), scale, softcap=softcap, lse=lse)
+        tokens, lse = self.window.tokens(), lse or past is not None
+        window = weighted_attention(question.queries, tokens, question.scale, softcap=question.softcap, lse=lse)
         return window if past is None else merge(past, window)
 
     def _read_chunk(self, query: Tensor, new: NewTokens, scale: float, softcap: float | None, lse: bool) -> Partial:
+        question = Question(query, None if new.unrotated is None else new.unrotated.queries, scale, softcap)
         if new.keys.shape[2] == 1 and new.valid is None:
             # The new token sees all that is held and itself: with it in the window, that is one call less.
             self.window.append(self._arrive(new))
-            answer = self.attend(query, scale, softcap, lse=lse)
-            assert answer is not None, "the new token itself is held"
+            read, rest = self._look(question, lse)
+            assert read is not None, "the new token itself is held"
             self.settle()
-            return answer
-        held = self.attend(query, scale, softcap)
+            return read if rest is None else merge(read, rest)
+        held, rest = (self._attend_all(question), None) if self.config.prefill == "exact" else self._look(question)
         lse = lse or held is not None
         among = causal_attention(query, new.keys, new.values, scale, valid=new.valid, softcap=softcap, lse=lse)
-        answer = among if held is None else merge(held, among)
+        answer = merge(among, *(part for part in (held, rest) if part is not None))
         before = self._probe(query, new, scale, softcap)
         self.hold(new)
-        self._measure(before, query, scale, softcap)
+        self._measure(before, question.part(-PROBES, query.shape[2]))
         return answer
 
     # -- writing
@@ -190,7 +217,14 @@ class LayerCache:
             self.window.ragged = True  # rows of unequal lengths leave the window at different times
         self.lengths = [length + more for length, more in zip(self.lengths, added, strict=True)]
         self.seen += count
-        return Columns(new.keys.detach(), new.values.detach(), ranks)
+        return Columns(new.keys.detach(), new.values.detach(), ranks, self._labels(new, ranks))
+
+    def _labels(self, new: NewTokens, ranks: Tensor) -> Tensor | None:
+        """What the past notes about tokens that come, if it looks things up."""
+        if not isinstance(self.past, LookupPast):
+            return None
+        unrotated = None if new.unrotated is None else new.unrotated.keys.detach()
+        return self.past.label(new.keys.detach(), unrotated, ranks)
 
     def _hold_even(self, new: Columns, seen: int) -> None:
         """All rows stand at the same rank: what leaves is a slice."""
@@ -220,7 +254,7 @@ class LayerCache:
         if self._due() != self.left:
             if self.window.length:
                 self._leave_ragged_window()
-            new = Columns(new.keys, new.values, new.ranks.clone())
+            new = replace(new, ranks=new.ranks.clone())
             self._leave_ragged(new)
             new = new.select((new.ranks >= 0).any(0).nonzero()[:, 0])
         self.window.append(new)
@@ -241,7 +275,7 @@ class LayerCache:
         part = columns.part(int(where[0]), int(where[-1]) + 1)
         due = part.ranks.masked_fill(~leaving[:, int(where[0]) : int(where[-1]) + 1], -1)
         left = [before + more for before, more in zip(self.left, leaving.sum(1).tolist(), strict=True)]
-        self._write(Columns(part.keys, part.values, due), left)
+        self._write(replace(part, ranks=due), left)
         ranks.masked_fill_(leaving, -1)
 
     def _due(self) -> list[int]:
@@ -259,7 +293,7 @@ class LayerCache:
         assert self.past is not None
         self.left = left
         past_ranks = (tokens.ranks - self.config.sinks).clamp_min(-1)  # -1 stays -1: it is no rank
-        self.past.write(LeavingTokens(tokens.keys, tokens.values, past_ranks, tuple(left)))
+        self.past.write(LeavingTokens(tokens.keys, tokens.values, past_ranks, tuple(left), tokens.labels))
 
     # -- how far from exact
 
@@ -274,13 +308,17 @@ class LayerCache:
         return weighted_attention(query[:, :, -PROBES:], everything, scale, softcap=softcap)
 
     @torch.no_grad()
-    def _measure(self, before: Partial | None, query: Tensor, scale: float, softcap: float | None) -> None:
+    def _measure(self, before: Partial | None, question: Question) -> None:
+        """Compare with what the same queries see now; tokens that are looked up are a part of all that was seen."""
         if before is None:
             return
-        after = self.attend(query[:, :, -PROBES:], scale, softcap)
-        assert after is not None, "the call's tokens are held"
+        read, rest = self._look(question)
+        assert read is not None, "the call's tokens are held"
+        after = read if rest is None else merge(read, rest)
         exact = before.out.float()
         self.error = (after.out.float() - exact).norm(dim=(2, 3)) / exact.norm(dim=(2, 3)).clamp_min(1e-30)
+        if isinstance(self.past, LookupPast):
+            self.recall = torch.exp(read.lse - before.lse).mean(2)
         self.measured_at = self.seen
 
     @property
@@ -314,6 +352,7 @@ class LayerCache:
         self.lengths = [self.lengths[row] for row in rows]
         self.left = [self.left[row] for row in rows]
         self.error = None if self.error is None else move(self.error)
+        self.recall = None if self.recall is None else move(self.recall)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
         """Everything that `restore` needs, as tensors and as JSON."""
@@ -321,8 +360,9 @@ class LayerCache:
             return {}, {}
         tensors = self.window.tensors()
         tensors |= {f"past.{name}": tensor for name, tensor in self.past.tensors().items()}
-        if self.error is not None:
-            tensors["error"] = self.error
+        for name, measured in (("error", self.error), ("recall", self.recall)):
+            if measured is not None:
+                tensors[name] = measured
         numbers: dict[str, object] = {
             "seen": self.seen,
             "lengths": self.lengths,
@@ -342,12 +382,12 @@ class LayerCache:
             return
         self.budget = Budget(*numbers["budget"])
         self.past = self.config.new_past(self.budget, self.layer)
-        self.window.append(Columns(tensors["keys"], tensors["values"], tensors["ranks"]))
+        self.window.append(Columns(tensors["keys"], tensors["values"], tensors["ranks"], tensors.get("labels")))
         self.window.ragged, self.window.tail = numbers["ragged"], numbers["tail"]
         for name in ("seen", "lengths", "left", "measured_at"):
             setattr(self, name, numbers[name])
         self.past.restore(with_prefix(tensors, "past."), numbers["past"])
-        self.error = tensors.get("error")
+        self.error, self.recall = tensors.get("error"), tensors.get("recall")
 
     @property
     def nbytes(self) -> int:

@@ -10,6 +10,11 @@ from kvsketch.caches.balancekv import BalanceKV
 from kvsketch.caches.base import MethodConfig
 from kvsketch.caches.clustergen import ClusterGen
 from kvsketch.caches.exact import Exact
+from kvsketch.caches.kmeans import KMeans
+from kvsketch.caches.lsh import LSH
+from kvsketch.caches.random_buckets import RandomBuckets
+from kvsketch.caches.retrieval import Retrieval
+from kvsketch.caches.saap import Saap
 from kvsketch.caches.streaming_llm import StreamingLLM
 from kvsketch.caches.subgen import SubGen
 from kvsketch.caches.uniform import Uniform
@@ -21,6 +26,11 @@ METHODS: dict[str, type[MethodConfig]] = {
     "clustergen": ClusterGen,
     "subgen": SubGen,
     "balancekv": BalanceKV,
+    "saap": Saap,
+    "kmeans": KMeans,
+    "lsh": LSH,
+    "random_buckets": RandomBuckets,
+    "retrieval": Retrieval,
 }
 
 

@@ -7,11 +7,10 @@ is -1 where it is not. The log weight of such a place is `-inf`.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
 
-from kvsketch.attention import NO_MASS, WeightedTokens
+from kvsketch.attention import WeightedTokens, log_mass_of
 from kvsketch.caches.storage import Rows, storage_bytes
 
 
@@ -22,16 +21,18 @@ class Columns:
     keys: Float[Tensor, "b h n d"]
     values: Float[Tensor, "b h n e"]
     ranks: Int64[Tensor, "b n"]
+    labels: Int64[Tensor, "b h n t"] | None = None  # what the past noted about them, if it does
 
     def part(self, start: int, stop: int) -> "Columns":
         """Columns start…stop-1."""
-        return Columns(self.keys[:, :, start:stop], self.values[:, :, start:stop], self.ranks[:, start:stop])
+        labels = None if self.labels is None else self.labels[:, :, start:stop]
+        return Columns(self.keys[:, :, start:stop], self.values[:, :, start:stop], self.ranks[:, start:stop], labels)
 
     def select(self, index: Tensor) -> "Columns":
         """The columns with these numbers."""
-        return Columns(
-            self.keys.index_select(2, index), self.values.index_select(2, index), self.ranks.index_select(1, index)
-        )
+        keys, values = self.keys.index_select(2, index), self.values.index_select(2, index)
+        labels = None if self.labels is None else self.labels.index_select(2, index)
+        return Columns(keys, values, self.ranks.index_select(1, index), labels)
 
 
 class Window:
@@ -39,6 +40,7 @@ class Window:
 
     def __init__(self) -> None:
         self.keys, self.values, self.ranks = Rows(dim=2), Rows(dim=2), Rows(dim=1)
+        self.labels: Rows | None = None  # until columns come that have some
         self.ragged = False  # whether there may be columns that are not all rows' own
         self.tail = 0  # columns at the end none of whose tokens has left: what `crop` can take
 
@@ -50,7 +52,8 @@ class Window:
     @property
     def columns(self) -> Columns:
         """All columns, as views."""
-        return Columns(self.keys.view, self.values.view, self.ranks.view)
+        labels = None if self.labels is None else self.labels.view
+        return Columns(self.keys.view, self.values.view, self.ranks.view, labels)
 
     def tokens(self) -> WeightedTokens:
         """What attention sees."""
@@ -62,6 +65,9 @@ class Window:
         self.keys.append(new.keys)
         self.values.append(new.values)
         self.ranks.append(new.ranks)
+        if new.labels is not None:
+            self.labels = self.labels or Rows(dim=2)
+            self.labels.append(new.labels)
         self.tail += new.ranks.shape[1]
 
     def remove(self, start: int, stop: int) -> None:
@@ -103,7 +109,8 @@ class Window:
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of the state by name."""
-        return {"keys": self.keys.view, "values": self.values.view, "ranks": self.ranks.view}
+        found = {"keys": self.keys.view, "values": self.values.view, "ranks": self.ranks.view}
+        return found if self.labels is None else found | {"labels": self.labels.view}
 
     @property
     def nbytes(self) -> int:
@@ -111,12 +118,6 @@ class Window:
         return storage_bytes(rows.buffer for rows in self._all)
 
     @property
-    def _all(self) -> tuple[Rows, Rows, Rows]:
-        return self.keys, self.values, self.ranks
-
-
-def log_mass_of(held: Bool[Tensor, "b n"] | None) -> Float[Tensor, "b 1 n"] | None:
-    """Log weights of places that a row holds: 0 where it does, `-inf` where not."""
-    if held is None:
-        return None
-    return torch.zeros(held.shape, device=held.device).masked_fill(~held, NO_MASS)[:, None]
+    def _all(self) -> tuple[Rows, ...]:
+        exact = (self.keys, self.values, self.ranks)
+        return exact if self.labels is None else (*exact, self.labels)

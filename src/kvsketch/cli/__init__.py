@@ -4,6 +4,7 @@ from kvsketch.cli.app import app, main
 from kvsketch.cli.bench import SUITES, bench, bench_suite
 from kvsketch.cli.bench_error import bench_error
 from kvsketch.cli.demo import demo
+from kvsketch.cli.fit import fit
 from kvsketch.cli.generate import generate
 from kvsketch.cli.inspect import inspect
 from kvsketch.cli.sample import sample
@@ -16,6 +17,7 @@ for suite, line in SUITES.items():
 bench.command("error")(bench_error)
 app.add_typer(bench, name="bench", help="Measure what methods do to a model: its answers, or single layers.")
 app.command()(inspect)
+app.command()(fit)
 app.command()(sample)
 app.command("train-demo")(train_demo)
 

@@ -114,18 +114,26 @@ def read_text(path: Path) -> str:
     return text
 
 
-def made_text(task: str, tokens: int, seed: str, tokenizer: "PreTrainedTokenizerBase") -> str:
-    """A document of a task, of about so many tokens, in the words that the embedded model knows."""
+def made_text(task: str, tokens: int, seed: str, tokenizer: "PreTrainedTokenizerBase", questions: int = 0) -> str:
+    """A document of a task, of about so many tokens, in the words that the embedded model knows.
+
+    At its end stand at most so many questions with their right answers.
+    """
     from kvsketch.evaluation.tasks import TASKS, Sample, Setting
     from kvsketch.evaluation.tasks.fit import Fitter
 
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}; there are {', '.join(TASKS)}")
 
-    def count(made: Sample) -> int:
-        return len(tokenizer(made.context)["input_ids"])
+    def written(made: Sample) -> str:
+        asked = made.questions[:questions]
+        return made.context + "".join(question.prompt + question.reply for question in asked)
 
-    return Fitter(TASKS[task], Setting(size=1, wording="compact"), count).sample(tokens, seed).context
+    def count(made: Sample) -> int:
+        return len(tokenizer(written(made))["input_ids"])
+
+    setting = Setting(size=1, wording="compact", questions=max(1, questions))
+    return written(Fitter(TASKS[task], setting, count).sample(tokens, seed))
 
 
 def numbers(option: str, text: str, kind: Callable[[str], N]) -> list[N]:

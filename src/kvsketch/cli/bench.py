@@ -154,12 +154,15 @@ def _print_table(means: "Sequence[Mean]") -> None:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for heading, justify in (("task", "left"), ("asked", "left"), ("tokens", "right"), ("method", "left")):
         table.add_column(heading, justify=justify)  # type: ignore[arg-type]
-    for heading in ("samples", "score", "bytes"):
+    looking = any(mean.looked_up is not None for mean in means)
+    for heading in ("samples", "score", "bytes", *(["looked up"] if looking else [])):
         table.add_column(heading, justify="right", no_wrap=True)
     for mean in means:
-        table.add_row(
-            mean.task, mean.asked, f"{mean.length:,}", mean.method, f"{mean.count:,}", str(mean), f"{mean.share:.1%}"
-        )
+        cells = [mean.task, mean.asked, f"{mean.length:,}", mean.method, f"{mean.count:,}", str(mean)]
+        cells.append(f"{mean.share:.1%}")
+        if looking:
+            cells.append("" if mean.looked_up is None else f"{mean.looked_up:.1%}")
+        table.add_row(*cells)
     Console().print(table)
 
 

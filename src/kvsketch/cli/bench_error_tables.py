@@ -27,8 +27,8 @@ def tables(rows: Sequence[Row], norms: Sequence[Row]) -> Iterator[Group]:
         here = {(name_of(curve), rate_name(rate)): e for (at, curve, rate), e in found.items() if at == layer}
         errors = {place: str(e) for place, e in here.items()}
         seconds = {place: f"{1000 * e.seconds:.1f}" for place, e in here.items()}
-        yield _table(f"layer {layer}: relative error ± standard deviation over seeds", "method", errors)
-        yield _table(f"layer {layer}: milliseconds to compress, median", "method", seconds)
+        yield table_of(f"layer {layer}: relative error ± standard deviation over seeds", "method", errors)
+        yield table_of(f"layer {layer}: milliseconds to compress, median", "method", seconds)
         for name in compared:
             cells = {
                 (rate_name(rate), f"block {block}"): str(ratio)
@@ -36,11 +36,11 @@ def tables(rows: Sequence[Row], norms: Sequence[Row]) -> Iterator[Group]:
                 if at == layer
             }
             if cells:
-                yield _table(f"layer {layer}: error of {name} / of {BASELINE} [95 % interval¹]", "rate", cells)
+                yield table_of(f"layer {layer}: error of {name} / of {BASELINE} [95 % interval¹]", "rate", cells)
     yield _norms_table(norms)
 
 
-def _table(title: str, corner: str, cells: Mapping[tuple[str, str], str]) -> Group:
+def table_of(title: str, corner: str, cells: Mapping[tuple[str, str], str]) -> Group:
     """Cells by line and column, below a title that may be wider."""
     columns = dict.fromkeys(column for _, column in cells)
     table = Table(box=None, pad_edge=False, collapse_padding=True)
@@ -60,4 +60,4 @@ def _norms_table(norms: Sequence[Row]) -> Group:
         pooled = pool_norms([row for row in norms if row["prompt"] == prompt])
         line = f"{name_alone(prompt)}, {tokens:,} tokens"
         cells |= {(line, heading): str(pooled[name]) for name, heading in headings.items()}
-    return _table("norms over all layers, heads and tokens: mean ± half of its 95 % interval", "prompt", cells)
+    return table_of("norms over all layers, heads and tokens: mean ± half of its 95 % interval", "prompt", cells)

@@ -49,10 +49,10 @@ def inspect(
         raise ValueError("pictures need matplotlib: pip install 'kvsketch[inspect]'")
 
     from kvsketch.evaluation import inspection_pictures as pictures
-    from kvsketch.evaluation.capture import capture
     from kvsketch.evaluation.inspection import inspect_layer, save_rows
     from kvsketch.evaluation.pictures import save
     from kvsketch.evaluation.provenance import provenance
+    from kvsketch.huggingface.capture import capture
 
     language_model, tokenizer = load_model(model, dtype, device)
     read = made_text("lines", tokens, "inspect", tokenizer) if text is None else text

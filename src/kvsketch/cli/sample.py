@@ -1,10 +1,14 @@
-"""`kvsketch sample`: a document of a task, to look at or to ask about."""
+"""`kvsketch sample`: documents of a task, to look at, to ask about, or to fit an index to."""
 
-from typing import Annotated
+import json
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvsketch.cli.app import say
+
+if TYPE_CHECKING:
+    from kvsketch.evaluation.tasks import Sample
 
 
 def sample(
@@ -12,23 +16,49 @@ def sample(
     tokens: Annotated[int, typer.Option(min=1, help="Length of the document with its question.")] = 2000,
     wording: Annotated[str, typer.Option(help="official or compact.")] = "official",
     seed: Annotated[int, typer.Option(help="Another seed is another document.")] = 0,
+    jsonl: Annotated[
+        bool,
+        typer.Option("--jsonl", help="Print documents that end with many questions and their answers, as JSON lines."),
+    ] = False,
+    count: Annotated[int, typer.Option(min=1, help="With --jsonl: so many documents.")] = 1,
+    questions: Annotated[int, typer.Option(min=1, help="With --jsonl: so many questions on each, at most.")] = 24,
 ) -> None:
-    """Print a document; the question on it and the right answers go to standard error."""
+    """Print a document; the question on it and the right answers go to standard error.
+
+    With --jsonl the lines are a corpus for `kvsketch fit`.
+    """
     from kvsketch.evaluation.embedded import load_tokenizer
-    from kvsketch.evaluation.tasks import TASKS, WORDINGS, Sample, Setting
+    from kvsketch.evaluation.tasks import TASKS, WORDINGS, Setting
     from kvsketch.evaluation.tasks.fit import Fitter
 
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}; there are {', '.join(TASKS)}")
     if wording not in WORDINGS:
         raise ValueError(f"--wording must be one of {', '.join(WORDINGS)}, got {wording!r}")
+    if count > 1 and not jsonl:
+        raise ValueError(f"--count {count} is for --jsonl: without it one document is printed")
     tokenizer = load_tokenizer()
 
-    def count(made: Sample) -> int:
-        return max(len(tokenizer(made.context + question.prompt)["input_ids"]) for question in made.questions)
+    def length(text: str) -> int:
+        return len(tokenizer(text)["input_ids"])
 
-    made = Fitter(TASKS[task], Setting(size=1, wording=wording), count).sample(tokens, f"sample/{seed}")
+    if jsonl:
+        setting = Setting(size=1, questions=questions, wording=wording)
+        fitter = Fitter(TASKS[task], setting, lambda made: length(_answered(made)))
+        for number in range(count):
+            print(json.dumps({"text": _answered(fitter.sample(tokens, f"sample/{seed}/{number}"))}))
+        return
+
+    def longest(made: "Sample") -> int:
+        return max(length(made.context + question.prompt) for question in made.questions)
+
+    made = Fitter(TASKS[task], Setting(size=1, wording=wording), longest).sample(tokens, f"sample/{seed}")
     print(made.context, end="")
     question = made.questions[0]
     say(f"question: {question.prompt!r}")
     say(f"answers:  {', '.join(question.answers)}")
+
+
+def _answered(made: "Sample") -> str:
+    """The document with all its questions and right answers behind it."""
+    return made.context + "".join(question.prompt + question.reply for question in made.questions)

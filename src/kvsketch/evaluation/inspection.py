@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvsketch.algorithms.subgen import founders
-from kvsketch.evaluation.capture import Captured
+from kvsketch.huggingface.capture import Captured
 
 Row = dict[str, Any]
 STEPS = 12  # points of a curve over the length of a text

@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from kvsketch.algorithms.kcenter import greedy_k_center
-from kvsketch.evaluation.capture import Captured
 from kvsketch.evaluation.inspection import Row
 from kvsketch.evaluation.pictures import COLOURS, panels_for
+from kvsketch.huggingface.capture import Captured
 
 CENTRES = 16  # as in Figure 1 of the SubGen paper
 POINTS = 1500  # of a map; more take long and show no more

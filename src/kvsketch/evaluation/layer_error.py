@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 
 from kvsketch.caches.exact import Exact
 from kvsketch.caches.layer import LayerCache, NewTokens
-from kvsketch.evaluation.capture import Captured, capture
 from kvsketch.evaluation.layer_error_plan import Prompt, Study, Trial, middle_of
 from kvsketch.evaluation.rows import Row, RowsFile
+from kvsketch.huggingface.capture import Captured, capture
 
 NORMS_KEY = ("prompt", "tokens", "layer")  # what norms depend on, but the model
 
@@ -85,10 +85,14 @@ def cut(seen: Captured, exact: int) -> Case:
     """What the study holds and asks of a layer."""
     count = seen.keys.shape[1]
     after_first = count - exact - 1 - middle_of(count, exact)  # those between the first tokens and here are left out
-    held = (torch.cat([x[:, :exact], x[:, after_first : count - exact]], 1)[None] for x in (seen.keys, seen.values))
-    last = (x[None, :, count - exact :] for x in (seen.keys, seen.values))
-    queries = seen.queries[None, :, count - exact :]
-    return Case(seen.layer, NewTokens(*held), NewTokens(*last), queries, seen.scale, seen.softcap)
+    stop = count - exact
+
+    def held(x: Tensor) -> Tensor:
+        return torch.cat([x[:, :exact], x[:, after_first:stop]], 1)[None]
+
+    last = NewTokens(seen.keys[None, :, stop:], seen.values[None, :, stop:])
+    queries = seen.queries[None, :, stop:]
+    return Case(seen.layer, NewTokens(held(seen.keys), held(seen.values)), last, queries, seen.scale, seen.softcap)
 
 
 def measure(case: Case, trial: Trial) -> Row:

@@ -2,7 +2,8 @@
 
 A batch of documents is read once, exactly. Each method then compresses what was read, and is asked; where the question
 is known before, a copy of the exact cache reads it too before that. This is what the method would have done alone: with
-`prefill="exact"` a method's tokens see all earlier ones of the call. Methods that read in chunks read for themselves.
+`prefill="exact"` a method's tokens see all earlier ones of the call. Methods that read in chunks, or need what an exact
+cache does not have, read for themselves.
 """
 
 import time
@@ -154,7 +155,7 @@ class Runner:
         prompts = [self._prompt(cell, number) for number in numbers]
         reading = _Reading(self.model, prompts, self._pad)
         for asked, name in missing:
-            if self.methods[name].prefill == "exact":
+            if reads_with_others(self.methods[name]):
                 reading.exact(asked)  # outside of anybody's time: whoever comes first would pay for all
             began = time.perf_counter()
             cache = reading.compressed(asked, self.methods[name])
@@ -168,6 +169,7 @@ class Runner:
                 **GREEDY,
             )
             seconds = time.perf_counter() - began
+            looked_up = cache.report().looked_up
             texts = self.tokenizer.batch_decode(out[:, ask.shape[1] :], skip_special_tokens=True)
             yield [
                 {
@@ -179,6 +181,7 @@ class Runner:
                     "answers": list(prompt.answers),
                     "nbytes": round(report.nbytes / len(prompts)),
                     "full_nbytes": round(report.full_nbytes / len(prompts)),
+                    "looked_up": looked_up,  # share of the past, mean over the batch and the layers that look up
                     "seconds": round(seconds / len(prompts), 4),  # to compress and to answer
                 }
                 for number, prompt, text in zip(numbers, prompts, texts, strict=True)
@@ -244,6 +247,11 @@ class Runner:
         return ids.to(self.model.device), mask.to(self.model.device)
 
 
+def reads_with_others(config: MethodConfig) -> bool:
+    """Whether a method can take over what an exact cache has read."""
+    return config.prefill == "exact" and not config.before_rotation
+
+
 @dataclass(frozen=True)
 class Step:
     """What was just done: the rows it gave, and how many answers it settles."""
@@ -275,7 +283,7 @@ class _Reading:
 
     def compressed(self, asked: Asked, config: MethodConfig) -> SketchCache:
         """A cache that has read the documents, and all but the last token of the questions if they are known before."""
-        if config.prefill == "exact":
+        if reads_with_others(config):
             return self.exact(asked).compress(config)
         cache = make_cache(self.model, config)
         if asked == "after":

@@ -25,6 +25,7 @@ class Mean:
     nbytes: float
     share: float  # of the bytes of a full cache
     seconds: float
+    looked_up: float | None = None  # share of the past that a query reads, where tokens are looked up
 
     def __str__(self) -> str:
         return f"{self.score:.3f} ± {self.error:.3f}" if self.count > 1 else f"{self.score:.3f}"
@@ -66,6 +67,9 @@ def standard_error(scores: list[float]) -> float:
 def _mean(task: str, asked: str, length: int, method: str, rows: list[Row]) -> Mean:
     scores = [row["score"] for row in rows]
     held = statistics.fmean(row["nbytes"] for row in rows)
+    read = [
+        row["looked_up"] for row in rows if row.get("looked_up") is not None
+    ]  # rows of earlier versions say nothing
     return Mean(
         task=task,
         asked=asked,
@@ -78,4 +82,5 @@ def _mean(task: str, asked: str, length: int, method: str, rows: list[Row]) -> M
         nbytes=held,
         share=held / statistics.fmean(row["full_nbytes"] for row in rows),
         seconds=statistics.fmean(row["seconds"] for row in rows),
+        looked_up=statistics.fmean(read) if read else None,
     )

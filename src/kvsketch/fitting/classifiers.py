@@ -6,6 +6,7 @@ touch each other: training them together gives what training each alone would, b
 
 import math
 from collections.abc import Iterator
+from itertools import repeat
 
 import torch
 from jaxtyping import Float, Int64
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from kvsketch.algorithms.saap import QueryClassifier, fold_normalization
 
 EPSILON, MOMENTUM = 1e-5, 0.1  # of the normalization: torch's own
+LITTLE = 0.1  # of what units say that are no part of where a classifier begins
 
 
 class Classifiers(nn.Module):
@@ -59,6 +61,37 @@ class Classifiers(nn.Module):
         return (x - mean) * torch.rsqrt(variance + EPSILON)
 
     @torch.no_grad()
+    def begin_at(
+        self, weight: Float[Tensor, "l d c"], bias: Float[Tensor, "l 1 c"], queries: Float[Tensor, "l p d"]
+    ) -> None:
+        """Begin near a linear map of queries like these, where the inner layer is wide enough for one.
+
+        It takes two units for every number of a query, as x = relu(x) - relu(-x); the others have a little to say.
+        """
+        if not self.hidden:
+            self.second.copy_(weight)
+            self.second_bias.copy_(bias)
+            return
+        width = queries.shape[2]
+        if self.hidden < 2 * width:
+            return
+        mean = queries.mean(1, keepdim=True)
+        spread = queries.std(1, keepdim=True, correction=0)
+        scaled = weight * spread.transpose(1, 2)
+        same = torch.eye(width, device=queries.device).expand(len(queries), width, width)
+        for units, sign in ((slice(0, width), 1.0), (slice(width, 2 * width), -1.0)):
+            self.first[:, :, units] = sign * same
+            self.first_bias[:, :, units] = 0.0
+            self.mean[:, :, units], self.variance[:, :, units] = sign * mean, spread.square()
+            self.second[:, units] = sign * scaled
+        self.second[:, 2 * width :] *= LITTLE
+        self.second_bias.copy_(bias + mean @ weight)
+
+    def log_probabilities(self, lane: int, queries: Float[Tensor, "q d"]) -> Float[Tensor, "q c"]:
+        """What one lane says, by what is used after training."""
+        return self.of_lane(lane).log_probabilities(queries)
+
+    @torch.no_grad()
     def of_lane(self, lane: int) -> QueryClassifier:
         """One head's classifier, for use: the normalization is part of its first layer."""
         last = (self.second[lane].T, self.second_bias[lane, 0])
@@ -76,15 +109,20 @@ def train(
     queries: Float[Tensor, "l p d"],
     shares: Float[Tensor, "l p c"],
     batches: Iterator[Int64[Tensor, " b"]],
-    rate: float = 1e-5,
+    rate: float | Iterator[float] = 1e-5,
+    adam: torch.optim.Adam | None = None,
 ) -> Iterator[Float[Tensor, " l"]]:
     """Learn from a pool of queries with their shares (Equation 1), by Adam; each lane's loss after every batch.
 
     `batches` are numbers of queries in the pool, the same for all lanes. Appendix A: 40,000 of 1,000 at a rate of 1e-5.
+    Who brings the optimizer can go on where another run was stopped.
     """
     classifiers.train()
-    adam = torch.optim.Adam(classifiers.parameters(), lr=rate)
-    for batch in batches:
+    adam = adam or torch.optim.Adam(classifiers.parameters())
+    rates = repeat(rate) if isinstance(rate, float) else rate
+    for batch, now in zip(batches, rates, strict=False):
+        for group in adam.param_groups:
+            group["lr"] = now
         adam.zero_grad()
         wanted = shares[:, batch]
         found = classifiers(queries[:, batch])

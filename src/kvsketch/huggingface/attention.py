@@ -104,7 +104,8 @@ def attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if layer is None:
         return _unlinked(module, query, key, value, attention_mask, dropout, scale, softcap, s_aux, kwargs)
-    new = NewTokens(key, value, _valid(attention_mask, query.shape[2], layer.held.seen))
+    unrotated = layer.before_rotation(module, query, key)
+    new = NewTokens(key, value, _valid(attention_mask, query.shape[2], layer.held.seen), unrotated)
     if layer.is_first and not torch.compiler.is_compiling():
         layer.check_positions(kwargs.get("position_ids"), new)
     part = layer.read(query, new, scale, softcap, lse=s_aux is not None)

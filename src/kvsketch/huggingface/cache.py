@@ -11,6 +11,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, CacheLay
 from kvsketch.caches.base import MethodConfig
 from kvsketch.caches.budget import parse_bytes
 from kvsketch.caches.exact import Exact
+from kvsketch.caches.question import LookupPast
 from kvsketch.caches.registry import parse_spec
 from kvsketch.caches.storage import storage_bytes
 from kvsketch.huggingface.layer import SketchLayer
@@ -224,6 +225,11 @@ class SketchCache(Cache):
             raise ValueError(
                 f"{config} reads a prompt in chunks that see compressed ones: have it read the text itself"
             )
+        if config.before_rotation:
+            raise ValueError(
+                f"{config.name} files keys as they are before rotation, and an exact cache holds them rotated: have a "
+                "cache of this method read the text itself"
+            )
         self.check_whole()
         if any(layer.held.recording for layer in self.sketch_layers):
             self.end_recording()
@@ -255,10 +261,23 @@ class SketchCache(Cache):
                 keys, values = held.window.columns.keys, held.window.columns.values
                 per_token = keys.shape[1] * (keys.shape[3] + values.shape[3]) * keys.element_size()
                 full = held.seen * keys.shape[0] * per_token
-            error = None if held.error is None else held.error.mean(0).tolist()
-            per_head = None if entries is None else entries.float().mean(0).tolist()
             details, warning = ({}, None) if held.past is None else (held.past.details(), held.past.warning())
-            layers.append(LayerReport(index, per_head, held.nbytes, full, error, held.measured_at, details, warning))
+            read = held.past.selectivity() if isinstance(held.past, LookupPast) else None
+            of_heads = [_per_head(measured) for measured in (entries, held.error, read, held.recall)]
+            layers.append(
+                LayerReport(
+                    layer=index,
+                    entries=of_heads[0],
+                    nbytes=held.nbytes,
+                    full_nbytes=full,
+                    error=of_heads[1],
+                    measured_at=held.measured_at,
+                    read=of_heads[2],
+                    recall=of_heads[3],
+                    details=details,
+                    warning=warning,
+                )
+            )
         return Report(str(self.config), self.seen, tuple(layers))
 
     def new_tokens(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> dict[str, Tensor]:
@@ -307,6 +326,11 @@ def _let_go(layer: Any, prompt: bool) -> None:
         if prompt and tensor.untyped_storage().nbytes() > 2 * tensor.numel() * tensor.element_size():
             tensor = tensor.clone()  # a sliding layer keeps a view of the whole prompt
         setattr(layer, name, tensor)
+
+
+def _per_head(measured: Tensor | None) -> list[float] | None:
+    """The mean over rows."""
+    return None if measured is None else measured.double().mean(0).tolist()
 
 
 def _layer_bytes_held(layer: Any) -> int:

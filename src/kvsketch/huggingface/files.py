@@ -4,6 +4,7 @@ import json
 import os
 import tempfile
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvsketch.caches.registry import METHODS
+from kvsketch.huggingface.facts import facts
 from kvsketch.huggingface.model import attach
 
 if TYPE_CHECKING:
@@ -67,13 +69,15 @@ def load_cache(model: PreTrainedModel, path: str | Path) -> "SketchCache":
     header, tensors = _read(Path(path))
     if header.get("format") != FORMAT:
         raise ValueError(f"{path} has format {header.get('format')!r}, this version of kvsketch reads format {FORMAT}")
-    link = attach(model)
+    config = METHODS[header["method"]](**header["options"])
+    config.check_model(partial(facts, model))
+    link = attach(model, before_rotation=config.before_rotation)
     if header["fingerprint"] != link.fingerprint:
         raise ValueError(
             f"{path} was saved for another model (a {header['model_type']!r}): keys mean nothing to other weights. "
             f"Load the model it was made with, in the same dtype; this one is a {link.config.model_type!r}"
         )
-    cache = SketchCache(METHODS[header["method"]](**header["options"]), link)
+    cache = SketchCache(config, link)
     device = next(model.parameters()).device
     for index, (layer, saved) in enumerate(zip(cache.layers, header["layers"], strict=True)):
         prefix = f"{index}."

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from kvsketch.caches.base import MethodConfig
 from kvsketch.caches.layer import chunks
 from kvsketch.caches.registry import parse_spec
 from kvsketch.huggingface.cache import SketchCache
+from kvsketch.huggingface.facts import facts
 from kvsketch.huggingface.model import attach
 
 
@@ -20,7 +22,8 @@ def make_cache(model: PreTrainedModel, method: str | MethodConfig = "uniform(kee
     `method` is a spec: see `kvsketch.methods()`. `kvsketch.detach(model)` undoes the attaching.
     """
     config = parse_spec(method)
-    return SketchCache(config, attach(model))
+    config.check_model(partial(facts, model))
+    return SketchCache(config, attach(model, before_rotation=config.before_rotation))
 
 
 @torch.no_grad()

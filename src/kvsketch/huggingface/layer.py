@@ -10,9 +10,11 @@ from transformers.cache_utils import CacheLayerMixin
 from kvsketch.attention import Partial
 from kvsketch.caches.base import MethodConfig
 from kvsketch.caches.layer import LayerCache, NewTokens
+from kvsketch.caches.question import Unrotated
 from kvsketch.caches.storage import Rows
 from kvsketch.huggingface.attention import link
 from kvsketch.huggingface.model import ModelLink
+from kvsketch.huggingface.rotation import WATCH, BeforeRotation
 
 
 class SketchLayer(CacheLayerMixin):
@@ -115,6 +117,18 @@ class SketchLayer(CacheLayerMixin):
         """The attention function has found this layer, on behalf of a module."""
         self.pending = 0
         self.model.check_module(module)
+
+    def before_rotation(self, module: nn.Module, queries: Tensor, keys: Tensor) -> Unrotated | None:
+        """Queries and keys of the call as they were before rotation, where the method asks for them."""
+        if not self.held.config.before_rotation:
+            return None
+        watch: BeforeRotation | None = getattr(module, WATCH, None)
+        if watch is None:
+            raise ValueError(
+                f"{self.held.config.name} needs queries and keys as they are before rotation, and the model was "
+                "attached without that: kvsketch.attach(model, before_rotation=True)"
+            )
+        return Unrotated(*watch.take(self.held.layer, queries, keys, check=queries.shape[2] > 1))
 
     def check(self, keys: Tensor) -> None:
         """Refuse keys that cannot be this layer's."""

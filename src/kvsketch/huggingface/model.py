@@ -4,16 +4,17 @@ import hashlib
 import json
 import warnings
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from kvsketch.huggingface.attention import NAME, register
+from kvsketch.huggingface.modules import attention_modules
+from kvsketch.huggingface.rotation import WATCH, BeforeRotation
 
 BEFORE = "_kvsketch_before"  # on attention modules: the attention they had
 GUARD = "_kvsketch_guard"  # on attention modules of models that may drop a cache
@@ -100,8 +101,12 @@ class ModelLink:
             )
 
 
-def attach(model: PreTrainedModel) -> ModelLink:
-    """Let the model compute attention with kvsketch; without one of our caches it answers as before."""
+def attach(model: PreTrainedModel, *, before_rotation: bool = False) -> ModelLink:
+    """Let the model compute attention with kvsketch; without one of our caches it answers as before.
+
+    `before_rotation`: have queries and keys noted before they are rotated, for methods that ask for that (saap).
+    `make_cache` and `load_cache` do what their method needs.
+    """
     text = _check_supported(model)
     modules = list(attention_modules(model))
     before = text._attn_implementation
@@ -123,6 +128,11 @@ def attach(model: PreTrainedModel) -> ModelLink:
         guard = next((getattr(m, GUARD) for m in modules if hasattr(m, GUARD)), None) or DropGuard(rope)
         for module in modules:
             setattr(module, GUARD, guard)
+    if before_rotation and not hasattr(modules[0], WATCH):
+        watch = BeforeRotation(model)
+        watch.open()
+        for module in modules:
+            setattr(module, WATCH, watch)
     return ModelLink(text, frozenset(map(id, modules)), fingerprint(model, text), rope, guard)
 
 
@@ -134,17 +144,13 @@ def detach(model: PreTrainedModel) -> None:
         # Not noted down where a model that shares this config was attached instead.
         usual = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
         _set_attention(model, text, next((getattr(m, BEFORE) for m in modules if hasattr(m, BEFORE)), usual))
+    for watch in {getattr(module, WATCH) for module in modules if hasattr(module, WATCH)}:
+        if watch.modules[0] is modules[0]:  # a copy of a model shares its watch, which is not its own to end
+            watch.close()
     for module in modules:
-        for note in (BEFORE, GUARD):
+        for note in (BEFORE, GUARD, WATCH):
             if hasattr(module, note):
                 delattr(module, note)
-
-
-def attention_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """The modules that fill a cache: those that know their layer's number and have keys of their own."""
-    for module in model.modules():
-        if isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "config"):
-            yield module
 
 
 def _set_attention(model: PreTrainedModel, text: Any, name: str) -> None:
@@ -203,8 +209,14 @@ def fingerprint(model: PreTrainedModel, text: Any) -> str:
     digest = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode())
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        if parameter.device.type != "meta" and parameter.numel():
-            step = max(1, parameter.numel() // SAMPLED_WEIGHTS)
-            sample = parameter.detach().reshape(-1)[::step][:SAMPLED_WEIGHTS]
-            digest.update(sample.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        if (sample := sample_of(parameter)) is not None:
+            digest.update(sample.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def sample_of(parameter: Tensor) -> Tensor | None:
+    """A few numbers of a parameter, evenly from all of it, if it has any."""
+    if parameter.device.type == "meta" or not parameter.numel():
+        return None
+    step = max(1, parameter.numel() // SAMPLED_WEIGHTS)
+    return parameter.detach().reshape(-1)[::step][:SAMPLED_WEIGHTS].cpu().contiguous()

@@ -13,6 +13,8 @@ class LayerReport:
     full_nbytes: int  # of an uncompressed cache
     error: list[float] | None  # per query head: ‖answer - exact answer‖ / ‖exact answer‖
     measured_at: int  # tokens seen when the error was measured
+    read: list[float] | None = None  # per KV head, where tokens are looked up: the share that queries read
+    recall: list[float] | None = None  # per query head: the share of the attention's mass in what was read
     details: dict[str, float] = field(default_factory=dict)  # what the method says about itself
     warning: str | None = None
 
@@ -41,6 +43,12 @@ class Report:
         errors = [value for layer in self.layers for value in layer.error or []]
         return sum(errors) / len(errors) if errors else None
 
+    @property
+    def looked_up(self) -> float | None:
+        """The share of the past that a query reads, mean over the layers and heads that look tokens up."""
+        shares = [value for layer in self.layers for value in layer.read or []]
+        return sum(shares) / len(shares) if shares else None
+
     def __str__(self) -> str:
         share = f" ({self.nbytes / self.full_nbytes:.1%})" if self.full_nbytes else ""
         lines = [f"{self.method}: {self.seen:,} tokens seen, {self.nbytes:,} of {self.full_nbytes:,} bytes{share}"]
@@ -51,7 +59,8 @@ class Report:
         for warning in dict.fromkeys(layer.warning for layer in self.layers if layer.warning):
             where = ", ".join(str(layer.layer) for layer in self.layers if layer.warning == warning)
             lines.append(f"warning (layers {where}): {warning}")
-        names = list(dict.fromkeys(name for layer in self.layers for name in layer.details))
+        names = [name for name in ("read", "recall") if any(getattr(layer, name) for layer in self.layers)]
+        names += dict.fromkeys(name for layer in self.layers for name in layer.details)
         heads = "".join(f" {name:>{_width(name)}}" for name in names)
         lines.append(f"{'layer':>5} {'entries per KV head':>22} {'bytes':>14} {'of full':>8} {'error':>7}{heads}")
         lines += [self._line(layer, names) for layer in self.layers]
@@ -66,13 +75,18 @@ class Report:
         entries = "stock layer" if layer.entries is None else _range(layer.entries)
         share = f"{layer.nbytes / layer.full_nbytes:.1%}" if layer.full_nbytes else "-"
         error = f"{sum(layer.error) / len(layer.error):.3f}" if layer.error else "-"
-        details = "".join(f" {_number(layer.details.get(name)):>{_width(name)}}" for name in names)
+        found = layer.details | {"read": _mean(layer.read), "recall": _mean(layer.recall)}
+        details = "".join(f" {_number(found.get(name)):>{_width(name)}}" for name in names)
         return f"{layer.layer:>5} {entries:>22} {layer.nbytes:>14,} {share:>8} {error:>7}{details}"
 
 
 def _range(entries: list[float]) -> str:
     low, high = min(entries), max(entries)
     return f"{low:,.0f}" if low == high else f"{low:,.0f}-{high:,.0f}"
+
+
+def _mean(values: list[float] | None) -> float | None:
+    return None if values is None else sum(values) / len(values)
 
 
 def _number(value: float | None) -> str:

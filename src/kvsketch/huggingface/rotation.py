@@ -1,12 +1,13 @@
 """Queries and keys as attention layers have them before they are rotated, without a change to the model.
 
 A modeling file rotates by calling its own `apply_rotary_pos_emb(queries, keys, cos, sin)`. While a `BeforeRotation` is
-open, that name leads to a function that rotates as ever and notes what it was given. Only layers of the model it was
-opened for are noted, by thread; at its end the name leads where it did before.
+open, that name leads to a function that rotates as ever and notes what it was given, until the layer is through. Only
+layers of the model it was opened for are noted, by thread; at its end the name leads where it did before.
 """
 
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -17,9 +18,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvsketch.huggingface.model import attention_modules
+from kvsketch.huggingface.modules import attention_modules
 
 ROTATION = "apply_rotary_pos_emb"
+WATCH = "_kvsketch_watch"  # on attention modules: the watch that `attach` opened
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class NotingRotation:
     """A modeling file's rotation, while somebody watches."""
 
     rotate: Callable[..., Any]
-    watches: "list[BeforeRotation]" = field(default_factory=list)
+    watches: "weakref.WeakSet[BeforeRotation]" = field(default_factory=weakref.WeakSet)  # they hold their models
 
     def __call__(self, queries: Tensor, keys: Tensor, *arguments: Any, **options: Any) -> Any:
         """Rotate as ever, and tell."""
@@ -48,42 +50,53 @@ class NotingRotation:
 
 
 class BeforeRotation:
-    """Notes what the layers of a model rotate, from `with` to its end; `take` hands it out, a call at a time."""
+    """Notes what the layers of a model rotate, while it is open; `take` hands it out while the layer runs."""
 
     def __init__(self, model: PreTrainedModel, layers: Collection[int] | None = None) -> None:
-        """Of these layers, or of all; what is noted and not taken stays in memory."""
+        """Of these layers, or of all."""
         self.name = type(model).__name__
         self.modules = [m for m in attention_modules(model) if layers is None or m.layer_idx in layers]
         self._here = threading.local()  # the layer that runs in this thread, and what was noted
         self._hooks = list[Any]()
 
     def __enter__(self) -> "BeforeRotation":
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "BeforeRotation":
+        return self  # a copy of the model runs the same modeling file
+
+    def open(self) -> None:
+        """Begin to note; what was not closed is closed when its model is gone."""
+        weakref.finalize(self, _give_back, self._files())
         for module in self.modules:
             self._hooks.append(module.register_forward_pre_hook(self._enter_layer))
             self._hooks.append(module.register_forward_hook(self._leave_layer, always_call=True))
         for names in self._files():
             if not isinstance(names[ROTATION], NotingRotation):
                 names[ROTATION] = NotingRotation(names[ROTATION])
-            names[ROTATION].watches.append(self)
-        return self
+            names[ROTATION].watches.add(self)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Leave everything as it was."""
         for hook in self._hooks:
             hook.remove()
         for names in self._files():
-            noting = names[ROTATION]
-            noting.watches.remove(self)
-            if not noting.watches:
-                names[ROTATION] = noting.rotate
+            names[ROTATION].watches.discard(self)
+        _give_back(self._files())
         self._hooks = []
 
-    def take(self, layer: int, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    def take(self, layer: int, queries: Tensor, keys: Tensor, *, check: bool = True) -> tuple[Tensor, Tensor]:
         """What the layer's queries and keys were before rotation, given what they are after it.
 
         A layer that rotates nothing has them as they are. Where a model rotates in a way that was not seen here, or
-        rotates a part of each vector alone, it is refused.
+        rotates a part of each vector alone, it is refused. `check=False` trusts that these are what was rotated: to
+        compare them would stall a GPU at every step.
         """
         noted: dict[int, Rotated] = getattr(self._here, "noted", {})
         found = noted.pop(layer, None)
@@ -91,7 +104,9 @@ class BeforeRotation:
             self._check_it_may_rotate_nothing(layer)
             return queries, keys
         same = found.rotated_queries.shape == queries.shape and found.rotated_keys.shape == keys.shape
-        if not same or not torch.equal(found.rotated_queries, queries) or not torch.equal(found.rotated_keys, keys):
+        if same and check:
+            same = torch.equal(found.rotated_queries, queries) and torch.equal(found.rotated_keys, keys)
+        if not same:
             raise ValueError(
                 f"layer {layer} of {self.name} attends to other vectors than {ROTATION} made (it may rotate a part "
                 "of each alone): its queries and keys before rotation cannot be had, which Saap needs"
@@ -112,6 +127,7 @@ class BeforeRotation:
 
     def _leave_layer(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         self._here.layer = None
+        getattr(self._here, "noted", {}).pop(module.layer_idx, None)
 
     def note(self, rotated: Rotated) -> None:
         """Keep what a layer of this model rotates in this thread."""
@@ -130,3 +146,11 @@ class BeforeRotation:
 def _names_of_forward(module: nn.Module) -> dict[str, Any]:
     """The names that a module's forward looks up: those of its modeling file."""
     return inspect.unwrap(type(module).forward).__globals__
+
+
+def _give_back(files: list[dict[str, Any]]) -> None:
+    """Have the name lead where it did before, in every file that nobody watches any more."""
+    for names in files:
+        noting = names[ROTATION]
+        if isinstance(noting, NotingRotation) and not list(noting.watches):
+            names[ROTATION] = noting.rotate

@@ -56,6 +56,7 @@ def bucket_shares(
     key_positions: Int64[Tensor, " n"],
     apart: int = APART,
     sinks: int = 1,
+    softcap: float | None = None,
 ) -> Float[Tensor, "l q c"]:
     """A·H_k over earlier keys that are far away, for every lane; rotated queries and keys, never all logits at once.
 
@@ -64,16 +65,19 @@ def bucket_shares(
     """
     lse = queries.new_full(queries.shape[:2], NO_MASS)
 
-    def logits() -> Iterator[tuple[slice, Tensor]]:
+    def far_logits() -> Iterator[tuple[slice, Tensor]]:
         for part, products in _products(queries, keys):
             seen = to_learn_from(query_positions, key_positions[part], apart, sinks)
-            yield part, products.mul_(scale).masked_fill_(~seen, NO_MASS)
+            logits = products.mul_(scale)
+            if softcap is not None:
+                logits = torch.tanh(logits / softcap) * softcap
+            yield part, logits.masked_fill_(~seen, NO_MASS)
 
-    for _, found in logits():
+    for _, found in far_logits():
         lse = torch.logaddexp(lse, found.logsumexp(2))
     finite = lse.masked_fill(lse == NO_MASS, 0.0)[..., None]
     shares = queries.new_zeros(*queries.shape[:2], count)
-    for part, found in logits():
+    for part, found in far_logits():
         shares.scatter_add_(2, buckets[:, None, part].expand_as(found), found.sub_(finite).exp_())
     return shares
 

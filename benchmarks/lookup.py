@@ -1,0 +1,177 @@
+"""What a step of decoding costs where few of many tokens are looked up: `python benchmarks/lookup.py`.
+
+One layer in one process: 171,000 tokens × 8 KV heads × 128 in bfloat16, four query heads each, 32 of 1024 buckets. Keys
+and values are random, and buckets are given their sizes: equal, log-normal, or one with a fifth of all tokens. The
+router is of the published size, with random weights, and its time is part of the step. Every answer is checked against
+the definition, and the methods take turns.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+from common import seconds, write_row
+from kvsketch.caches import sorted_runs
+from kvsketch.caches.base import LeavingTokens
+from kvsketch.caches.exact import Exact
+from kvsketch.caches.key_index import DESCRIPTION, FORMAT, layer_file
+from kvsketch.caches.layer import LayerCache, NewTokens
+from kvsketch.caches.question import Question, Unrotated
+from kvsketch.caches.saap import Saap
+from kvsketch.kernels.indexed_attention import reference
+
+HEADS, GROUP, WIDTH = 8, 4, 128
+SCALE = WIDTH**-0.5
+LAYER = 1
+SKEWS = ("equal", "lognormal", "one of a fifth")
+
+
+def write_index(folder: Path, buckets: int, hidden: int) -> None:
+    """An index of random buckets, with a router of random weights."""
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) / shape[-2] ** 0.5
+
+    inner = hidden or WIDTH
+    centroids = F.normalize(normal(HEADS, buckets, WIDTH), dim=2)
+    tensors = {"centroids": centroids, "rotated_centroids": centroids.clone(), "second": normal(HEADS, inner, buckets)}
+    tensors["second_bias"] = normal(HEADS, 1, buckets)
+    if hidden:
+        tensors |= {"first": normal(HEADS, WIDTH, hidden), "first_bias": normal(HEADS, 1, hidden)}
+    save_file(tensors, folder / layer_file(LAYER))
+    description = {"format": FORMAT, "model": {}, "buckets": buckets, "hidden": hidden, "layers": {str(LAYER): {}}}
+    (folder / DESCRIPTION).write_text(json.dumps(description))
+
+
+def labels_of(kind: str, buckets: int, tokens: int) -> torch.Tensor:
+    """Buckets of all tokens of every head, whose sizes are as the kind says."""
+    generator = torch.Generator().manual_seed(4)
+    shares = torch.ones(HEADS, buckets)
+    if kind == "lognormal":
+        shares = torch.exp(0.7 * torch.randn(HEADS, buckets, generator=generator))
+    if kind == "one of a fifth":
+        shares[:, 0] = 0.25 * (buckets - 1)
+    return torch.multinomial(shares, tokens, replacement=True, generator=generator)[None, :, :, None]
+
+
+def filled(config: Saap, keys: torch.Tensor, values: torch.Tensor, labels: torch.Tensor) -> LayerCache:
+    """A cache whose window holds the last tokens and whose past holds the others, in these buckets."""
+    cache = LayerCache(config, LAYER)
+    recent = config.sinks + config.window
+    before, after = keys.shape[2] - recent, keys.shape[2]
+    end = keys[:, :, before:after]
+    cache.hold(NewTokens(end, values[:, :, before:after], None, Unrotated(end, end)))
+    ranks = torch.arange(before)[None]
+    cache.past.write(LeavingTokens(keys[:, :, :before], values[:, :, :before], ranks, (before,), labels[:, :, :before]))
+    return cache
+
+
+def token(step: int, dtype: torch.dtype) -> tuple[torch.Tensor, NewTokens]:
+    generator = torch.Generator().manual_seed(1000 + step)
+    query = torch.randn(1, HEADS * GROUP, 1, WIDTH, generator=generator).to(dtype)
+    key, value = (torch.randn(1, HEADS, 1, WIDTH, generator=generator).to(dtype) for _ in range(2))
+    return query, NewTokens(key, value, None, Unrotated(query, key))
+
+
+def dense_forms(keys: torch.Tensor, values: torch.Tensor) -> dict:
+    """What else computes all of the attention of one token, with the query heads of a group together where it can."""
+
+    def folded(query):
+        return F.scaled_dot_product_attention(query.view(1, HEADS, GROUP, WIDTH), keys, values).view_as(query)
+
+    def products(query):
+        logits = (query.view(1, HEADS, GROUP, WIDTH) @ keys.mT).float() * SCALE
+        return (torch.softmax(logits, 3).to(query.dtype) @ values).view_as(query)
+
+    def grouped(query):
+        return F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+
+    return {"sdpa, folded": folded, "products": products, "sdpa, grouped": grouped}
+
+
+def check(cache: LayerCache, dtype: torch.dtype) -> None:
+    """What a lookup finds is what the definition finds, to the rounding of the dtype."""
+    query, new = token(-1, dtype)
+    past = cache.past.pasts[0]
+    question = Question(query, new.unrotated.queries, SCALE)
+    seen: dict = {}
+    kernel = sorted_runs.indexed_attention
+
+    def noting(queries, keys, values, segments, scale, softcap=None):
+        seen["exact"] = reference.attend(queries.double(), keys.double(), values.double(), segments, scale)
+        return kernel(queries, keys, values, segments, scale, softcap=softcap)
+
+    sorted_runs.indexed_attention = noting
+    try:
+        found = past.find(question).part
+    finally:
+        sorted_runs.indexed_attention = kernel
+    error = (found.out.double() - seen["exact"].out).norm() / seen["exact"].out.norm()
+    assert error < 2 * torch.finfo(dtype).eps, f"a lookup is {error:.1e} from its definition"
+
+
+@torch.no_grad()
+def measure(tokens: int, buckets: int, probes: int, hidden: int, rounds: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    dtype = torch.bfloat16
+    generator = torch.Generator().manual_seed(2)
+    keys, values = (torch.randn(1, HEADS, tokens, WIDTH, generator=generator).to(dtype) for _ in range(2))
+    dense = dense_forms(keys, values)
+    with tempfile.TemporaryDirectory() as folder:
+        write_index(Path(folder), buckets, hidden)
+        config = Saap(index=folder, probes=probes)
+        caches = {}
+        for kind in SKEWS:
+            built = seconds(
+                lambda kind=kind: caches.update({kind: filled(config, keys, values, labels_of(kind, buckets, tokens))})
+            )
+            print(f"{kind}: filled in {built:.1f} s", flush=True)
+            check(caches[kind], dtype)
+        caches["exact"] = LayerCache(Exact(), LAYER)
+        caches["exact"].hold(NewTokens(keys, values))
+        times: dict[str, list[float]] = {name: [] for name in [*dense, *caches]}
+        for step in range(rounds + 1):
+            query, new = token(step, dtype)
+            for name in times:
+                if name == "sdpa, grouped" and step > 3:
+                    continue  # an order of magnitude slower than the others
+                if name in dense:
+                    taken = seconds(partial(dense[name], query))
+                else:
+                    taken = seconds(partial(caches[name].read, query, new, SCALE))
+                if step:
+                    times[name].append(taken)
+    medians = {name: statistics.median(taken) for name, taken in times.items()}
+    best = min(medians[name] for name in [*dense, "exact"])
+    for name, taken in times.items():
+        read = caches[name].past.selectivity() if name in SKEWS else None
+        low, *_, high = statistics.quantiles(taken, n=20)
+        write_row("lookup", {
+            "what": name, "tokens": tokens, "kv_heads": HEADS, "group": GROUP, "width": WIDTH, "dtype": "bfloat16",
+            "device": "cpu", "threads": threads, "buckets": buckets, "probes": probes, "hidden": hidden,
+            "ms": round(1e3 * medians[name], 2), "ms_5": round(1e3 * low, 2), "ms_95": round(1e3 * high, 2),
+            "rounds": len(taken), "best_dense_over_this": round(best / medians[name], 2),
+            "read": None if read is None else round(float(read.mean()), 4),
+        })  # fmt: skip
+
+
+if __name__ == "__main__":
+    options = argparse.ArgumentParser(description=__doc__)
+    for name, default in (
+        ("tokens", 171_000),
+        ("buckets", 1024),
+        ("probes", 32),
+        ("hidden", 1024),
+        ("rounds", 40),
+        ("threads", 2),
+    ):
+        options.add_argument(f"--{name}", type=int, default=default)
+    measure(**vars(options.parse_args()))

@@ -1,0 +1,119 @@
+"""What was learnt about the keys and queries of a model: buckets and classifiers of every layer, in a folder.
+
+    index.json               which model, what was learnt from what, and how well that serves texts left out
+    layer-03.safetensors     one for each layer
+
+`kvsketch fit` makes it; `saap` and `kmeans` look things up by it.
+"""
+
+import json
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+FORMAT = 1
+DESCRIPTION = "index.json"
+
+
+@dataclass(frozen=True)
+class LayerIndex:
+    """What was learnt for one layer, its KV heads side by side."""
+
+    centroids: Float[Tensor, "h c d"]  # of keys before rotation, each of length 1
+    rotated_centroids: Float[Tensor, "h c d"]  # of keys after rotation
+    second: Float[Tensor, "h k c"]  # the classifier of queries before rotation: its last layer
+    second_bias: Float[Tensor, "h 1 c"]
+    first: Float[Tensor, "h d k"] | None = None  # the layer before it, normalization folded in; none: it is linear
+    first_bias: Float[Tensor, "h 1 k"] | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Those there are, by name."""
+        named = {name.name: getattr(self, name.name) for name in fields(self)}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def classifying_in(self, dtype: torch.dtype) -> "LayerIndex":
+        """The same with the classifier in a model's precision: a step reads all of it."""
+        weights = {name: x if "centroids" in name else x.to(dtype) for name, x in self.tensors().items()}
+        return LayerIndex(**weights)
+
+
+@dataclass(frozen=True)
+class KeyIndex:
+    """A folder's description, and its layers as they are asked for: copies of a cache share them."""
+
+    folder: Path
+    description: dict[str, Any]
+    _layers: dict[tuple[int, str, torch.dtype], LayerIndex] = field(default_factory=dict, repr=False, compare=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "KeyIndex":
+        return self
+
+    @property
+    def buckets(self) -> int:
+        """Buckets of every KV head."""
+        return int(self.description["buckets"])
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers that were fitted."""
+        return sorted(map(int, self.description["layers"]))
+
+    def layer(self, number: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> LayerIndex:
+        """What was learnt for a layer, on a device, with the classifier in the precision of the queries."""
+        from safetensors.torch import load_file
+
+        known = (number, str(device), dtype)
+        if known not in self._layers:
+            if number not in self.layers:
+                raise ValueError(
+                    f"the index {self.folder} has layers {self.layers}, but layer {number} is asked for: fit that "
+                    "layer too, or leave it to be read in full (full_layers=)"
+                )
+            path = self.folder / layer_file(number)
+            if not path.is_file():
+                raise ValueError(f"the index {self.folder} is incomplete: {path.name} is missing")
+            self._layers[known] = LayerIndex(**load_file(path, device=str(device))).classifying_in(dtype)
+        return self._layers[known]
+
+    def check_model(self, facts: dict[str, Any]) -> None:
+        """Refuse a model that this was not fitted to."""
+        fitted = self.description["model"]
+        for name in facts:
+            if name != "fingerprint" and facts[name] != fitted.get(name):
+                raise ValueError(
+                    f"the index {self.folder} was fitted to another model: its {name} was {fitted.get(name)!r}, that "
+                    f"of this model is {facts[name]!r}. Fit one to this model: kvsketch fit"
+                )
+        if facts["fingerprint"] != fitted["fingerprint"]:
+            raise ValueError(
+                f"the index {self.folder} was fitted to a model of this architecture with other weights "
+                f"({fitted.get('id')!r}): fit one to this model: kvsketch fit"
+            )
+
+
+def read_index(folder: str | Path) -> KeyIndex:
+    """The index in a folder; its layers are read when they are asked for."""
+    folder = Path(folder)
+    path = folder / DESCRIPTION
+    if not path.is_file():
+        raise ValueError(f"{folder} is no index: it has no {DESCRIPTION}. Make one with kvsketch fit MODEL -o {folder}")
+    try:
+        description = json.loads(path.read_text(encoding="utf-8"))
+        wrong = description["format"] != FORMAT
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read as an index's description: {error}") from error
+    if wrong:
+        raise ValueError(
+            f"{folder} is an index of format {description['format']!r}, this version reads {FORMAT}: fit it again, or "
+            "install the version that made it"
+        )
+    return KeyIndex(folder, description)
+
+
+def layer_file(number: int) -> str:
+    """The name of a layer's file."""
+    return f"layer-{number:02}.safetensors"

@@ -1,0 +1,72 @@
+"""What a query asks of a past that looks things up, and what it is told."""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from kvsketch.attention import Partial
+from kvsketch.caches.base import Past
+
+
+@dataclass(frozen=True)
+class Unrotated:
+    """Queries and keys of a call as they were before rotation."""
+
+    queries: Float[Tensor, "b hg q d"]
+    keys: Float[Tensor, "b h q d"]
+
+    def part(self, start: int, stop: int) -> "Unrotated":
+        """Tokens start…stop-1."""
+        return Unrotated(self.queries[:, :, start:stop], self.keys[:, :, start:stop])
+
+
+@dataclass(frozen=True)
+class Question:
+    """Queries that look something up: as attention takes them, and before rotation where the method asks for that."""
+
+    queries: Float[Tensor, "b hg q d"]
+    unrotated: Float[Tensor, "b hg q d"] | None
+    scale: float
+    softcap: float | None = None
+
+    def part(self, start: int, stop: int) -> "Question":
+        """Queries start…stop-1."""
+        unrotated = None if self.unrotated is None else self.unrotated[:, :, start:stop]
+        return Question(self.queries[:, :, start:stop], unrotated, self.scale, self.softcap)
+
+    def of_rows(self, rows: list[int]) -> "Question":
+        """What these rows of the batch ask."""
+        unrotated = None if self.unrotated is None else self.unrotated[rows]
+        return Question(self.queries[rows], unrotated, self.scale, self.softcap)
+
+
+@dataclass(frozen=True)
+class LookedUp:
+    """What was found: attention over the tokens read, how many those were, and an estimate of the others' if made."""
+
+    part: Partial
+    read: Int64[Tensor, "b h q"]
+    rest: Partial | None = None
+
+
+class LookupPast(Past):
+    """A past of which every query reads a part; `attend` is over all of it."""
+
+    @abstractmethod
+    def label(
+        self,
+        keys: Float[Tensor, "b h n d"],
+        unrotated: Float[Tensor, "b h n d"] | None,
+        ranks: Int64[Tensor, "b n"],
+    ) -> Int64[Tensor, "b h n t"]:
+        """What to note about tokens that come, so that they can be found; it comes back with them in `write`."""
+
+    @abstractmethod
+    def look_up(self, question: Question) -> LookedUp:
+        """Attention of every query over the tokens that it looks at."""
+
+    @abstractmethod
+    def selectivity(self) -> Float[Tensor, "b h"] | None:
+        """The share of what had left the window that queries read, over all that looked up; None if none did."""

@@ -1,0 +1,59 @@
+"""Random buckets: what any other way to choose buckets has to beat."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from kvsketch.algorithms.draws import uniforms
+from kvsketch.caches.base import check_count, check_seed
+from kvsketch.caches.bucketed import BucketedConfig, BucketedPast
+from kvsketch.caches.question import Question
+
+KEYS, QUERIES = 0, 1  # what a number is drawn for
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomBuckets(BucketedConfig):
+    """Keeps everything and reads buckets at random, of tokens in buckets at random."""
+
+    name: ClassVar[str] = "random_buckets"
+
+    buckets: int = 1024
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("buckets", self.buckets, least=1)
+        check_seed(self.seed)
+
+    def slots(self, layer: int) -> BucketedPast:
+        return RandomPast(self, layer)
+
+
+class RandomPast(BucketedPast):
+    """A bucket is drawn for every token by its rank, and visits for every query by how many tokens there are."""
+
+    def __init__(self, config: RandomBuckets, layer: int) -> None:
+        super().__init__(config, config.buckets)
+        self.config: RandomBuckets = config
+        self.layer = layer
+
+    def label(
+        self,
+        keys: Float[Tensor, "b h n d"],
+        unrotated: Float[Tensor, "b h n d"] | None,
+        ranks: Int64[Tensor, "b n"],
+    ) -> Int64[Tensor, "b h n t"]:
+        head = torch.arange(keys.shape[1], device=keys.device)[:, None]
+        drawn = uniforms(self.config.seed, self.layer, head, ranks[:, None], KEYS)
+        return (drawn * self.buckets).long()[..., None]
+
+    def scores(self, question: Question) -> Float[Tensor, "b h q c"]:
+        rows, heads, _, _ = self.keys.view.shape
+        sizes = (heads, question.queries.shape[2], self.buckets)
+        head, query, bucket = (torch.arange(size, device=question.queries.device) for size in sizes)
+        where = (self.config.seed, self.layer, head[:, None, None], self.count, query[:, None], QUERIES, bucket)
+        return uniforms(*where).expand(rows, -1, -1, -1)

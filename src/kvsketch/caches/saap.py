@@ -1,0 +1,112 @@
+"""Saap: the method's one-head form is `algorithms/saap.py`, what it has learnt comes from `kvsketch fit`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from kvsketch.caches.base import check_choice, check_number
+from kvsketch.caches.bucketed import BucketedConfig, BucketedPast
+from kvsketch.caches.key_index import KeyIndex, LayerIndex, read_index
+from kvsketch.caches.question import Question
+from kvsketch.kernels.buckets import assign
+from kvsketch.kernels.routing import classified
+
+PREFERENCES = ("mass", "density")
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexedConfig(BucketedConfig):
+    """`index`: the folder that `kvsketch fit` made for the model."""
+
+    index: str = ""
+
+    @cached_property
+    def learnt(self) -> KeyIndex:
+        """What is in the folder."""
+        if not self.index:
+            raise ValueError(
+                f'{self.name} looks things up in an index: {self.name}(index="FOLDER"), made by kvsketch fit'
+            )
+        return read_index(self.index)
+
+    def check_model(self, facts: Callable[[], dict[str, Any]]) -> None:
+        self.learnt.check_model(facts())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saap(IndexedConfig):
+    """Keeps everything and reads the buckets that a learned classifier expects the answer in.
+
+    `mass`: buckets are visited until the classifier expects this share of a query's attention in them.
+    `prefer="mass"`, as published: those where it expects most. `prefer="density"`: where it expects most for each token
+    that has to be read; an empty bucket then never comes before one with tokens.
+    """
+
+    name: ClassVar[str] = "saap"
+    before_rotation: ClassVar[bool] = True
+
+    mass: float | None = None
+    prefer: str = "mass"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mass is not None:
+            check_number("mass", self.mass, above=0, below=1)
+        check_choice("prefer", self.prefer, PREFERENCES)
+
+    def slots(self, layer: int) -> BucketedPast:
+        return SaapPast(self, layer)
+
+
+class SaapPast(BucketedPast):
+    """Buckets of keys before rotation, chosen by the classifier of queries before rotation."""
+
+    def __init__(self, config: Saap, layer: int) -> None:
+        super().__init__(config, config.learnt.buckets)
+        self.config: Saap = config
+        self.layer = layer
+
+    def _learnt(self, at: Tensor) -> LayerIndex:
+        return self.config.learnt.layer(self.layer, at.device, at.dtype)
+
+    def label(
+        self,
+        keys: Float[Tensor, "b h n d"],
+        unrotated: Float[Tensor, "b h n d"] | None,
+        ranks: Int64[Tensor, "b n"],
+    ) -> Int64[Tensor, "b h n t"]:
+        return nearest(needed(unrotated, self.config), self._learnt(keys).centroids)
+
+    def scores(self, question: Question) -> Float[Tensor, "b h q c"]:
+        learnt = self._learnt(question.queries)
+        asking = needed(question.unrotated, self.config)
+        return classified(asking, learnt.first, learnt.first_bias, learnt.second, learnt.second_bias)
+
+    @property
+    def mass(self) -> float | None:
+        return self.config.mass
+
+    @property
+    def per_token(self) -> bool:
+        return self.config.prefer == "density"
+
+
+def nearest(keys: Float[Tensor, "b h n d"], centroids: Float[Tensor, "h c d"]) -> Int64[Tensor, "b h n 1"]:
+    """The bucket of every key; all rows of the batch share a head's centroids."""
+    rows, _, count, _ = keys.shape
+    lanes = keys.to(centroids.dtype).transpose(0, 1).flatten(1, 2)
+    return assign(lanes, centroids).unflatten(1, (rows, count)).transpose(0, 1)[..., None]
+
+
+def needed(unrotated: Tensor | None, config: BucketedConfig) -> Tensor:
+    """Queries or keys before rotation; refused where there are none."""
+    if unrotated is None:
+        raise ValueError(
+            f"{config.name} files keys as they are before rotation, and nobody noted those here: an exact cache holds "
+            "them rotated. Have a cache of this method read the text itself"
+        )
+    return unrotated

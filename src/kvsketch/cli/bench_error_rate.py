@@ -1,0 +1,104 @@
+"""`kvsketch bench error --against rate`: how far layers are from exact attention when they keep few tokens."""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import MofNCompleteColumn
+
+from kvsketch.cli.app import numbers, progress_bar, say
+from kvsketch.cli.bench_error_inputs import Inputs, given, shares, specs
+from kvsketch.cli.bench_error_tables import NOTE, tables
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from kvsketch.evaluation.layer_error_plan import Prompt, Study
+    from kvsketch.evaluation.rows import Row, RowsFile
+
+ROWS, NORMS = "error.jsonl", "norms.jsonl"
+METHODS = "balancekv; uniform; uniform(weights='none'); streaming_llm; clustergen; subgen"
+RATES, BLOCKS, SEEDS, EXACT = "0.5,0.25,0.125,0.0625", "64,128,256", 10, 256
+
+
+def read_study(
+    methods: str | None, rates: str | None, seeds: int | None, blocks: str | None, exact: int | None
+) -> "Study":
+    """The study that the options name."""
+    from kvsketch.evaluation.layer_error_plan import Study
+
+    return Study(
+        methods=specs(given(methods, METHODS)),
+        rates=shares(given(rates, RATES)),
+        blocks=numbers("--blocks", given(blocks, BLOCKS), int),
+        seeds=given(seeds, SEEDS),
+        exact=given(exact, EXACT),
+    )
+
+
+def run(study: "Study", inputs: Inputs) -> None:
+    """Measure what is missing, with a bar; then tables and pictures of all that was asked for."""
+    from kvsketch.evaluation.layer_error import NORMS_KEY
+    from kvsketch.evaluation.layer_error_plan import KEY
+    from kvsketch.evaluation.rows import RowsFile, name_alone
+
+    prompts, layers, out = inputs.texts.read(inputs.tokenizer, inputs.model), inputs.layers, inputs.out
+    for prompt in prompts:
+        study.check_text(name_alone(prompt.name), prompt.ids.shape[1])
+    errors, norms = RowsFile(out / ROWS, inputs.about, KEY), RowsFile(out / NORMS, inputs.about, NORMS_KEY)
+    _measure(study, inputs.model, prompts, layers, errors, norms)
+    rows, norms_rows = _asked_for(study, prompts, layers, out)
+    for table in tables(rows, norms_rows):
+        Console().print(table)
+    say(NOTE)
+    _draw(rows, out)
+
+
+def _measure(
+    study: "Study",
+    model: "PreTrainedModel",
+    prompts: "Sequence[Prompt]",
+    layers: Sequence[int],
+    errors: "RowsFile",
+    norms: "RowsFile",
+) -> None:
+    """Run the study, with a bar."""
+    from kvsketch.evaluation.layer_error import run
+
+    with progress_bar(MofNCompleteColumn()) as bar:
+        task = bar.add_task("reading", total=len(prompts) * len(layers) * len(study.trials))
+        for label, settled in run(model, prompts, layers, study, errors, norms):
+            bar.update(task, advance=settled, description=label)
+
+
+def _asked_for(
+    study: "Study", prompts: "Sequence[Prompt]", layers: Sequence[int], out: Path
+) -> "tuple[list[Row], list[Row]]":
+    """The folder's rows of errors and of norms that belong to this study, whenever they were made."""
+    from kvsketch.evaluation.layer_error import NORMS_KEY
+    from kvsketch.evaluation.layer_error_plan import KEY
+    from kvsketch.evaluation.rows import key_of, read_rows
+
+    read = [(prompt, layer) for prompt in prompts for layer in layers]
+    asked = {key_of(study.labels(prompt, layer, trial), KEY) for prompt, layer in read for trial in study.trials}
+    places = {(prompt.name, layer) for prompt, layer in read}
+    return (
+        [row for row in read_rows(out / ROWS, KEY)[1] if key_of(row, KEY) in asked],
+        [row for row in read_rows(out / NORMS, NORMS_KEY)[1] if (row["prompt"], row["layer"]) in places],
+    )
+
+
+def _draw(rows: "Sequence[Row]", out: Path) -> None:
+    """Pictures, where matplotlib is."""
+    if find_spec("matplotlib") is None:
+        say(f"no pictures: matplotlib is not installed (pip install 'kvsketch[plots]'); the rows are in {out / ROWS}")
+        return
+    from kvsketch.evaluation import layer_error_pictures as pictures
+    from kvsketch.evaluation.pictures import save
+
+    made = [save(pictures.errors_picture(rows), out / "error.png")]
+    if any(row["block"] is not None for row in rows):
+        made.append(save(pictures.blocks_picture(rows), out / "blocks.png"))
+    say(f"rows in {out / ROWS}, pictures in {', '.join(map(str, made))}")

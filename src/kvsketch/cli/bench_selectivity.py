@@ -1,0 +1,223 @@
+"""`kvsketch bench error --against selectivity`: how far layers are from exact attention when they read few tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import MofNCompleteColumn
+
+from kvsketch.cli.app import progress_bar, say, some_numbers
+from kvsketch.cli.bench_error_inputs import Inputs, Texts, given, shares, specs
+from kvsketch.cli.bench_selectivity_tables import NOTE, tables
+
+if TYPE_CHECKING:
+    from kvsketch.caches.key_index import KeyIndex
+    from kvsketch.evaluation.layer_error_plan import Prompt
+    from kvsketch.evaluation.rows import Row
+    from kvsketch.evaluation.selectivity import Asked
+
+LEARNT = "saap"  # needs an index: nothing learns about queries here
+METHODS = (
+    f"{LEARNT}; kmeans; kmeans(rope=True); lsh(kind='kdeformer'); lsh(kind='reformer'); lsh(kind='magicpig'); "
+    "random_buckets; random_tokens; retrieval"
+)
+RATES, BUCKETS, TABLES, SEEDS = "1/128,1/64,1/32,1/16,1/8,1/4,1/2", "128,32,64,256", "2,5,10,20,50,100,200", 3
+WINDOW, PART = 2047, 8  # of a shorter text the window is an eighth
+TRAINING, QUESTIONS = 8, 8  # documents that buckets are made of; questions behind every document
+LEAST, LONGEST = 32, 16384  # tokens of a text in the files they are made of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the user said."""
+
+    methods: Sequence[str]
+    rates: Sequence[float]
+    tables: Sequence[int]
+    seeds: int
+    folders: Sequence[Path]  # of indexes
+    buckets: Sequence[int]
+    training: Sequence[Path]  # files
+    sinks: int
+    window: int | None
+    asking: int
+    top: int
+    heads: Sequence[tuple[int, int]]
+
+
+def read_options(
+    methods: str | None, rates: str | None, seeds: int | None, *, index: Sequence[Path] | None, buckets: str | None,
+    train_file: Sequence[Path] | None, tables: str | None, sinks: int | None, window: int | None, asking: int | None,
+    top: int | None, heads: str | None,
+) -> Options:  # fmt: skip
+    """The options with their defaults; without an index, what learns about queries is left out."""
+    if index and buckets:
+        raise ValueError("--buckets are made where there is no index: give --index or --buckets")
+    named = specs(given(methods, METHODS))
+    if not index and methods is None:
+        named.remove(LEARNT)
+        say(f"{LEARNT} is left out: it looks things up by an index (--index FOLDER, made by kvsketch fit)")
+    elif not index and any(spec.startswith(LEARNT) for spec in named):
+        raise ValueError(f"{LEARNT} looks things up by an index: give one with --index, made by kvsketch fit")
+    return Options(
+        methods=named,
+        rates=shares(given(rates, RATES)),
+        tables=some_numbers("--tables", given(tables, TABLES), int),
+        seeds=given(seeds, SEEDS),
+        folders=index or (),
+        buckets=list(dict.fromkeys(some_numbers("--buckets", given(buckets, BUCKETS), int))),
+        training=train_file or (),
+        sinks=given(sinks, 1),
+        window=window,
+        asking=given(asking, 64),
+        top=given(top, 256),
+        heads=[_head(part) for part in (heads or "").split(",") if part.strip()],
+    )
+
+
+def run(options: Options, inputs: Inputs) -> None:
+    """Measure what is missing, with a bar; then tables and pictures of all that was asked for."""
+    from kvsketch.evaluation import selectivity
+    from kvsketch.evaluation.selectivity_plan import index_name
+
+    asked = _asked(options, inputs)
+    files = selectivity.Files(inputs.out, inputs.about)
+    with progress_bar(MofNCompleteColumn()) as bar:
+        task = bar.add_task("reading", total=asked.total)
+        for label, settled in selectivity.run(inputs.model, asked, files):
+            bar.update(task, advance=settled, description=label)
+    rows, indexes = files.rows(asked), [index_name(index) for index in asked.study.indexes]
+    for table in tables(rows, indexes):
+        Console().print(table)
+    say(NOTE)
+    _draw(rows, indexes, inputs.out)
+
+
+def _asked(options: Options, inputs: Inputs) -> "Asked":
+    """Everything to find out, now that there is a model; with buckets, which may have to be made."""
+    from kvsketch.evaluation.attention_span import Cut
+    from kvsketch.evaluation.rows import name_alone
+    from kvsketch.evaluation.selectivity import Asked
+    from kvsketch.evaluation.selectivity_plan import Study
+
+    given_indexes = _given_indexes(options, inputs)
+    if given_indexes:
+        inputs = replace(inputs, layers=_layers_of(given_indexes, inputs.layers))
+    texts = replace(inputs.texts, questions=QUESTIONS)
+    prompts = texts.read(inputs.tokenizer, inputs.model)
+    lengths = [prompt.ids.shape[1] for prompt in prompts]
+    cut = Cut(
+        sinks=options.sinks, window=given(options.window, min(WINDOW, min(lengths) // PART)), asking=options.asking
+    )
+    for prompt, tokens in zip(prompts, lengths, strict=True):
+        cut.check_text(name_alone(prompt.name), tokens)
+    study = Study(
+        methods=options.methods, indexes=(), cut=cut, rates=options.rates, tables=options.tables, seeds=options.seeds
+    )
+    heads = options.heads or [(inputs.layers[len(inputs.layers) // 2], 0)]
+    _check_heads(heads, inputs)
+    training = _training(options, texts, inputs)
+    indexes = given_indexes or _own_indexes(options, training, inputs)
+    return Asked(replace(study, indexes=indexes), prompts, training, inputs.layers, heads, options.top)
+
+
+def _training(options: Options, texts: Texts, inputs: Inputs) -> "list[Prompt]":
+    """The texts that buckets are made of; none where that is the index's affair."""
+    if options.training:
+        return _corpus(options, texts.tokens or LONGEST, inputs)
+    if options.folders:
+        say("no deviations of bucket sizes: they need the texts of the index (--train-file)")
+        return []
+    if texts.files:
+        raise ValueError("buckets are made of other texts: name some with --train-file, or give an --index")
+    return replace(texts, prompts=TRAINING, seed="error/training").read(inputs.tokenizer, inputs.model)
+
+
+def _corpus(options: Options, tokens: int, inputs: Inputs) -> "list[Prompt]":
+    """The texts of files, cut as `kvsketch fit` cuts them."""
+    from kvsketch.evaluation.layer_error_plan import Prompt
+    from kvsketch.fitting.corpus import read_corpus
+
+    least = options.sinks + LEAST
+    found = read_corpus(options.training, inputs.tokenizer, tokens=tokens, least=least, apart=least - 1)
+    return [Prompt(f"training#{text.digest[:8]}", text.ids[None].to(inputs.model.device)) for text in found.texts]
+
+
+def _given_indexes(options: Options, inputs: Inputs) -> "list[KeyIndex]":
+    """Indexes that fit the model."""
+    from kvsketch.caches.key_index import read_index
+    from kvsketch.huggingface.facts import facts
+
+    indexes = [read_index(folder) for folder in options.folders]
+    for index in indexes:
+        index.check_model(facts(inputs.model))
+    return indexes
+
+
+def _layers_of(indexes: "Sequence[KeyIndex]", layers: Sequence[int]) -> list[int]:
+    """The layers that every index has."""
+    there = [layer for layer in layers if all(layer in index.layers for index in indexes)]
+    names = ", ".join(str(index.folder) for index in indexes)
+    if not there:
+        raise ValueError(f"none of the layers {list(layers)} is in all of {names}: name layers that are, with --layers")
+    if missing := sorted(set(layers) - set(there)):
+        say(f"layers {missing} are left out: not all of {names} have them")
+    return there
+
+
+def _own_indexes(options: Options, training: "Sequence[Prompt]", inputs: Inputs) -> "list[KeyIndex]":
+    """Buckets made with a bar, or found where they were made before."""
+    from kvsketch.caches.key_index import read_index
+    from kvsketch.evaluation.own_buckets import folder_of, make_buckets
+
+    steps = make_buckets(inputs.model, training, inputs.layers, options.buckets, inputs.out, options.sinks)
+    with progress_bar() as bar:
+        task = bar.add_task("making buckets", total=None)
+        for label in steps:
+            bar.update(task, description=label)
+    return [read_index(folder_of(inputs.out, count)) for count in options.buckets]
+
+
+def _head(text: str) -> tuple[int, int]:
+    try:
+        layer, head = map(int, text.split(":"))
+    except ValueError as error:
+        raise ValueError(f"--heads must be such as 2:0, a layer and one of its query heads, got {text!r}") from error
+    return layer, head
+
+
+def _check_heads(heads: Sequence[tuple[int, int]], inputs: Inputs) -> None:
+    """Refuse heads that are not there, and layers that are not read."""
+    count = inputs.model.config.get_text_config(decoder=True).num_attention_heads
+    for layer, head in heads:
+        if layer not in inputs.layers or not 0 <= head < count:
+            raise ValueError(
+                f"--heads {layer}:{head} is not there: layers {list(inputs.layers)} are read, each with heads from 0 "
+                f"to {count - 1}"
+            )
+
+
+def _draw(rows: "dict[str, list[Row]]", indexes: Sequence[str], out: Path) -> None:
+    """Pictures, where matplotlib is."""
+    if find_spec("matplotlib") is None:
+        say(f"no pictures: matplotlib is not installed (pip install 'kvsketch[plots]'); the rows are in {out}")
+        return
+    from kvsketch.evaluation import key_pictures as of_keys
+    from kvsketch.evaluation import selectivity_pictures as of_lookups
+    from kvsketch.evaluation.pictures import save
+
+    pictures = {
+        "selectivity": of_lookups.lookups_picture(rows["lookups"], indexes),
+        "recall": of_lookups.lookups_picture(rows["lookups"], indexes, "recall"),
+        "spans": of_keys.spans_picture(rows["spans"]),
+        "spreads": of_keys.spreads_picture(rows["spreads"]),
+    }
+    if len(indexes) > 1:
+        pictures["buckets"] = of_lookups.buckets_picture(rows["lookups"])
+    if rows["sizes"]:
+        pictures["sizes"] = of_keys.sizes_picture([row for row in rows["sizes"] if row["index"] == indexes[0]])
+    made = [save(figure, out / f"{name}.png") for name, figure in pictures.items()]
+    say(f"rows in {', '.join(f'{part}.jsonl' for part in rows)}, pictures in {', '.join(map(str, made))}")

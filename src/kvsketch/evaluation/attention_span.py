@@ -1,0 +1,83 @@
+"""How few of the keys have most of the attention: the paper's "attention span".
+
+Paper: Saap (2025), section 3 and Figure 3. A text is cut as
+
+    [ sinks | past | window | asking ]
+
+and the last tokens ask, each seeing the tokens up to itself. Sinks and window are attended anyway, so what matters is
+how the attention to the past is spread.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvsketch.attention import NO_MASS, logits_of
+from kvsketch.caches.base import BLOCK, check_count
+from kvsketch.evaluation.rows import Row
+from kvsketch.huggingface.capture import Captured
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """Which tokens of a text are attended anyway, and how many of the last ones ask."""
+
+    sinks: int = 1
+    window: int = 2047
+    asking: int = 64
+
+    def __post_init__(self) -> None:
+        check_count("sinks", self.sinks, least=0)
+        check_count("window", self.window, least=1)
+        check_count("asking", self.asking, least=1)
+
+    def past(self, tokens: int) -> slice:
+        """The tokens that have left the window before the first one asks: whole blocks, as in a cache."""
+        left = tokens - self.asking - self.sinks - self.window
+        return slice(self.sinks, self.sinks + max(0, left) // BLOCK * BLOCK)
+
+    @property
+    def said(self) -> dict[str, int]:
+        """All of it, by name."""
+        return {"sinks": self.sinks, "window": self.window, "asking": self.asking}
+
+    def check_text(self, name: str, tokens: int) -> None:
+        """Refuse a text without a past."""
+        past = self.past(tokens)
+        if past.stop == past.start:
+            least = self.sinks + BLOCK + self.window + self.asking
+            raise ValueError(
+                f"{name} has {tokens:,} tokens; the study needs at least {least:,}: {self.sinks} first ones, a window "
+                f"of {self.window:,}, {self.asking} that ask, {BLOCK} between: give a longer text, or a smaller window"
+            )
+
+
+def span(seen: Captured, cut: Cut, top: int) -> Row:
+    """Of the attention that each query head pays to the past, the share of its `top` largest keys: a mean over queries.
+
+    Beside it the share that the past has of all its attention.
+    """
+    past = cut.past(seen.keys.shape[1])
+    of_top, of_past = list[float](), list[float]()
+    for logits in logits_by_head(seen, cut.asking):
+        all_mass, past_logits = logits.logsumexp(2), logits[..., past]
+        past_mass = past_logits.logsumexp(2)
+        largest = past_logits.topk(min(top, past_logits.shape[2]), 2).values.logsumexp(2)
+        of_top += (largest - past_mass).exp().mean(1).tolist()
+        of_past += (past_mass - all_mass).exp().mean(1).tolist()
+    return {"past": past.stop - past.start, "top_shares": of_top, "past_shares": of_past}
+
+
+def logits_by_head(seen: Captured, asking: int) -> Iterator[Float[Tensor, "g q n"]]:
+    """Logits of the last tokens' queries with all keys up to their own, a KV head at a time."""
+    heads, tokens, _ = seen.keys.shape
+    group = len(seen.queries) // heads
+    places = torch.arange(tokens, device=seen.keys.device)
+    hidden = places > places[-asking:, None]
+    for head in range(heads):
+        queries = seen.queries[None, head * group : (head + 1) * group, -asking:]
+        found = logits_of(queries, seen.keys[None, head : head + 1], seen.scale, seen.softcap)
+        yield found.reshape(group, asking, tokens).masked_fill(hidden, NO_MASS)

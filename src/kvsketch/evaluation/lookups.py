@@ -1,0 +1,103 @@
+"""How far answers are from exact ones when queries read a part of the past: Saap's study of selectivity.
+
+Paper: Saap (2025), appendix B with Figure 5 and appendix E.4 with Figure 10. A text is cut as `attention_span` cuts it;
+the last tokens ask, sinks and window and what came up to themselves is attended exactly, and of the past each reads
+what a cache's past finds. All numbers are in float32 at least, so that the errors are the method's alone.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvsketch.attention import Partial, exact_attention, merge
+from kvsketch.caches.base import LeavingTokens
+from kvsketch.caches.lookup import LookupConfig
+from kvsketch.caches.question import Question
+from kvsketch.caches.slots import SlotsPast
+from kvsketch.caches.sorted_runs import SortedConfig
+from kvsketch.evaluation.attention_span import Cut
+from kvsketch.evaluation.rows import Row
+from kvsketch.evaluation.selectivity_plan import Trial
+from kvsketch.huggingface.capture import Captured
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer's share of a text: what asks, the past, and exact attention over both parts of it."""
+
+    layer: int
+    question: Question
+    keys: Float[Tensor, "1 h n d"]  # of the past
+    values: Float[Tensor, "1 h n e"]
+    unrotated: Float[Tensor, "1 h n d"] | None
+    of_past: Partial
+    of_rest: Partial  # sinks, window, and the tokens that ask, each up to itself
+
+    @property
+    def count(self) -> int:
+        """Tokens of the past."""
+        return self.keys.shape[2]
+
+
+def case_of(seen: Captured, cut: Cut) -> Case:
+    """What the study holds and asks of a layer."""
+    tokens = seen.keys.shape[1]
+    past = cut.past(tokens)
+
+    def precise(x: Tensor) -> Tensor:
+        return x[None].to(torch.promote_types(x.dtype, torch.float32))
+
+    queries, keys, values = precise(seen.queries[:, -cut.asking :]), precise(seen.keys), precise(seen.values)
+    before = None if seen.queries_before is None else precise(seen.queries_before[:, -cut.asking :])
+    keys_before = None if seen.keys_before is None else precise(seen.keys_before[:, past])
+    places = torch.arange(tokens, device=keys.device)
+    rest = (places <= places[-cut.asking :, None]) & ((places < past.start) | (places >= past.stop))
+    question = Question(queries, before, seen.scale, seen.softcap)
+    keys_of_past, values_of_past = keys[:, :, past], values[:, :, past]
+    of_past = exact_attention(queries, keys_of_past, values_of_past, seen.scale, softcap=seen.softcap)
+    of_rest = exact_attention(queries, keys, values, seen.scale, visible=rest[None, None], softcap=seen.softcap)
+    return Case(seen.layer, question, keys_of_past, values_of_past, keys_before, of_past, of_rest)
+
+
+def measure(case: Case, trial: Trial) -> Row:
+    """Errors of a method's answers, and how much it read and found: over all heads, and head by head.
+
+    `read` is the share of the past that was read, `recall` the share of the attention to the past that this had, both
+    means over queries. `mse` is the paper's error; `error` is relative, a Frobenius norm over another.
+    """
+    answers = merge(case.of_past, case.of_rest).out[0]
+    given, read, recall = case.of_rest.out[0], torch.zeros(case.keys.shape[1]), torch.zeros(len(answers))
+    if trial.config is not None:
+        found = filled(case, trial.config).find(case.question)
+        rest = [case.of_rest] if found.rest is None else [case.of_rest, found.rest]
+        given = merge(found.part, *rest).out[0]
+        read = found.read[0].double().mean(1) / case.count
+        recall = (found.part.lse - case.of_past.lse)[0].exp().mean(1)
+    wrong, size = (given - answers).square(), answers.square()
+    relative = (wrong.sum((1, 2)) / size.sum((1, 2)).clamp_min(1e-30)).sqrt()
+    return {
+        "buckets": trial.buckets,
+        "aim": trial.aim,
+        "past": case.count,
+        "read": float(read.mean()),
+        "mse": float(wrong.mean()),
+        "error": float((wrong.sum() / size.sum().clamp_min(1e-30)).sqrt()),
+        "recall": float(recall.mean()),
+        "kv_head_reads": read.tolist(),
+        "head_mses": wrong.mean((1, 2)).tolist(),
+        "head_errors": relative.tolist(),
+        "head_recalls": recall.tolist(),
+    }
+
+
+def filled(case: Case, config: LookupConfig) -> SlotsPast:
+    """A cache's past that holds the text's; where it sorts tokens, all of them together."""
+    if isinstance(config, SortedConfig):
+        config = replace(config, staging=case.count)
+    past = config.slots(case.layer)
+    ranks = torch.arange(case.count, device=case.keys.device)[None]
+    labels = past.label(case.keys, case.unrotated, ranks)
+    past.write(LeavingTokens(case.keys, case.values, ranks, (case.count,), labels))
+    return past

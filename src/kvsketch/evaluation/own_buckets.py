@@ -1,0 +1,87 @@
+"""Buckets that the study makes itself where it is given no index: k-means of the keys of a few other texts.
+
+Nothing is learnt about queries: they are assigned as keys are, which is what `kmeans` does and what `saap` does not.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvsketch.algorithms.draws import uniforms
+from kvsketch.caches.key_index import DESCRIPTION, FORMAT, LayerIndex, layer_file
+from kvsketch.evaluation.key_query_spread import evenly
+from kvsketch.evaluation.layer_error_plan import Prompt
+from kvsketch.fitting.files import write_json, write_tensors
+from kvsketch.huggingface.capture import capture
+from kvsketch.huggingface.facts import facts
+from kvsketch.kernels.buckets import spherical_k_means
+
+MOST = 65_536  # keys of a head that k-means is given: more take long and change little
+
+
+def folder_of(out: Path, count: int) -> Path:
+    """Where so many buckets lie."""
+    return out / f"kmeans-{count}"
+
+
+def make_buckets(
+    model: PreTrainedModel, texts: Sequence[Prompt], layers: Sequence[int], counts: Sequence[int], out: Path, sinks: int
+) -> Iterator[str]:
+    """Write an index for each number of buckets, unless it is there already; what is being done, step by step."""
+    about = {
+        "format": FORMAT,
+        "layers": list(layers),
+        "model": facts(model),
+        "texts": [text.name for text in texts],
+        "sinks": sinks,
+        "learnt": "k-means alone: queries are assigned as keys are",
+    }
+    missing = [count for count in counts if _description(folder_of(out, count)) != about | {"buckets": count}]
+    if not missing:
+        return
+    yield "reading what buckets are made of"
+    for layer, (before, after) in keys_of(model, texts, layers, sinks).items():
+        for count in missing:
+            yield f"layer {layer}, {count} buckets"
+            (folder_of(out, count) / DESCRIPTION).unlink(missing_ok=True)  # written last: without it there is no index
+            learnt = cluster(before, after, count, layer)
+            write_tensors(folder_of(out, count) / layer_file(layer), learnt.tensors(), {})
+    for count in missing:
+        write_json(folder_of(out, count) / DESCRIPTION, about | {"buckets": count})
+
+
+def keys_of(
+    model: PreTrainedModel, texts: Sequence[Prompt], layers: Sequence[int], sinks: int
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """Keys of all texts for every layer, before and after rotation, evenly from every text; no sinks."""
+    parts = defaultdict[int, list[Tensor]](list)
+    for text in texts:
+        chosen = evenly(sinks, text.ids.shape[1], MOST // len(texts)).to(model.device)
+        for seen in capture(model, text.ids, layers, before_rotation=True):
+            assert seen.keys_before is not None, "captured before rotation"
+            parts[seen.layer].append(torch.stack([seen.keys_before[:, chosen], seen.keys[:, chosen]]).float())
+    return {layer: tuple(torch.cat(found, 2)) for layer, found in parts.items()}
+
+
+def cluster(before: Float[Tensor, "h n d"], after: Float[Tensor, "h n d"], count: int, layer: int = 0) -> LayerIndex:
+    """Centroids of keys before and after rotation, from a start at random; queries are assigned as keys are."""
+    heads, keys, _ = before.shape
+    if count > keys:
+        raise ValueError(f"{count} buckets need as many keys, the texts have {keys}: give more texts or fewer buckets")
+    drawn = uniforms(layer, torch.arange(heads)[:, None], torch.arange(keys))
+    start = drawn.argsort(1)[:, :count].to(before.device)
+    centroids, rotated = spherical_k_means(before, start), spherical_k_means(after, start)
+    no_bias = torch.zeros(heads, 1, count, device=before.device)
+    return LayerIndex(centroids, rotated, centroids.mT.contiguous(), no_bias)
+
+
+def _description(folder: Path) -> dict[str, Any] | None:
+    path = folder / DESCRIPTION
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None

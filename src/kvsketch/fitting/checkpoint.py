@@ -1,0 +1,69 @@
+"""Training that can stop at any moment, and goes on to the same result."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from kvsketch.fitting.classifiers import Classifiers, train
+from kvsketch.fitting.files import read_about, read_tensors, write_tensors
+from kvsketch.fitting.pool import Pool
+from kvsketch.fitting.settings import Recipe
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # what Adam knows of a parameter
+
+
+def train_on(
+    path: Path,
+    classifiers: Classifiers,
+    pool: Pool,
+    recipe: Recipe,
+    draw: torch.Generator,
+    *,
+    save_every: float,
+    show: Callable[[int, float], None],
+) -> float:
+    """Train by the recipe, or go on from the checkpoint at `path`; how many seconds it took in all."""
+    adam = torch.optim.Adam(classifiers.parameters(), lr=recipe.rate)
+    done, before = _load(path, classifiers, adam, draw)
+    begin = saved = time.monotonic()
+    losses = train(classifiers, pool.queries, pool.shares, _batches(pool, recipe, draw), recipe.rates(done), adam)
+    for step, loss in enumerate(losses, done + 1):
+        now = time.monotonic()
+        if now - saved >= save_every or step == recipe.steps:
+            _save(path, classifiers, adam, draw, step, before + now - begin)
+            saved = time.monotonic()
+        show(step, float(loss.mean()))
+    return before + time.monotonic() - begin
+
+
+def _batches(pool: Pool, recipe: Recipe, draw: torch.Generator) -> Iterator[Int64[Tensor, " b"]]:
+    while True:
+        numbers = torch.randint(pool.queries.shape[1], (recipe.batch,), generator=draw)
+        yield numbers.to(pool.queries.device)
+
+
+def _save(
+    path: Path, classifiers: Classifiers, adam: torch.optim.Adam, draw: torch.Generator, step: int, seconds: float
+) -> None:
+    tensors = {f"model.{name}": tensor for name, tensor in classifiers.state_dict().items()}
+    for name, parameter in classifiers.named_parameters():
+        tensors |= {f"{moment}.{name}": adam.state[parameter][moment] for moment in MOMENTS}
+    write_tensors(path, {**tensors, "draw": draw.get_state()}, {"step": step, "seconds": seconds})
+
+
+def _load(path: Path, classifiers: Classifiers, adam: torch.optim.Adam, draw: torch.Generator) -> tuple[int, float]:
+    """The steps that were done, and the seconds they took."""
+    about = read_about(path)
+    if about is None:
+        return 0, 0.0
+    tensors = read_tensors(path)
+    classifiers.load_state_dict({name: tensors[f"model.{name}"] for name in classifiers.state_dict()})
+    for name, parameter in classifiers.named_parameters():
+        moments = {moment: tensors[f"{moment}.{name}"] for moment in MOMENTS}
+        adam.state[parameter] = {k: v if k == "step" else v.to(parameter.device) for k, v in moments.items()}
+    draw.set_state(tensors["draw"])
+    return int(about["step"]), float(about["seconds"])

@@ -1,0 +1,201 @@
+"""The whole fit: read a corpus, learn layer by layer, and leave a folder that a cache can look things up in."""
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvsketch.caches.key_index import KeyIndex, read_index
+from kvsketch.fitting.corpus import Corpus, Text, read_corpus
+from kvsketch.fitting.layer import LayerFit, report_of
+from kvsketch.fitting.run import Run
+from kvsketch.fitting.settings import FitSettings, generator
+from kvsketch.fitting.shards import Reader, Shards, long_range_queries
+from kvsketch.fitting.spread import RayCluster
+from kvsketch.huggingface import detach, make_cache
+from kvsketch.huggingface.attention import NAME
+from kvsketch.huggingface.capture import choose_layers
+from kvsketch.huggingface.facts import facts
+
+Job = TypeVar("Job")
+Done = TypeVar("Done")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a part of the work is."""
+
+    part: str  # reading or fitting
+    done: int
+    total: int
+    text: str = ""
+
+
+def _no_progress(progress: Progress) -> None: ...
+
+
+def _no_note(text: str) -> None: ...
+
+
+def fit(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    files: Sequence[Path],
+    out: Path,
+    settings: FitSettings,
+    *,
+    name: str,
+    shards_folder: Path | None = None,
+    cluster: RayCluster | None = None,
+    keep: bool = False,
+    save_every: float = 60.0,
+    about: Mapping[str, Any] | None = None,
+    show: Callable[[Progress], None] = _no_progress,
+    note: Callable[[str], None] = _no_note,
+) -> KeyIndex:
+    """Fit Saap's buckets and classifiers to a model, or go on where a run in this folder was stopped.
+
+    `settings.shards.layers` left empty are all full-attention layers that have long-range queries. A kill loses the
+    text, the clustering or the pool that was being made, and of a training at most `save_every` seconds. Shards in a
+    folder of their own stay; those in `out` are removed at the end with the rest of the work, unless `keep`.
+    """
+    device = str(model.device) if cluster is None else cluster.place()  # a cluster that is not there is said at once
+    limits = settings.shards
+    corpus = read_corpus(files, tokenizer, tokens=settings.tokens, least=limits.least_tokens, apart=limits.apart)
+    for text in corpus.notes:
+        note(text)
+    train, held_out = split(corpus, settings)
+    _check_enough_keys(train, settings)
+    layers = layers_of(model, limits.layers)
+    run = Run(out.resolve(), {**facts(model), "id": name}, str(model.dtype).removeprefix("torch."), settings, corpus)
+    if run.begin():
+        note(f"{out} is finished already")
+        return _finished(run, keep)
+
+    known = {**facts(model), "dtype": run.dtype}
+    shards = Shards((shards_folder or run.work / "shards").resolve(), known, replace(limits, layers=tuple(layers)))
+    _read(corpus, shards, (lambda: model) if cluster is None else partial(cluster.load, device), cluster, show)
+    paths = [shards.path(text) for text in train]
+    layers = _with_long_range_queries(layers, paths, settings, note)
+    job = LayerFit(
+        out=run.out,
+        work=run.work,
+        train=paths,
+        lengths=[len(text.ids) for text in train],
+        held_out=[shards.path(text) for text in held_out],
+        settings=settings,
+        device=device,
+        save_every=save_every,
+    )
+    _fit_layers(job, layers, cluster, show)
+    run.finish({layer: report_of(run.out, layer) for layer in layers}, {**(about or {}), **_sizes(train, held_out)})
+    return _finished(run, keep)
+
+
+def split(corpus: Corpus, settings: FitSettings) -> tuple[list[Text], list[Text]]:
+    """Texts to fit to, and texts to measure on."""
+    count = len(corpus.texts)
+    if count < 2:
+        raise ValueError(
+            "a fit needs two texts at least, one to measure on, and the corpus has one: give more, or cut it into "
+            "shorter ones (--tokens)"
+        )
+    order = torch.randperm(count, generator=generator(settings.seed, "held out")).tolist()
+    out = set(order[: min(count - 1, max(1, round(settings.held_out * count)))])
+    return [t for i, t in enumerate(corpus.texts) if i not in out], [t for i, t in enumerate(corpus.texts) if i in out]
+
+
+def layers_of(model: PreTrainedModel, wanted: Sequence[int]) -> list[int]:
+    """The full-attention layers wanted, or all; the model is left with the attention it had."""
+    attached_before = model.config.get_text_config(decoder=True)._attn_implementation == NAME
+    try:
+        return sorted(choose_layers(make_cache(model, "exact"), list(wanted) or None))
+    finally:
+        if not attached_before:
+            detach(model)
+
+
+def _check_enough_keys(train: list[Text], settings: FitSettings) -> None:
+    there = sum(len(text.ids) - settings.shards.sinks for text in train)
+    if there < settings.buckets:
+        raise ValueError(
+            f"{settings.buckets} buckets need as many keys at least, and the texts to fit to have {there}: give more "
+            "text, or make fewer buckets (--buckets)"
+        )
+
+
+def _finished(run: Run, keep: bool) -> KeyIndex:
+    if run.work.exists() and not keep:
+        shutil.rmtree(run.work)
+    return read_index(run.out)
+
+
+def _read(
+    corpus: Corpus,
+    shards: Shards,
+    load: Callable[[], PreTrainedModel],
+    cluster: RayCluster | None,
+    show: Callable[[Progress], None],
+) -> None:
+    missing = [text for text in corpus.texts if not shards.has(text)]
+    done, total = len(corpus.texts) - len(missing), len(corpus.texts)
+    show(Progress("reading", done, total))
+    for name in _spread(cluster, lambda: Reader(load, shards), missing):
+        done += 1
+        show(Progress("reading", done, total))
+        if not (shards.folder / name).is_file():
+            raise ValueError(
+                f"a worker wrote {shards.folder / name}, which is not there for this machine: workers of a cluster "
+                "must share the folder of the shards and that of the result (--shards, -o)"
+            )
+
+
+def _fit_layers(job: LayerFit, layers: list[int], cluster: RayCluster | None, show: Callable[[Progress], None]) -> None:
+    steps = job.settings.recipe.steps
+    total, finished = steps * len(layers), list[int]()
+
+    def inside(layer: int, step: int, text: str) -> None:
+        show(Progress("fitting", steps * len(finished) + step, total, f"layer {layer} {text}"))
+
+    work = job if cluster is not None else replace(job, show=inside)
+    for layer in _spread(cluster, lambda: work, layers):
+        finished.append(layer)
+        show(Progress("fitting", steps * len(finished), total, f"layer {layer}"))
+
+
+def _spread(
+    cluster: RayCluster | None, make_worker: Callable[[], Callable[[Job], Done]], jobs: Sequence[Job]
+) -> Iterator[Done]:
+    if cluster is not None:
+        yield from cluster.run(make_worker, jobs)
+    elif jobs:
+        yield from map(make_worker(), jobs)
+
+
+def _with_long_range_queries(
+    layers: list[int], paths: list[Path], settings: FitSettings, note: Callable[[str], None]
+) -> list[int]:
+    """Refuse layers that were asked for and have none; without any named, leave them out."""
+    counts = {layer: long_range_queries(paths, layer) for layer in layers}
+    without = [layer for layer, count in counts.items() if not count.any()]
+    what = f"no query of layers {without} has its best key more than {settings.shards.away} tokens away"
+    if without and (settings.shards.layers or len(without) == len(layers)):
+        raise ValueError(f"{what}: give longer texts, a smaller --away, or leave the layers out (--layers)")
+    if without:
+        note(f"{what}: they are left out, to be read in full")
+    for layer, count in counts.items():
+        if count.any() and not count.all():
+            note(f"layer {layer}: KV heads {(count == 0).nonzero()[:, 0].tolist()} learn from queries that look near")
+    return [layer for layer in layers if layer not in without]
+
+
+def _sizes(train: list[Text], held_out: list[Text]) -> dict[str, Any]:
+    return {
+        name: {"texts": len(texts), "tokens": sum(len(text.ids) for text in texts)}
+        for name, texts in (("fitted_to", train), ("held_out", held_out))
+    }

@@ -1,0 +1,119 @@
+"""One layer's fit, from shards to a file: clusters, a pool of queries, classifiers, and how good they are."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from kvsketch.caches.key_index import LayerIndex, layer_file
+from kvsketch.fitting.checkpoint import train_on
+from kvsketch.fitting.classifiers import Classifiers
+from kvsketch.fitting.files import read_about, read_tensors, write_tensors
+from kvsketch.fitting.measure import measure
+from kvsketch.fitting.pool import Clusters, Pool, cluster, fill_pool
+from kvsketch.fitting.settings import FitSettings, generator
+from kvsketch.fitting.shards import long_range_queries
+
+T = TypeVar("T", Clusters, Pool)
+Show = Callable[[int, int, str], None]  # the layer, steps of its training, and what is going on
+
+
+@dataclass(frozen=True)
+class LayerFit:
+    """Fits one layer after another: what a machine does that takes part in a fit."""
+
+    out: Path  # a finished layer's file goes there
+    work: Path  # and here is what an interrupted one goes on from
+    train: list[Path]
+    lengths: list[int]  # of the texts to fit to
+    held_out: list[Path]
+    settings: FitSettings
+    device: str
+    save_every: float = 60.0
+    show: Show = lambda layer, step, text: None
+
+    def __call__(self, layer: int) -> int:
+        """The layer, once its file is there."""
+        path = self.out / layer_file(layer)
+        if read_about(path) is None:
+            self._fit(layer, path)
+        self.show(layer, self.settings.recipe.steps, "")
+        return layer
+
+    def _fit(self, layer: int, path: Path) -> None:
+        settings, device, seconds = self.settings, self.device, dict[str, float]()
+
+        def kept(kind: type[T], name: str, make: Callable[[], T]) -> T:
+            self.show(layer, 0, name)
+            file = self.work / f"layer-{layer:02}.{name}.safetensors"
+            begin = time.monotonic()
+            if read_about(file) is None:
+                write_tensors(file, vars(make()), {"seconds": time.monotonic() - begin})
+            seconds[name] = (read_about(file) or {})["seconds"]
+            return kind(**read_tensors(file, device))
+
+        clusters = kept(Clusters, "clusters", lambda: cluster(self.train, self.lengths, layer, settings, device))
+        pool = kept(Pool, "pool", lambda: fill_pool(self.train, layer, clusters.before, settings, device))
+        classifiers = classifiers_for(clusters, pool, settings, layer)
+        seconds["training"] = train_on(
+            self.work / f"layer-{layer:02}.training.safetensors",
+            classifiers,
+            pool,
+            settings.recipe,
+            generator(settings.seed, layer, "batches"),
+            save_every=self.save_every,
+            show=lambda step, loss: self.show(layer, step, f"loss {loss:.2f}"),
+        )
+        begin = time.monotonic()
+        held_out = measure(self.held_out, layer, classifiers, clusters, settings, device)
+        seconds["measuring"] = time.monotonic() - begin
+        about = {
+            "queries": pool.queries.shape[1],
+            "long_range_queries": long_range_queries(self.train, layer).tolist(),
+            "held_out": held_out,
+            "seconds": {name: round(value, 2) for name, value in seconds.items()},
+        }
+        write_tensors(path, index_of(clusters, classifiers).tensors(), about)
+
+
+def classifiers_for(clusters: Clusters, pool: Pool, settings: FitSettings, layer: int) -> Classifiers:
+    """Those of a layer, as they begin: at random, or near what the clusters say."""
+    lanes, _, width = pool.queries.shape
+    draw = generator(settings.seed, layer, "weights")
+    made = Classifiers(lanes, width, settings.hidden, settings.buckets, draw).to(pool.queries.device)
+    if settings.recipe.start == "clusters":
+        made.begin_at(clusters.weight, clusters.bias, pool.queries)
+    return made
+
+
+def index_of(clusters: Clusters, classifiers: Classifiers) -> LayerIndex:
+    """What a cache looks keys and queries up by."""
+    alone = [classifiers.of_lane(lane) for lane in range(len(clusters.before))]
+
+    def together(parts: list[Tensor | None]) -> Tensor | None:
+        """As products take them; biases as rows."""
+        there = [part for part in parts if part is not None]
+        return torch.stack([part.T if part.ndim == 2 else part[None] for part in there]) if there else None
+
+    second, second_bias = together([one.second for one in alone]), together([one.second_bias for one in alone])
+    assert second is not None
+    assert second_bias is not None
+    return LayerIndex(
+        centroids=clusters.before,
+        rotated_centroids=clusters.rotated,
+        second=second,
+        second_bias=second_bias,
+        first=together([one.first for one in alone]),
+        first_bias=together([one.first_bias for one in alone]),
+    )
+
+
+def report_of(out: Path, layer: int) -> dict[str, Any]:
+    """What is known of a finished layer."""
+    about = read_about(out / layer_file(layer))
+    assert about is not None
+    return about

@@ -1,0 +1,111 @@
+"""How well buckets are found in texts that nothing was fitted to.
+
+Every long-range query is measured by itself: what a cache does with the queries of a group together is not seen here.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvsketch.algorithms.saap import divergence
+from kvsketch.fitting.classifiers import Classifiers
+from kvsketch.fitting.pool import Clusters, queries_of, shares_of
+from kvsketch.fitting.settings import FitSettings
+from kvsketch.fitting.shards import long_range_queries, read_layer
+from kvsketch.kernels.buckets import assign
+
+PROBES = (1, 2, 4, 8, 16, 32, 64, 128)
+CLASSIFIER, KMEANS, ROTATED = "classifier", "kmeans", "kmeans_rope"
+
+
+@torch.no_grad()
+def measure(
+    paths: list[Path],
+    layer: int,
+    classifiers: Classifiers,
+    clusters: Clusters,
+    settings: FitSettings,
+    device: str,
+) -> dict[str, Any]:
+    """Recall of far attention and the share of far keys that is read, by probes, for the classifier and beside it.
+
+    k-means visits the buckets whose centroids have the largest inner products with the query, before or after rotation.
+    """
+    probes = [count for count in PROBES if count < settings.buckets]
+    has_far = long_range_queries(paths, layer) > 0
+    tally = Tally(probes, lanes=len(clusters.before))
+    for path in paths:
+        shard = read_layer(path, layer, device)
+        buckets = assign(shard.keys_before.float(), clusters.before)
+        rotated_buckets = assign(shard.keys.float(), clusters.rotated)
+        nothing = torch.zeros_like(shard.keys)  # by which all keys have the same share: so many are in a bucket
+        for lane in range(len(clusters.before)):
+            chosen = queries_of(shard, lane, long_range_only=bool(has_far[lane]))
+            if not len(chosen):
+                continue
+            asked, rotated = shard.queries_before[chosen].float(), shard.queries[chosen].float()
+            answers = classifiers.log_probabilities(lane, asked)
+            kmeans = asked @ clusters.before[lane].T
+            by_centroid = rotated @ clusters.rotated[lane].T
+            for ways, of_keys in (
+                ({CLASSIFIER: answers, KMEANS: kmeans}, buckets),
+                ({ROTATED: by_centroid}, rotated_buckets),
+            ):
+                shares, sizes = (
+                    shares_of(shard, chosen, lane, keys, of_keys, settings.buckets, settings)
+                    for keys in (shard.keys, nothing)
+                )
+                for name, scores in ways.items():
+                    tally.add(name, lane, scores, shares, sizes)
+                if CLASSIFIER in ways:
+                    tally.losses[lane] += float(divergence(answers, shares)) * len(chosen)
+    return tally.result()
+
+
+class Tally:
+    """Sums over queries, of every way to choose buckets and every head."""
+
+    def __init__(self, probes: list[int], lanes: int) -> None:
+        self.probes = probes
+        self.sums = {name: torch.zeros(2, lanes, len(probes)).double() for name in (CLASSIFIER, KMEANS, ROTATED)}
+        self.losses, self.queries = torch.zeros(lanes).double(), torch.zeros(lanes).double()
+
+    def add(
+        self,
+        name: str,
+        lane: int,
+        scores: Float[Tensor, "q c"],
+        shares: Float[Tensor, "q c"],
+        sizes: Float[Tensor, "q c"],
+    ) -> None:
+        """What each number of probes reaches with these scores."""
+        best = scores.topk(max(self.probes), 1).indices
+        for row, x in enumerate((shares, sizes)):
+            reached = x.gather(1, best).double().cumsum(1).sum(0)
+            self.sums[name][row, lane] += torch.stack([reached[count - 1] for count in self.probes]).cpu()
+        if name == CLASSIFIER:
+            self.queries[lane] += len(scores)
+
+    def result(self) -> dict[str, Any]:
+        """Means over queries; over heads too, and the recall of each."""
+        queries = self.queries.clamp_min(1)
+        found: dict[str, Any] = {"queries": self.queries.int().tolist(), "loss": _plain(self.losses / queries)}
+        for name, sums in self.sums.items():
+            recall, selectivity = sums / queries[:, None]
+            found[name] = [
+                {
+                    "probes": count,
+                    "recall": _plain(recall[:, place].mean()),
+                    "selectivity": _plain(selectivity[:, place].mean()),
+                    "recall_of_heads": _plain(recall[:, place]),
+                }
+                for place, count in enumerate(self.probes)
+            ]
+        return found
+
+
+def _plain(x: Tensor) -> Any:
+    return x.mul(1e5).round().div(1e5).tolist()

@@ -1,0 +1,88 @@
+"""What a fit in a folder is: which model, corpus and settings; whether it may go on there."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvsketch.caches.key_index import DESCRIPTION, FORMAT
+from kvsketch.fitting.corpus import Corpus
+from kvsketch.fitting.files import NEW, write_json
+from kvsketch.fitting.settings import FitSettings
+
+STATE = "fit.json"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A fit and its folder; `begin` before anything is written there."""
+
+    out: Path
+    model: dict[str, Any]  # its facts and its id
+    dtype: str
+    settings: FitSettings
+    corpus: Corpus
+
+    @property
+    def work(self) -> Path:
+        """What is of use until the fit is done."""
+        return self.out / "work"
+
+    def begin(self) -> bool:
+        """Note down what this is, or refuse a folder of something else; whether all of it was done before."""
+        for path in (self.out / DESCRIPTION, self.work / STATE):
+            if path.is_file():
+                self._check_same(path)
+                return path.name == DESCRIPTION
+        if self.out.is_file() or any(path.is_file() and path.suffix != NEW for path in self.out.rglob("*")):
+            raise ValueError(f"{self.out} has files in it, and none of a fit: name a new folder, or that of a fit")
+        write_json(self.work / STATE, self.description())
+        return False
+
+    def description(self) -> dict[str, Any]:
+        """All that the result depends on, as JSON has it."""
+        described = {
+            "model": self.model,
+            "dtype": self.dtype,
+            "settings": asdict(self.settings),
+            "corpus": [asdict(source) for source in self.corpus.sources],
+        }
+        plain: dict[str, Any] = json.loads(json.dumps(described))
+        return plain
+
+    def finish(self, layers: Mapping[int, Any], about: Mapping[str, Any]) -> None:
+        """Write the description, by which the folder is an index."""
+        settings = self.settings
+        description = {
+            "format": FORMAT,
+            "buckets": settings.buckets,
+            "hidden": settings.hidden,
+            **self.description(),
+            "made_with": dict(about),
+            "measured": "long-range queries of held-out texts, each by itself",
+            "layers": {str(number): report for number, report in layers.items()},
+        }
+        write_json(self.out / DESCRIPTION, description)
+
+    def _check_same(self, path: Path) -> None:
+        try:
+            there = json.loads(path.read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} cannot be read as a fit's description: {error}") from error
+        new = self.description()
+        held, wanted = _flat({name: there.get(name) for name in new}), _flat(new)
+        other = [name for name in {**held, **wanted} if held.get(name) != wanted.get(name)]
+        if other:
+            named = ", ".join(f"{name} {held.get(name)!r}, now {wanted.get(name)!r}" for name in other[:3])
+            raise ValueError(f"{self.out} holds another fit: {named}. Go on with that, or name another folder")
+
+
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    """The numbers and strings in a description, by their whole names."""
+    if isinstance(value, list):
+        value = {str(place): part for place, part in enumerate(value)}
+    if not isinstance(value, dict):
+        return {name: value}
+    parts = (_flat(part, f"{name}.{key}" if name else key) for key, part in value.items())
+    return {key: part for found in parts for key, part in found.items()}

@@ -1,0 +1,36 @@
+"""Which rows a query reads: runs of neighbours, by where they begin and how long they are."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Int64
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Runs of rows for every row of the batch, KV head and query; a run may be empty. No row is in two of a query's."""
+
+    begin: Int64[Tensor, "b h q s"]
+    length: Int64[Tensor, "b h q s"]
+
+    @property
+    def rows(self) -> Int64[Tensor, "b h q"]:
+        """How many rows each query reads."""
+        return self.length.sum(-1)
+
+    def join(self, other: "Segments") -> "Segments":
+        """These runs and those."""
+        return Segments(torch.cat([self.begin, other.begin], -1), torch.cat([self.length, other.length], -1))
+
+    def part(self, start: int, stop: int) -> "Segments":
+        """Those of queries start…stop-1."""
+        return Segments(self.begin[:, :, start:stop], self.length[:, :, start:stop])
+
+    def mask(self, count: int) -> Bool[Tensor, "b h q {count}"]:
+        """Which of `count` rows each query reads."""
+        steps = self.begin.new_zeros(*self.begin.shape[:3], count + 1)
+        ones = (self.length > 0).long()
+        steps.scatter_add_(3, self.begin, ones)
+        steps.scatter_add_(3, self.begin + self.length, -ones)
+        return steps.cumsum(3)[..., :count] > 0

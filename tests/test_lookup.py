@@ -1,0 +1,363 @@
+"""Buckets and bins of a whole layer: the one-head forms head by head, limits, estimates, and what moves where."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvsketch.algorithms import lsh as one_head
+from kvsketch.algorithms import saap
+from kvsketch.attention import WeightedTokens, exact_attention, merge, weighted_attention
+from kvsketch.caches.base import LeavingTokens
+from kvsketch.caches.bucketed import choose
+from kvsketch.caches.kmeans import KMeans
+from kvsketch.caches.layer import LayerCache, NewTokens
+from kvsketch.caches.lsh import LSH
+from kvsketch.caches.question import Question, Unrotated
+from kvsketch.caches.random_buckets import RandomBuckets
+from kvsketch.caches.retrieval import Retrieval
+from kvsketch.caches.saap import Saap
+from kvsketch.caches.sorted_runs import BASE
+from made_index import make_index
+
+HEADS, GROUP, WIDTH, BUCKETS = 2, 3, 16, 8
+SCALE = WIDTH**-0.5
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def tokens(count, seed=0):
+    """Keys, values, and keys before rotation."""
+    return tuple(normal(1, HEADS, count, WIDTH, seed=3 * seed + i) for i in range(3))
+
+
+def question(count=1, seed=50):
+    queries = normal(1, HEADS * GROUP, count, WIDTH, seed=seed)
+    return Question(queries, queries.flip(-1), SCALE)
+
+
+def filled(config, keys, values, unrotated, sizes=None, layer=1):
+    """A past that was given the tokens in parts of these sizes."""
+    past, start = config.slots(layer), 0
+    for size in sizes or [keys.shape[2]]:
+        part = slice(start, start + size)
+        ranks = torch.arange(start, start + size)[None]
+        labels = past.label(keys[:, :, part], unrotated[:, :, part], ranks)
+        past.write(LeavingTokens(keys[:, :, part], values[:, :, part], ranks, (start + size,), labels))
+        start += size
+    return past
+
+
+@pytest.fixture
+def index(tmp_path):
+    return make_index(tmp_path / "index", heads=HEADS, width=WIDTH, buckets=BUCKETS)
+
+
+def classifier_of(learnt, head):
+    first = None if learnt.first is None else learnt.first[head].T
+    bias = None if learnt.first_bias is None else learnt.first_bias[head, 0]
+    return saap.QueryClassifier(first, bias, learnt.second[head].T, learnt.second_bias[head, 0])
+
+
+@pytest.mark.parametrize("hidden", [0, 12])
+@pytest.mark.parametrize("probes", [1, 3])
+def test_saap_in_a_layer_is_saap_in_each_head(tmp_path, hidden, probes):
+    config = Saap(index=make_index(tmp_path / "i", heads=HEADS, width=WIDTH, hidden=hidden), probes=probes, staging=1)
+    keys, values, unrotated = tokens(300)
+    past, asking = filled(config, keys, values, unrotated), question()
+    found = past.find(asking)
+    learnt = config.learnt.layer(1)
+    for head in range(HEADS):
+        group = slice(head * GROUP, (head + 1) * GROUP)
+        buckets = saap.assign(unrotated[0, head], learnt.centroids[head])
+        classifier = classifier_of(learnt, head)
+        visit = saap.visited(classifier.log_probabilities(asking.unrotated[0, group, 0]).exp(), probes)
+        expected = saap.attend(asking.queries[0, group, 0], keys[0, head], values[0, head], buckets, visit, SCALE)
+        torch.testing.assert_close(found.part.out[:, group], expected.out)
+        torch.testing.assert_close(found.part.lse[:, group], expected.lse)
+        assert found.read[0, head, 0] / 300 == pytest.approx(saap.selectivity(buckets, visit))
+
+
+@pytest.mark.parametrize("rope", [False, True])
+def test_kmeans_visits_the_nearest_centroids(index, rope):
+    config = KMeans(index=index, probes=2, staging=1, rope=rope)
+    keys, values, unrotated = tokens(300)
+    past, asking = filled(config, keys, values, unrotated), question()
+    learnt = config.learnt.layer(1)
+    centroids = learnt.rotated_centroids if rope else learnt.centroids
+    seen, asked = (keys, asking.queries) if rope else (unrotated, asking.unrotated)
+    found = past.find(asking)
+    for head in range(HEADS):
+        group = slice(head * GROUP, (head + 1) * GROUP)
+        buckets = saap.assign(seen[0, head], centroids[head])
+        visit = (asked[0, group, 0] @ centroids[head].T).mean(0).topk(2).indices
+        expected = saap.attend(asking.queries[0, group, 0], keys[0, head], values[0, head], buckets, visit, SCALE)
+        torch.testing.assert_close(found.part.out[:, group], expected.out)
+
+
+@pytest.mark.parametrize("kind", ["kdeformer", "reformer", "magicpig"])
+def test_lsh_in_a_layer_is_lsh_in_each_head(kind):
+    """Sorted as one run; the queries of a group read what each of them finds."""
+    config = LSH(kind=kind, bins=5, bits=4, tables=9, staging=256)
+    keys, values, unrotated = tokens(256)
+    past, asking = filled(config, keys, values, unrotated), question()
+    found = past.find(asking)
+    for head in range(HEADS):
+        group = slice(head * GROUP, (head + 1) * GROUP)
+        directions = past.directions._of(HEADS, keys)[head]
+        seen = {
+            "kdeformer": lambda q, k, d: one_head.kdeformer(q, k, d, 5),
+            "reformer": lambda q, k, d: one_head.reformer(q, k, d, 5),
+            "magicpig": lambda q, k, d: one_head.magicpig(q, k, d.unflatten(0, (9, 4))),
+        }[kind](asking.queries[0, group, 0], keys[0, head], directions)
+        together = seen.any(0)
+        part = exact_attention(
+            asking.queries[:, group], keys[:, head : head + 1], values[:, head : head + 1], SCALE,
+            visible=together[None, None, None],
+        )  # fmt: skip
+        assert found.read[0, head, 0] == together.sum()
+        torch.testing.assert_close(found.part.out[:, group], part.out)
+
+
+def test_retrieval_reads_what_the_group_attends_to_most():
+    keys, values, unrotated = tokens(300)
+    past, asking = filled(Retrieval(top=20), keys, values, unrotated), question()
+    found = past.find(asking)
+    for head in range(HEADS):
+        group = slice(head * GROUP, (head + 1) * GROUP)
+        attention = torch.softmax(asking.queries[0, group, 0] @ keys[0, head].T * SCALE, 1)
+        most = torch.zeros(300, dtype=torch.bool)
+        most[attention.mean(0).topk(20).indices] = True
+        expected = exact_attention(
+            asking.queries[:, group], keys[:, head : head + 1], values[:, head : head + 1], SCALE,
+            visible=most[None, None, None],
+        )  # fmt: skip
+        torch.testing.assert_close(found.part.out[:, group], expected.out)
+    assert (found.read == 20).all()
+
+
+def test_nothing_that_reads_as_many_tokens_has_more_of_the_mass_than_retrieval(index):
+    """With one query in a group: for several together the largest mean is not each one's largest."""
+    keys, values, unrotated = tokens(600)
+    queries = normal(1, HEADS, 1, WIDTH, seed=7)
+    asking = Question(queries, queries.flip(-1), SCALE)
+    for config in (Saap(index=index, probes=1, staging=1), RandomBuckets(buckets=8, probes=1, staging=1)):
+        found = filled(config, keys, values, unrotated).find(asking)
+        for head in range(HEADS):
+            best = filled(Retrieval(top=int(found.read[0, head, 0])), keys, values, unrotated).find(asking)
+            assert best.part.lse[0, head, 0] >= found.part.lse[0, head, 0]
+
+
+def test_random_buckets_read_their_share_and_no_bucket_is_preferred():
+    config = RandomBuckets(buckets=20, probes=5, staging=1)
+    past = filled(config, *tokens(2000))
+    asked = past.scores(question(count=200)).topk(5, dim=3).indices
+    counts = torch.bincount(asked.flatten(), minlength=20).double()
+    expected = asked.numel() / 20
+    error = math.sqrt(expected * (1 - 5 / 20))
+    assert (counts - expected).abs().max() < 4 * error
+    read = past.find(question(count=200)).read.double().mean() / 2000
+    # A bucket's size varies as a binomial; five of twenty are read for each of 400 lanes.
+    assert abs(float(read) - 0.25) < 4 * math.sqrt(0.25 * 0.75 / 2000)
+
+
+@given(st.integers(0, 2**20), st.integers(1, 8), st.integers(1, 50))
+@settings(max_examples=50, deadline=None)
+def test_limits_hold_and_the_best_bucket_is_always_visited(seed, probes, most):
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.softmax(3 * torch.randn(1, 2, 4, 8, generator=generator), 3)
+    sizes = torch.randint(0, 20, (1, 2, 8), generator=generator)
+    size = sizes[:, :, None].expand(-1, -1, 4, -1)
+
+    def read(visited):
+        return (size.gather(3, visited.buckets) * visited.taken).sum(3)
+
+    free = choose(scores, sizes, probes)
+    assert free.taken.all()
+    capped = choose(scores, sizes, probes, visit=most)
+    best = size.gather(3, capped.buckets[..., :1])[..., 0]
+    assert (read(capped) <= torch.maximum(torch.tensor(most), best)).all()
+    assert capped.taken[..., 0].all()
+    share = choose(scores, sizes, probes, visit=0.25)
+    assert (read(share) <= torch.maximum(0.25 * size.sum(3), best)).all()
+    heavy = choose(scores, sizes, 8, mass=0.9)
+    found = (scores.gather(3, heavy.buckets) * heavy.taken).sum(3)
+    assert (found >= 0.9 - 1e-5).all()
+    one_less = found - (scores.gather(3, heavy.buckets) * heavy.taken).amin(3, keepdim=True)[..., 0]
+    last = (scores.gather(3, heavy.buckets) * heavy.taken).masked_fill(~heavy.taken, 2).amin(3)
+    assert (found - last < 0.9 + 1e-5).all(), "one bucket less would not have been enough"
+    assert one_less.isfinite().all()
+
+
+def test_what_is_not_visited_stands_in_as_means(index):
+    config = Saap(index=index, probes=3, staging=32, estimate=True)
+    keys, values, unrotated = tokens(320)
+    past, asking = filled(config, keys, values, unrotated, [200, 7, 1, 112]), question(count=4)
+    found = past.find(asking)
+    learnt = config.learnt.layer(1)
+    for head in range(HEADS):
+        group = slice(head * GROUP, (head + 1) * GROUP)
+        buckets = saap.assign(unrotated[0, head], learnt.centroids[head])
+        for at in range(4):
+            logs = classifier_of(learnt, head).log_probabilities(asking.unrotated[0, group, at])
+            visit = saap.visited(logs.exp(), 3).tolist()
+            rest = [b for b in range(BUCKETS) if b not in visit and (buckets == b).any()]
+            means = [torch.stack([x[0, head, buckets == b].mean(0) for b in rest])[None, None] for x in (keys, values)]
+            counts = torch.tensor([float((buckets == b).sum()) for b in rest]).log()[None, None]
+            expected = weighted_attention(asking.queries[:, group, at : at + 1], WeightedTokens(*means, counts), SCALE)
+            torch.testing.assert_close(found.rest.out[:, group, at : at + 1], expected.out, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(found.rest.lse[:, group, at : at + 1], expected.lse, rtol=1e-4, atol=1e-5)
+
+
+def test_the_estimate_is_part_of_the_answer_and_not_of_the_recall(index):
+    count = 400
+    query = normal(1, HEADS * GROUP, count, WIDTH, seed=9)
+    keys, values, unrotated = tokens(count)
+    new = NewTokens(keys, values, None, Unrotated(query.flip(-1), unrotated))
+    plain, estimated = (
+        LayerCache(Saap(index=index, probes=1, window=40, staging=30, full_layers=0, estimate=estimate), 1)
+        for estimate in (False, True)
+    )
+    for cache in (plain, estimated):
+        cache.read(query, new, SCALE)
+    torch.testing.assert_close(plain.recall, estimated.recall)
+    assert (plain.recall < 0.9).all()
+    assert estimated.error.mean() < plain.error.mean()
+    asking = query[:, :, -1:]
+    found = estimated.past.look_up(Question(asking, asking.flip(-1), SCALE))
+    window = weighted_attention(asking, estimated.window.tokens(), SCALE)
+    expected = merge(found.part, window, found.rest)
+    got = estimated.attend(asking, SCALE, unrotated=asking.flip(-1))
+    torch.testing.assert_close(got.out, expected.out)
+
+
+def test_recall_is_the_share_of_attention_in_what_is_read(index):
+    count = 500
+    query = normal(1, HEADS * GROUP, count, WIDTH, seed=9)
+    keys, values, unrotated = tokens(count)
+    config = Saap(index=index, probes=2, window=40, staging=1, full_layers=0)
+    cache = LayerCache(config, 1)
+    cache.read(query, NewTokens(keys, values, None, Unrotated(query.flip(-1), unrotated)), SCALE)
+    learnt, left = config.learnt.layer(1), cache.left[0]
+    for head in range(HEADS):
+        group = slice(head * GROUP, (head + 1) * GROUP)
+        buckets = saap.assign(unrotated[0, head], learnt.centroids[head])
+        shares = []
+        for at in range(count - 8, count):
+            logs = classifier_of(learnt, head).log_probabilities(query.flip(-1)[0, group, at])
+            seen = torch.isin(buckets, saap.visited(logs.exp(), 2))
+            seen[:1], seen[left + 1 :] = True, True  # the sink and the window
+            attention = torch.softmax(query[0, group, at] @ keys[0, head].T * SCALE, 1)  # as the probe sees it
+            shares.append(attention[:, seen].sum(1))
+        torch.testing.assert_close(cache.recall[0, group], torch.stack(shares).mean(0), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [[5000], [1] * 700, [1000, 32, 32, 500, 900, *[32] * 30]], ids=str)
+def test_runs_are_sorted_few_and_hold_every_token_once(sizes):
+    staging = 32
+    config = RandomBuckets(buckets=10, probes=3, staging=staging)
+    keys, values, _ = tokens(sum(sizes))
+    past = filled(config, keys, values, keys, sizes)
+    edges = [*past.runs, past.sorted_to]
+    lengths = [(end - start) // staging for start, end in pairwise(edges)]
+    assert past.count - past.sorted_to < staging
+    assert sum(lengths) == sum(sizes) // staging
+    assert len(lengths) <= math.log(max(lengths), BASE) + 2
+    assert all(longer > shorter for longer, shorter in pairwise(lengths))
+    for _, labels in past.labels_of_runs():
+        assert (labels.diff(dim=2) >= 0).all()
+    for held, came in ((past.keys.view, keys), (past.values.view, values)):
+        assert torch.equal(held.sort(2).values, came.sort(2).values)
+    at = torch.arange(past.count)
+    labels = past.label(keys, None, at[None])[0, :, :, 0]
+    for head in range(HEADS):
+        place = {tuple(key): number for number, key in enumerate(keys[0, head].tolist())}
+        found = [place[tuple(key)] for key in past.keys.view[0, head].tolist()]
+        assert torch.equal(past.labels.view[0, head, :, 0], labels[head][found]), "labels moved with their keys"
+
+
+def test_a_token_is_moved_a_few_times_and_not_at_every_step(monkeypatch):
+    moved = []
+    config = RandomBuckets(buckets=10, probes=3, staging=32)
+    keys, values, _ = tokens(32 * 300)
+    past = config.slots(1)
+    sort = type(past)._sort
+    monkeypatch.setattr(type(past), "_sort", lambda self, a, b: (moved.append(b - a), sort(self, a, b)))
+    for start in range(0, keys.shape[2], 32):
+        part, ranks = slice(start, start + 32), torch.arange(start, start + 32)[None]
+        labels = past.label(keys[:, :, part], None, ranks)
+        past.write(LeavingTokens(keys[:, :, part], values[:, :, part], ranks, (start + 32,), labels))
+    # A digit of base 4 is sorted again for each of its values: 2.5 times on average, for each of log₄ 300 digits.
+    assert sum(moved) / keys.shape[2] < 2.5 * math.ceil(math.log(300, BASE))
+
+
+def test_new_tokens_are_read_while_they_wait(index):
+    config = Saap(index=index, probes=1, staging=100)
+    keys, values, unrotated = tokens(199)
+    past = filled(config, keys, values, unrotated)
+    asking = question()
+    found = past.find(asking)
+    assert (found.read >= 99).all()
+    waiting = exact_attention(asking.queries, past.keys.view[:, :, 100:], past.values.view[:, :, 100:], SCALE)
+    assert torch.equal(past.keys.view[:, :, 100:], keys[:, :, 100:])
+    assert (found.part.lse >= waiting.lse - 1e-5).all()
+
+
+def test_no_probes_read_the_window_and_what_waits_alone(index):
+    past = filled(Saap(index=index, probes=0, staging=10), *tokens(205))
+    assert (past.find(question()).read == 5).all()
+
+
+def test_fewer_keys_than_buckets_and_all_keys_in_one_bucket(index):
+    config = Saap(index=index, probes=3, staging=1)
+    few = filled(config, *tokens(3))
+    assert few.find(question()).part.out.isfinite().all()
+    keys, values, unrotated = tokens(100)
+    same = filled(config, keys, values, unrotated[:, :, :1].expand(-1, -1, 100, -1))
+    found = same.find(question(count=30))
+    assert set(found.read.flatten().tolist()) <= {0, 100}, "the one bucket, or empty ones"
+    empty = found.read.repeat_interleave(GROUP, 1) == 0
+    assert (found.part.lse[empty] == float("-inf")).all()
+    assert found.part.out.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"probes": -1}, "probes must be a whole number of at least 0, got -1"),
+        ({"visit": 0}, "visit must be a whole number of at least 1, got 0"),
+        ({"visit": 1.5}, "visit must be a number of tokens such as 2048, or a share"),
+        ({"visit": "many"}, "visit must be a number of tokens such as 2048, or a share"),
+        ({"mass": 1.0}, "mass must be a positive number below 1, got 1.0"),
+        ({"staging": 0}, "staging must be a whole number of at least 1, got 0"),
+        ({"window": 0}, "window must be a whole number of at least 1, got 0"),
+        ({"full_layers": -1}, "full_layers must be a whole number of at least 0, got -1"),
+    ],
+)
+def test_bad_options_are_refused_by_name(spec, message):
+    with pytest.raises(ValueError, match=message):
+        Saap(**spec)
+
+
+def test_a_limit_may_be_given_as_text():
+    assert Saap(visit="2048").visit == 2048
+    assert Saap(visit="0.05").visit == 0.05
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"kind": "minhash"}, "kind must be one of kdeformer, reformer, magicpig, got 'minhash'"),
+        ({"bits": 63}, "bits of kdeformer must be at most 62, got 63"),
+        ({"kind": "reformer", "bits": 21}, "bits of reformer must be at most 20, got 21"),
+        ({"bins": 0}, "bins must be a whole number of at least 1, got 0"),
+    ],
+)
+def test_bad_options_of_lsh_are_refused_by_name(given, message):
+    with pytest.raises(ValueError, match=message):
+        LSH(**given)

@@ -1,0 +1,179 @@
+"""Methods that look tokens up, in whole models: exact where they read everything, on every family, padded or not."""
+
+import copy
+import gc
+
+import pytest
+import torch
+
+import kvsketch
+from kvsketch.huggingface.facts import facts
+from made_index import make_index
+from zoo import FAMILIES, build, tokens
+
+WANTED = ["llama", "qwen3", "gemma3", "phi3", "gpt_oss", "smollm3"]
+SHORT = "window=32, full_layers=1, staging=40"
+
+
+@pytest.fixture(autouse=True)
+def _models_are_gone_with_their_watches():
+    yield
+    gc.collect()
+
+
+def index_of(folder, model, **given):
+    known = facts(model)
+    return make_index(folder, model, heads=known["kv_heads"], width=known["head_width"], **given)
+
+
+def everything(index):
+    """Specs that visit every bucket, or every bin."""
+    return {
+        "saap": f"saap(index={index!r}, probes=8, {SHORT})",
+        "kmeans": f"kmeans(index={index!r}, probes=8, {SHORT})",
+        "kmeans, rotated": f"kmeans(index={index!r}, probes=8, rope=True, {SHORT})",
+        "lsh": f"lsh(bins=1, {SHORT})",
+        "random": f"random_buckets(buckets=8, probes=8, {SHORT})",
+        "retrieval": "retrieval(top=1.0, window=32)",
+    }
+
+
+def written(model, ids, cache, count=20, **given):
+    return model.generate(
+        ids,
+        past_key_values=cache,
+        max_new_tokens=count,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **given,
+    )
+
+
+def go_on(model, ids, cache, count=20):
+    """Answer new tokens from a filled cache."""
+    given = cache.new_tokens(ids)
+    return written(model, given.pop("input_ids"), cache, count, **given)
+
+
+def same_logits(got, expected, rows=slice(None)):
+    for one, other in zip(got.logits, expected.logits, strict=True):
+        torch.testing.assert_close(one[rows], other[rows], rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name in WANTED or name.startswith("gpt")])
+def test_visiting_every_bucket_is_exact_attention(family, tmp_path):
+    model = build(family)
+    ids = tokens(2, 150)
+    mask = torch.ones_like(ids)
+    mask[0, :37] = 0
+    ids[0, :37] = 0
+    expected = written(model, ids, kvsketch.make_cache(model, "exact"), attention_mask=mask)
+    spec = everything(index_of(tmp_path / "index", model))["saap"]
+    cache = kvsketch.make_cache(model, spec)
+    same_logits(written(model, ids, cache, attention_mask=mask), expected)
+    looked = [layer for layer in cache.report().layers if layer.read is not None]
+    assert looked, "some layers looked tokens up"
+    assert all(share == 1.0 for layer in looked for share in layer.read)
+
+
+@pytest.mark.parametrize("method", ["kmeans", "kmeans, rotated", "lsh", "random", "retrieval"])
+def test_so_it_is_for_what_saap_is_compared_with(method, tmp_path):
+    model = build("llama")
+    ids = tokens(2, 150)
+    expected = written(model, ids, kvsketch.make_cache(model, "exact"))
+    spec = everything(index_of(tmp_path / "index", model))[method]
+    same_logits(written(model, ids, kvsketch.make_cache(model, spec)), expected)
+
+
+def test_a_prompt_read_in_chunks_is_exact_and_the_first_layers_are_read_in_full(tmp_path):
+    model = build("llama")
+    ids = tokens(1, 200)
+    spec = f"saap(index={index_of(tmp_path / 'index', model)!r}, probes=1, window=16, staging=16, full_layers=2)"
+    at_once, chunked = (kvsketch.make_cache(model, spec) for _ in range(2))
+    kvsketch.prefill(model, ids, at_once)
+    kvsketch.prefill(model, ids, chunked, chunk=33)
+    more = tokens(1, 6, seed=3)
+    for got, expected in zip(chunked.layers, at_once.layers, strict=True):
+        one, other = got.held.window.columns, expected.held.window.columns
+        torch.testing.assert_close(one.keys, other.keys, rtol=1e-4, atol=1e-5)
+        assert torch.equal(one.ranks, other.ranks)
+    same_logits(go_on(model, more, chunked), go_on(model, more, at_once))
+    reports = at_once.report().layers
+    assert [layer.read is None for layer in reports] == [True, True, False, False]
+    assert all(0 < share < 1 for layer in reports[2:] for share in layer.read)
+    assert all(0 < share < 1 for layer in reports[2:] for share in layer.recall)
+
+
+def test_a_padded_batch_answers_as_its_rows_alone(tmp_path):
+    model = build("llama")
+    spec = f"saap(index={index_of(tmp_path / 'index', model)!r}, probes=2, window=16, staging=20)"
+    ids = tokens(2, 160)
+    mask = torch.ones_like(ids)
+    mask[0, :41] = 0
+    ids[0, :41] = 0
+    together = written(model, ids, kvsketch.make_cache(model, spec), 60, attention_mask=mask)
+    for row, skip in ((0, 41), (1, 0)):
+        alone = written(model, ids[row : row + 1, skip:], kvsketch.make_cache(model, spec), 60)
+        for got, expected in zip(together.logits, alone.logits, strict=True):
+            torch.testing.assert_close(got[row], expected[0], rtol=1e-3, atol=2e-5)
+
+
+def test_a_saved_cache_goes_on_as_the_one_in_memory(tmp_path):
+    model = build("llama")
+    spec = f"saap(index={index_of(tmp_path / 'index', model)!r}, probes=2, window=16, staging=20, estimate=True)"
+    cache = kvsketch.prefill(model, tokens(1, 170), kvsketch.make_cache(model, spec))
+    cache.save(tmp_path / "cache.safetensors")
+    question = tokens(1, 5, seed=9)
+    forked = cache.fork()
+    kvsketch.detach(model)
+    loaded = kvsketch.load_cache(model, tmp_path / "cache.safetensors")
+    answers = [go_on(model, question, one, 50) for one in (cache, forked, loaded)]
+    for other in answers[1:]:
+        for got, expected in zip(other.logits, answers[0].logits, strict=True):
+            assert torch.equal(got, expected)
+    assert str(loaded.report()) == str(cache.report())
+
+
+def test_copies_share_what_was_learnt(tmp_path):
+    model = build("llama")
+    spec = f"saap(index={index_of(tmp_path / 'index', model)!r}, probes=2, window=16)"
+    cache = kvsketch.prefill(model, tokens(1, 100), kvsketch.make_cache(model, spec))
+    assert cache.fork().config.learnt is cache.config.learnt
+    assert copy.deepcopy(cache.config).learnt is cache.config.learnt
+
+
+def test_an_index_of_another_model_is_refused(tmp_path):
+    index = index_of(tmp_path / "index", build("llama"))
+    with pytest.raises(ValueError, match="fitted to a model of this architecture with other weights"):
+        kvsketch.make_cache(build("llama", seed=1), f"saap(index={index!r})")
+    with pytest.raises(ValueError, match="its model_type was 'llama', that of this model is 'qwen3'"):
+        kvsketch.make_cache(build("qwen3"), f"saap(index={index!r})")
+    with pytest.raises(ValueError, match="its kv_heads was 2, that of this model is 8"):
+        kvsketch.make_cache(build("llama_mha"), f"saap(index={index!r})")
+    with pytest.raises(ValueError, match="its rope was"):
+        kvsketch.make_cache(build("llama_yarn"), f"saap(index={index!r})")
+
+
+def test_what_is_missing_is_said(tmp_path):
+    model = build("llama")
+    with pytest.raises(ValueError, match=r'saap looks things up in an index: saap\(index="FOLDER"\)'):
+        kvsketch.make_cache(model, "saap")
+    with pytest.raises(ValueError, match=r"nowhere is no index: it has no index\.json"):
+        kvsketch.make_cache(model, f"saap(index={str(tmp_path / 'nowhere')!r})")
+    index = index_of(tmp_path / "index", model, layers=[1, 2])
+    cache = kvsketch.make_cache(model, f"saap(index={index!r})")
+    with pytest.raises(ValueError, match=r"has layers \[1, 2\], but layer 3 is asked for"):
+        kvsketch.prefill(model, tokens(1, 10), cache)
+    exact = kvsketch.prefill(model, tokens(1, 10), kvsketch.make_cache(model, "exact"))
+    with pytest.raises(ValueError, match="saap files keys as they are before rotation, and an exact cache holds them"):
+        exact.compress(f"saap(index={index!r})")
+
+
+def test_a_model_attached_without_what_saap_needs_is_refused_by_name(tmp_path):
+    model = build("llama")
+    cache = kvsketch.make_cache(model, f"saap(index={index_of(tmp_path / 'index', model)!r})")
+    kvsketch.detach(model)
+    kvsketch.attach(model)
+    with pytest.raises(ValueError, match=r"kvsketch.attach\(model, before_rotation=True\)"):
+        kvsketch.prefill(model, tokens(1, 10), cache)
