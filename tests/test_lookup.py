@@ -361,3 +361,20 @@ def test_a_limit_may_be_given_as_text():
 def test_bad_options_of_lsh_are_refused_by_name(given, message):
     with pytest.raises(ValueError, match=message):
         LSH(**given)
+
+
+def test_by_density_few_tokens_are_read_for_much_of_what_is_expected(index):
+    """The buckets with most for each of their tokens first; no probe is spent on an empty one."""
+    scores = torch.tensor([0.4, 0.3, 0.2, 0.06, 0.04])[None, None, None]
+    sizes = torch.tensor([400, 10, 100, 0, 1])[None, None]
+    assert choose(scores, sizes, 3).buckets.tolist() == [[[[0, 1, 2]]]]
+    assert choose(scores, sizes, 3, per_token=True).buckets.tolist() == [[[[4, 1, 2]]]]
+    capped = choose(scores, sizes, 5, visit=111, per_token=True)
+    assert capped.taken.tolist() == [[[[True, True, True, False, False]]]]
+    past = filled(Saap(index=index, probes=2, staging=1, prefer="density"), *tokens(400))
+    asking = question()
+    visited = choose(past.scores(asking), past.sizes, 2, per_token=True)
+    size = past.sizes[:, :, None].gather(3, visited.buckets)
+    assert torch.equal(past.find(asking).read, size.sum(3))
+    with pytest.raises(ValueError, match="prefer must be one of mass, density, got 'speed'"):
+        Saap(prefer="speed")

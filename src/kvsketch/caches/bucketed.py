@@ -97,7 +97,8 @@ class BucketedPast(SortedPast):
     def __init__(self, config: BucketedConfig, buckets: int) -> None:
         super().__init__(config.staging)
         self.config, self.buckets = config, buckets
-        self.edges: list[Int64[Tensor, "b h c_1"]] = []  # for every run: where each bucket begins, and the end
+        self.edges: Int64[Tensor, "b h r c_1"] | None = None  # where each run's buckets begin, and where it ends
+        self.sizes: Int64[Tensor, "b h c"] | None = None  # tokens in every bucket of the runs
         self.means: tuple[Tensor, Tensor] | None = None  # of keys and values, by bucket: [b, h, c, d]
         self.counted: Int64[Tensor, "b h c"] | None = None  # tokens in those means
 
@@ -115,15 +116,10 @@ class BucketedPast(SortedPast):
         """Whether a bucket's score is to be shared among its tokens before buckets are compared."""
         return False
 
-    @property
-    def sizes(self) -> Int64[Tensor, "b h c"]:
-        """Tokens in every bucket; those that wait in the staging are in none yet."""
-        return torch.stack([edges.diff(dim=2) for edges in self.edges]).sum(0)
-
     def find(self, question: Question) -> LookedUp:
-        if not self.runs or self.config.probes == 0:
-            return self.read_places(question, None)
         sizes = self.sizes
+        if sizes is None or self.config.probes == 0:
+            return self.read_places(question, None)
         assert not isinstance(self.config.visit, str)
         limits = (self.config.probes, self.config.visit, self.mass)
         visited = choose(self.scores(question), sizes, *limits, per_token=self.per_token)
@@ -134,13 +130,12 @@ class BucketedPast(SortedPast):
 
     def _places_of(self, visited: Visited) -> Segments:
         """The visited buckets in every run."""
-
-        def at(edges: Tensor, numbers: Tensor) -> Tensor:
-            return edges[:, :, None].expand(*numbers.shape[:3], -1).gather(3, numbers)
-
-        begin = torch.cat([at(edges, visited.buckets) for edges in self.edges], 3)
-        end = torch.cat([at(edges, visited.buckets + 1) for edges in self.edges], 3)
-        return Segments(begin, (end - begin) * visited.taken.repeat(1, 1, 1, len(self.edges)))
+        assert self.edges is not None
+        wide = self.edges[:, :, None].expand(-1, -1, visited.buckets.shape[2], -1, -1)
+        numbers = visited.buckets[:, :, :, None].expand(*wide.shape[:4], -1)
+        begin = wide.gather(4, numbers)
+        length = (wide.gather(4, numbers + 1) - begin) * visited.taken[:, :, :, None]
+        return Segments(begin.flatten(3), length.flatten(3))
 
     @staticmethod
     def _estimate(
@@ -174,21 +169,23 @@ class BucketedPast(SortedPast):
 
     def sorted_in(self) -> None:
         numbers = torch.arange(self.buckets + 1, device=self.labels.view.device)
-        self.edges = [
+        edges = [
             torch.searchsorted(labels, numbers.expand(*labels.shape[:2], -1).contiguous()) + start
             for start, labels in self.labels_of_runs()
         ]
+        self.edges = torch.stack(edges, 2)
+        self.sizes = self.edges.diff(dim=3).sum(2)
 
     @property
     def nbytes(self) -> int:
-        return super().nbytes + storage_bytes([*self.edges, *(self.means or ())])
+        return super().nbytes + storage_bytes([self.edges, self.sizes, *(self.means or ())])
 
     def tensors(self) -> dict[str, Tensor]:
         found = super().tensors()
         return found | dict(zip(("key_means", "value_means"), self.means or (), strict=False))
 
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, list[int]]) -> None:
-        self.edges = []
+        self.edges = self.sizes = None
         super().restore(tensors, numbers)
         if "key_means" in tensors:
             self.means, self.counted = (tensors["key_means"], tensors["value_means"]), self.sizes

@@ -1,18 +1,21 @@
 """Attention over segments whose rows are copied side by side first: what is not read costs nothing.
 
 Every query of every KV head of every row of the batch is a lane of its own (l = b·h·q), with the queries of its group.
-Lanes are worked off so many at a time that the copies stay small: fresh memory costs more than the copying.
+A lane's rows are cut into parts (p) that are attended to by themselves and merged, so that all cores have work; so many
+parts are worked off at a time that their copies stay in the cores' caches.
 """
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from kvsketch.attention import Partial, WeightedTokens, log_mass_of
+from kvsketch.attention import Partial, WeightedTokens, log_mass_of, merge
 from kvsketch.kernels.indexed_attention.segments import Segments
 from kvsketch.kernels.weighted_attention import weighted_attention
 
-COPIED_AT_ONCE = 1 << 20  # numbers of keys
+PART = 2048  # rows
+COPIED_AT_ONCE = 1 << 19  # numbers of keys
 
 
 def attend(
@@ -27,28 +30,29 @@ def attend(
     """Attention of every query over the rows of its segments."""
     rows, heads, _, width = keys.shape
     queries = query.shape[2]
-    begin, length = segments.begin.flatten(0, 2), segments.length.flatten(0, 2)
+    index, there = rows_of(segments.begin.flatten(0, 2), segments.length.flatten(0, 2))
+    parts = max(1, -(-index.shape[1] // PART))
+    size = -(-index.shape[1] // parts)
+    index, there = (F.pad(x, (0, parts * size - x.shape[1])).unflatten(1, (parts, size)) for x in (index, there))
     (flat_keys, first_key), (flat_values, first_value) = (_one_after_another(x, queries) for x in (keys, values))
+    key_index, value_index = ((index + first[:, None, None]).flatten(0, 1) for first in (first_key, first_value))
+    log_mass = log_mass_of(there.flatten(0, 1))
     asking = query.unflatten(1, (heads, -1)).transpose(2, 3).flatten(0, 2)[:, :, None]  # [l, g, 1, d]
-    totals = length.sum(1)
-    most = int(totals.max())
-    step = max(1, COPIED_AT_ONCE // max(1, most * width))
-    parts = list[Partial]()
-    for start in range(0, len(totals), step):
+    asking = asking.repeat_interleave(parts, 0)
+    found = list[Partial]()
+    step = max(1, COPIED_AT_ONCE // max(1, size * width))
+    for start in range(0, len(asking), step):
         some = slice(start, start + step)
-        index, there = rows_of(begin[some], length[some])
-        tokens = WeightedTokens(
-            _copied(flat_keys, index + first_key[some, None]),
-            _copied(flat_values, index + first_value[some, None]),
-            None if bool(there.all()) else log_mass_of(there),
-        )
-        parts.append(weighted_attention(asking[some], tokens, scale, softcap=softcap))
-    out = torch.cat([part.out for part in parts])  # [l, g, 1, e]
-    lse = torch.cat([part.lse for part in parts])
-    shape = (rows, heads, queries, -1)
+        copies = (_copied(flat_keys, key_index[some]), _copied(flat_values, value_index[some]))
+        tokens = WeightedTokens(*copies, None if log_mass is None else log_mass[some])
+        found.append(weighted_attention(asking[some], tokens, scale, softcap=softcap))
+    out = torch.cat([part.out for part in found]).unflatten(0, (-1, parts))[:, :, :, 0]  # [l, p, g, e]
+    lse = torch.cat([part.lse for part in found]).unflatten(0, (-1, parts))[..., 0]
+    whole = merge(*(Partial(out[:, part, :, None], lse[:, part, :, None]) for part in range(parts)))
+    shape = (rows, heads, queries)
     return Partial(
-        out[:, :, 0].unflatten(0, shape[:3]).transpose(2, 3).flatten(1, 2).contiguous(),
-        lse[:, :, 0].unflatten(0, shape[:3]).transpose(2, 3).flatten(1, 2).contiguous(),
+        whole.out[:, :, 0].unflatten(0, shape).transpose(2, 3).flatten(1, 2).contiguous(),
+        whole.lse[:, :, 0].unflatten(0, shape).transpose(2, 3).flatten(1, 2).contiguous(),
     )
 
 
