@@ -1,18 +1,20 @@
 """Answers of the embedded model where tokens are looked up: `python benchmarks/looked_up_answers.py OUT`.
 
-Makes a corpus of the model's own tasks, 3,000 tokens a text, and fits an index to it; and another one to needles alone.
-Then asks about texts of 4,000 and 8,000 tokens that nothing was fitted to. An interrupted run goes on. Means go to
-docs/results/looked_up.jsonl and are printed as tables.
+Makes a corpus of the model's own tasks, 3,000 tokens a text, and fits an index to it (`--fitted-to needles`: of needles
+alone); then asks about texts of 4,000 and 8,000 tokens that nothing was fitted to (about others than needles). An
+interrupted run goes on. Means go to docs/results/looked_up.jsonl.
 """
 
 import argparse
 import statistics
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 from answers import bench
 from common import write_row
+from kvsketch.caches.registry import parse_spec
 from kvsketch.evaluation.rows import Row, read_rows
 from kvsketch.evaluation.summary import standard_error
 
@@ -65,19 +67,22 @@ def ask(out: Path, tasks: dict[str, str], methods: list[str], *options: object) 
 
 
 def named(index: str, probes: int) -> dict[str, str]:
-    return {name: form.format(i=index, p=probes, e=EXACT_PARTS) for name, form in FORMS.items()}
+    """Names of the methods, by their specs as rows have them."""
+    specs = {name: form.format(i=index, p=probes, e=EXACT_PARTS) for name, form in FORMS.items()}
+    return {str(parse_spec(spec)): name for name, spec in specs.items()}
 
 
-def sum_up(out: Path, names: dict[str, str]) -> None:
-    """A row for every task, length and method; only methods that have a name here."""
+def sum_up(out: Path, fitted_to: str, names: dict[str, str], tasks: Collection[str]) -> None:
+    """A row for every task, length and method."""
     groups: dict[tuple, list[Row]] = {}
     for row in read_rows(out / "rows.jsonl")[1]:
-        groups.setdefault((row["task"], row["length"], row["asked"], row["method"]), []).append(row)
+        if row["task"] in tasks:
+            groups.setdefault((row["task"], row["length"], row["asked"], row["method"]), []).append(row)
     for (task, length, asked, method), rows in groups.items():
         scores, read = [row["score"] for row in rows], [row["looked_up"] for row in rows]
         write_row("looked_up", {
-            "task": task, "length": length, "asked": asked, "method": names.get(method, method), "count": len(rows),
-            "score": round(statistics.fmean(scores), 4), "error": round(standard_error(scores), 4),
+            "fitted_to": fitted_to, "task": task, "length": length, "asked": asked, "method": names.get(method, method),
+            "count": len(rows), "score": round(statistics.fmean(scores), 4), "error": round(standard_error(scores), 4),
             "read": None if None in read else round(statistics.fmean(read), 4),
         })  # fmt: skip
 
@@ -85,8 +90,16 @@ def sum_up(out: Path, names: dict[str, str]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--samples", type=int, default=50)
+    parser.add_argument("--lengths", default="4000,8000")
+    parser.add_argument("--samples", type=int, default=40)
     parser.add_argument("--buckets", type=int, default=1024)
     parser.add_argument("--probes", type=int, default=32)
+    parser.add_argument("--fitted-to", choices=["own", "needles"], default="own")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
+    own = given.fitted_to == "own"
+    index = fitted(given.out, given.fitted_to, list(TASKS) if own else ["niah_single"], given.buckets)
+    names, tasks = named(index, given.probes), TASKS if own else OUTSIDE
+    options = ("--lengths", given.lengths, "--samples", given.samples, "--batch", 8, "--asked", "before")
+    ask(given.out, tasks, [*BESIDE, *names], *options)
+    sum_up(given.out, given.fitted_to, names, tasks)
