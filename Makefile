@@ -5,11 +5,11 @@ CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 # Tests that import nothing but torch and the layers below huggingface/: once is enough.
-TORCH_ALONE := attention balancekv balancekv_cache balancekv_theorem buckets contract exact_first fitting kcenter lsh saap sampling specs subgen uniform
+TORCH_ALONE := attention balancekv balancekv_cache balancekv_theorem buckets contract exact_first fitting indexed_attention kcenter lookup lsh saap sampling specs subgen uniform
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test check format lint types test-fast test-oldest picture decode answers clustering balance needle figures clean
+.PHONY: demo test check format lint types test-fast test-oldest picture decode answers clustering balance lookup needle figures clean
 
 demo: $(VENV)/ready ## what kvsketch does, on the embedded model, side by side; and a report
 	$(BIN)/kvsketch demo --out demo-report
@@ -63,6 +63,13 @@ balance: $(VENV)/ready ## what BalanceKV does: theorems, time beside a prompt, e
 	$(BIN)/python benchmarks/study.py error-report
 	$(BIN)/python benchmarks/balanced_answers.py balance-report
 	$(BIN)/python benchmarks/figures.py
+
+lookup: $(VENV)/ready ## what Saap does: time of a step, answers and errors of layers beside what it compares with; two hours
+	$(BIN)/python benchmarks/lookup.py
+	$(BIN)/python benchmarks/lookup.py --hidden 256
+	$(BIN)/python benchmarks/looked_up_answers.py lookup-report
+	$(BIN)/python benchmarks/looked_up_answers.py needles-lookup-report --lengths 4000 --samples 24 --fitted-to needles
+	$(BIN)/kvsketch bench error --against selectivity --index lookup-report/own --window 255 --out selectivity-report
 
 figures: $(VENV)/ready ## draw docs/figures from the rows in docs/results
 	$(BIN)/python benchmarks/figures.py

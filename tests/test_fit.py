@@ -12,6 +12,7 @@ from kvsketch.caches.key_index import read_index
 from kvsketch.fitting.checkpoint import train_on
 from kvsketch.fitting.classifiers import train
 from kvsketch.fitting.corpus import read_corpus
+from kvsketch.fitting.files import write_json, write_tensors
 from kvsketch.fitting.fit import split
 from kvsketch.fitting.layer import classifiers_for, index_of
 from kvsketch.fitting.measure import measure
@@ -257,7 +258,7 @@ def test_training_goes_on_where_it_was_saved(tmp_path):
 
     def trained(path, show=lambda step, loss: steps.append(step)):
         classifiers = classifiers_for(clusters, pool, settings(), 0)
-        train_on(path, classifiers, pool, recipe, generator("batches"), save_every=0.0, show=show)
+        train_on(path, classifiers, pool, recipe, generator("batches"), layer=0, save_every=0.0, show=show)
         return classifiers.state_dict()
 
     with pytest.raises(KeyboardInterrupt):
@@ -266,6 +267,66 @@ def test_training_goes_on_where_it_was_saved(tmp_path):
     assert steps == list(range(1, 10))
     whole = trained(tmp_path / "whole")
     assert all(torch.equal(tensor, whole[name]) for name, tensor in again.items())
+
+
+@pytest.mark.parametrize("steps", [1, 12])
+def test_a_training_that_diverges_is_refused_and_never_taken_for_finished(steps, tmp_path):
+    """Also where the last step is the one that went too far: every loss was finite."""
+    shards, recipe = tmp_path / "shards", Recipe(steps=steps, batch=16, rate=1e30)
+    diverging = replace(settings(layers=(1,)), recipe=recipe)
+    error = (
+        rf"layer 1: expected a finite loss after 1 of {steps} steps, got (nan|-?inf): the training diverged at a rate "
+        r"of 1e\+30. Choose a smaller --rate, and a new folder"
+    )
+    for _ in range(2):  # going on is no way out
+        with pytest.raises(ValueError, match=error):
+            fitted(tmp_path, chosen=diverging, out=tmp_path / "one", shards_folder=shards, save_every=0.0)
+        assert not list((tmp_path / "one").glob("*.safetensors"))
+    with pytest.raises(ValueError, match=r"it has no index.json"):
+        read_index(tmp_path / "one")
+    slower = replace(diverging, recipe=replace(recipe, rate=1e-3))
+    assert fitted(tmp_path, chosen=slower, out=tmp_path / "two", shards_folder=shards).layers == [1]
+
+
+def test_what_is_not_finite_to_begin_with_is_not_the_rates_fault(tmp_path):
+    pool, clusters = random_pool()
+    pool.queries[0] = torch.nan
+    classifiers = classifiers_for(clusters, pool, settings(start="random"), 0)
+    with pytest.raises(ValueError, match=r"layer 7: .* after 0 of 500 steps, got nan: the model's own queries or keys"):
+        train_on(
+            tmp_path / "training", classifiers, pool, Recipe(), generator("batches"),
+            layer=7, save_every=0.0, show=lambda step, loss: None,
+        )  # fmt: skip
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("write", [write_json, lambda path, about: write_tensors(path, {}, about)])
+def test_no_description_holds_what_is_no_number(write, tmp_path):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write(tmp_path / "about", {"recall": float("nan")})
+    assert not (tmp_path / "about").exists()
+
+
+def test_a_finished_layer_keeps_no_work(tmp_path):
+    """Nor one that was killed between its last two acts."""
+    fitted(tmp_path, out=tmp_path / "whole")
+    out, work = tmp_path / "parts", tmp_path / "parts" / "work"
+
+    def stop(progress):
+        if (progress.part, progress.done) == ("fitting", 12 + 3):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fitted(tmp_path, out=out, keep=True, save_every=0.0, show=stop)
+    assert len(list(work.glob("layer-00.*"))) == len(list(work.glob("layer-01.*"))) == 3
+
+    def look(progress):
+        if progress.part == "fitting" and progress.done:
+            finished = {path.stem for path in out.glob("layer-*")}
+            assert not finished & {path.name.split(".")[0] for path in work.glob("layer-*")}
+
+    fitted(tmp_path, out=out, show=look)
+    assert same(result_of(tmp_path / "whole"), result_of(out))
 
 
 def test_shards_in_a_folder_of_their_own_serve_another_fit(tmp_path):
@@ -369,3 +430,21 @@ def test_a_model_is_known_whatever_the_precision_it_is_loaded_in():
     assert known["rope"]["rope_type"] == "default"
     assert (known["layers"], known["heads"], known["kv_heads"], known["head_width"]) == (LAYERS, 4, 2, 16)
     assert facts(tiny_model(1))["fingerprint"] != known["fingerprint"]
+
+
+def test_a_model_is_known_in_float16_though_its_smallest_weights_lose_bits_there():
+    model = tiny_model()
+    with torch.no_grad():
+        weights = model.model.layers[0].mlp.up_proj.weight
+        weights.mul_(torch.logspace(-8, 0, weights.numel()).view_as(weights))
+    known, before = facts(model.bfloat16()), weights.float()
+    assert facts(model.half()) == known
+    assert not torch.equal(weights.float(), before)
+
+
+def test_a_model_of_float32_counts_as_another_in_float16():
+    known = facts(tiny_model())
+    assert facts(tiny_model().bfloat16()) == known
+    halved = facts(tiny_model().half())
+    assert halved["fingerprint"] != known["fingerprint"]
+    assert {**halved, "fingerprint": ""} == {**known, "fingerprint": ""}

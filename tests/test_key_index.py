@@ -53,6 +53,15 @@ def test_its_own_model_is_let_in_whatever_the_precision(tmp_path):
     index = read_index(tmp_path)
     index.check_model(facts(model))
     index.check_model(facts(model.float()))
+    index.check_model(facts(model.half()))
+
+
+def test_that_float16_may_be_the_reason_is_said(tmp_path):
+    """Weights of float32 are rounded otherwise there."""
+    model = build("llama")
+    make_index(tmp_path, model)
+    with pytest.raises(ValueError, match="loaded in float16: load them as they were for the fit"):
+        read_index(tmp_path).check_model(facts(model.half()))
 
 
 def test_another_model_is_refused_by_what_differs(tmp_path):

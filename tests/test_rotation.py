@@ -2,7 +2,9 @@
 
 import copy
 import gc
+import pickle
 import sys
+import threading
 import weakref
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 import kvsketch
 from kvsketch.huggingface.capture import capture
 from kvsketch.huggingface.model import attention_modules
-from kvsketch.huggingface.rotation import ROTATION, BeforeRotation
+from kvsketch.huggingface.rotation import ROTATION, WATCH, BeforeRotation
 from zoo import FAMILIES, build, tokens
 
 
@@ -124,11 +126,12 @@ def test_a_layer_that_attends_to_other_vectors_is_refused():
         assert torch.equal(keys, noted.keys)
 
 
-def test_a_model_that_rotates_elsewhere_is_refused(monkeypatch):
+def test_a_model_that_rotates_elsewhere_is_refused_before_it_is_watched(monkeypatch):
     model = build("llama")
     monkeypatch.delattr(file_of(model), ROTATION)
-    with Noting(model) as watch, pytest.raises(ValueError, match="does not rotate by apply_rotary_pos_emb"):
-        watch.take(0, torch.zeros(1, 8, 3, 16), torch.zeros(1, 2, 3, 16))
+    with pytest.raises(ValueError, match="does not rotate by apply_rotary_pos_emb"):
+        kvsketch.attach(model, before_rotation=True)
+    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_without_being_asked_nothing_is_watched():
@@ -144,21 +147,97 @@ def test_what_was_noted_is_let_go_when_the_layer_is_through():
         assert watch._here.noted == {}
 
 
-def test_a_model_that_is_watched_can_be_copied_and_freed():
+def unrotated_of(model):
+    """What a watched model's attention gets of a call, by the watch on its modules."""
+    cache = kvsketch.make_cache(model, "exact")
+    seen = []
+    for layer in cache.layers:
+        read = layer.read
+
+        def reading(query, new, *rest, at=layer.held.layer, read=read, **options):
+            watch = getattr(next(m for m in attention_modules(model) if m.layer_idx == at), WATCH)
+            seen.append(watch.take(at, query, new.keys))
+            return read(query, new, *rest, **options)
+
+        layer.read = reading
+    kvsketch.prefill(model, tokens(1, 10), cache)
+    return seen
+
+
+@pytest.mark.parametrize("first", ["copy", "original"])
+def test_a_copy_of_a_watched_model_is_watched_by_itself(first):
     model = build("llama")
     name = getattr(file_of(model), ROTATION)
     kvsketch.attach(model, before_rotation=True)
+    expected = unrotated_of(model)
     twin = copy.deepcopy(model)
-    with torch.no_grad():
-        assert torch.equal(twin(tokens(1, 10)).logits, model(tokens(1, 10)).logits)
-    kvsketch.detach(twin)
-    assert getattr(file_of(model), ROTATION) is not name, "the copy does not end the model's watch"
+    kvsketch.attach(twin, before_rotation=True)
+    kvsketch.detach(twin if first == "copy" else model)
+    for (queries, keys), others in zip(unrotated_of(model if first == "copy" else twin), expected, strict=True):
+        assert torch.equal(queries, others[0])
+        assert torch.equal(keys, others[1])
     kvsketch.detach(model)
+    kvsketch.detach(twin)
     assert getattr(file_of(model), ROTATION) is name
-    left = build("llama")
-    kvsketch.attach(left, before_rotation=True)
-    gone = weakref.ref(left)
-    del left
+
+
+def test_a_watched_model_can_be_pickled_and_freed_though_a_copy_lives():
+    model = build("llama")
+    name = getattr(file_of(model), ROTATION)
+    kvsketch.attach(model, before_rotation=True)
+    twin = pickle.loads(pickle.dumps(model))
+    gone = weakref.ref(model)
+    del model
     gc.collect()
     assert gone() is None
-    assert getattr(file_of(model), ROTATION) is name
+    assert getattr(file_of(twin), ROTATION) is name
+
+
+def test_a_rotation_that_somebody_replaces_is_noticed_and_left_to_them():
+    model = build("llama")
+    file, name = file_of(model), getattr(file_of(model), ROTATION)
+    kvsketch.attach(model, before_rotation=True)
+    setattr(file, ROTATION, lambda *arguments, **options: name(*arguments, **options))
+    other = getattr(file, ROTATION)
+    with pytest.raises(ValueError, match="the rotation of LlamaForCausalLM is not watched any more"):
+        unrotated_of(model)
+    kvsketch.detach(model)
+    assert getattr(file, ROTATION) is other
+    setattr(file, ROTATION, name)
+
+
+def test_a_first_call_is_compared_however_short_it_is():
+    model = build("llama")
+    with Noting(model) as watch, torch.no_grad():
+        model(tokens(1, 1))
+        noted = watch._here.noted[0]
+        with pytest.raises(ValueError, match="layer 0 of LlamaForCausalLM attends to other vectors"):
+            watch.take(0, noted.rotated_queries + 1, noted.rotated_keys, check=False)
+
+
+def test_watches_may_come_and_go_while_another_model_runs():
+    """In other threads; a set of them would break under the one that runs."""
+    running, others = build("llama"), [build("llama", seed=seed) for seed in (1, 2)]
+    stop, failed = threading.Event(), []
+
+    def come_and_go(model):
+        while not stop.is_set():
+            with BeforeRotation(model):
+                pass
+
+    threads = [threading.Thread(target=come_and_go, args=(model,)) for model in others]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with BeforeRotation(running), torch.no_grad():
+            for thread in threads:
+                thread.start()
+            expected = running(tokens(1, 10)).logits
+            for _ in range(60):
+                failed.append(not torch.equal(running(tokens(1, 10)).logits, expected))
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(interval)
+    assert not any(failed)

@@ -241,6 +241,8 @@ def test_own_buckets_are_made_once_and_again_for_other_texts(tmp_path):
     model = zoo.build("llama")
     assert list(make_buckets(model, [text(60)], [1], [4], tmp_path, 1))
     assert not list(make_buckets(model, [text(60)], [1], [4], tmp_path, 1))
+    (folder_of(tmp_path, 4) / "index.json").write_text("{")
+    assert list(make_buckets(model, [text(60)], [1], [4], tmp_path, 1)), "what is damaged is made anew"
     first = read_index(folder_of(tmp_path, 4)).layer(1).centroids
     assert list(make_buckets(model, [text(60, 1)], [1], [4], tmp_path, 1))
     assert not torch.equal(first, read_index(folder_of(tmp_path, 4)).layer(1).centroids)

@@ -140,6 +140,14 @@ class MethodConfig(ABC):
     def check_model(self, facts: Callable[[], dict[str, Any]]) -> None:  # noqa: B027 (most serve all models)
         """Refuse a model that this config cannot serve, given what there is to know about it."""
 
+    def rests_on(self) -> str | None:
+        """What this config takes from elsewhere, in a few letters that change when that does."""
+        return None
+
+    def anywhere(self) -> "MethodConfig":
+        """The same config for a program that runs in another folder."""
+        return self
+
     def __str__(self) -> str:
         """The spec that parses back to this config: the budget, and the fields that differ from their defaults."""
         said = [f for f in fields(self) if f.name == "keep" or getattr(self, f.name) != f.default]

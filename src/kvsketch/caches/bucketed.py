@@ -87,7 +87,7 @@ def choose(
     if mass is not None:
         expected = scores.gather(3, best)
         taken &= expected.cumsum(3) - expected < mass  # those before it were not enough
-    taken[..., :1] = True
+    taken[..., :1] = True  # of no columns, if there are no probes
     return Visited(best, taken)
 
 
@@ -118,7 +118,7 @@ class BucketedPast(SortedPast):
 
     def find(self, question: Question) -> LookedUp:
         sizes = self.sizes
-        if sizes is None or self.config.probes == 0:
+        if sizes is None or (self.config.probes == 0 and self.means is None):
             return self.read_places(question, None)
         assert not isinstance(self.config.visit, str)
         limits = (self.config.probes, self.config.visit, self.mass)
@@ -178,7 +178,7 @@ class BucketedPast(SortedPast):
 
     @property
     def nbytes(self) -> int:
-        return super().nbytes + storage_bytes([self.edges, self.sizes, *(self.means or ())])
+        return super().nbytes + storage_bytes([self.edges, self.sizes, self.counted, *(self.means or ())])
 
     def tensors(self) -> dict[str, Tensor]:
         found = super().tensors()

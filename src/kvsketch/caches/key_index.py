@@ -6,6 +6,7 @@
 `kvsketch fit` makes it; `saap` and `kmeans` look things up by it.
 """
 
+import hashlib
 import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -53,6 +54,11 @@ class KeyIndex:
         return self
 
     @property
+    def digest(self) -> str:
+        """Another one for every fit."""
+        return hashlib.sha256(json.dumps(self.description, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
     def buckets(self) -> int:
         """Buckets of every KV head."""
         return int(self.description["buckets"])
@@ -64,6 +70,7 @@ class KeyIndex:
 
     def layer(self, number: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> LayerIndex:
         """What was learnt for a layer, on a device, with the classifier in the precision of the queries."""
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         known = (number, str(device), dtype)
@@ -74,13 +81,20 @@ class KeyIndex:
                     "layer too, or leave it to be read in full (full_layers=)"
                 )
             path = self.folder / layer_file(number)
-            if not path.is_file():
-                raise ValueError(f"the index {self.folder} is incomplete: {path.name} is missing")
-            self._layers[known] = LayerIndex(**load_file(path, device=str(device))).classifying_in(dtype)
+            try:
+                learnt = LayerIndex(**load_file(path, device=str(device)))
+            except FileNotFoundError as error:
+                raise ValueError(f"the index {self.folder} is incomplete: {path.name} is missing") from error
+            except (SafetensorError, TypeError) as error:
+                raise ValueError(f"{path} cannot be read as a layer of an index ({error}): fit it again") from error
+            self._layers[known] = learnt.classifying_in(dtype)
         return self._layers[known]
 
     def check_model(self, facts: dict[str, Any]) -> None:
-        """Refuse a model that this was not fitted to."""
+        """Refuse a model that this was not fitted to, and a folder that has lost a layer."""
+        for number in self.layers:
+            if not (self.folder / layer_file(number)).is_file():
+                raise ValueError(f"the index {self.folder} is incomplete: {layer_file(number)} is missing")
         fitted = self.description["model"]
         for name in facts:
             if name != "fingerprint" and facts[name] != fitted.get(name):
@@ -91,7 +105,8 @@ class KeyIndex:
         if facts["fingerprint"] != fitted["fingerprint"]:
             raise ValueError(
                 f"the index {self.folder} was fitted to a model of this architecture with other weights "
-                f"({fitted.get('id')!r}): fit one to this model: kvsketch fit"
+                f"({fitted.get('id')!r}): fit one to this model: kvsketch fit. Weights of float32 look like "
+                "others too where they are loaded in float16: load them as they were for the fit"
             )
 
 
@@ -104,8 +119,10 @@ def read_index(folder: str | Path) -> KeyIndex:
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
         wrong = description["format"] != FORMAT
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read as an index's description: {error}") from error
+        if not wrong:
+            int(description["buckets"]), list(map(int, description["layers"])), dict(description["model"])
+    except (ValueError, KeyError, TypeError) as error:  # broken JSON is a ValueError
+        raise ValueError(f"{path} cannot be read as an index's description: {error!r}") from error
     if wrong:
         raise ValueError(
             f"{folder} is an index of format {description['format']!r}, this version reads {FORMAT}: fit it again, or "

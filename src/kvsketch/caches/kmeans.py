@@ -59,4 +59,4 @@ class KMeansPast(BucketedPast):
 
     def scores(self, question: Question) -> Float[Tensor, "b h q c"]:
         asking = question.queries if self.config.rope else needed(question.unrotated, self.config)
-        return compared(asking, self._centroids(asking))
+        return compared(asking.detach(), self._centroids(asking))

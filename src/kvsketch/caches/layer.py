@@ -112,8 +112,15 @@ class LayerCache:
         lse: bool = True,
         unrotated: Float[Tensor, "b hg q d"] | None = None,
     ) -> Partial | None:
-        """Attention over all that is held, or looked up, all of it visible; None if nothing is."""
-        read, rest = self._look(Question(query, unrotated, scale, softcap), lse)
+        """Attention over all that is held, or looked up, all of it visible; None if nothing is.
+
+        The queries are those of the latest tokens of every row.
+        """
+        ranks = None
+        if isinstance(self.past, LookupPast):
+            before = torch.arange(-query.shape[2], 0, device=query.device)
+            ranks = torch.tensor(self.lengths, device=query.device)[:, None] + before
+        read, rest = self._look(Question(query, unrotated, scale, softcap, ranks), lse)
         return read if read is None or rest is None else merge(read, rest)
 
     def _look(self, question: Question, lse: bool = True) -> tuple[Partial | None, Partial | None]:
@@ -123,6 +130,13 @@ class LayerCache:
             return self._attend_all(question, lse), None
         found = past.look_up(question)
         return self._with_window(found.part, question, lse), found.rest
+
+    def _question(self, query: Tensor, new: NewTokens, scale: float, softcap: float | None) -> Question:
+        """What the new tokens ask."""
+        if not isinstance(self.past, LookupPast):
+            return Question(query, None, scale, softcap)
+        unrotated = None if new.unrotated is None else new.unrotated.queries.detach()
+        return Question(query, unrotated, scale, softcap, self._ranks(new))
 
     def _attend_all(self, question: Question, lse: bool = True) -> Partial | None:
         """Attention over all that is held."""
@@ -137,7 +151,7 @@ class LayerCache:
         return window if past is None else merge(past, window)
 
     def _read_chunk(self, query: Tensor, new: NewTokens, scale: float, softcap: float | None, lse: bool) -> Partial:
-        question = Question(query, None if new.unrotated is None else new.unrotated.queries, scale, softcap)
+        question = self._question(query, new, scale, softcap)
         if new.keys.shape[2] == 1 and new.valid is None:
             # The new token sees all that is held and itself: with it in the window, that is one call less.
             self.window.append(self._arrive(new))
@@ -205,19 +219,24 @@ class LayerCache:
     def _arrive(self, new: NewTokens) -> Columns:
         """Count new tokens, give them ranks, and drop their autograd history: it would keep activations alive."""
         rows, _, count, _ = new.keys.shape
-        device = new.keys.device
-        even = new.valid is None and not self.window.ragged
-        first = self.seen if even else torch.tensor(self.lengths, device=device)[:, None]
+        ranks = self._ranks(new)
         if new.valid is None:
-            ranks = (first + torch.arange(count, device=device)).expand(rows, -1)
             added = [count] * rows
         else:
-            ranks = (first + new.valid.cumsum(1) - 1).masked_fill(~new.valid, -1)
             added = new.valid.sum(1).tolist()
             self.window.ragged = True  # rows of unequal lengths leave the window at different times
         self.lengths = [length + more for length, more in zip(self.lengths, added, strict=True)]
         self.seen += count
         return Columns(new.keys.detach(), new.values.detach(), ranks, self._labels(new, ranks))
+
+    def _ranks(self, new: NewTokens) -> Tensor:
+        """How many tokens of its row come before each new one; -1 for padding."""
+        rows, _, count, _ = new.keys.shape
+        even = new.valid is None and not self.window.ragged
+        first = self.seen if even else torch.tensor(self.lengths, device=new.keys.device)[:, None]
+        if new.valid is None:
+            return (first + torch.arange(count, device=new.keys.device)).expand(rows, -1)
+        return (first + new.valid.cumsum(1) - 1).masked_fill(~new.valid, -1)
 
     def _labels(self, new: NewTokens, ranks: Tensor) -> Tensor | None:
         """What the past notes about tokens that come, if it looks things up."""

@@ -45,9 +45,13 @@ class LookupConfig(MethodConfig):
         return self.window
 
     def for_layer(self, layer: int) -> MethodConfig:
-        if layer >= self.full_layers:
+        if layer >= self.full_layers and self.looks_up_in(layer):
             return self
         return Exact(sinks=self.sinks, prefill=self.prefill, chunk=self.chunk)
+
+    def looks_up_in(self, layer: int) -> bool:
+        """Whether a layer that is not among the first can look things up."""
+        return True
 
     @abstractmethod
     def slots(self, layer: int) -> SlotsPast:

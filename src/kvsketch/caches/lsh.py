@@ -16,10 +16,13 @@ from torch import Tensor
 from kvsketch.algorithms.draws import uniforms
 from kvsketch.algorithms.lsh import MOST_BITS, gray_rank, number_of
 from kvsketch.caches.base import check_choice, check_count, check_seed
+from kvsketch.caches.budget import Budget
 from kvsketch.caches.masked import MaskedPast
-from kvsketch.caches.question import LookedUp, Question
+from kvsketch.caches.question import LookedUp, LookupPast, Question
+from kvsketch.caches.rows_in_step import RowsInStep
 from kvsketch.caches.slots import SlotsPast
 from kvsketch.caches.sorted_runs import SortedConfig, SortedPast
+from kvsketch.caches.storage import storage_bytes
 from kvsketch.kernels.indexed_attention import Segments
 
 KINDS = ("kdeformer", "reformer", "magicpig")
@@ -52,8 +55,14 @@ class LSH(SortedConfig):
             raise ValueError(f"bits of {self.kind} must be at most {most}, got {self.bits}")
         check_seed(self.seed)
 
+    def new_past(self, budget: Budget, layer: int) -> LookupPast:
+        directions = Directions(self, layer)  # all rows of a layer share them
+        return RowsInStep(lambda: self._slots_by(directions))
+
     def slots(self, layer: int) -> SlotsPast:
-        directions = Directions(self, layer)
+        return self._slots_by(Directions(self, layer))
+
+    def _slots_by(self, directions: "Directions") -> SlotsPast:
         return MagicPigPast(self, directions) if self.kind == "magicpig" else BinsPast(self, directions)
 
 
@@ -67,7 +76,7 @@ class Directions:
     def codes(self, x: Float[Tensor, "b h n d"], heads: int) -> Int64[Tensor, "b h n t"]:
         """The codes of keys, or of a group's queries."""
         config = self.config
-        products = x.float() @ self._of(heads, x).mT
+        products = x.detach().float() @ self._of(heads, x).mT
         if config.kind == "reformer":
             return products.argmax(3, keepdim=True)
         if config.kind == "kdeformer":
@@ -93,6 +102,7 @@ class BinsPast(SortedPast):
     def __init__(self, config: LSH, directions: Directions) -> None:
         super().__init__(config.staging)
         self.config, self.directions = config, directions
+        self.codes: list[tuple[int, Int64[Tensor, "b h n"]]] = []  # where each run begins, and its codes
 
     def label(
         self,
@@ -109,7 +119,7 @@ class BinsPast(SortedPast):
         asking = question.queries.unflatten(1, (heads, -1)).flatten(2, 3)
         codes = self.directions.codes(asking, heads)[..., 0]
         found: Segments | None = None
-        for start, labels in self.labels_of_runs():
+        for start, labels in self.codes:
             count, bins = labels.shape[2], self.config.bins
             number = torch.searchsorted(labels, codes).clamp_max(count - 1) * bins // count
             number = number.unflatten(2, (-1, queries)).transpose(2, 3).sort(3).values  # [b, h, q, g]
@@ -118,6 +128,13 @@ class BinsPast(SortedPast):
             here = Segments(begin + start, (end - begin) * ~again)
             found = here if found is None else found.join(here)
         return self.read_places(question, found)
+
+    def sorted_in(self) -> None:
+        self.codes = list(self.labels_of_runs())
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + storage_bytes(codes for _, codes in self.codes)
 
 
 class MagicPigPast(MaskedPast):

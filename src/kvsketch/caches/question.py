@@ -30,16 +30,19 @@ class Question:
     unrotated: Float[Tensor, "b hg q d"] | None
     scale: float
     softcap: float | None = None
+    ranks: Int64[Tensor, "b q"] | None = None  # how many tokens of its row came before; -1: padding asks
 
     def part(self, start: int, stop: int) -> "Question":
         """Queries start…stop-1."""
         unrotated = None if self.unrotated is None else self.unrotated[:, :, start:stop]
-        return Question(self.queries[:, :, start:stop], unrotated, self.scale, self.softcap)
+        ranks = None if self.ranks is None else self.ranks[:, start:stop]
+        return Question(self.queries[:, :, start:stop], unrotated, self.scale, self.softcap, ranks)
 
     def of_rows(self, rows: list[int]) -> "Question":
         """What these rows of the batch ask."""
         unrotated = None if self.unrotated is None else self.unrotated[rows]
-        return Question(self.queries[rows], unrotated, self.scale, self.softcap)
+        ranks = None if self.ranks is None else self.ranks[rows]
+        return Question(self.queries[rows], unrotated, self.scale, self.softcap, ranks)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class RandomBuckets(BucketedConfig):
 
 
 class RandomPast(BucketedPast):
-    """A bucket is drawn for every token by its rank, and visits for every query by how many tokens there are."""
+    """A bucket is drawn for every token by its rank, and visits for every query by that of its token."""
 
     def __init__(self, config: RandomBuckets, layer: int) -> None:
         super().__init__(config, config.buckets)
@@ -52,8 +52,8 @@ class RandomPast(BucketedPast):
         return (drawn * self.buckets).long()[..., None]
 
     def scores(self, question: Question) -> Float[Tensor, "b h q c"]:
-        rows, heads, _, _ = self.keys.view.shape
-        sizes = (heads, question.queries.shape[2], self.buckets)
-        head, query, bucket = (torch.arange(size, device=question.queries.device) for size in sizes)
-        where = (self.config.seed, self.layer, head[:, None, None], self.count, query[:, None], QUERIES, bucket)
-        return uniforms(*where).expand(rows, -1, -1, -1)
+        assert question.ranks is not None, "queries come with their ranks"
+        sizes = (self.keys.view.shape[1], self.buckets)
+        head, bucket = (torch.arange(size, device=question.queries.device) for size in sizes)
+        rank = question.ranks[:, None, :, None]
+        return uniforms(self.config.seed, self.layer, head[:, None, None], rank, QUERIES, bucket)

@@ -22,7 +22,7 @@ class RowsInStep(LookupPast):
 
     def __init__(self, new_slots: Callable[[], SlotsPast]) -> None:
         self.new_slots = new_slots
-        self.labels = new_slots()  # holds nothing: it makes the labels
+        self.labeller = new_slots()  # holds nothing
         self.counts: list[int] = []  # tokens written, per row
         self.groups: list[int] = []  # the number of each row's group
         self.pasts: list[SlotsPast] = []
@@ -33,16 +33,13 @@ class RowsInStep(LookupPast):
         unrotated: Float[Tensor, "b h n d"] | None,
         ranks: Int64[Tensor, "b n"],
     ) -> Int64[Tensor, "b h n t"]:
-        return self.labels.label(keys, unrotated, ranks)
+        return self.labeller.label(keys, unrotated, ranks)
 
     def write(self, tokens: LeavingTokens) -> None:
         """Give every group its tokens, holes between them closed; a group that is not in step any more is divided."""
         if not self.groups:
-            self.counts, self.groups, self.pasts = (
-                [0] * len(tokens.counts),
-                [0] * len(tokens.counts),
-                [self.new_slots()],
-            )
+            self.counts, self.groups = [0] * len(tokens.counts), [0] * len(tokens.counts)
+            self.pasts = [self.new_slots()]
         added = [count - before for count, before in zip(tokens.counts, self.counts, strict=True)]
         self.counts = list(tokens.counts)
         self._divide(added)
@@ -67,25 +64,18 @@ class RowsInStep(LookupPast):
     def look_up(self, question: Question) -> LookedUp:
         if len(self.pasts) == 1:
             return self.pasts[0].look_up(question)
-        heads = next(past.keys.view.shape[1] for past in self.pasts if past.count)
-        found = [self._look_up_rows(group, question, heads) for group in range(len(self.pasts))]
-        order = torch.tensor([row for group in range(len(self.pasts)) for row in self._rows_of(group)]).argsort()
-        order = order.to(question.queries.device)
-        part = _joined([looked.part for looked in found], order)
-        rest = [looked.rest for looked in found if looked.rest is not None]
-        if rest and len(rest) < len(found):  # rows too short for an estimate have nothing in theirs
-            rest = [_nothing(looked.part) if looked.rest is None else looked.rest for looked in found]
-        return LookedUp(
-            part, torch.cat([looked.read for looked in found])[order], _joined(rest, order) if rest else None
-        )
-
-    def _look_up_rows(self, group: int, question: Question, heads: int) -> LookedUp:
-        asking = question.of_rows(self._rows_of(group))
-        if self.pasts[group].count:
-            return self.pasts[group].look_up(asking)
-        out = asking.queries.new_zeros(*asking.queries.shape[:3], self._value_width(), dtype=torch.float32)
-        nothing = _nothing(Partial(out, out[..., 0]))
-        return LookedUp(nothing, torch.zeros(len(out), heads, out.shape[2], dtype=torch.int64, device=out.device))
+        read, estimated = list[Tensor](), False
+        parts, rests = list[Partial](), list[Partial]()
+        for group, past in enumerate(self.pasts):
+            asking = question.of_rows(self._rows_of(group))
+            found = past.look_up(asking) if past.count else None
+            parts.append(self._of_nothing(asking.queries) if found is None else found.part)
+            rests.append(self._of_nothing(asking.queries) if found is None or found.rest is None else found.rest)
+            read.append(self._none_read(asking.queries) if found is None else found.read)
+            estimated = estimated or (found is not None and found.rest is not None)
+        order = self._order(question.queries)
+        rest = _joined(rests, order) if estimated else None
+        return LookedUp(_joined(parts, order), torch.cat(read)[order], rest)
 
     def attend(self, query: Float[Tensor, "b hg q d"], scale: float, softcap: float | None) -> Partial | None:
         """Attention over everything, group by group."""
@@ -93,19 +83,29 @@ class RowsInStep(LookupPast):
             return None
         if len(self.pasts) == 1:
             return self.pasts[0].attend(query, scale, softcap)
-        parts, order = list[Partial](), list[int]()
-        for group, past in enumerate(self.pasts):
-            rows = self._rows_of(group)
-            found = past.attend(query[rows], scale, softcap)
-            if found is None:
-                out = query.new_zeros(len(rows), *query.shape[1:3], self._value_width(), dtype=torch.float32)
-                found = _nothing(Partial(out, out[..., 0]))
-            parts.append(found)
-            order += rows
-        return _joined(parts, torch.tensor(order, device=query.device).argsort())
+        parts = [
+            past.attend(query[self._rows_of(group)], scale, softcap) or self._of_nothing(query[self._rows_of(group)])
+            for group, past in enumerate(self.pasts)
+        ]
+        return _joined(parts, self._order(query))
 
-    def _value_width(self) -> int:
-        return next(past.values.view.shape[3] for past in self.pasts if past.count)
+    def _order(self, like: Tensor) -> Int64[Tensor, " b"]:
+        """Where each row of the batch is when groups are put one behind the other."""
+        rows = [row for group in range(len(self.pasts)) for row in self._rows_of(group)]
+        return torch.tensor(rows, device=like.device).argsort()
+
+    def _some(self) -> SlotsPast:
+        """A group that holds tokens."""
+        return next(past for past in self.pasts if past.count)
+
+    def _of_nothing(self, query: Float[Tensor, "b hg q d"]) -> Partial:
+        """The attention of queries that see no tokens."""
+        out = query.new_zeros(*query.shape[:3], self._some().values.view.shape[3], dtype=torch.float32)
+        return Partial(out, out.new_full(query.shape[:3], NO_MASS))
+
+    def _none_read(self, query: Float[Tensor, "b hg q d"]) -> Int64[Tensor, "b h q"]:
+        heads = self._some().keys.view.shape[1]
+        return torch.zeros(query.shape[0], heads, query.shape[2], dtype=torch.int64, device=query.device)
 
     def _rows_of(self, group: int) -> list[int]:
         return [row for row, number in enumerate(self.groups) if number == group]
@@ -183,11 +183,6 @@ def _tokens_of(tokens: LeavingTokens, rows: list[int], count: int) -> LeavingTok
         keys, values, labels = (columns(x, index) for x in (keys, values, labels))
         ranks = ranks.gather(1, index)
     return LeavingTokens(keys, values, ranks, counts, labels)
-
-
-def _nothing(like: Partial) -> Partial:
-    """Attention over no tokens."""
-    return Partial(torch.zeros_like(like.out), torch.full_like(like.lse, NO_MASS))
 
 
 def _joined(parts: list[Partial], order: Int64[Tensor, " b"]) -> Partial:

@@ -1,14 +1,15 @@
 """Saap: the method's one-head form is `algorithms/saap.py`, what it has learnt comes from `kvsketch fit`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from kvsketch.caches.base import check_choice, check_number
+from kvsketch.caches.base import MethodConfig, check_choice, check_number
 from kvsketch.caches.bucketed import BucketedConfig, BucketedPast
 from kvsketch.caches.key_index import KeyIndex, LayerIndex, read_index
 from kvsketch.caches.question import Question
@@ -35,6 +36,16 @@ class IndexedConfig(BucketedConfig):
 
     def check_model(self, facts: Callable[[], dict[str, Any]]) -> None:
         self.learnt.check_model(facts())
+
+    def rests_on(self) -> str | None:
+        return self.learnt.digest
+
+    def anywhere(self) -> MethodConfig:
+        return replace(self, index=str(Path(self.index).resolve()))
+
+    def looks_up_in(self, layer: int) -> bool:
+        """Where something was learnt: `kvsketch fit` leaves out layers whose queries do not look far."""
+        return layer in self.learnt.layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +94,7 @@ class SaapPast(BucketedPast):
 
     def scores(self, question: Question) -> Float[Tensor, "b h q c"]:
         learnt = self._learnt(question.queries)
-        asking = needed(question.unrotated, self.config)
+        asking = needed(question.unrotated, self.config).detach()
         return classified(asking, learnt.first, learnt.first_bias, learnt.second, learnt.second_bias)
 
     @property
@@ -98,7 +109,7 @@ class SaapPast(BucketedPast):
 def nearest(keys: Float[Tensor, "b h n d"], centroids: Float[Tensor, "h c d"]) -> Int64[Tensor, "b h n 1"]:
     """The bucket of every key; all rows of the batch share a head's centroids."""
     rows, _, count, _ = keys.shape
-    lanes = keys.to(centroids.dtype).transpose(0, 1).flatten(1, 2)
+    lanes = keys.transpose(0, 1).flatten(1, 2)
     return assign(lanes, centroids).unflatten(1, (rows, count)).transpose(0, 1)[..., None]
 
 

@@ -36,7 +36,11 @@ class SlotsPast(LookupPast):
         if self.read is None or self.asked is None:
             self.read = torch.zeros(found.read.shape[:2], dtype=torch.float64, device=found.read.device)
             self.asked = torch.zeros_like(self.read)
-        self.read, self.asked = self.read + found.read.sum(2), self.asked + self.count * found.read.shape[2]
+        read, asked = found.read, torch.full_like(found.read, self.count)
+        if question.ranks is not None:
+            real = question.ranks[:, None] >= 0
+            read, asked = read * real, asked * real
+        self.read, self.asked = self.read + read.sum(2), self.asked + asked.sum(2)
         return found
 
     def write(self, tokens: LeavingTokens) -> None:
@@ -79,7 +83,7 @@ class SlotsPast(LookupPast):
         self.read, self.asked = tensors.get("read"), tensors.get("asked")
         if tensors:
             for held, name in zip(self._held, ("keys", "values", "labels"), strict=True):
-                held.append(tensors[name])
+                held.adopt(tensors[name])
 
     @property
     def _held(self) -> tuple[Rows, Rows, Rows]:

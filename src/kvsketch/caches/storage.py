@@ -44,6 +44,10 @@ class Rows:
         self.make_writable()
         self.length = length
 
+    def adopt(self, rows: Tensor) -> None:
+        """Hold these rows, which are nobody else's, without copying them."""
+        self.buffer, self.length = rows.contiguous(), rows.shape[self.dim]
+
     def append(self, rows: Tensor) -> None:
         """Add rows at the end."""
         start = self.length

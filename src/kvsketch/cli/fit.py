@@ -66,7 +66,7 @@ def fit(
             "to OUT/work and is removed at the end."
         ),
     ] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep OUT/work when all is done.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep OUT/work, which is emptied as layers are done.")] = False,
     save_every: Annotated[float, typer.Option(min=0, help="Seconds of training that a crash may cost.")] = 60.0,
     ray: Annotated[
         bool,

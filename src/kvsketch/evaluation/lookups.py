@@ -54,7 +54,7 @@ def case_of(seen: Captured, cut: Cut) -> Case:
     keys_before = None if seen.keys_before is None else precise(seen.keys_before[:, past])
     places = torch.arange(tokens, device=keys.device)
     rest = (places <= places[-cut.asking :, None]) & ((places < past.start) | (places >= past.stop))
-    question = Question(queries, before, seen.scale, seen.softcap)
+    question = Question(queries, before, seen.scale, seen.softcap, places[None, -cut.asking :])
     keys_of_past, values_of_past = keys[:, :, past], values[:, :, past]
     of_past = exact_attention(queries, keys_of_past, values_of_past, seen.scale, softcap=seen.softcap)
     of_rest = exact_attention(queries, keys, values, seen.scale, visible=rest[None, None], softcap=seen.softcap)

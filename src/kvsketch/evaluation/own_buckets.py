@@ -3,7 +3,6 @@
 Nothing is learnt about queries: they are assigned as keys are, which is what `kmeans` does and what `saap` does not.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvsketch.algorithms.draws import uniforms
-from kvsketch.caches.key_index import DESCRIPTION, FORMAT, LayerIndex, layer_file
+from kvsketch.caches.key_index import DESCRIPTION, FORMAT, LayerIndex, layer_file, read_index
 from kvsketch.evaluation.key_query_spread import evenly
 from kvsketch.evaluation.layer_error_plan import Prompt
 from kvsketch.fitting.files import write_json, write_tensors
@@ -83,5 +82,8 @@ def cluster(before: Float[Tensor, "h n d"], after: Float[Tensor, "h n d"], count
 
 
 def _description(folder: Path) -> dict[str, Any] | None:
-    path = folder / DESCRIPTION
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    """That of an index; None where there is none that can be read."""
+    try:
+        return read_index(folder).description
+    except ValueError:
+        return None

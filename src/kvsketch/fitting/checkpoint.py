@@ -1,5 +1,6 @@
 """Training that can stop at any moment, and goes on to the same result."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ def train_on(
     recipe: Recipe,
     draw: torch.Generator,
     *,
+    layer: int,
     save_every: float,
     show: Callable[[int, float], None],
 ) -> float:
@@ -31,13 +33,32 @@ def train_on(
     done, before = _load(path, classifiers, adam, draw)
     begin = saved = time.monotonic()
     losses = train(classifiers, pool.queries, pool.shares, _batches(pool, recipe, draw), recipe.rates(done), adam)
-    for step, loss in enumerate(losses, done + 1):
+    for step, each in enumerate(losses, done + 1):
+        loss = float(each.mean())
+        _check_finite(loss, layer, step - 1, recipe)
         now = time.monotonic()
         if now - saved >= save_every or step == recipe.steps:
             _save(path, classifiers, adam, draw, step, before + now - begin)
             saved = time.monotonic()
-        show(step, float(loss.mean()))
+        show(step, loss)
+    with torch.no_grad():
+        learnt = classifiers(pool.queries[:, : recipe.batch]).sum()
+    _check_finite(float(learnt), layer, recipe.steps, recipe)  # every loss is from before its step
     return before + time.monotonic() - begin
+
+
+def _check_finite(loss: float, layer: int, done: int, recipe: Recipe) -> None:
+    if math.isfinite(loss):
+        return
+    what = f"layer {layer}: expected a finite loss after {done} of {recipe.steps} steps, got {loss}"
+    if not done:
+        raise ValueError(
+            f"{what}: the model's own queries or keys are not finite. Load it in another precision (--dtype), and fit "
+            "in a new folder (-o)"
+        )
+    raise ValueError(
+        f"{what}: the training diverged at a rate of {recipe.rate:g}. Choose a smaller --rate, and a new folder (-o)"
+    )
 
 
 def _batches(pool: Pool, recipe: Recipe, draw: torch.Generator) -> Iterator[Int64[Tensor, " b"]]:

@@ -21,7 +21,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str,
     named = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     fresh.touch()
     usual = fresh.stat().st_mode
-    save_file(named, fresh, metadata={ABOUT: json.dumps(about)})
+    save_file(named, fresh, metadata={ABOUT: json.dumps(about, allow_nan=False)})
     fresh.chmod(usual)  # safetensors lets nobody else read its files
     os.replace(fresh, path)
 
@@ -29,7 +29,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str,
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """The same for a description alone."""
     fresh = _fresh(path)
-    fresh.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
+    fresh.write_text(text + "\n", encoding="utf-8")
     os.replace(fresh, path)
 
 

@@ -61,8 +61,9 @@ def fit(
     """Fit Saap's buckets and classifiers to a model, or go on where a run in this folder was stopped.
 
     `settings.shards.layers` left empty are all full-attention layers that have long-range queries. A kill loses the
-    text, the clustering or the pool that was being made, and of a training at most `save_every` seconds. Shards in a
-    folder of their own stay; those in `out` are removed at the end with the rest of the work, unless `keep`.
+    text, the clustering or the pool that was being made, and of a training at most `save_every` seconds. What a layer
+    was made from is removed when the layer is there, and shards in `out` at the end, unless `keep`; shards in a folder
+    of their own stay.
     """
     device = str(model.device) if cluster is None else cluster.place()  # a cluster that is not there is said at once
     limits = settings.shards
@@ -91,6 +92,7 @@ def fit(
         settings=settings,
         device=device,
         save_every=save_every,
+        keep=keep,
     )
     _fit_layers(job, layers, cluster, show)
     run.finish({layer: report_of(run.out, layer) for layer in layers}, {**(about or {}), **_sizes(train, held_out)})
@@ -142,8 +144,10 @@ def _read(
     cluster: RayCluster | None,
     show: Callable[[Progress], None],
 ) -> None:
-    missing = [text for text in corpus.texts if not shards.has(text)]
-    done, total = len(corpus.texts) - len(missing), len(corpus.texts)
+    total = len(corpus.texts)
+    numbered = {f"text {number} of {total}": text for number, text in enumerate(corpus.texts, 1)}
+    missing = {name: text for name, text in numbered.items() if not shards.has(text)}
+    done = total - len(missing)
     show(Progress("reading", done, total))
     for name in _spread(cluster, lambda: Reader(load, shards), missing):
         done += 1
@@ -163,18 +167,19 @@ def _fit_layers(job: LayerFit, layers: list[int], cluster: RayCluster | None, sh
         show(Progress("fitting", steps * len(finished) + step, total, f"layer {layer} {text}"))
 
     work = job if cluster is not None else replace(job, show=inside)
-    for layer in _spread(cluster, lambda: work, layers):
+    for layer in _spread(cluster, lambda: work, {f"layer {layer}": layer for layer in layers}):
         finished.append(layer)
         show(Progress("fitting", steps * len(finished), total, f"layer {layer}"))
 
 
 def _spread(
-    cluster: RayCluster | None, make_worker: Callable[[], Callable[[Job], Done]], jobs: Sequence[Job]
+    cluster: RayCluster | None, make_worker: Callable[[], Callable[[Job], Done]], jobs: Mapping[str, Job]
 ) -> Iterator[Done]:
+    """What is made of the jobs, which are given by their names."""
     if cluster is not None:
         yield from cluster.run(make_worker, jobs)
     elif jobs:
-        yield from map(make_worker(), jobs)
+        yield from map(make_worker(), jobs.values())
 
 
 def _with_long_range_queries(

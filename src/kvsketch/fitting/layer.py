@@ -34,6 +34,7 @@ class LayerFit:
     settings: FitSettings
     device: str
     save_every: float = 60.0
+    keep: bool = False  # what is in `work`, when the layer is there
     show: Show = lambda layer, step, text: None
 
     def __call__(self, layer: int) -> int:
@@ -41,15 +42,21 @@ class LayerFit:
         path = self.out / layer_file(layer)
         if read_about(path) is None:
             self._fit(layer, path)
+        if not self.keep:
+            for file in self.work.glob(self._file(layer, "*").name):
+                file.unlink()
         self.show(layer, self.settings.recipe.steps, "")
         return layer
+
+    def _file(self, layer: int, what: str) -> Path:
+        return self.work / f"layer-{layer:02}.{what}.safetensors"
 
     def _fit(self, layer: int, path: Path) -> None:
         settings, device, seconds = self.settings, self.device, dict[str, float]()
 
         def kept(kind: type[T], name: str, make: Callable[[], T]) -> T:
             self.show(layer, 0, name)
-            file = self.work / f"layer-{layer:02}.{name}.safetensors"
+            file = self._file(layer, name)
             begin = time.monotonic()
             if read_about(file) is None:
                 write_tensors(file, vars(make()), {"seconds": time.monotonic() - begin})
@@ -60,11 +67,12 @@ class LayerFit:
         pool = kept(Pool, "pool", lambda: fill_pool(self.train, layer, clusters.before, settings, device))
         classifiers = classifiers_for(clusters, pool, settings, layer)
         seconds["training"] = train_on(
-            self.work / f"layer-{layer:02}.training.safetensors",
+            self._file(layer, "training"),
             classifiers,
             pool,
             settings.recipe,
             generator(settings.seed, layer, "batches"),
+            layer=layer,
             save_every=self.save_every,
             show=lambda step, loss: self.show(layer, step, f"loss {loss:.2f}"),
         )

@@ -98,18 +98,22 @@ class Reader:
 
 def read_layer(path: Path, layer: int, device: torch.device | str = "cpu") -> ShardLayer:
     """A layer's part of a shard."""
-    about = read_about(path)
-    if about is None:
-        raise ValueError(f"the shard {path} is missing or damaged: run the same command again to make it anew")
-    seen = about["seen"][str(layer)]
+    seen = _seen(path, layer)
     tensors = read_tensors(path, device, f"{layer}.")
     return ShardLayer(**tensors, scale=seen["scale"], softcap=seen["softcap"])
 
 
 def long_range_queries(paths: list[Path], layer: int) -> Int64[Tensor, " h"]:
     """How many these shards have of every KV head."""
-    counts = [(read_about(path) or {})["seen"][str(layer)]["long_range"] for path in paths]
-    return torch.tensor(counts).sum(0)
+    return torch.tensor([_seen(path, layer)["long_range"] for path in paths]).sum(0)
+
+
+def _seen(path: Path, layer: int) -> dict[str, Any]:
+    """What a shard says of a layer."""
+    found: dict[str, Any] | None = (read_about(path) or {}).get("seen", {}).get(str(layer))
+    if found is None:
+        raise ValueError(f"the shard {path} is missing or damaged: run the same command again to make it anew")
+    return found
 
 
 def choose_queries(seen: Captured, settings: ShardSettings, draw: torch.Generator) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,14 +27,15 @@ class RayCluster:
     address: str
     load: Callable[[str], PreTrainedModel]  # onto a device
     device: str | None = None  # of every worker; the best that the cluster has
+    patience: float = 600.0  # seconds to wait for a first worker
 
     def place(self) -> str:
         """The device of every worker."""
         there = _started(self.address).cluster_resources()
         return self.device or ("cuda" if there.get("GPU") else "cpu")
 
-    def run(self, make_worker: Callable[[], Callable[[Job], Done]], jobs: Sequence[Job]) -> Iterator[Done]:
-        """What workers make of the jobs, as it comes."""
+    def run(self, make_worker: Callable[[], Callable[[Job], Done]], jobs: Mapping[str, Job]) -> Iterator[Done]:
+        """What workers make of the jobs, which are given by their names, as it comes."""
         if not jobs:
             return
         ray = _started(self.address)
@@ -50,7 +51,7 @@ class RayCluster:
         actor = ray.remote(num_cpus=0 if gpus else threads, num_gpus=gpus, scheduling_strategy="SPREAD")(_Worker)
         workers = [actor.remote(make_worker, threads) for _ in range(min(fit, len(jobs)))]
         try:
-            yield from _as_they_come(ray, workers, list(jobs))
+            yield from _as_they_come(ray, workers, jobs, self.patience)
         finally:
             for worker in workers:
                 ray.kill(worker)
@@ -63,6 +64,9 @@ class _Worker:
         self.make_worker, self.threads = make_worker, threads
         self.work: Callable[[Any], Any] | None = None
 
+    def start(self) -> None:
+        """Nothing: who answers is there."""
+
     def do(self, job: Any) -> Any:
         """One job; what goes wrong in getting ready is said as what goes wrong in the job."""
         if self.work is None:
@@ -71,19 +75,38 @@ class _Worker:
         return self.work(job)
 
 
-def _as_they_come(ray: Any, workers: list[Any], jobs: list[Any]) -> Iterator[Any]:
-    """Every worker has one job at a time; whoever is ready takes the next."""
-    running = {worker.do.remote(jobs.pop(0)): worker for worker in workers}
-    while running:
-        ready, _ = ray.wait(list(running))
-        worker = running.pop(ready[0])
-        try:
-            done = ray.get(ready[0])
-        except ray.exceptions.RayTaskError as error:
-            raise error.cause from None  # as it would be without Ray
-        if jobs:
-            running[worker.do.remote(jobs.pop(0))] = worker
-        yield done
+def _as_they_come(ray: Any, workers: list[Any], jobs: Mapping[str, Any], patience: float) -> Iterator[Any]:
+    """Whoever is there, and has no job, takes the next; those for whom the cluster has no room yet hold none up."""
+    left, running = list(jobs.items()), dict[Any, tuple[Any, str]]()
+    starting = {worker.start.remote(): worker for worker in workers}
+    while left or running:
+        ready, _ = ray.wait([*starting, *running], timeout=None if running else patience)
+        if not ready:
+            raise ValueError(
+                f"no worker has started on the Ray cluster for {patience:g} seconds: it may have other work (see "
+                "ray status). Run the same command again when it has room"
+            )
+        starts = ready[0] in starting
+        worker, name = (starting.pop(ready[0]), "nothing yet") if starts else running.pop(ready[0])
+        done = _result(ray, ready[0], name)
+        if left:
+            following, job = left.pop(0)
+            running[worker.do.remote(job)] = worker, following
+        if not starts:
+            yield done
+
+
+def _result(ray: Any, reference: Any, name: str) -> Any:
+    """What became of a job; an error in it as it would be without Ray."""
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None
+    except ray.exceptions.RayError as error:
+        raise ValueError(
+            f"the worker that had {name} is lost ({str(error).splitlines()[0]}): its machine may be down, or out of "
+            "memory. Run the same command again to go on from what is done"
+        ) from error
 
 
 def _started(address: str) -> Any:

@@ -9,9 +9,14 @@ from transformers import PreTrainedModel
 
 from kvsketch.huggingface.model import sample_of
 
+TINY = torch.finfo(torch.float16).tiny  # float16 has fewer bits for what is smaller than bfloat16 has
+
 
 def facts(model: PreTrainedModel) -> dict[str, Any]:
-    """Plain facts by name, the same for a checkpoint in whichever precision it is loaded."""
+    """Plain facts by name, the same for a checkpoint in whichever precision it is loaded.
+
+    But for a checkpoint in float32: what is loaded from it in float16 was rounded otherwise, and counts as another.
+    """
     text = model.config.get_text_config(decoder=True)
     heads = text.num_attention_heads
     found = {
@@ -28,10 +33,11 @@ def facts(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _of_weights(model: PreTrainedModel) -> str:
-    """A hash of a sample of every parameter, rounded to bfloat16."""
+    """A hash of a sample of every parameter, rounded to bfloat16; tiny numbers count as zeros."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)}".encode())
         if (sample := sample_of(parameter)) is not None:
-            digest.update(sample.to(torch.bfloat16).view(torch.uint8).numpy().tobytes())
+            rounded = sample.to(torch.bfloat16)
+            digest.update(rounded.where(rounded.abs() >= TINY, 0).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvsketch.caches.base import MethodConfig
 from kvsketch.caches.registry import METHODS
 from kvsketch.huggingface.facts import facts
 from kvsketch.huggingface.model import attach
@@ -43,7 +44,8 @@ def save_cache(cache: "SketchCache", path: str | Path) -> None:
     header = {
         "format": FORMAT,
         "method": cache.config.name,
-        "options": asdict(cache.config),
+        "options": asdict(cache.config.anywhere()),
+        "rests_on": cache.config.rests_on(),
         "model_type": cache.model.config.model_type,
         "fingerprint": cache.model.fingerprint,
         "layers": layers,
@@ -70,7 +72,7 @@ def load_cache(model: PreTrainedModel, path: str | Path) -> "SketchCache":
     if header.get("format") != FORMAT:
         raise ValueError(f"{path} has format {header.get('format')!r}, this version of kvsketch reads format {FORMAT}")
     config = METHODS[header["method"]](**header["options"])
-    config.check_model(partial(facts, model))
+    _check_what_it_rests_on(config, model, header.get("rests_on"), path)
     link = attach(model, before_rotation=config.before_rotation)
     if header["fingerprint"] != link.fingerprint:
         raise ValueError(
@@ -87,6 +89,20 @@ def load_cache(model: PreTrainedModel, path: str | Path) -> "SketchCache":
         else:
             _restore_stock(layer, held, saved["state"])
     return cache
+
+
+def _check_what_it_rests_on(config: MethodConfig, model: PreTrainedModel, before: str | None, path: str | Path) -> None:
+    """Refuse a cache whose method now takes something else from outside than when it was saved."""
+    try:
+        config.check_model(partial(facts, model))
+        now = config.rests_on()
+    except ValueError as error:
+        raise ValueError(f"{path} holds a cache of {config}: {error}") from error
+    if now != before:
+        raise ValueError(
+            f"{path} holds a cache of {config}, and what that names has changed since it was saved: what is held was "
+            "sorted by what was there before. Put that back, or have a new cache read the text"
+        )
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import warnings
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,7 +129,7 @@ def attach(model: PreTrainedModel, *, before_rotation: bool = False) -> ModelLin
         guard = next((getattr(m, GUARD) for m in modules if hasattr(m, GUARD)), None) or DropGuard(rope)
         for module in modules:
             setattr(module, GUARD, guard)
-    if before_rotation and not hasattr(modules[0], WATCH):
+    if before_rotation and not _own_watch(modules):
         watch = BeforeRotation(model)
         watch.open()
         for module in modules:
@@ -144,13 +145,18 @@ def detach(model: PreTrainedModel) -> None:
         # Not noted down where a model that shares this config was attached instead.
         usual = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
         _set_attention(model, text, next((getattr(m, BEFORE) for m in modules if hasattr(m, BEFORE)), usual))
-    for watch in {getattr(module, WATCH) for module in modules if hasattr(module, WATCH)}:
-        if watch.modules[0] is modules[0]:  # a copy of a model shares its watch, which is not its own to end
-            watch.close()
+    if _own_watch(modules):
+        getattr(modules[0], WATCH).close()
     for module in modules:
         for note in (BEFORE, GUARD, WATCH):
             if hasattr(module, note):
                 delattr(module, note)
+
+
+def _own_watch(modules: Sequence[nn.Module]) -> bool:
+    """Whether the watch noted down on a model's modules is of these: a copy's has none."""
+    watch: BeforeRotation | None = getattr(modules[0], WATCH, None) if modules else None
+    return watch is not None and bool(watch.modules) and watch.modules[0] is modules[0]
 
 
 def _set_attention(model: PreTrainedModel, text: Any, name: str) -> None:

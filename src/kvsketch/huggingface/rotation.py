@@ -9,7 +9,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -22,6 +22,7 @@ from kvsketch.huggingface.modules import attention_modules
 
 ROTATION = "apply_rotary_pos_emb"
 WATCH = "_kvsketch_watch"  # on attention modules: the watch that `attach` opened
+_FILES = threading.RLock()  # held while a file's name is moved; a collection within may move another
 
 
 @dataclass(frozen=True)
@@ -34,19 +35,25 @@ class Rotated:
     rotated_keys: Float[Tensor, "b h q d"]
 
 
-@dataclass(frozen=True)
 class NotingRotation:
     """A modeling file's rotation, while somebody watches."""
 
-    rotate: Callable[..., Any]
-    watches: "weakref.WeakSet[BeforeRotation]" = field(default_factory=weakref.WeakSet)  # they hold their models
+    def __init__(self, rotate: Callable[..., Any]) -> None:
+        self.rotate = rotate
+        self.watches: tuple[weakref.ref[BeforeRotation], ...] = ()  # not held: they hold their models
 
     def __call__(self, queries: Tensor, keys: Tensor, *arguments: Any, **options: Any) -> Any:
         """Rotate as ever, and tell."""
         found = self.rotate(queries, keys, *arguments, **options)
-        for watch in self.watches:
-            watch.note(Rotated(queries, keys, *found))
+        for reference in self.watches:
+            watch = reference()
+            if watch is not None:
+                watch.note(Rotated(queries, keys, *found))
         return found
+
+    def watched_by(self, watch: "BeforeRotation") -> bool:
+        """Whether this watch is told."""
+        return any(reference() is watch for reference in self.watches)
 
 
 class BeforeRotation:
@@ -58,6 +65,7 @@ class BeforeRotation:
         self.modules = [m for m in attention_modules(model) if layers is None or m.layer_idx in layers]
         self._here = threading.local()  # the layer that runs in this thread, and what was noted
         self._hooks = list[Any]()
+        self._compared = set[int]()  # layers for which what was noted was compared with what attention had
 
     def __enter__(self) -> "BeforeRotation":
         self.open()
@@ -68,27 +76,33 @@ class BeforeRotation:
     ) -> None:
         self.close()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "BeforeRotation":
-        return self  # a copy of the model runs the same modeling file
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _closed, (self.name,)  # a copy of the model, or one from a file, is not watched
 
     def open(self) -> None:
         """Begin to note; what was not closed is closed when its model is gone."""
-        weakref.finalize(self, _give_back, self._files())
+        for module in self.modules:
+            if ROTATION not in _names_of_forward(module):
+                raise ValueError(
+                    f"{self.name} does not rotate by {ROTATION}: how its queries and keys were before rotation cannot "
+                    "be seen, which Saap needs"
+                )
+        files = self._files()
+        weakref.finalize(self, _let_go, files, None)
         for module in self.modules:
             self._hooks.append(module.register_forward_pre_hook(self._enter_layer))
             self._hooks.append(module.register_forward_hook(self._leave_layer, always_call=True))
-        for names in self._files():
-            if not isinstance(names[ROTATION], NotingRotation):
-                names[ROTATION] = NotingRotation(names[ROTATION])
-            names[ROTATION].watches.add(self)
+        with _FILES:
+            for names in files:
+                if not isinstance(names[ROTATION], NotingRotation):
+                    names[ROTATION] = NotingRotation(names[ROTATION])
+                names[ROTATION].watches += (weakref.ref(self),)
 
     def close(self) -> None:
         """Leave everything as it was."""
         for hook in self._hooks:
             hook.remove()
-        for names in self._files():
-            names[ROTATION].watches.discard(self)
-        _give_back(self._files())
+        _let_go(self._files(), self)
         self._hooks = []
 
     def take(self, layer: int, queries: Tensor, keys: Tensor, *, check: bool = True) -> tuple[Tensor, Tensor]:
@@ -96,16 +110,17 @@ class BeforeRotation:
 
         A layer that rotates nothing has them as they are. Where a model rotates in a way that was not seen here, or
         rotates a part of each vector alone, it is refused. `check=False` trusts that these are what was rotated: to
-        compare them would stall a GPU at every step.
+        compare them would stall a GPU at every step; a layer's first call is always compared.
         """
         noted: dict[int, Rotated] = getattr(self._here, "noted", {})
         found = noted.pop(layer, None)
         if found is None:
-            self._check_it_may_rotate_nothing(layer)
+            self._check_it_would_have_been_seen()
             return queries, keys
         same = found.rotated_queries.shape == queries.shape and found.rotated_keys.shape == keys.shape
-        if same and check:
+        if same and (check or layer not in self._compared):
             same = torch.equal(found.rotated_queries, queries) and torch.equal(found.rotated_keys, keys)
+            self._compared.add(layer)
         if not same:
             raise ValueError(
                 f"layer {layer} of {self.name} attends to other vectors than {ROTATION} made (it may rotate a part "
@@ -113,14 +128,14 @@ class BeforeRotation:
             )
         return found.queries, found.keys
 
-    def _check_it_may_rotate_nothing(self, layer: int) -> None:
-        """Some models have such layers; where the modeling file has no function of the name, none could be seen."""
-        module = next(module for module in self.modules if module.layer_idx == layer)
-        if ROTATION not in _names_of_forward(module):
-            raise ValueError(
-                f"{self.name} does not rotate by {ROTATION}: how its queries and keys were before rotation cannot be "
-                "seen, which Saap needs"
-            )
+    def _check_it_would_have_been_seen(self) -> None:
+        """Nothing was noted: either the layer rotates nothing, as some do, or nobody is told any more."""
+        for names in self._files():
+            if not (isinstance(names[ROTATION], NotingRotation) and names[ROTATION].watched_by(self)):
+                raise ValueError(
+                    f"the rotation of {self.name} is not watched any more: {ROTATION} in its modeling file was "
+                    "replaced, or the model was detached. Attach it again: kvsketch.attach(model, before_rotation=True)"
+                )
 
     def _enter_layer(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         self._here.layer = module.layer_idx
@@ -148,9 +163,21 @@ def _names_of_forward(module: nn.Module) -> dict[str, Any]:
     return inspect.unwrap(type(module).forward).__globals__
 
 
-def _give_back(files: list[dict[str, Any]]) -> None:
-    """Have the name lead where it did before, in every file that nobody watches any more."""
-    for names in files:
-        noting = names[ROTATION]
-        if isinstance(noting, NotingRotation) and not list(noting.watches):
-            names[ROTATION] = noting.rotate
+def _closed(name: str) -> BeforeRotation:
+    """A watch of nothing."""
+    watch = BeforeRotation.__new__(BeforeRotation)
+    watch.name, watch.modules, watch._hooks, watch._compared = name, [], [], set()
+    watch._here = threading.local()
+    return watch
+
+
+def _let_go(files: list[dict[str, Any]], watch: BeforeRotation | None) -> None:
+    """Tell this watch nothing more, nor those that are gone; where nobody is left, the name leads where it did."""
+    with _FILES:
+        for names in files:
+            noting = names[ROTATION]
+            if not isinstance(noting, NotingRotation):
+                continue  # somebody else has put another function there
+            noting.watches = tuple(known for known in noting.watches if known() not in (None, watch))
+            if not noting.watches:
+                names[ROTATION] = noting.rotate

@@ -19,7 +19,8 @@ PRODUCTS_AT_ONCE = 1 << 24  # of keys with centroids: 64 MiB of float32
 def assign(keys: Float[Tensor, "l n d"], centroids: Float[Tensor, "l c d"]) -> Int64[Tensor, "l n"]:
     """The bucket of every key: the centroid of the largest inner product."""
     step = max(1, PRODUCTS_AT_ONCE // max(1, centroids.shape[0] * centroids.shape[1]))
-    parts = [torch.bmm(part, centroids.transpose(1, 2)).argmax(2) for part in keys.split(step, dim=1)]
+    into = centroids.transpose(1, 2)
+    parts = [torch.bmm(part.to(into.dtype), into).argmax(2) for part in keys.split(step, dim=1)]
     return torch.cat(parts, 1) if parts else keys.new_empty(len(keys), 0, dtype=torch.int64)
 
 

@@ -74,9 +74,11 @@ def _one_after_another(x: Float[Tensor, "b h n d"], queries: int) -> tuple[Float
     if strides[2:] != (width, 1) or strides[0] % width or strides[1] % width:
         x = x.contiguous()
         strides = x.stride()
-    row, head = (torch.arange(x.shape[i], device=x.device) * (strides[i] // width) for i in range(2))
+    steps = [stride // width for stride in strides[:2]]
+    row, head = (torch.arange(size, device=x.device) * step for size, step in zip(x.shape[:2], steps, strict=True))
     first = (row[:, None] + head).flatten()
-    flat = x.as_strided((int(first[-1]) + x.shape[2], width), (width, 1))
+    last = sum((size - 1) * step for size, step in zip(x.shape[:2], steps, strict=True))  # no need to ask a device
+    flat = x.as_strided((last + x.shape[2], width), (width, 1))
     return flat, first.repeat_interleave(queries)
 
 
