@@ -79,7 +79,9 @@ def bench_error(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto for the checkpoint's own.")] = "auto",
     device: Annotated[str | None, typer.Option(help="Where to run; the default is the best there is.")] = None,
 ) -> None:
-    """Compare single layers with exact attention: BalanceKV's study of rates, or Saap's of selectivity.
+    """Compare single layers with exact attention.
+
+    BalanceKV's study of rates (how many tokens are kept), or Saap's of selectivity (how many of them are read).
 
     Rate: the first and the last tokens of a text are kept, methods compress those between, and the last ones ask.
     Selectivity: all are kept, first and latest ones are read in full, and methods look up some of those between.
