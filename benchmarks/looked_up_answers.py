@@ -28,6 +28,7 @@ FORMS = {  # by name: methods with the index in braces
     "published": "saap(index={i!r}, probes={p}, {e})",
     "with an estimate": "saap(index={i!r}, probes={p}, estimate=True, {e})",
     "by density": "saap(index={i!r}, probes={p}, estimate=True, prefer='density', {e})",
+    "a tenth at most": "saap(index={i!r}, probes=128, visit=0.1, estimate=True, prefer='density', {e})",
     "k-means": "kmeans(index={i!r}, probes={p}, {e})",
     "k-means, rotated": "kmeans(index={i!r}, probes={p}, rope=True, {e})",
     "k-means with an estimate": "kmeans(index={i!r}, probes={p}, estimate=True, {e})",
