@@ -3,17 +3,16 @@
 import dataclasses
 import io
 import math
-import signal
 import statistics
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
 from rich.console import Console
 
 import zoo
+from killed import kill_on_the_way
 from kvsketch.attention import exact_attention, weighted_attention
 from kvsketch.caches.layer import LayerCache
 from kvsketch.cli.bench_error_tables import tables
@@ -436,14 +435,7 @@ def test_a_killed_study_goes_on(tmp_path):
     arguments = [*options, "--methods", "balancekv; uniform", "--blocks", 128, "--out", tmp_path]
     total = 2 * 4 * 2 * (20 + 20)
     path = tmp_path / "error.jsonl"
-    for wanted in (3, 90):
-        process = subprocess.Popen(command(*arguments), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 120
-        while (not path.exists() or path.read_bytes().count(b"\n") < wanted) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert wanted <= path.read_bytes().count(b"\n") < total
+    kill_on_the_way(command(*arguments), path, total)
     done = called(*arguments)
     assert done.returncode == 0, done.stderr
     _, rows = read_rows(path, KEY)

@@ -16,7 +16,7 @@ from kvsketch.caches.bucketed import choose
 from kvsketch.caches.kmeans import KMeans
 from kvsketch.caches.layer import LayerCache, NewTokens
 from kvsketch.caches.lsh import LSH
-from kvsketch.caches.question import Question, Unrotated
+from kvsketch.caches.question import Arriving, Question, Unrotated
 from kvsketch.caches.random_buckets import RandomBuckets
 from kvsketch.caches.retrieval import Retrieval
 from kvsketch.caches.saap import Saap
@@ -47,7 +47,7 @@ def filled(config, keys, values, unrotated, sizes=None, layer=1):
     for size in sizes or [keys.shape[2]]:
         part = slice(start, start + size)
         ranks = torch.arange(start, start + size)[None]
-        labels = past.label(keys[:, :, part], unrotated[:, :, part], ranks)
+        labels = past.label(Arriving(keys[:, :, part], unrotated[:, :, part], ranks))
         past.write(LeavingTokens(keys[:, :, part], values[:, :, part], ranks, (start + size,), labels))
         start += size
     return past
@@ -272,7 +272,7 @@ def test_runs_are_sorted_few_and_hold_every_token_once(sizes):
     for held, came in ((past.keys.view, keys), (past.values.view, values)):
         assert torch.equal(held.sort(2).values, came.sort(2).values)
     at = torch.arange(past.count)
-    labels = past.label(keys, None, at[None])[0, :, :, 0]
+    labels = past.label(Arriving(keys, None, at[None]))[0, :, :, 0]
     for head in range(HEADS):
         place = {tuple(key): number for number, key in enumerate(keys[0, head].tolist())}
         found = [place[tuple(key)] for key in past.keys.view[0, head].tolist()]
@@ -288,7 +288,7 @@ def test_a_token_is_moved_a_few_times_and_not_at_every_step(monkeypatch):
     monkeypatch.setattr(type(past), "_sort", lambda self, a, b: (moved.append(b - a), sort(self, a, b)))
     for start in range(0, keys.shape[2], 32):
         part, ranks = slice(start, start + 32), torch.arange(start, start + 32)[None]
-        labels = past.label(keys[:, :, part], None, ranks)
+        labels = past.label(Arriving(keys[:, :, part], None, ranks))
         past.write(LeavingTokens(keys[:, :, part], values[:, :, part], ranks, (start + 32,), labels))
     # A digit of base 4 is sorted again for each of its values: 2.5 times on average, for each of log₄ 300 digits.
     assert sum(moved) / keys.shape[2] < 2.5 * math.ceil(math.log(300, BASE))

@@ -4,16 +4,15 @@ import dataclasses
 import io
 import json
 import math
-import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
 from rich.console import Console
 
 import zoo
+from killed import kill_on_the_way
 from kvsketch.algorithms import lsh, saap
 from kvsketch.attention import exact_attention
 from kvsketch.caches.key_index import read_index
@@ -493,14 +492,7 @@ def test_a_killed_study_goes_on(tmp_path):
     arguments = [*SHORT, "--prompts", 2, "--buckets", "16", "--seeds", 12, "--out", tmp_path]
     path = tmp_path / "lookups.jsonl"
     total = 2 * 2 * (1 + 2 * 2 + 12 * (2 * 2 + 7 + 2 + 2) + 2)
-    for wanted in (3, 90):
-        process = subprocess.Popen(command(*arguments), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 120
-        while (not path.exists() or path.read_bytes().count(b"\n") < wanted) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert wanted <= path.read_bytes().count(b"\n") < total
+    kill_on_the_way(command(*arguments), path, total)
     done = called(*arguments)
     assert done.returncode == 0, done.stderr
     keys = [key_of(row, KEY) for row in read_rows(path, KEY)[1]]

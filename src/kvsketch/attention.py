@@ -13,6 +13,7 @@ d width of keys, e width of values. Query heads are ordered KV head first: head 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -69,6 +70,11 @@ def _merge_two(left: Partial, right: Partial) -> Partial:
     left_share = torch.exp(left.lse - finite)[..., None]
     right_share = torch.exp(right.lse - finite)[..., None]
     return Partial(left_share * left.out + right_share * right.out, lse)
+
+
+def one_after_another(parts: Sequence[Partial]) -> Partial:
+    """The answers of queries that follow one another."""
+    return Partial(torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2))
 
 
 def exact_attention(

@@ -156,6 +156,18 @@ class MethodConfig(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
+class KeepingConfig(MethodConfig):
+    """A method that forgets nothing, and so needs no budget."""
+
+    @property
+    def budget_given(self) -> Keep:
+        return 1.0
+
+    def least_entries(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class BudgetedConfig(MethodConfig):
     """A method that forgets: `keep` says how much may be held (sinks, window and past together)."""
 

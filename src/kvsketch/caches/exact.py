@@ -3,23 +3,16 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvsketch.caches.base import MethodConfig, Past
-from kvsketch.caches.budget import Budget, Keep
+from kvsketch.caches.base import KeepingConfig, Past
+from kvsketch.caches.budget import Budget
 from kvsketch.caches.streaming_llm import Nothing
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exact(MethodConfig):
+class Exact(KeepingConfig):
     """Keeps every token: what the others are compared with."""
 
     name: ClassVar[str] = "exact"
-
-    @property
-    def budget_given(self) -> Keep:
-        return 1.0
-
-    def least_entries(self) -> int:
-        return 0
 
     def window_size(self, budget: Budget, count: int) -> int | None:
         return None

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from kvsketch.caches.bucketed import BucketedPast
-from kvsketch.caches.question import Question
+from kvsketch.caches.question import Arriving, Question
 from kvsketch.caches.saap import IndexedConfig, nearest, needed
 from kvsketch.kernels.routing import compared
 
@@ -49,13 +49,9 @@ class KMeansPast(BucketedPast):
         learnt = self.config.learnt.layer(self.layer, at.device, at.dtype)
         return learnt.rotated_centroids if self.config.rope else learnt.centroids
 
-    def label(
-        self,
-        keys: Float[Tensor, "b h n d"],
-        unrotated: Float[Tensor, "b h n d"] | None,
-        ranks: Int64[Tensor, "b n"],
-    ) -> Int64[Tensor, "b h n t"]:
-        return nearest(keys if self.config.rope else needed(unrotated, self.config), self._centroids(keys))
+    def label(self, arriving: Arriving) -> Int64[Tensor, "b h n t"]:
+        keys = arriving.keys if self.config.rope else needed(arriving.unrotated, self.config)
+        return nearest(keys, self._centroids(keys))
 
     def scores(self, question: Question) -> Float[Tensor, "b h q c"]:
         asking = question.queries if self.config.rope else needed(question.unrotated, self.config)

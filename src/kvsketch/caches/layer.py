@@ -18,10 +18,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvsketch.attention import Partial, WeightedTokens, log_mass_of, merge
+from kvsketch.attention import Partial, WeightedTokens, log_mass_of, merge, one_after_another
 from kvsketch.caches.base import BLOCK, LeavingTokens, MethodConfig, Past
 from kvsketch.caches.budget import Budget, fixed_entries
-from kvsketch.caches.question import LookupPast, Question, Unrotated
+from kvsketch.caches.question import Arriving, LookupPast, Question, Unrotated
 from kvsketch.caches.storage import with_prefix
 from kvsketch.caches.window import Columns, Window
 from kvsketch.kernels.weighted_attention import causal_attention, weighted_attention
@@ -101,7 +101,7 @@ class LayerCache:
             self._read_chunk(query[:, :, start:stop], new.part(start, stop), scale, softcap, lse)
             for start, stop in chunks(count, self.config.chunk)
         ]
-        return Partial(torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2))
+        return one_after_another(parts)
 
     def attend(
         self,
@@ -243,7 +243,7 @@ class LayerCache:
         if not isinstance(self.past, LookupPast):
             return None
         unrotated = None if new.unrotated is None else new.unrotated.keys.detach()
-        return self.past.label(new.keys.detach(), unrotated, ranks)
+        return self.past.label(Arriving(new.keys.detach(), unrotated, ranks))
 
     def _hold_even(self, new: Columns, seen: int) -> None:
         """All rows stand at the same rank: what leaves is a slice."""

@@ -10,8 +10,8 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from functools import partial
 
-from kvsketch.caches.base import MethodConfig, check_count
-from kvsketch.caches.budget import Budget, Keep
+from kvsketch.caches.base import KeepingConfig, MethodConfig, check_count
+from kvsketch.caches.budget import Budget
 from kvsketch.caches.exact import Exact
 from kvsketch.caches.question import LookupPast
 from kvsketch.caches.rows_in_step import RowsInStep
@@ -19,7 +19,7 @@ from kvsketch.caches.slots import SlotsPast
 
 
 @dataclass(frozen=True, kw_only=True)
-class LookupConfig(MethodConfig):
+class LookupConfig(KeepingConfig):
     """What every such method is told. `full_layers`: so many of the model's first layers read everything.
 
     Defaults are the paper's: one sink, 2047 latest tokens, and layer 0 in full (sections 3 and 4).
@@ -33,13 +33,6 @@ class LookupConfig(MethodConfig):
         super().__post_init__()
         check_count("window", self.window, least=1)
         check_count("full_layers", self.full_layers, least=0)
-
-    @property
-    def budget_given(self) -> Keep:
-        return 1.0
-
-    def least_entries(self) -> int:
-        return 0
 
     def window_size(self, budget: Budget, count: int) -> int | None:
         return self.window

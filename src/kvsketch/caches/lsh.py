@@ -18,7 +18,7 @@ from kvsketch.algorithms.lsh import MOST_BITS, gray_rank, number_of
 from kvsketch.caches.base import check_choice, check_count, check_seed
 from kvsketch.caches.budget import Budget
 from kvsketch.caches.masked import MaskedPast
-from kvsketch.caches.question import LookedUp, LookupPast, Question
+from kvsketch.caches.question import Arriving, LookedUp, LookupPast, Question
 from kvsketch.caches.rows_in_step import RowsInStep
 from kvsketch.caches.slots import SlotsPast
 from kvsketch.caches.sorted_runs import SortedConfig, SortedPast
@@ -104,13 +104,8 @@ class BinsPast(SortedPast):
         self.config, self.directions = config, directions
         self.codes: list[tuple[int, Int64[Tensor, "b h n"]]] = []  # where each run begins, and its codes
 
-    def label(
-        self,
-        keys: Float[Tensor, "b h n d"],
-        unrotated: Float[Tensor, "b h n d"] | None,
-        ranks: Int64[Tensor, "b n"],
-    ) -> Int64[Tensor, "b h n t"]:
-        return self.directions.codes(keys, keys.shape[1])
+    def label(self, arriving: Arriving) -> Int64[Tensor, "b h n t"]:
+        return self.directions.codes(arriving.keys, arriving.keys.shape[1])
 
     def find(self, question: Question) -> LookedUp:
         if not self.runs:
@@ -144,13 +139,8 @@ class MagicPigPast(MaskedPast):
         super().__init__()
         self.config, self.directions = config, directions
 
-    def label(
-        self,
-        keys: Float[Tensor, "b h n d"],
-        unrotated: Float[Tensor, "b h n d"] | None,
-        ranks: Int64[Tensor, "b n"],
-    ) -> Int64[Tensor, "b h n t"]:
-        return self.directions.codes(keys, keys.shape[1])
+    def label(self, arriving: Arriving) -> Int64[Tensor, "b h n t"]:
+        return self.directions.codes(arriving.keys, arriving.keys.shape[1])
 
     def visible(self, question: Question) -> Bool[Tensor, "b h q n"]:
         heads = self.keys.view.shape[1]

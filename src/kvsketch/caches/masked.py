@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from kvsketch.attention import Partial, WeightedTokens, weighted_attention
+from kvsketch.attention import WeightedTokens
 from kvsketch.caches.question import LookedUp, Question
 from kvsketch.caches.slots import SlotsPast
-
-MASK_AT_ONCE = 1 << 24  # elements of a mask
+from kvsketch.kernels.indexed_attention.reference import MASK_AT_ONCE
+from kvsketch.kernels.weighted_attention.reference import attend_where
 
 
 class MaskedPast(SlotsPast):
@@ -24,14 +24,14 @@ class MaskedPast(SlotsPast):
         """The slots that the queries of a group read together."""
 
     def find(self, question: Question) -> LookedUp:
+        read = list[Tensor]()
+
+        def seen(start: int, stop: int) -> Tensor:
+            visible = self.visible(question.part(start, stop))
+            read.append(visible.sum(3))
+            return visible
+
         tokens = WeightedTokens(self.keys.view, self.values.view)
-        step = max(1, MASK_AT_ONCE // (question.queries[:, :, 0, 0].numel() * self.count))
-        parts, read = list[Partial](), list[Tensor]()
-        for start in range(0, question.queries.shape[2], step):
-            some = question.part(start, start + step)
-            seen = self.visible(some)
-            part = weighted_attention(some.queries, tokens, some.scale, visible=seen, softcap=some.softcap)
-            parts.append(part)
-            read.append(seen.sum(3))
-        joined = Partial(torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2))
-        return LookedUp(joined, torch.cat(read, 2))
+        softcap = question.softcap
+        part = attend_where(question.queries, tokens, question.scale, seen, softcap=softcap, at_once=MASK_AT_ONCE)
+        return LookedUp(part, torch.cat(read, 2))

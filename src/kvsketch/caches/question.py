@@ -23,6 +23,15 @@ class Unrotated:
 
 
 @dataclass(frozen=True)
+class Arriving:
+    """Tokens that come: by what they may be found later."""
+
+    keys: Float[Tensor, "b h n d"]
+    unrotated: Float[Tensor, "b h n d"] | None
+    ranks: Int64[Tensor, "b n"]
+
+
+@dataclass(frozen=True)
 class Question:
     """Queries that look something up: as attention takes them, and before rotation where the method asks for that."""
 
@@ -58,12 +67,7 @@ class LookupPast(Past):
     """A past of which every query reads a part; `attend` is over all of it."""
 
     @abstractmethod
-    def label(
-        self,
-        keys: Float[Tensor, "b h n d"],
-        unrotated: Float[Tensor, "b h n d"] | None,
-        ranks: Int64[Tensor, "b n"],
-    ) -> Int64[Tensor, "b h n t"]:
+    def label(self, arriving: Arriving) -> Int64[Tensor, "b h n t"]:
         """What to note about tokens that come, so that they can be found; it comes back with them in `write`."""
 
     @abstractmethod

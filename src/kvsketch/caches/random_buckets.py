@@ -10,7 +10,7 @@ from torch import Tensor
 from kvsketch.algorithms.draws import uniforms
 from kvsketch.caches.base import check_count, check_seed
 from kvsketch.caches.bucketed import BucketedConfig, BucketedPast
-from kvsketch.caches.question import Question
+from kvsketch.caches.question import Arriving, Question
 
 KEYS, QUERIES = 0, 1  # what a number is drawn for
 
@@ -41,14 +41,9 @@ class RandomPast(BucketedPast):
         self.config: RandomBuckets = config
         self.layer = layer
 
-    def label(
-        self,
-        keys: Float[Tensor, "b h n d"],
-        unrotated: Float[Tensor, "b h n d"] | None,
-        ranks: Int64[Tensor, "b n"],
-    ) -> Int64[Tensor, "b h n t"]:
-        head = torch.arange(keys.shape[1], device=keys.device)[:, None]
-        drawn = uniforms(self.config.seed, self.layer, head, ranks[:, None], KEYS)
+    def label(self, arriving: Arriving) -> Int64[Tensor, "b h n t"]:
+        head = torch.arange(arriving.keys.shape[1], device=arriving.keys.device)[:, None]
+        drawn = uniforms(self.config.seed, self.layer, head, arriving.ranks[:, None], KEYS)
         return (drawn * self.buckets).long()[..., None]
 
     def scores(self, question: Question) -> Float[Tensor, "b h q c"]:

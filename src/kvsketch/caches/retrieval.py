@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from kvsketch.attention import logits_of
 from kvsketch.caches.base import check_count
 from kvsketch.caches.lookup import LookupConfig
 from kvsketch.caches.masked import MaskedPast
-from kvsketch.caches.question import Question
+from kvsketch.caches.question import Arriving, Question
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +45,8 @@ class RetrievalPast(MaskedPast):
         super().__init__()
         self.config = config
 
-    def label(
-        self,
-        keys: Float[Tensor, "b h n d"],
-        unrotated: Float[Tensor, "b h n d"] | None,
-        ranks: Int64[Tensor, "b n"],
-    ) -> Int64[Tensor, "b h n t"]:
-        return torch.zeros(*keys.shape[:3], 1, dtype=torch.int64, device=keys.device)
+    def label(self, arriving: Arriving) -> Int64[Tensor, "b h n t"]:
+        return torch.zeros(*arriving.keys.shape[:3], 1, dtype=torch.int64, device=arriving.keys.device)
 
     def visible(self, question: Question) -> Bool[Tensor, "b h q n"]:
         keys = self.keys.view

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvsketch.attention import NO_MASS, Partial
 from kvsketch.caches.base import LeavingTokens
-from kvsketch.caches.question import LookedUp, LookupPast, Question
+from kvsketch.caches.question import Arriving, LookedUp, LookupPast, Question
 from kvsketch.caches.slots import SlotsPast
 from kvsketch.caches.storage import columns, in_front, with_prefix
 
@@ -27,13 +27,8 @@ class RowsInStep(LookupPast):
         self.groups: list[int] = []  # the number of each row's group
         self.pasts: list[SlotsPast] = []
 
-    def label(
-        self,
-        keys: Float[Tensor, "b h n d"],
-        unrotated: Float[Tensor, "b h n d"] | None,
-        ranks: Int64[Tensor, "b n"],
-    ) -> Int64[Tensor, "b h n t"]:
-        return self.labeller.label(keys, unrotated, ranks)
+    def label(self, arriving: Arriving) -> Int64[Tensor, "b h n t"]:
+        return self.labeller.label(arriving)
 
     def write(self, tokens: LeavingTokens) -> None:
         """Give every group its tokens, holes between them closed; a group that is not in step any more is divided."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvsketch.caches.base import MethodConfig, check_choice, check_number
 from kvsketch.caches.bucketed import BucketedConfig, BucketedPast
 from kvsketch.caches.key_index import KeyIndex, LayerIndex, read_index
-from kvsketch.caches.question import Question
+from kvsketch.caches.question import Arriving, Question
 from kvsketch.kernels.buckets import assign
 from kvsketch.kernels.routing import classified
 
@@ -84,13 +84,8 @@ class SaapPast(BucketedPast):
     def _learnt(self, at: Tensor) -> LayerIndex:
         return self.config.learnt.layer(self.layer, at.device, at.dtype)
 
-    def label(
-        self,
-        keys: Float[Tensor, "b h n d"],
-        unrotated: Float[Tensor, "b h n d"] | None,
-        ranks: Int64[Tensor, "b n"],
-    ) -> Int64[Tensor, "b h n t"]:
-        return nearest(needed(unrotated, self.config), self._learnt(keys).centroids)
+    def label(self, arriving: Arriving) -> Int64[Tensor, "b h n t"]:
+        return nearest(needed(arriving.unrotated, self.config), self._learnt(arriving.keys).centroids)
 
     def scores(self, question: Question) -> Float[Tensor, "b h q c"]:
         learnt = self._learnt(question.queries)

@@ -64,6 +64,11 @@ def say(text: str) -> None:
     notes.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
+def say_no_pictures(missing: str, rows: Path) -> None:
+    """That a package is missing without which there are rows alone."""
+    say(f"no pictures: {missing} is not installed (pip install 'kvsketch[plots]'); the rows are in {rows}")
+
+
 def progress_bar(*more: ProgressColumn, transient: bool = True) -> Progress:
     """A bar with its times, for anything that takes longer than a moment."""
     columns = (TextColumn("{task.description}"), BarColumn(), *more, TimeElapsedColumn(), TimeRemainingColumn())

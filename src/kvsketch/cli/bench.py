@@ -11,7 +11,7 @@ from rich.progress import MofNCompleteColumn
 from rich.table import Table
 from typer.core import TyperGroup
 
-from kvsketch.cli.app import load_model, numbers, progress_bar, say
+from kvsketch.cli.app import load_model, numbers, progress_bar, say, say_no_pictures
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -172,6 +172,6 @@ def write_report(folder: Path) -> None:
     try:
         from kvsketch.evaluation.page import write_page
     except ImportError as error:
-        say(f"no pictures: {error.name} is not installed (pip install 'kvsketch[plots]'); the rows are in {rows_path}")
+        say_no_pictures(str(error.name), rows_path)
         return
     say(f"rows in {rows_path}, pictures and tables in {write_page(rows_path, folder)}")

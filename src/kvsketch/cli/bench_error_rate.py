@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import MofNCompleteColumn
 
-from kvsketch.cli.app import numbers, progress_bar, say
+from kvsketch.cli.app import numbers, progress_bar, say, say_no_pictures
 from kvsketch.cli.bench_error_inputs import Inputs, given, shares, specs
 from kvsketch.cli.bench_error_tables import NOTE, tables
 
@@ -93,7 +93,7 @@ def _asked_for(
 def _draw(rows: "Sequence[Row]", out: Path) -> None:
     """Pictures, where matplotlib is."""
     if find_spec("matplotlib") is None:
-        say(f"no pictures: matplotlib is not installed (pip install 'kvsketch[plots]'); the rows are in {out / ROWS}")
+        say_no_pictures("matplotlib", out / ROWS)
         return
     from kvsketch.evaluation import layer_error_pictures as pictures
     from kvsketch.evaluation.pictures import save

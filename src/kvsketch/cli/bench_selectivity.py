@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import MofNCompleteColumn
 
-from kvsketch.cli.app import progress_bar, say, some_numbers
+from kvsketch.cli.app import progress_bar, say, say_no_pictures, some_numbers
 from kvsketch.cli.bench_error_inputs import Inputs, Texts, given, shares, specs
 from kvsketch.cli.bench_selectivity_tables import NOTE, tables
 
@@ -203,7 +203,7 @@ def _check_heads(heads: Sequence[tuple[int, int]], inputs: Inputs) -> None:
 def _draw(rows: "dict[str, list[Row]]", indexes: Sequence[str], out: Path) -> None:
     """Pictures, where matplotlib is."""
     if find_spec("matplotlib") is None:
-        say(f"no pictures: matplotlib is not installed (pip install 'kvsketch[plots]'); the rows are in {out}")
+        say_no_pictures("matplotlib", out)
         return
     from kvsketch.evaluation import key_pictures as of_keys
     from kvsketch.evaluation import selectivity_pictures as of_lookups

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvsketch.attention import Partial, exact_attention, merge
 from kvsketch.caches.base import LeavingTokens
 from kvsketch.caches.lookup import LookupConfig
-from kvsketch.caches.question import Question
+from kvsketch.caches.question import Arriving, Question
 from kvsketch.caches.slots import SlotsPast
 from kvsketch.caches.sorted_runs import SortedConfig
 from kvsketch.evaluation.attention_span import Cut
@@ -98,6 +98,6 @@ def filled(case: Case, config: LookupConfig) -> SlotsPast:
         config = replace(config, staging=case.count)
     past = config.slots(case.layer)
     ranks = torch.arange(case.count, device=case.keys.device)[None]
-    labels = past.label(case.keys, case.unrotated, ranks)
+    labels = past.label(Arriving(case.keys, case.unrotated, ranks))
     past.write(LeavingTokens(case.keys, case.values, ranks, (case.count,), labels))
     return past

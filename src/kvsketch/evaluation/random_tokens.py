@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from kvsketch.algorithms.draws import uniforms
 from kvsketch.caches.base import check_count, check_seed
 from kvsketch.caches.lookup import LookupConfig
 from kvsketch.caches.masked import MaskedPast
-from kvsketch.caches.question import Question
+from kvsketch.caches.question import Arriving, Question
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +39,8 @@ class RandomTokensPast(MaskedPast):
         super().__init__()
         self.config, self.layer = config, layer
 
-    def label(
-        self,
-        keys: Float[Tensor, "b h n d"],
-        unrotated: Float[Tensor, "b h n d"] | None,
-        ranks: Int64[Tensor, "b n"],
-    ) -> Int64[Tensor, "b h n t"]:
-        return ranks[:, None, :, None].expand(-1, keys.shape[1], -1, -1).contiguous()
+    def label(self, arriving: Arriving) -> Int64[Tensor, "b h n t"]:
+        return arriving.ranks[:, None, :, None].expand(-1, arriving.keys.shape[1], -1, -1).contiguous()
 
     def visible(self, question: Question) -> Bool[Tensor, "b h q n"]:
         ranks = self.labels.view[:, :, None, :, 0]

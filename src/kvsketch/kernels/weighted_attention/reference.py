@@ -1,11 +1,13 @@
 """Weighted attention in plain torch, in blocks of queries so that the logits stay small."""
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvsketch import attention
-from kvsketch.attention import Partial, WeightedTokens
+from kvsketch.attention import Partial, WeightedTokens, one_after_another
 
 LOGITS_AT_ONCE = 1 << 25  # 128 MiB of float32
 
@@ -19,21 +21,31 @@ def attend(
     softcap: float | None = None,
 ) -> Partial:
     """`attention.weighted_attention`, one block of queries after another."""
+    if visible is None or visible.shape[2] == 1:
+        return attend_where(query, tokens, scale, lambda start, stop: visible, softcap=softcap)
+    return attend_where(query, tokens, scale, lambda start, stop: visible[:, :, start:stop], softcap=softcap)
+
+
+def attend_where(
+    query: Float[Tensor, "b hg q d"],
+    tokens: WeightedTokens,
+    scale: float,
+    visible: Callable[[int, int], Bool[Tensor, "#b #h #q n"] | None],
+    *,
+    softcap: float | None = None,
+    at_once: int | None = None,
+) -> Partial:
+    """The same where `visible(start, stop)` makes the mask of a block of queries when its turn comes."""
     rows, heads, queries, _ = query.shape
-    block = max(1, LOGITS_AT_ONCE // max(1, rows * heads * tokens.count))
-    if queries <= block:
-        return attention.weighted_attention(query, tokens, scale, visible=visible, softcap=softcap)
+    block = max(1, (at_once or LOGITS_AT_ONCE) // max(1, rows * heads * tokens.count))
+    bounds = [(start, min(start + block, queries)) for start in range(0, queries, block)] or [(0, 0)]
     parts = [
         attention.weighted_attention(
-            query[:, :, start : start + block],
-            tokens,
-            scale,
-            visible=visible if visible is None or visible.shape[2] == 1 else visible[:, :, start : start + block],
-            softcap=softcap,
+            query[:, :, start:stop], tokens, scale, visible=visible(start, stop), softcap=softcap
         )
-        for start in range(0, queries, block)
+        for start, stop in bounds
     ]
-    return Partial(torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2))
+    return parts[0] if len(parts) == 1 else one_after_another(parts)
 
 
 def log_normalizer(
