@@ -69,17 +69,46 @@ def test_a_query_that_reads_nothing_has_no_mass(form):
     assert (part.out == 0).all()
 
 
-@pytest.mark.parametrize("lanes_at_once", [1, 5, 100])
-def test_how_many_lanes_are_copied_at_once_changes_nothing(lanes_at_once, monkeypatch):
-    query = normal(ROWS, HEADS * GROUP, 4, WIDTH)
+def unequal(queries):
+    """Runs of lanes of very unequal lengths, one of which reads nothing and one everything."""
+    lanes = (ROWS, HEADS, queries)
+    length = (torch.rand(*lanes, generator=torch.Generator().manual_seed(5)) ** 3 * COUNT).long()
+    length[0, 1, 0], length[1, 2, -1] = 0, COUNT
+    begin = (torch.rand(*lanes, generator=torch.Generator().manual_seed(6)) * (COUNT - length)).long()
+    return Segments(begin[..., None], length[..., None])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fused", "plain"])
+@pytest.mark.parametrize("part", [7, 64, 1000])
+@pytest.mark.parametrize("numbers", [1, 999, 10**6])
+def test_how_lanes_are_cut_and_bundled_changes_nothing(numbers, part, dtype, monkeypatch):
+    query = normal(ROWS, HEADS * GROUP, 4, WIDTH, dtype=dtype)
+    keys, values = (normal(ROWS, HEADS, COUNT, WIDTH, seed=seed, dtype=dtype) for seed in (1, 2))
+    monkeypatch.setattr(gathered, "COPIED_AT_ONCE", numbers)
+    monkeypatch.setattr(gathered, "PART", part)
+    for segments in (runs(4, 5), unequal(4)):
+        got = gathered.attend(query, keys, values, segments, SCALE)
+        expected = reference.attend(query, keys, values, segments, SCALE)
+        torch.testing.assert_close(got.out.to(dtype), expected.out)
+        torch.testing.assert_close(got.lse.to(dtype), expected.lse)
+
+
+def test_lanes_are_bundled_by_what_they_copy(monkeypatch):
+    monkeypatch.setattr(gathered, "COPIED_AT_ONCE", 100)
+    most = 100 * torch.get_num_threads()
+    sizes = [most + 1, most, most // 2, most // 2, most // 4, 1, 1]
+    assert [*gathered._bundles(sizes, 1)] == [(0, 1), (1, 2), (2, 4), (4, 7)]
+
+
+def test_gradients_flow_through_copies():
+    """Copies share a place only where nobody needs them later."""
     keys, values = (normal(ROWS, HEADS, COUNT, WIDTH, seed=seed) for seed in (1, 2))
-    segments = runs(4, 5)
-    longest = int(segments.rows.max())
-    monkeypatch.setattr(gathered, "COPIED_AT_ONCE", lanes_at_once * longest * WIDTH)
-    got = gathered.attend(query, keys, values, segments, SCALE)
-    expected = reference.attend(query, keys, values, segments, SCALE)
-    torch.testing.assert_close(got.out, expected.out)
-    torch.testing.assert_close(got.lse, expected.lse)
+    found = []
+    for form in (reference, gathered):
+        query = normal(ROWS, HEADS * GROUP, 3, WIDTH).requires_grad_()
+        form.attend(query, keys, values, runs(3, 4), SCALE).out.square().sum().backward()
+        found.append(query.grad)
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -111,10 +140,10 @@ def test_keys_in_a_buffer_with_room_to_spare_are_read_where_they_lie():
 
 
 def test_rows_are_numbered_run_by_run():
-    index, there = rows_of(torch.tensor([[5, 0, 9], [2, 7, 4]]), torch.tensor([[2, 0, 3], [1, 1, 0]]))
+    index, there = rows_of(torch.tensor([[5, 0, 9], [2, 7, 4]]), torch.tensor([[2, 0, 3], [1, 1, 0]]), 5)
     assert index[0].tolist() == [5, 6, 9, 10, 11]
     assert there[0].all()
-    assert index[1, :2].tolist() == [2, 7]
+    assert index[1].tolist() == [2, 7, 0, 1, 2]
     assert there[1].tolist() == [True, True, False, False, False]
 
 

@@ -1,5 +1,6 @@
 """Buckets and bins of a whole layer: the one-head forms head by head, limits, estimates, and what moves where."""
 
+import copy
 import math
 from itertools import pairwise
 
@@ -19,7 +20,7 @@ from kvsketch.caches.lsh import LSH
 from kvsketch.caches.question import Arriving, Question, Unrotated
 from kvsketch.caches.random_buckets import RandomBuckets
 from kvsketch.caches.retrieval import Retrieval
-from kvsketch.caches.saap import Saap
+from kvsketch.caches.saap import Saap, SaapPast
 from kvsketch.caches.sorted_runs import BASE
 from made_index import make_index
 
@@ -418,3 +419,55 @@ def test_by_density_few_tokens_are_read_for_much_of_what_is_expected(index):
     assert torch.equal(past.find(asking).read, size.sum(3))
     with pytest.raises(ValueError, match="prefer must be one of mass, density, got 'speed'"):
         Saap(prefer="speed")
+
+
+def read_one_by_one(cache, count, seed=0):
+    """Reads so many tokens, one a call; the keys before rotation of all of them."""
+    keys, values, unrotated = tokens(count, seed)
+    query = normal(1, HEADS * GROUP, count, WIDTH, seed=40 + seed)
+    for at in range(count):
+        part = slice(at, at + 1)
+        seen = Unrotated(query[:, :, part], unrotated[:, :, part])
+        cache.read(query[:, :, part], NewTokens(keys[:, :, part], values[:, :, part], None, seen), SCALE)
+    return unrotated
+
+
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 75, 200])
+def test_tokens_that_come_one_by_one_have_the_labels_of_those_that_come_together(index, count):
+    config = Saap(index=index, probes=2, window=40, staging=16, full_layers=0)
+    cache = LayerCache(config, 1)
+    unrotated = read_one_by_one(cache, count)
+    expected = cache.past.label(Arriving(unrotated, unrotated, torch.arange(count)[None]))
+    held, left = cache.window.columns, cache.left[0]
+    torch.testing.assert_close(held.labels[:, :, 0], expected[:, :, 0])  # the sink
+    torch.testing.assert_close(held.labels[:, :, 1:], expected[:, :, 1 + left :])
+    if left:
+        past = cache.past.pasts[0]
+        got, wanted = (x.flatten(2).sort(2).values for x in (past.labels.view, expected[:, :, 1 : 1 + left]))
+        torch.testing.assert_close(got, wanted)
+
+
+def test_labels_are_made_for_many_tokens_at_once_and_no_more_than_a_block_waits(index, monkeypatch):
+    cache = LayerCache(Saap(index=index, probes=2, window=100, staging=16, full_layers=0), 1)
+    labelled = []
+    label = SaapPast.label
+    monkeypatch.setattr(SaapPast, "label", lambda self, new: labelled.append(new.keys.shape[2]) or label(self, new))
+    read_one_by_one(cache, 75)
+    assert labelled == [32, 32]
+    cache.crop(5)  # what waits has labels first
+    assert labelled == [32, 32, 11]
+    assert cache.window.columns.labels.shape[2] == 70
+
+
+def test_a_copy_and_what_is_saved_have_the_labels_of_all_their_tokens(index):
+    config = Saap(index=index, probes=2, window=40, staging=16, full_layers=0)
+    cache = LayerCache(config, 1)
+    read_one_by_one(cache, 80)
+    twin, loaded = copy.deepcopy(cache), LayerCache(config, 1)
+    loaded.restore(*cache.state())
+    for each in (cache, twin, loaded):
+        read_one_by_one(each, 90, seed=1)
+    for other in (twin, loaded):
+        assert torch.equal(other.window.columns.labels, cache.window.columns.labels)
+        assert torch.equal(other.past.pasts[0].labels.view, cache.past.pasts[0].labels.view)
+    assert twin.window.labeller is twin.past

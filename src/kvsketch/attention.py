@@ -61,15 +61,12 @@ def merge(*parts: Partial) -> Partial:
     long as every part has mass of its own: entries with a value weight but no mass belong into one
     `WeightedTokens` with those that carry the mass.
     """
-    return reduce(_merge_two, parts)
-
-
-def _merge_two(left: Partial, right: Partial) -> Partial:
-    lse = torch.logaddexp(left.lse, right.lse)
-    finite = lse.masked_fill(lse == NO_MASS, 0.0)  # no tokens on either side: shares of zero, not NaN
-    left_share = torch.exp(left.lse - finite)[..., None]
-    right_share = torch.exp(right.lse - finite)[..., None]
-    return Partial(left_share * left.out + right_share * right.out, lse)
+    if len(parts) == 1:
+        return parts[0]
+    lse = reduce(torch.logaddexp, (part.lse for part in parts))
+    finite = lse.masked_fill(lse == NO_MASS, 0.0)  # no tokens in any of them: shares of zero, not NaN
+    shared = (torch.exp(part.lse - finite)[..., None] * part.out for part in parts)
+    return Partial(reduce(torch.add, shared), lse)
 
 
 def one_after_another(parts: Sequence[Partial]) -> Partial:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from kvsketch.attention import Partial, WeightedTokens, log_mass_of, merge, one_after_another
@@ -126,17 +126,16 @@ class LayerCache:
     def _look(self, question: Question, lse: bool = True) -> tuple[Partial | None, Partial | None]:
         """Attention over the tokens that are read, the window among them; and an estimate of the others', if made."""
         past = self.past
-        if not isinstance(past, LookupPast) or past.count_entries() is None:
+        if not isinstance(past, LookupPast) or not any(self.left):
             return self._attend_all(question, lse), None
         found = past.look_up(question)
         return self._with_window(found.part, question, lse), found.rest
 
-    def _question(self, query: Tensor, new: NewTokens, scale: float, softcap: float | None) -> Question:
+    @staticmethod
+    def _question(query: Tensor, new: NewTokens, ranks: Tensor, scale: float, softcap: float | None) -> Question:
         """What the new tokens ask."""
-        if not isinstance(self.past, LookupPast):
-            return Question(query, None, scale, softcap)
         unrotated = None if new.unrotated is None else new.unrotated.queries.detach()
-        return Question(query, unrotated, scale, softcap, self._ranks(new))
+        return Question(query, unrotated, scale, softcap, ranks)
 
     def _attend_all(self, question: Question, lse: bool = True) -> Partial | None:
         """Attention over all that is held."""
@@ -151,10 +150,15 @@ class LayerCache:
         return window if past is None else merge(past, window)
 
     def _read_chunk(self, query: Tensor, new: NewTokens, scale: float, softcap: float | None, lse: bool) -> Partial:
-        question = self._question(query, new, scale, softcap)
+        ranks = self._ranks(new)
+        question = self._question(query, new, ranks, scale, softcap)
         if new.keys.shape[2] == 1 and new.valid is None:
             # The new token sees all that is held and itself: with it in the window, that is one call less.
-            self.window.append(self._arrive(new))
+            arrived = self._arrive(new, ranks)
+            if isinstance(self.past, LookupPast):
+                self.window.append_to_label(arrived, self._arriving(new, ranks), self.past)
+            else:
+                self.window.append(arrived)
             read, rest = self._look(question, lse)
             assert read is not None, "the new token itself is held"
             self.settle()
@@ -164,7 +168,7 @@ class LayerCache:
         among = causal_attention(query, new.keys, new.values, scale, valid=new.valid, softcap=softcap, lse=lse)
         answer = merge(among, *(part for part in (held, rest) if part is not None))
         before = self._probe(query, new, scale, softcap)
-        self.hold(new)
+        self.hold(new, ranks)
         self._measure(before, question.part(-PROBES, query.shape[2]))
         return answer
 
@@ -193,12 +197,15 @@ class LayerCache:
         """Whether any token came."""
         return self.past is not None
 
-    def hold(self, new: NewTokens) -> None:
+    def hold(self, new: NewTokens, ranks: Int64[Tensor, "b q"] | None = None) -> None:
         """Put new tokens where they belong, without an answer; those that leave at once never enter the window."""
         if not self.started:
             self._start(new)
         seen = self.seen
-        arrived = self._arrive(new)
+        ranks = self._ranks(new) if ranks is None else ranks
+        arrived = self._arrive(new, ranks)
+        if isinstance(self.past, LookupPast):
+            arrived = replace(arrived, labels=self.past.label(self._arriving(new, ranks)))
         if self.recording:
             self.window.append(arrived)
         elif self.window.ragged:
@@ -216,10 +223,9 @@ class LayerCache:
         else:
             self._leave_window(self._due()[0] - self.left[0])
 
-    def _arrive(self, new: NewTokens) -> Columns:
-        """Count new tokens, give them ranks, and drop their autograd history: it would keep activations alive."""
+    def _arrive(self, new: NewTokens, ranks: Tensor) -> Columns:
+        """Count new tokens, and drop their autograd history: it would keep activations alive."""
         rows, _, count, _ = new.keys.shape
-        ranks = self._ranks(new)
         if new.valid is None:
             added = [count] * rows
         else:
@@ -227,7 +233,7 @@ class LayerCache:
             self.window.ragged = True  # rows of unequal lengths leave the window at different times
         self.lengths = [length + more for length, more in zip(self.lengths, added, strict=True)]
         self.seen += count
-        return Columns(new.keys.detach(), new.values.detach(), ranks, self._labels(new, ranks))
+        return Columns(new.keys.detach(), new.values.detach(), ranks)
 
     def _ranks(self, new: NewTokens) -> Tensor:
         """How many tokens of its row come before each new one; -1 for padding."""
@@ -238,12 +244,10 @@ class LayerCache:
             return (first + torch.arange(count, device=new.keys.device)).expand(rows, -1)
         return (first + new.valid.cumsum(1) - 1).masked_fill(~new.valid, -1)
 
-    def _labels(self, new: NewTokens, ranks: Tensor) -> Tensor | None:
-        """What the past notes about tokens that come, if it looks things up."""
-        if not isinstance(self.past, LookupPast):
-            return None
+    @staticmethod
+    def _arriving(new: NewTokens, ranks: Tensor) -> Arriving:
         unrotated = None if new.unrotated is None else new.unrotated.keys.detach()
-        return self.past.label(Arriving(new.keys.detach(), unrotated, ranks))
+        return Arriving(new.keys.detach(), unrotated, ranks)
 
     def _hold_even(self, new: Columns, seen: int) -> None:
         """All rows stand at the same rank: what leaves is a slice."""

@@ -1,8 +1,10 @@
 """What a query asks of a past that looks things up, and what it is told."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
@@ -29,6 +31,13 @@ class Arriving:
     keys: Float[Tensor, "b h n d"]
     unrotated: Float[Tensor, "b h n d"] | None
     ranks: Int64[Tensor, "b n"]
+
+    @classmethod
+    def joined(cls, each: Sequence["Arriving"]) -> "Arriving":
+        """Those that came one after another."""
+        unrotated = [tokens.unrotated for tokens in each if tokens.unrotated is not None]
+        keys, ranks = torch.cat([tokens.keys for tokens in each], 2), torch.cat([tokens.ranks for tokens in each], 1)
+        return cls(keys, torch.cat(unrotated, 2) if unrotated else None, ranks)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ BASE = 4
 class SortedConfig(LookupConfig):
     """`staging`: how many tokens wait until they are sorted in; every query reads those that wait."""
 
-    staging: int = 1024
+    staging: int = 256
 
     def __post_init__(self) -> None:
         super().__post_init__()

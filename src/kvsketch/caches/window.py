@@ -11,6 +11,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from kvsketch.attention import WeightedTokens, log_mass_of
+from kvsketch.caches.base import BLOCK
+from kvsketch.caches.question import Arriving, LookupPast
 from kvsketch.caches.storage import Rows, storage_bytes
 
 
@@ -41,6 +43,8 @@ class Window:
     def __init__(self) -> None:
         self.keys, self.values, self.ranks = Rows(dim=2), Rows(dim=2), Rows(dim=1)
         self.labels: Rows | None = None  # until columns come that have some
+        self.unlabelled: list[Arriving] = []  # the last columns, if they came one by one
+        self.labeller: LookupPast | None = None  # by which those will get labels
         self.ragged = False  # whether there may be columns that are not all rows' own
         self.tail = 0  # columns at the end none of whose tokens has left: what `crop` can take
 
@@ -52,6 +56,7 @@ class Window:
     @property
     def columns(self) -> Columns:
         """All columns, as views."""
+        self._label()
         labels = None if self.labels is None else self.labels.view
         return Columns(self.keys.view, self.values.view, self.ranks.view, labels)
 
@@ -62,13 +67,34 @@ class Window:
 
     def append(self, new: Columns) -> None:
         """Add columns at the end."""
+        self._label()
+        self._append(new)
+        self._append_labels(new.labels)
+
+    def append_to_label(self, new: Columns, arriving: Arriving, labeller: LookupPast) -> None:
+        """Add columns that get their labels when these are asked for, or with others: one by one costs more."""
+        self._append(new)
+        self.unlabelled.append(arriving)
+        self.labeller = labeller
+        if len(self.unlabelled) == BLOCK:
+            self._label()
+
+    def _append(self, new: Columns) -> None:
         self.keys.append(new.keys)
         self.values.append(new.values)
         self.ranks.append(new.ranks)
-        if new.labels is not None:
-            self.labels = self.labels or Rows(dim=2)
-            self.labels.append(new.labels)
         self.tail += new.ranks.shape[1]
+
+    def _append_labels(self, labels: Int64[Tensor, "b h n t"] | None) -> None:
+        if labels is not None:
+            self.labels = self.labels or Rows(dim=2)
+            self.labels.append(labels)
+
+    def _label(self) -> None:
+        """Have labels for all columns."""
+        if self.unlabelled and self.labeller is not None:
+            arriving, self.unlabelled = Arriving.joined(self.unlabelled), []
+            self._append_labels(self.labeller.label(arriving))
 
     def remove(self, start: int, stop: int) -> None:
         """Take out columns whose tokens have left."""
@@ -109,6 +135,7 @@ class Window:
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of the state by name."""
+        self._label()
         found = {"keys": self.keys.view, "values": self.values.view, "ranks": self.ranks.view}
         return found if self.labels is None else found | {"labels": self.labels.view}
 
@@ -119,5 +146,6 @@ class Window:
 
     @property
     def _all(self) -> tuple[Rows, ...]:
+        self._label()
         exact = (self.keys, self.values, self.ranks)
         return exact if self.labels is None else (*exact, self.labels)
