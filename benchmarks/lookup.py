@@ -4,7 +4,7 @@ One layer in one process: 171,000 tokens × 8 KV heads × 128 in bfloat16, four 
 and values are random, and buckets are given their sizes: equal, log-normal, or one with a fifth of all tokens. The
 router is of the published size, with random weights, and its time is part of the step. Lookups are checked against
 the definition, and the methods take turns: first after a dense pass, which leaves nothing of them in the processor's
-caches, then once more at once.
+caches, then once more at once. Beside it, what a step spends on sorting tokens in: all of them, a block at a time.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from common import seconds, write_row
 from kvsketch.caches import sorted_runs
-from kvsketch.caches.base import LeavingTokens
+from kvsketch.caches.base import BLOCK, LeavingTokens
 from kvsketch.caches.exact import Exact
 from kvsketch.caches.key_index import DESCRIPTION, FORMAT, layer_file
 from kvsketch.caches.layer import LayerCache, NewTokens
@@ -119,6 +119,17 @@ def check(cache: LayerCache, dtype: torch.dtype) -> None:
     assert error < 2 * torch.finfo(dtype).eps, f"a lookup is {error:.1e} from its definition"
 
 
+def writing(config: Saap, keys: torch.Tensor, values: torch.Tensor, labels: torch.Tensor) -> list[float]:
+    """Seconds for every block of tokens that leaves the window, from the first on."""
+    past, taken = config.slots(LAYER), []
+    for start in range(0, keys.shape[2] - BLOCK, BLOCK):
+        part = slice(start, start + BLOCK)
+        ranks = torch.arange(start, start + BLOCK)[None]
+        block = LeavingTokens(keys[:, :, part], values[:, :, part], ranks, (start + BLOCK,), labels[:, :, part])
+        taken.append(seconds(partial(past.write, block)))
+    return taken
+
+
 @torch.no_grad()
 def measure(tokens: int, buckets: int, probes: int, hidden: int, rounds: int, threads: int) -> None:
     torch.set_num_threads(threads)
@@ -129,6 +140,7 @@ def measure(tokens: int, buckets: int, probes: int, hidden: int, rounds: int, th
     with tempfile.TemporaryDirectory() as folder:
         write_index(Path(folder), buckets, hidden)
         config = Saap(index=folder, probes=probes)
+        write = writing(config, keys, values, labels_of(SKEWS[0], buckets, tokens))
         caches = {}
         for kind in SKEWS:
             caches[kind] = filled(config, keys, values, labels_of(kind, buckets, tokens))
@@ -152,16 +164,20 @@ def measure(tokens: int, buckets: int, probes: int, hidden: int, rounds: int, th
     times = {name: taken[1:] for name, taken in times.items()}
     medians = {name: statistics.median(taken) for name, taken in times.items()}
     best = min(medians[name] for name in [*dense, "exact"])
+    about = {
+        "tokens": tokens, "kv_heads": HEADS, "group": GROUP, "width": WIDTH, "dtype": "bfloat16", "device": "cpu",
+        "threads": threads, "buckets": buckets, "probes": probes, "hidden": hidden, "staging": config.staging,
+    }  # fmt: skip
     for name, taken in times.items():
         read = caches[name].past.selectivity() if name in SKEWS else None
         low, *_, high = statistics.quantiles(taken, n=20)
-        write_row("lookup", {
-            "what": name, "tokens": tokens, "kv_heads": HEADS, "group": GROUP, "width": WIDTH, "dtype": "bfloat16",
-            "device": "cpu", "threads": threads, "buckets": buckets, "probes": probes, "hidden": hidden,
+        write_row("lookup", {"what": name} | about | {
             "ms": round(1e3 * medians[name], 2), "ms_5": round(1e3 * low, 2), "ms_95": round(1e3 * high, 2),
             "rounds": len(taken), "best_dense_over_this": round(best / medians[name], 2),
             "read": None if read is None else round(float(read.mean()), 4),
         })  # fmt: skip
+    per_token = {"ms": round(1e3 * sum(write) / tokens, 4), "longest_ms": round(1e3 * max(write), 1)}
+    write_row("lookup", {"what": "sorting in, per token"} | about | per_token)
 
 
 if __name__ == "__main__":
