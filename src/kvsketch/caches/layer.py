@@ -126,7 +126,7 @@ class LayerCache:
     def _look(self, question: Question, lse: bool = True) -> tuple[Partial | None, Partial | None]:
         """Attention over the tokens that are read, the window among them; and an estimate of the others', if made."""
         past = self.past
-        if not isinstance(past, LookupPast) or not any(self.left):
+        if not isinstance(past, LookupPast) or past.empty:
             return self._attend_all(question, lse), None
         found = past.look_up(question)
         return self._with_window(found.part, question, lse), found.rest

@@ -79,6 +79,11 @@ class LookupPast(Past):
     def label(self, arriving: Arriving) -> Int64[Tensor, "b h n t"]:
         """What to note about tokens that come, so that they can be found; it comes back with them in `write`."""
 
+    @property
+    @abstractmethod
+    def empty(self) -> bool:
+        """Whether no token was written yet."""
+
     @abstractmethod
     def look_up(self, question: Question) -> LookedUp:
         """Attention of every query over the tokens that it looks at."""

@@ -56,6 +56,10 @@ class RowsInStep(LookupPast):
                 stay = [place for place, row in enumerate(rows) if added[row] == first]
                 self.pasts[group] = _with_rows(self.pasts[group], stay, self.new_slots)
 
+    @property
+    def empty(self) -> bool:
+        return not any(self.counts)
+
     def look_up(self, question: Question) -> LookedUp:
         if len(self.pasts) == 1:
             return self.pasts[0].look_up(question)
@@ -74,7 +78,7 @@ class RowsInStep(LookupPast):
 
     def attend(self, query: Float[Tensor, "b hg q d"], scale: float, softcap: float | None) -> Partial | None:
         """Attention over everything, group by group."""
-        if self.count_entries() is None:
+        if self.empty:
             return None
         if len(self.pasts) == 1:
             return self.pasts[0].attend(query, scale, softcap)

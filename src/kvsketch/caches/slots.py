@@ -26,6 +26,10 @@ class SlotsPast(LookupPast):
         """Tokens of every row."""
         return self.keys.length
 
+    @property
+    def empty(self) -> bool:
+        return not self.count
+
     @abstractmethod
     def find(self, question: Question) -> LookedUp:
         """Attention of every query over the tokens that it looks at."""
@@ -50,12 +54,12 @@ class SlotsPast(LookupPast):
 
     def attend(self, query: Float[Tensor, "b hg q d"], scale: float, softcap: float | None) -> Partial | None:
         """Attention over everything."""
-        if not self.count:
+        if self.empty:
             return None
         return weighted_attention(query, WeightedTokens(self.keys.view, self.values.view), scale, softcap=softcap)
 
     def count_entries(self) -> Int64[Tensor, "b h"] | None:
-        if not self.count:
+        if self.empty:
             return None
         keys = self.keys.view
         return torch.full(keys.shape[:2], self.count, device=keys.device)
@@ -68,7 +72,7 @@ class SlotsPast(LookupPast):
         return storage_bytes([*(rows.buffer for rows in self._held), self.read, self.asked])
 
     def tensors(self) -> dict[str, Tensor]:
-        if not self.count:
+        if self.empty:
             return {}
         found = {"keys": self.keys.view, "values": self.values.view, "labels": self.labels.view}
         if self.read is not None and self.asked is not None:
