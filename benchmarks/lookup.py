@@ -106,9 +106,9 @@ def check(cache: LayerCache, dtype: torch.dtype) -> None:
     seen: dict = {}
     kernel = sorted_runs.indexed_attention
 
-    def noting(queries, keys, values, segments, scale, softcap=None):
-        seen["exact"] = reference.attend(queries.double(), keys.double(), values.double(), segments, scale)
-        return kernel(queries, keys, values, segments, scale, softcap=softcap)
+    def noting(queries, rows, segments, scale, softcap=None):
+        seen["exact"] = reference.attend(queries.double(), rows.double(), segments, scale)
+        return kernel(queries, rows, segments, scale, softcap=softcap)
 
     sorted_runs.indexed_attention = noting
     try:

@@ -15,6 +15,11 @@ def normal(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def rows_with(keys, values):
+    """Rows as the kernels take them: a value behind its key."""
+    return torch.cat([keys, values], 3)
+
+
 def runs(queries, most, seed=0, empty=False):
     """Random runs that do not overlap, some of them empty: pieces of a random cutting of the rows."""
     generator = torch.Generator().manual_seed(seed)
@@ -55,7 +60,7 @@ def test_each_query_attends_to_the_rows_of_its_runs_and_no_others(form, queries,
     query = normal(ROWS, HEADS * GROUP, queries, WIDTH, dtype=torch.float64)
     keys, values = (normal(ROWS, HEADS, COUNT, WIDTH, seed=seed, dtype=torch.float64) for seed in (1, 2))
     segments = runs(queries, most)
-    part = form.attend(query, keys, values, segments, SCALE)
+    part = form.attend(query, rows_with(keys, values), segments, SCALE)
     out, lse = by_hand(query, keys, values, segments)
     torch.testing.assert_close(part.out, out)
     torch.testing.assert_close(part.lse, lse)
@@ -64,7 +69,9 @@ def test_each_query_attends_to_the_rows_of_its_runs_and_no_others(form, queries,
 @pytest.mark.parametrize("form", [reference, gathered], ids=["masked", "copied"])
 def test_a_query_that_reads_nothing_has_no_mass(form):
     query, keys, values = (normal(ROWS, heads, 3, WIDTH, seed=heads) for heads in (HEADS * GROUP, HEADS, HEADS))
-    part = form.attend(query, keys, values, Segments(*torch.zeros(2, ROWS, HEADS, 3, 4, dtype=torch.int64)), SCALE)
+    part = form.attend(
+        query, rows_with(keys, values), Segments(*torch.zeros(2, ROWS, HEADS, 3, 4, dtype=torch.int64)), SCALE
+    )
     assert (part.lse == float("-inf")).all()
     assert (part.out == 0).all()
 
@@ -87,8 +94,8 @@ def test_how_lanes_are_cut_and_bundled_changes_nothing(numbers, part, dtype, mon
     monkeypatch.setattr(gathered, "COPIED_AT_ONCE", numbers)
     monkeypatch.setattr(gathered, "PART", part)
     for segments in (runs(4, 5), unequal(4)):
-        got = gathered.attend(query, keys, values, segments, SCALE)
-        expected = reference.attend(query, keys, values, segments, SCALE)
+        got = gathered.attend(query, rows_with(keys, values), segments, SCALE)
+        expected = reference.attend(query, rows_with(keys, values), segments, SCALE)
         torch.testing.assert_close(got.out.to(dtype), expected.out)
         torch.testing.assert_close(got.lse.to(dtype), expected.lse)
 
@@ -106,7 +113,7 @@ def test_gradients_flow_through_copies():
     found = []
     for form in (reference, gathered):
         query = normal(ROWS, HEADS * GROUP, 3, WIDTH).requires_grad_()
-        form.attend(query, keys, values, runs(3, 4), SCALE).out.square().sum().backward()
+        form.attend(query, rows_with(keys, values), runs(3, 4), SCALE).out.square().sum().backward()
         found.append(query.grad)
     torch.testing.assert_close(*found)
 
@@ -116,8 +123,8 @@ def test_what_is_copied_is_as_near_to_the_definition_as_plain_torch(dtype):
     query = normal(ROWS, HEADS * GROUP, 1, WIDTH, dtype=dtype)
     keys, values = (normal(ROWS, HEADS, COUNT, WIDTH, seed=seed, dtype=dtype) for seed in (1, 2))
     segments = runs(1, 6)
-    exact = reference.attend(query.double(), keys.double(), values.double(), segments, SCALE)
-    got = gathered.attend(query, keys, values, segments, SCALE).out.double()
+    exact = reference.attend(query.double(), rows_with(keys, values).double(), segments, SCALE)
+    got = gathered.attend(query, rows_with(keys, values), segments, SCALE).out.double()
     # Plain torch at this precision: its products, its softmax, its sum, over the same rows.
     logits = (query.unflatten(1, (HEADS, GROUP)).squeeze(3) @ keys.mT * SCALE).masked_fill(
         ~segments.mask(COUNT), float("-inf")
@@ -129,14 +136,24 @@ def test_what_is_copied_is_as_near_to_the_definition_as_plain_torch(dtype):
 def test_keys_in_a_buffer_with_room_to_spare_are_read_where_they_lie():
     """What a cache holds is a view of a larger buffer: its rows are not neighbours over all heads."""
     query = normal(ROWS, HEADS * GROUP, 1, WIDTH)
-    wide_keys, wide_values = (normal(ROWS, HEADS, COUNT + 37, WIDTH, seed=seed) for seed in (1, 2))
-    keys, values = wide_keys[:, :, :COUNT], wide_values[:, :, :COUNT]
+    wide = normal(ROWS, HEADS, COUNT + 37, 2 * WIDTH, seed=1)
+    held = wide[:, :, :COUNT]
     segments = runs(1, 6)
-    got = gathered.attend(query, keys, values, segments, SCALE)
-    expected = gathered.attend(query, keys.contiguous(), values.contiguous(), segments, SCALE)
+    expected = gathered.attend(query, held.contiguous(), segments, SCALE)
+    got = gathered.attend(query, held, segments, SCALE)
     assert torch.equal(got.out, expected.out)
-    transposed = gathered.attend(query, keys.mT.contiguous().mT, values, segments, SCALE)
+    transposed = gathered.attend(query, held.mT.contiguous().mT, segments, SCALE)
     torch.testing.assert_close(transposed.out, expected.out)
+
+
+@pytest.mark.parametrize("form", [reference, gathered], ids=["masked", "copied"])
+@pytest.mark.parametrize("value_width", [3, 24])
+def test_values_may_be_narrower_or_wider_than_keys(form, value_width):
+    query, keys = normal(ROWS, HEADS * GROUP, 2, WIDTH), normal(ROWS, HEADS, COUNT, WIDTH, seed=1)
+    values = normal(ROWS, HEADS, COUNT, value_width, seed=2)
+    everything = Segments(torch.zeros(ROWS, HEADS, 2, 1, dtype=torch.int64), torch.full((ROWS, HEADS, 2, 1), COUNT))
+    part = form.attend(query, rows_with(keys, values), everything, SCALE)
+    torch.testing.assert_close(part.out, exact_attention(query, keys, values, SCALE).out)
 
 
 def test_rows_are_numbered_run_by_run():
@@ -153,6 +170,6 @@ def test_the_softcap_bends_logits_here_too():
     everything = Segments(torch.zeros(ROWS, HEADS, 2, 1, dtype=torch.int64), torch.full((ROWS, HEADS, 2, 1), COUNT))
     expected = exact_attention(query, keys, values, SCALE, softcap=2.0)
     for form in (reference, gathered):
-        part = form.attend(query, keys, values, everything, SCALE, softcap=2.0)
+        part = form.attend(query, rows_with(keys, values), everything, SCALE, softcap=2.0)
         torch.testing.assert_close(part.out, expected.out)
         torch.testing.assert_close(part.lse, expected.lse)

@@ -270,13 +270,13 @@ def test_runs_are_sorted_few_and_hold_every_token_once(sizes):
     assert all(longer > shorter for longer, shorter in pairwise(lengths))
     for _, labels in past.labels_of_runs():
         assert (labels.diff(dim=2) >= 0).all()
-    for held, came in ((past.keys.view, keys), (past.values.view, values)):
+    for held, came in ((past.keys, keys), (past.values, values)):
         assert torch.equal(held.sort(2).values, came.sort(2).values)
     at = torch.arange(past.count)
     labels = past.label(Arriving(keys, None, at[None]))[0, :, :, 0]
     for head in range(HEADS):
         place = {tuple(key): number for number, key in enumerate(keys[0, head].tolist())}
-        found = [place[tuple(key)] for key in past.keys.view[0, head].tolist()]
+        found = [place[tuple(key)] for key in past.keys[0, head].tolist()]
         assert torch.equal(past.labels.view[0, head, :, 0], labels[head][found]), "labels moved with their keys"
 
 
@@ -302,8 +302,8 @@ def test_new_tokens_are_read_while_they_wait(index):
     asking = question()
     found = past.find(asking)
     assert (found.read >= 99).all()
-    waiting = exact_attention(asking.queries, past.keys.view[:, :, 100:], past.values.view[:, :, 100:], SCALE)
-    assert torch.equal(past.keys.view[:, :, 100:], keys[:, :, 100:])
+    waiting = exact_attention(asking.queries, past.keys[:, :, 100:], past.values[:, :, 100:], SCALE)
+    assert torch.equal(past.keys[:, :, 100:], keys[:, :, 100:])
     assert (found.part.lse >= waiting.lse - 1e-5).all()
 
 

@@ -159,7 +159,7 @@ class BucketedPast(SortedPast):
         self.counted = old + new
         share = (new / (old + new).clamp_min(1))[..., None]
         means = list[Tensor]()
-        for number, held in enumerate((self.keys.view, self.values.view)):
+        for number, held in enumerate((self.keys, self.values)):
             x = held[:, :, start:stop].float()
             total = x.new_zeros(*new.shape, x.shape[3])
             total.scatter_add_(2, labels[..., None].expand_as(x), x)

@@ -110,7 +110,7 @@ class BinsPast(SortedPast):
     def find(self, question: Question) -> LookedUp:
         if not self.runs:
             return self.read_places(question, None)
-        heads, queries = self.keys.view.shape[1], question.queries.shape[2]
+        heads, queries = self.keys.shape[1], question.queries.shape[2]
         asking = question.queries.unflatten(1, (heads, -1)).flatten(2, 3)
         codes = self.directions.codes(asking, heads)[..., 0]
         found: Segments | None = None
@@ -143,7 +143,7 @@ class MagicPigPast(MaskedPast):
         return self.directions.codes(arriving.keys, arriving.keys.shape[1])
 
     def visible(self, question: Question) -> Bool[Tensor, "b h q n"]:
-        heads = self.keys.view.shape[1]
+        heads = self.keys.shape[1]
         asking = question.queries.unflatten(1, (heads, -1)).flatten(2, 3)
         codes = self.directions.codes(asking, heads)
         labels = self.labels.view

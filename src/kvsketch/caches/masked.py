@@ -31,7 +31,7 @@ class MaskedPast(SlotsPast):
             read.append(visible.sum(3))
             return visible
 
-        tokens = WeightedTokens(self.keys.view, self.values.view)
+        tokens = WeightedTokens(self.keys, self.values)
         softcap = question.softcap
         part = attend_where(question.queries, tokens, question.scale, seen, softcap=softcap, at_once=MASK_AT_ONCE)
         return LookedUp(part, torch.cat(read, 2))

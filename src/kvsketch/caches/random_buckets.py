@@ -48,7 +48,7 @@ class RandomPast(BucketedPast):
 
     def scores(self, question: Question) -> Float[Tensor, "b h q c"]:
         assert question.ranks is not None, "queries come with their ranks"
-        sizes = (self.keys.view.shape[1], self.buckets)
+        sizes = (self.keys.shape[1], self.buckets)
         head, bucket = (torch.arange(size, device=question.queries.device) for size in sizes)
         rank = question.ranks[:, None, :, None]
         return uniforms(self.config.seed, self.layer, head[:, None, None], rank, QUERIES, bucket)

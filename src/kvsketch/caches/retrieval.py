@@ -49,8 +49,7 @@ class RetrievalPast(MaskedPast):
         return torch.zeros(*arriving.keys.shape[:3], 1, dtype=torch.int64, device=arriving.keys.device)
 
     def visible(self, question: Question) -> Bool[Tensor, "b h q n"]:
-        keys = self.keys.view
-        logits = logits_of(question.queries, keys, question.scale, question.softcap)
+        logits = logits_of(question.queries, self.keys, question.scale, question.softcap)
         shares = torch.softmax(logits, 3).unflatten(2, (-1, question.queries.shape[2])).mean(2)
         order = shares.argsort(dim=3, descending=True, stable=True)
         top = self.config.top

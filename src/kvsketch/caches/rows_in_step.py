@@ -99,11 +99,11 @@ class RowsInStep(LookupPast):
 
     def _of_nothing(self, query: Float[Tensor, "b hg q d"]) -> Partial:
         """The attention of queries that see no tokens."""
-        out = query.new_zeros(*query.shape[:3], self._some().values.view.shape[3], dtype=torch.float32)
+        out = query.new_zeros(*query.shape[:3], self._some().values.shape[3], dtype=torch.float32)
         return Partial(out, out.new_full(query.shape[:3], NO_MASS))
 
     def _none_read(self, query: Float[Tensor, "b hg q d"]) -> Int64[Tensor, "b h q"]:
-        heads = self._some().keys.view.shape[1]
+        heads = self._some().keys.shape[1]
         return torch.zeros(query.shape[0], heads, query.shape[2], dtype=torch.int64, device=query.device)
 
     def _rows_of(self, group: int) -> list[int]:

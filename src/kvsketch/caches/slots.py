@@ -17,14 +17,25 @@ class SlotsPast(LookupPast):
     """A slot for every token, with its labels."""
 
     def __init__(self) -> None:
-        self.keys, self.values, self.labels = Rows(dim=2), Rows(dim=2), Rows(dim=2)
+        self.rows, self.labels = Rows(dim=2), Rows(dim=2)  # a row is a token's key and value, one behind the other
+        self.key_width = 0
         self.read: Float[Tensor, "b h"] | None = None  # tokens read, over all queries that looked up
         self.asked: Float[Tensor, "b h"] | None = None  # tokens that they could have read
 
     @property
     def count(self) -> int:
         """Tokens of every row."""
-        return self.keys.length
+        return self.rows.length
+
+    @property
+    def keys(self) -> Float[Tensor, "b h n d"]:
+        """Those of all tokens; a view."""
+        return self.rows.view[..., : self.key_width]
+
+    @property
+    def values(self) -> Float[Tensor, "b h n e"]:
+        """Those of all tokens; a view."""
+        return self.rows.view[..., self.key_width :]
 
     @property
     def empty(self) -> bool:
@@ -49,32 +60,32 @@ class SlotsPast(LookupPast):
 
     def write(self, tokens: LeavingTokens) -> None:
         assert tokens.labels is not None, "labels are made when tokens come"
-        for held, new in zip(self._held, (tokens.keys, tokens.values, tokens.labels), strict=True):
-            held.append(new)
+        self.key_width = tokens.keys.shape[3]
+        self.rows.append_beside(tokens.keys, tokens.values)
+        self.labels.append(tokens.labels)
 
     def attend(self, query: Float[Tensor, "b hg q d"], scale: float, softcap: float | None) -> Partial | None:
         """Attention over everything."""
         if self.empty:
             return None
-        return weighted_attention(query, WeightedTokens(self.keys.view, self.values.view), scale, softcap=softcap)
+        return weighted_attention(query, WeightedTokens(self.keys, self.values), scale, softcap=softcap)
 
     def count_entries(self) -> Int64[Tensor, "b h"] | None:
         if self.empty:
             return None
-        keys = self.keys.view
-        return torch.full(keys.shape[:2], self.count, device=keys.device)
+        return torch.full(self.keys.shape[:2], self.count, device=self.keys.device)
 
     def selectivity(self) -> Float[Tensor, "b h"] | None:
         return None if self.read is None or self.asked is None else self.read / self.asked.clamp_min(1)
 
     @property
     def nbytes(self) -> int:
-        return storage_bytes([*(rows.buffer for rows in self._held), self.read, self.asked])
+        return storage_bytes([self.rows.buffer, self.labels.buffer, self.read, self.asked])
 
     def tensors(self) -> dict[str, Tensor]:
         if self.empty:
             return {}
-        found = {"keys": self.keys.view, "values": self.values.view, "labels": self.labels.view}
+        found = {"keys": self.keys, "values": self.values, "labels": self.labels.view}
         if self.read is not None and self.asked is not None:
             found |= {"read": self.read, "asked": self.asked}
         return found
@@ -83,12 +94,9 @@ class SlotsPast(LookupPast):
         return {}
 
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, list[int]]) -> None:
-        self.keys, self.values, self.labels = Rows(dim=2), Rows(dim=2), Rows(dim=2)
+        self.rows, self.labels = Rows(dim=2), Rows(dim=2)
         self.read, self.asked = tensors.get("read"), tensors.get("asked")
         if tensors:
-            for held, name in zip(self._held, ("keys", "values", "labels"), strict=True):
-                held.adopt(tensors[name])
-
-    @property
-    def _held(self) -> tuple[Rows, Rows, Rows]:
-        return self.keys, self.values, self.labels
+            self.key_width = tensors["keys"].shape[3]
+            self.rows.append_beside(tensors["keys"], tensors["values"])
+            self.labels.adopt(tensors["labels"])

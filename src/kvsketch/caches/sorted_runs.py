@@ -51,13 +51,12 @@ class SortedPast(SlotsPast):
         segments = self._waiting(question)
         if places is not None:
             segments = places.join(segments)
-        keys, values = self.keys.view, self.values.view
-        part = indexed_attention(question.queries, keys, values, segments, question.scale, softcap=question.softcap)
+        part = indexed_attention(question.queries, self.rows.view, segments, question.scale, softcap=question.softcap)
         return LookedUp(part, segments.rows)
 
     def _waiting(self, question: Question) -> Segments:
         """The tokens in the staging, for every query."""
-        shape = (*self.keys.view.shape[:2], question.queries.shape[2], 1)
+        shape = (*self.keys.shape[:2], question.queries.shape[2], 1)
         begin = torch.full(shape, self.sorted_to, device=question.queries.device)
         return Segments(begin, torch.full_like(begin, self.count - self.sorted_to))
 
@@ -91,7 +90,7 @@ class SortedPast(SlotsPast):
 
     def _sort(self, start: int, stop: int) -> None:
         order = self.labels.view[:, :, start:stop, 0].sort(dim=2, stable=True).indices
-        for held in self._held:
+        for held in (self.rows, self.labels):
             held.make_writable()
             held.view[:, :, start:stop] = chosen(held.view[:, :, start:stop], order)
 

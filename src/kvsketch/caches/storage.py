@@ -54,6 +54,15 @@ class Rows:
         self.resize(start + rows.shape[self.dim], rows)
         self.view.narrow(self.dim, start, rows.shape[self.dim]).copy_(rows)
 
+    def append_beside(self, *parts: Tensor) -> None:
+        """Add rows at the end that are made of these side by side, in their last dimension."""
+        start, width = self.length, sum(part.shape[-1] for part in parts)
+        new = parts[0].shape[self.dim]
+        self.resize(start + new, parts[0].new_empty(()).expand(*parts[0].shape[:-1], width))
+        places = self.view.narrow(self.dim, start, new).split([part.shape[-1] for part in parts], dim=-1)
+        for place, part in zip(places, parts, strict=True):
+            place.copy_(part)
+
     def remove(self, start: int, stop: int) -> None:
         """Take out rows start…stop-1 and close the gap."""
         behind = self.length - stop

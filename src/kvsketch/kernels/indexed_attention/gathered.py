@@ -17,54 +17,62 @@ from kvsketch.kernels.indexed_attention.segments import Segments
 from kvsketch.kernels.weighted_attention import fused, reference
 
 PART = 2048  # rows at most
-COPIED_AT_ONCE = 1 << 19  # numbers of keys, for each thread
+COPIED_AT_ONCE = 1 << 19  # numbers, for each thread
 
 
 def attend(
     query: Float[Tensor, "b hg q d"],
-    keys: Float[Tensor, "b h n d"],
-    values: Float[Tensor, "b h n e"],
+    rows: Float[Tensor, "b h n de"],
     segments: Segments,
     scale: float,
     *,
     softcap: float | None = None,
 ) -> Partial:
     """Attention of every query over the rows of its segments."""
-    rows, heads, count, width = keys.shape
-    queries = query.shape[2]
-    counts, lanes = segments.rows.flatten().sort(descending=True)
+    lanes = (*rows.shape[:2], query.shape[2])
+    counts, order = segments.rows.flatten().sort(descending=True)
     longest_first: list[int] = counts.tolist()
     parts = 1 << (max(1, -(-longest_first[0] // PART)) - 1).bit_length()
     sizes = [max(1, -(-many // parts)) for many in longest_first]  # of a lane's parts
-    bundles = [*_bundles(sizes, parts * width)]
-    begin, length = (x.flatten(0, 2)[lanes] for x in (segments.begin, segments.length))
+    bundles = [*_bundles(sizes, parts * rows.shape[3])]
+    begin, length = (x.flatten(0, 2)[order] for x in (segments.begin, segments.length))
     index, there = rows_of(begin, length, sizes[0] * parts)
-    index.clamp_(max=count - 1)
+    index.clamp_(max=rows.shape[2] - 1)
+    memory, first = _memory(rows)
+    index += first.flatten()[order // lanes[2], None]
     bias = torch.zeros(there.shape, device=there.device).masked_fill(~there, NO_MASS)
     # The queries of a group are those of one head here: they see the same rows.
-    asking = query.unflatten(1, (heads, -1)).transpose(2, 3).flatten(0, 2)[lanes]  # [l, g, d]
+    asking = query.unflatten(1, (lanes[1], -1)).transpose(2, 3).flatten(0, 2)[order]  # [l, g, d]
     asking = asking.repeat_interleave(parts, 0)[:, None]
-    kept = torch.is_grad_enabled() and query.requires_grad  # a backward pass needs all copies
-    room = 0 if kept else max((stop - start) * parts * sizes[start] for start, stop in bundles)
-    of_keys, of_values = (_Copies(x, index, lanes // queries, room) for x in (keys, values))
+    room = None
+    if not (torch.is_grad_enabled() and query.requires_grad):  # a backward pass would need all copies
+        # Rows are copied to one place again and again: fresh memory costs more than copying does.
+        most = max((stop - start) * parts * sizes[start] for start, stop in bundles)
+        room = rows.new_empty(most, rows.shape[3])
     found, alive = list[Partial](), list[Tensor]()
     for start, stop in bundles:
         size = sizes[start]
         some = (slice(start, stop), slice(parts * size))
-        copies = of_keys.of(some, size), of_values.of(some, size)
-        now, weights = asking[start * parts : stop * parts], bias[some].reshape(-1, 1, size)
-        if fused.can_run(query, softcap):
-            found.append(fused.softmax_attention(now, *copies, scale, bias=weights[:, None]))
-        else:
-            found.append(reference.attend(now, WeightedTokens(*copies, weights), scale, softcap=softcap))
+        now = index[some].flatten()
+        copied = torch.index_select(memory, 0, now, out=None if room is None else room[: len(now)])
+        keys, values = copied.view(-1, 1, size, rows.shape[3]).tensor_split([query.shape[3]], dim=3)
+        tokens = WeightedTokens(keys, values, bias[some].reshape(-1, 1, size))
+        found.append(_answer(asking[start * parts : stop * parts], tokens, scale, softcap))
         alive.append(there[some][:, ::size])
-    out = torch.cat([part.out for part in found]).unflatten(0, (-1, parts))[:, :, 0]  # [l, p, g, e]
-    lse = torch.cat([part.lse for part in found]).unflatten(0, (-1, parts))[:, :, 0]
-    lse = lse.masked_fill(~torch.cat(alive)[..., None], NO_MASS)  # where nothing was there the fused kernel says 0
-    whole = merge(*(Partial(out[:, part, :, None], lse[:, part, :, None]) for part in range(parts)))
-    back = lanes.argsort()
-    out, lse = (x[back, :, 0].unflatten(0, (rows, heads, queries)) for x in (whole.out, whole.lse))
-    return Partial(out.transpose(2, 3).flatten(1, 2), lse.transpose(2, 3).flatten(1, 2))
+    out = torch.cat([part.out for part in found]).unflatten(0, (-1, parts))  # [l, p, 1, g, e]
+    lse = torch.cat([part.lse for part in found]).unflatten(0, (-1, parts))
+    lse = lse.masked_fill(~torch.cat(alive)[..., None, None], NO_MASS)  # the fused kernel says 0 where nothing is
+    whole = merge(*(Partial(*of_part) for of_part in zip(out.unbind(1), lse.unbind(1), strict=True)))
+    back = order.argsort()
+    out, lse = (x[back, 0].unflatten(0, lanes).transpose(2, 3).flatten(1, 2) for x in (whole.out, whole.lse))
+    return Partial(out, lse)
+
+
+def _answer(query: Tensor, tokens: WeightedTokens, scale: float, softcap: float | None) -> Partial:
+    """As `weighted_attention`, which asks every time whether some head holds nothing."""
+    if tokens.log_mass is not None and fused.can_run(query, softcap):
+        return fused.softmax_attention(query, tokens.keys, tokens.values, scale, bias=tokens.log_mass[:, None])
+    return reference.attend(query, tokens, scale, softcap=softcap)
 
 
 def _bundles(sizes: Sequence[int], numbers: int) -> Iterator[tuple[int, int]]:
@@ -90,27 +98,13 @@ def rows_of(
     return index.add_(places), places < last
 
 
-class _Copies:
-    """Rows side by side, in one place again and again: fresh memory costs more than copying does."""
-
-    def __init__(
-        self, x: Float[Tensor, "b h n d"], index: Int64[Tensor, "l m"], heads: Int64[Tensor, " l"], room: int
-    ) -> None:
-        """`index` has rows of the KV heads (b·h) of the lanes; without `room` every copy has its own place."""
-        width, strides = x.shape[3], x.stride()
-        if strides[2:] != (width, 1) or strides[0] % width or strides[1] % width:
-            x = x.contiguous()
-            strides = x.stride()
-        steps = [stride // width for stride in strides[:2]]
-        last = sum((size - 1) * step for size, step in zip(x.shape[:2], steps, strict=True))  # no need to ask a device
-        self.memory = x.as_strided((last + x.shape[2], width), (width, 1))  # all rows that `x` is a view of
-        first = heads // x.shape[1] * steps[0] + heads % x.shape[1] * steps[1]
-        self.index = index + first[:, None]
-        self.room = x.new_empty(room, width) if room else None
-
-    def of(self, some: tuple[slice, slice], size: int) -> Float[Tensor, "lp 1 {size} d"]:
-        """Those of some lanes and places, parts of so many rows one behind the other."""
-        index = self.index[some].flatten()
-        room = None if self.room is None else self.room[: len(index)]
-        copied = torch.index_select(self.memory, 0, index, out=room)
-        return copied.view(-1, 1, size, copied.shape[1])
+def _memory(x: Float[Tensor, "b h n d"]) -> tuple[Float[Tensor, "r d"], Int64[Tensor, "b h"]]:
+    """All rows of the memory that `x` is a view of, and where those of each head begin; `x` itself is not copied."""
+    width, strides = x.shape[3], x.stride()
+    if strides[2:] != (width, 1) or strides[0] % width or strides[1] % width:
+        x = x.contiguous()
+        strides = x.stride()
+    steps = [stride // width for stride in strides[:2]]
+    row, head = (torch.arange(size, device=x.device) * step for size, step in zip(x.shape[:2], steps, strict=True))
+    last = sum((size - 1) * step for size, step in zip(x.shape[:2], steps, strict=True))  # no need to ask a device
+    return x.as_strided((last + x.shape[2], width), (width, 1)), row[:, None] + head
