@@ -4,7 +4,7 @@ One layer in one process: 171,000 tokens × 8 KV heads × 128 in bfloat16, four 
 and values are random, and buckets are given their sizes: equal, log-normal, or one with a fifth of all tokens. The
 router is of the published size, with random weights, and its time is part of the step. Lookups are checked against
 the definition, and the methods take turns: first after a dense pass, which leaves nothing of them in the processor's
-caches, then once more at once. Beside it, what a step spends on sorting tokens in: all of them, a block at a time.
+caches, then once more at once. Beside it, what a step spends on labelling tokens and sorting them in: all of them, a block at a time.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from kvsketch.caches.base import BLOCK, LeavingTokens
 from kvsketch.caches.exact import Exact
 from kvsketch.caches.key_index import DESCRIPTION, FORMAT, layer_file
 from kvsketch.caches.layer import LayerCache, NewTokens
-from kvsketch.caches.question import Question, Unrotated
+from kvsketch.caches.question import Arriving, Question, Unrotated
 from kvsketch.caches.saap import Saap
 from kvsketch.kernels.indexed_attention import reference
 
@@ -120,13 +120,14 @@ def check(cache: LayerCache, dtype: torch.dtype) -> None:
 
 
 def writing(config: Saap, keys: torch.Tensor, values: torch.Tensor, labels: torch.Tensor) -> list[float]:
-    """Seconds for every block of tokens that leaves the window, from the first on."""
+    """Seconds for every block of tokens that leaves the window, from the first on: labelled, and sorted in."""
     past, taken = config.slots(LAYER), []
     for start in range(0, keys.shape[2] - BLOCK, BLOCK):
         part = slice(start, start + BLOCK)
         ranks = torch.arange(start, start + BLOCK)[None]
+        arriving = Arriving(keys[:, :, part], keys[:, :, part], ranks)
         block = LeavingTokens(keys[:, :, part], values[:, :, part], ranks, (start + BLOCK,), labels[:, :, part])
-        taken.append(seconds(partial(past.write, block)))
+        taken.append(seconds(partial(past.label, arriving)) + seconds(partial(past.write, block)))
     return taken
 
 
@@ -178,7 +179,7 @@ def measure(tokens: int, buckets: int, probes: int, hidden: int, rounds: int, th
             "read": None if read is None else round(float(read.mean()), 4),
         })  # fmt: skip
     per_token = {"ms": round(1e3 * sum(write) / tokens, 4), "longest_ms": round(1e3 * max(write), 1)}
-    write_row("lookup", {"what": "sorting in, per token"} | about | per_token)
+    write_row("lookup", {"what": "labelled and sorted in, per token"} | about | per_token)
 
 
 if __name__ == "__main__":

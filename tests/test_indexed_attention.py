@@ -76,18 +76,18 @@ def test_a_query_that_reads_nothing_has_no_mass(form):
     assert (part.out == 0).all()
 
 
-def unequal(queries):
-    """Runs of lanes of very unequal lengths, one of which reads nothing and one everything."""
+def unequal(queries, least=0):
+    """Runs of lanes of very unequal lengths, one of which reads `least` rows and one everything."""
     lanes = (ROWS, HEADS, queries)
-    length = (torch.rand(*lanes, generator=torch.Generator().manual_seed(5)) ** 3 * COUNT).long()
-    length[0, 1, 0], length[1, 2, -1] = 0, COUNT
+    length = (torch.rand(*lanes, generator=torch.Generator().manual_seed(5)) ** 3 * COUNT).long().clamp_min(least)
+    length[0, 1, 0], length[1, 2, -1] = least, COUNT
     begin = (torch.rand(*lanes, generator=torch.Generator().manual_seed(6)) * (COUNT - length)).long()
     return Segments(begin[..., None], length[..., None])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fused", "plain"])
 @pytest.mark.parametrize("part", [7, 64, 1000])
-@pytest.mark.parametrize("numbers", [1, 999, 10**6])
+@pytest.mark.parametrize("numbers", [1, 999, 10**6])  # some parts of a lane, some lanes, all of them
 def test_how_lanes_are_cut_and_bundled_changes_nothing(numbers, part, dtype, monkeypatch):
     query = normal(ROWS, HEADS * GROUP, 4, WIDTH, dtype=dtype)
     keys, values = (normal(ROWS, HEADS, COUNT, WIDTH, seed=seed, dtype=dtype) for seed in (1, 2))
@@ -101,20 +101,28 @@ def test_how_lanes_are_cut_and_bundled_changes_nothing(numbers, part, dtype, mon
 
 
 def test_lanes_are_bundled_by_what_they_copy(monkeypatch):
-    monkeypatch.setattr(gathered, "COPIED_AT_ONCE", 100)
-    most = 100 * torch.get_num_threads()
-    sizes = [most + 1, most, most // 2, most // 2, most // 4, 1, 1]
-    assert [*gathered._bundles(sizes, 1)] == [(0, 1), (1, 2), (2, 4), (4, 7)]
+    """100 rows fit, in lanes of four parts each: some parts of a long lane, or some short lanes."""
+    monkeypatch.setattr(gathered, "COPIED_AT_ONCE", 800)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    bundles = [(one.start, one.stop, of.start, of.stop) for one, of in gathered._bundles([40, 25, 12, 10, 1, 1], 4, 16)]
+    assert bundles == [(0, 1, 0, 2), (0, 1, 2, 4), (1, 2, 0, 4), (2, 4, 0, 4), (4, 6, 0, 4)]
 
 
-def test_gradients_flow_through_copies():
-    """Copies share a place only where nobody needs them later."""
+@pytest.mark.parametrize("part", [16, 1000], ids=["merged", "whole"])
+@pytest.mark.parametrize("of_pairs", [False, True])
+def test_gradients_flow_through_copies_and_parts(of_pairs, part, monkeypatch):
+    """Copies share a place only where nobody needs them later, and answers are merged with their gradients."""
+    monkeypatch.setattr(gathered, "COPIED_AT_ONCE", 999)
+    monkeypatch.setattr(gathered, "PART", part)
     keys, values = (normal(ROWS, HEADS, COUNT, WIDTH, seed=seed) for seed in (1, 2))
     found = []
     for form in (reference, gathered):
-        query = normal(ROWS, HEADS * GROUP, 3, WIDTH).requires_grad_()
-        form.attend(query, rows_with(keys, values), runs(3, 4), SCALE).out.square().sum().backward()
-        found.append(query.grad)
+        wanted = rows_with(keys, values) if of_pairs else normal(ROWS, HEADS * GROUP, 3, WIDTH)
+        wanted.requires_grad_()
+        query = normal(ROWS, HEADS * GROUP, 3, WIDTH, seed=7) if of_pairs else wanted
+        pairs = wanted if of_pairs else rows_with(keys, values)
+        form.attend(query, pairs, unequal(3, least=1), SCALE).out.square().sum().backward()
+        found.append(wanted.grad)
     torch.testing.assert_close(*found)
 
 

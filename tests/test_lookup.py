@@ -422,29 +422,33 @@ def test_by_density_few_tokens_are_read_for_much_of_what_is_expected(index):
 
 
 def read_one_by_one(cache, count, seed=0):
-    """Reads so many tokens, one a call; the keys before rotation of all of them."""
+    """Reads so many tokens, one a call; the keys of all of them, and those before rotation."""
     keys, values, unrotated = tokens(count, seed)
     query = normal(1, HEADS * GROUP, count, WIDTH, seed=40 + seed)
     for at in range(count):
         part = slice(at, at + 1)
         seen = Unrotated(query[:, :, part], unrotated[:, :, part])
         cache.read(query[:, :, part], NewTokens(keys[:, :, part], values[:, :, part], None, seen), SCALE)
-    return unrotated
+    return keys, unrotated
 
 
 @pytest.mark.parametrize("count", [1, 31, 32, 33, 75, 200])
 def test_tokens_that_come_one_by_one_have_the_labels_of_those_that_come_together(index, count):
     config = Saap(index=index, probes=2, window=40, staging=16, full_layers=0)
     cache = LayerCache(config, 1)
-    unrotated = read_one_by_one(cache, count)
+    keys, unrotated = read_one_by_one(cache, count)
     expected = cache.past.label(Arriving(unrotated, unrotated, torch.arange(count)[None]))
     held, left = cache.window.columns, cache.left[0]
     torch.testing.assert_close(held.labels[:, :, 0], expected[:, :, 0])  # the sink
     torch.testing.assert_close(held.labels[:, :, 1:], expected[:, :, 1 + left :])
-    if left:
-        past = cache.past.pasts[0]
-        got, wanted = (x.flatten(2).sort(2).values for x in (past.labels.view, expected[:, :, 1 : 1 + left]))
-        torch.testing.assert_close(got, wanted)
+    for head in range(HEADS if left else 0):
+        past, label_of = (
+            cache.past.pasts[0],
+            dict(zip(map(tuple, keys[0, head].tolist()), expected[0, head], strict=True)),
+        )
+        found = [label_of[tuple(key)] for key in past.keys[0, head].tolist()]
+        assert len(found) == left
+        assert torch.equal(past.labels.view[0, head], torch.stack(found))
 
 
 def test_labels_are_made_for_many_tokens_at_once_and_no_more_than_a_block_waits(index, monkeypatch):
@@ -471,3 +475,48 @@ def test_a_copy_and_what_is_saved_have_the_labels_of_all_their_tokens(index):
         assert torch.equal(other.window.columns.labels, cache.window.columns.labels)
         assert torch.equal(other.past.pasts[0].labels.view, cache.past.pasts[0].labels.view)
     assert twin.window.labeller is twin.past
+
+
+def do_something(cache, rows, choose):
+    """One of the things that happen to a cache; the cache, and its rows."""
+    kind = choose(["one", "one", "one", "some", "padded", "crop", "rows", "copy", "load"])
+    if not cache.started or kind in ("one", "some", "padded"):
+        count = 1 if kind == "one" else choose([2, 9, 60])
+        query, keys, values = (normal(rows, heads, count, WIDTH, seed=choose(range(9**5))) for heads in (6, 2, 2))
+        valid = None
+        if kind == "padded":
+            valid = torch.arange(count) >= torch.tensor([choose(range(count)) for _ in range(rows)])[:, None]
+        cache.read(query, NewTokens(keys, values, valid), SCALE)
+    elif kind == "crop":
+        cache.crop(min(cache.window.tail, choose(range(1, 7))))
+    elif kind == "rows":
+        new = [choose(range(rows)) for _ in range(choose([1, 2, 3]))]
+        cache.map_rows(lambda x: x[new], new)
+        rows = len(new)
+    elif kind == "copy":
+        cache = copy.deepcopy(cache)
+    else:
+        loaded = LayerCache(cache.config, 1)
+        tensors, numbers = cache.state()
+        loaded.restore({name: tensor.clone() for name, tensor in tensors.items()}, numbers)
+        cache = loaded
+    return cache, rows
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_whatever_happens_every_token_has_the_label_of_its_key(data, tmp_path_factory):
+    index = make_index(tmp_path_factory.mktemp("i") / "index", heads=HEADS, width=WIDTH, buckets=BUCKETS)
+    cache = LayerCache(KMeans(index=index, probes=2, rope=True, window=20, staging=16, full_layers=0), 1)
+    rows, choose = data.draw(st.sampled_from([1, 3])), lambda options: data.draw(st.sampled_from(options))
+
+    def check(keys, labels, there):
+        expected = cache.past.label(Arriving(keys, None, torch.zeros(keys.shape[0], keys.shape[2]).long()))
+        assert torch.equal(expected[there], labels[there])
+
+    for _ in range(data.draw(st.integers(1, 60))):
+        cache, rows = do_something(cache, rows, choose)
+    held = cache.window.columns
+    check(held.keys, held.labels, (held.ranks >= 0)[:, None].expand(-1, HEADS, -1))
+    for past in cache.past.pasts:
+        check(past.keys, past.labels.view, torch.ones_like(past.labels.view[..., 0], dtype=torch.bool))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import kvsketch
+from kvsketch.caches.saap import SaapPast
 from kvsketch.huggingface.facts import facts
 from made_index import make_index
 from zoo import FAMILIES, build, tokens
@@ -218,3 +219,15 @@ def test_what_was_learnt_may_be_read_in_inference_mode_and_used_outside(tmp_path
         go_on(model, tokens(1, 3), cache.fork())
     cache.fork()
     model(tokens(1, 1), past_key_values=cache, attention_mask=torch.ones(1, 101))  # with gradients on
+
+
+def test_a_model_that_writes_has_its_keys_labelled_a_block_at_a_time(tmp_path, monkeypatch):
+    model = build("llama")
+    spec = f"saap(index={index_of(tmp_path / 'index', model)!r}, probes=2, window=200, staging=20)"
+    labelled, label = [], SaapPast.label
+    monkeypatch.setattr(SaapPast, "label", lambda self, new: labelled.append(new.keys.shape[2]) or label(self, new))
+    cache = kvsketch.make_cache(model, spec)
+    written(model, tokens(1, 100), cache, 70)
+    cache.report()
+    looking = sum(layer.read is not None or layer.recall is not None for layer in cache.report().layers)
+    assert labelled == [100] * looking + [32] * looking * 2

@@ -31,7 +31,7 @@ class LeavingTokens:
     values: Float[Tensor, "b h n e"]
     ranks: Int64[Tensor, "b n"]
     counts: tuple[int, ...]  # tokens of each row that will have left, these included
-    labels: Int64[Tensor, "b h n t"] | None = None  # what a past that looks things up noted when they came
+    labels: Int64[Tensor, "b h n t"] | None = None  # what a past that looks things up has noted about them
 
 
 class Past(ABC):

@@ -156,7 +156,7 @@ class LayerCache:
             # The new token sees all that is held and itself: with it in the window, that is one call less.
             arrived = self._arrive(new, ranks)
             if isinstance(self.past, LookupPast):
-                self.window.append_to_label(arrived, self._arriving(new, ranks), self.past)
+                self.window.append_unlabelled(arrived, self._arriving(new, ranks), self.past)
             else:
                 self.window.append(arrived)
             read, rest = self._look(question, lse)
@@ -421,7 +421,6 @@ class LayerCache:
         """Entries held per row and KV head."""
         if self.past is None:
             return None
-        columns = self.window.columns
-        window = (columns.ranks >= 0).sum(1)[:, None].expand(-1, columns.keys.shape[1])
+        window = (self.window.ranks.view >= 0).sum(1)[:, None].expand(-1, self.window.keys.view.shape[1])
         past = self.past.count_entries()
         return window if past is None else window + past

@@ -35,8 +35,10 @@ class Arriving:
     @classmethod
     def joined(cls, each: Sequence["Arriving"]) -> "Arriving":
         """Those that came one after another."""
-        unrotated = [tokens.unrotated for tokens in each if tokens.unrotated is not None]
         keys, ranks = torch.cat([tokens.keys for tokens in each], 2), torch.cat([tokens.ranks for tokens in each], 1)
+        unrotated = [tokens.unrotated for tokens in each if tokens.unrotated is not None]
+        if unrotated and len(unrotated) < len(each):
+            raise ValueError(f"keys before rotation came with {len(unrotated)} of {len(each)} tokens, not with all")
         return cls(keys, torch.cat(unrotated, 2) if unrotated else None, ranks)
 
 

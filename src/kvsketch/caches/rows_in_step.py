@@ -174,7 +174,7 @@ def _tokens_of(tokens: LeavingTokens, rows: list[int], count: int) -> LeavingTok
     """What these rows have to write, without holes: they have equally many."""
     counts = tuple(tokens.counts[row] for row in rows)
     keys, values, ranks, labels = tokens.keys, tokens.values, tokens.ranks, tokens.labels
-    assert labels is not None, "labels are made when tokens come"
+    assert labels is not None, "tokens have labels before they leave the window"
     if len(rows) < len(tokens.counts):
         keys, values, ranks, labels = (x[rows] for x in (keys, values, ranks, labels))
     if ranks.shape[1] > count:

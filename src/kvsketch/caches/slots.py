@@ -17,7 +17,7 @@ class SlotsPast(LookupPast):
     """A slot for every token, with its labels."""
 
     def __init__(self) -> None:
-        self.rows, self.labels = Rows(dim=2), Rows(dim=2)  # a row is a token's key and value, one behind the other
+        self.pairs, self.labels = Rows(dim=2), Rows(dim=2)  # a pair: a token's key, and its value behind it
         self.key_width = 0
         self.read: Float[Tensor, "b h"] | None = None  # tokens read, over all queries that looked up
         self.asked: Float[Tensor, "b h"] | None = None  # tokens that they could have read
@@ -25,17 +25,17 @@ class SlotsPast(LookupPast):
     @property
     def count(self) -> int:
         """Tokens of every row."""
-        return self.rows.length
+        return self.pairs.length
 
     @property
     def keys(self) -> Float[Tensor, "b h n d"]:
         """Those of all tokens; a view."""
-        return self.rows.view[..., : self.key_width]
+        return self.pairs.view[..., : self.key_width]
 
     @property
     def values(self) -> Float[Tensor, "b h n e"]:
         """Those of all tokens; a view."""
-        return self.rows.view[..., self.key_width :]
+        return self.pairs.view[..., self.key_width :]
 
     @property
     def empty(self) -> bool:
@@ -59,9 +59,9 @@ class SlotsPast(LookupPast):
         return found
 
     def write(self, tokens: LeavingTokens) -> None:
-        assert tokens.labels is not None, "labels are made when tokens come"
+        assert tokens.labels is not None, "tokens have labels before they leave the window"
         self.key_width = tokens.keys.shape[3]
-        self.rows.append_beside(tokens.keys, tokens.values)
+        self.pairs.append_beside(tokens.keys, tokens.values)
         self.labels.append(tokens.labels)
 
     def attend(self, query: Float[Tensor, "b hg q d"], scale: float, softcap: float | None) -> Partial | None:
@@ -80,12 +80,13 @@ class SlotsPast(LookupPast):
 
     @property
     def nbytes(self) -> int:
-        return storage_bytes([self.rows.buffer, self.labels.buffer, self.read, self.asked])
+        return storage_bytes([self.pairs.buffer, self.labels.buffer, self.read, self.asked])
 
     def tensors(self) -> dict[str, Tensor]:
         if self.empty:
             return {}
-        found = {"keys": self.keys, "values": self.values, "labels": self.labels.view}
+        widths = torch.full((len(self.keys), 1), self.key_width, device=self.keys.device)  # tensors are moved by rows
+        found = {"pairs": self.pairs.view, "key_widths": widths, "labels": self.labels.view}
         if self.read is not None and self.asked is not None:
             found |= {"read": self.read, "asked": self.asked}
         return found
@@ -94,9 +95,9 @@ class SlotsPast(LookupPast):
         return {}
 
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, list[int]]) -> None:
-        self.rows, self.labels = Rows(dim=2), Rows(dim=2)
+        self.pairs, self.labels = Rows(dim=2), Rows(dim=2)
         self.read, self.asked = tensors.get("read"), tensors.get("asked")
         if tensors:
-            self.key_width = tensors["keys"].shape[3]
-            self.rows.append_beside(tensors["keys"], tensors["values"])
+            self.key_width = int(tensors["key_widths"][0])
+            self.pairs.adopt(tensors["pairs"])
             self.labels.adopt(tensors["labels"])

@@ -51,7 +51,7 @@ class SortedPast(SlotsPast):
         segments = self._waiting(question)
         if places is not None:
             segments = places.join(segments)
-        part = indexed_attention(question.queries, self.rows.view, segments, question.scale, softcap=question.softcap)
+        part = indexed_attention(question.queries, self.pairs.view, segments, question.scale, softcap=question.softcap)
         return LookedUp(part, segments.rows)
 
     def _waiting(self, question: Question) -> Segments:
@@ -90,7 +90,7 @@ class SortedPast(SlotsPast):
 
     def _sort(self, start: int, stop: int) -> None:
         order = self.labels.view[:, :, start:stop, 0].sort(dim=2, stable=True).indices
-        for held in (self.rows, self.labels):
+        for held in (self.pairs, self.labels):
             held.make_writable()
             held.view[:, :, start:stop] = chosen(held.view[:, :, start:stop], order)
 
@@ -108,8 +108,8 @@ class SortedPast(SlotsPast):
     def tensors(self) -> dict[str, Tensor]:
         found = super().tensors()
         if found:
-            runs = torch.tensor([*self.runs, self.sorted_to], device=found["keys"].device)
-            found["runs"] = runs.expand(len(found["keys"]), -1)  # the same for every row: tensors are moved by rows
+            runs = torch.tensor([*self.runs, self.sorted_to], device=found["labels"].device)
+            found["runs"] = runs.expand(len(found["labels"]), -1)  # the same for every row: tensors are moved by rows
         return found
 
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, list[int]]) -> None:

@@ -55,7 +55,7 @@ class Window:
 
     @property
     def columns(self) -> Columns:
-        """All columns, as views."""
+        """All columns, as views, with their labels."""
         self._label()
         labels = None if self.labels is None else self.labels.view
         return Columns(self.keys.view, self.values.view, self.ranks.view, labels)
@@ -71,8 +71,8 @@ class Window:
         self._append(new)
         self._append_labels(new.labels)
 
-    def append_to_label(self, new: Columns, arriving: Arriving, labeller: LookupPast) -> None:
-        """Add columns that get their labels when these are asked for, or with others: one by one costs more."""
+    def append_unlabelled(self, new: Columns, arriving: Arriving, labeller: LookupPast) -> None:
+        """Add columns that get their labels together with later ones: one by one costs more."""
         self._append(new)
         self.unlabelled.append(arriving)
         self.labeller = labeller
@@ -93,8 +93,9 @@ class Window:
     def _label(self) -> None:
         """Have labels for all columns."""
         if self.unlabelled and self.labeller is not None:
-            arriving, self.unlabelled = Arriving.joined(self.unlabelled), []
-            self._append_labels(self.labeller.label(arriving))
+            labels = self.labeller.label(Arriving.joined(self.unlabelled))
+            self.unlabelled = []
+            self._append_labels(labels)
 
     def remove(self, start: int, stop: int) -> None:
         """Take out columns whose tokens have left."""
@@ -142,7 +143,9 @@ class Window:
     @property
     def nbytes(self) -> int:
         """Bytes of memory held, spare room included."""
-        return storage_bytes(rows.buffer for rows in self._all)
+        held = (self.keys, self.values, self.ranks, *([] if self.labels is None else [self.labels]))
+        waiting = [x for tokens in self.unlabelled for x in (tokens.keys, tokens.unrotated, tokens.ranks)]
+        return storage_bytes([*(rows.buffer for rows in held), *waiting])
 
     @property
     def _all(self) -> tuple[Rows, ...]:

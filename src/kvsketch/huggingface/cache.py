@@ -258,7 +258,7 @@ class SketchCache(Cache):
             held, entries = layer.held, layer.held.count_entries()
             full = 0
             if entries is not None:
-                keys, values = held.window.columns.keys, held.window.columns.values
+                keys, values = held.window.keys.view, held.window.values.view
                 per_token = keys.shape[1] * (keys.shape[3] + values.shape[3]) * keys.element_size()
                 full = held.seen * keys.shape[0] * per_token
             details, warning = ({}, None) if held.past is None else (held.past.details(), held.past.warning())

@@ -134,7 +134,7 @@ class SketchLayer(CacheLayerMixin):
         """Refuse keys that cannot be this layer's."""
         if not self.held.started:
             return
-        held = self.held.window.columns.keys
+        held = self.held.window.keys.view
         if (held.shape[1], held.shape[3], held.dtype) != (keys.shape[1], keys.shape[3], keys.dtype):
             raise ValueError(
                 f"layer {self.held.layer} holds {held.shape[1]} KV heads of width {held.shape[3]} in {held.dtype}, "

@@ -4,6 +4,8 @@ A strip of STRIP tokens needs products with the tokens before it, of which the s
 product gives its y. Then its own tokens follow one by one. Signs equal the reference's but where rounding decides.
 """
 
+import math
+
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
@@ -36,9 +38,11 @@ def halving_signs(
     chances = (0.5 - uniforms).to(precise)  # + where y · gain is below it
     signs = torch.zeros_like(chances)
     positive = torch.zeros_like(gains)
+    # Products are made in one place again and again: fresh memory costs more than some of the arithmetic.
+    room = keys.new_empty(2, min(PIECE, len(keys)) * min(STRIP, keys.shape[1]) * keys.shape[1])
     for start in range(0, keys.shape[1], STRIP):
         strip = slice(start, min(start + STRIP, keys.shape[1]))
-        y, own = _products(keys, values, largest, signs, strip)
+        y, own = _products(keys, values, largest, signs, strip, room)
         y *= gains[:, None]
         own *= gains[:, None, None]
         _walk(y, own, chances, sizes, signs, positive, strip)
@@ -51,15 +55,20 @@ def _products(
     largest: Float[Tensor, " l"],
     signs: Float[Tensor, "l n"],
     strip: slice,
+    room: Float[Tensor, "2 p"],
 ) -> tuple[Float[Tensor, "l m"], Float[Tensor, "l m m"]]:
     """A strip's y from the signs before it, and the products among its own tokens."""
     sums, own = list[Tensor](), list[Tensor]()
     for first in range(0, len(keys), PIECE):
         some = slice(first, first + PIECE)
-        logits, found = (torch.bmm(x[some, strip], x[some, : strip.stop].transpose(1, 2)) for x in (keys, values))
+        shape = (len(keys[some]), strip.stop - strip.start, strip.stop)
+        logits, found = (
+            torch.bmm(x[some, strip], x[some, : strip.stop].transpose(1, 2), out=place[: math.prod(shape)].view(shape))
+            for x, place in zip((keys, values), room, strict=True)
+        )
         found.add_(ONES).mul_(logits.sub_(largest[some, None, None]).clamp_min_(NOTHING).exp_())
         sums.append(torch.bmm(found[:, :, : strip.start], signs[some, : strip.start, None])[:, :, 0])
-        own.append(found[:, :, strip.start :])
+        own.append(found[:, :, strip.start :].clone())
     return torch.cat(sums), torch.cat(own)
 
 

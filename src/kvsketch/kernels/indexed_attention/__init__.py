@@ -16,7 +16,7 @@ FEW_QUERIES = 8  # each has its rows copied; more of them share a pass over all 
 
 def indexed_attention(
     query: Float[Tensor, "b hg q d"],
-    rows: Float[Tensor, "b h n de"],
+    pairs: Float[Tensor, "b h n de"],
     segments: Segments,
     scale: float,
     *,
@@ -24,10 +24,10 @@ def indexed_attention(
 ) -> Partial:
     """Attention of every query over the rows of its segments; queries of a group share them.
 
-    A row is a key, as wide as a query, with its value behind it: what is read together lies together.
+    A pair is a key, as wide as a query, with its value behind it: what is read together lies together.
     """
     attend = gathered.attend if query.shape[2] <= FEW_QUERIES else reference.attend
-    return attend(query, rows, segments, scale, softcap=softcap)
+    return attend(query, pairs, segments, scale, softcap=softcap)
 
 
 __all__ = ["Segments", "indexed_attention"]

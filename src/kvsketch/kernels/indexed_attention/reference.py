@@ -12,17 +12,17 @@ MASK_AT_ONCE = 1 << 24  # elements of logits: 64 MiB of float32
 
 def attend(
     query: Float[Tensor, "b hg q d"],
-    rows: Float[Tensor, "b h n de"],
+    pairs: Float[Tensor, "b h n de"],
     segments: Segments,
     scale: float,
     *,
     softcap: float | None = None,
 ) -> Partial:
     """Attention of every query over the rows of its segments, some queries at a time."""
-    count, width = rows.shape[2], query.shape[3]
+    count, width = pairs.shape[2], query.shape[3]
     return attend_where(
         query,
-        WeightedTokens(rows[..., :width], rows[..., width:]),
+        WeightedTokens(pairs[..., :width], pairs[..., width:]),
         scale,
         lambda start, stop: segments.part(start, stop).mask(count),
         softcap=softcap,

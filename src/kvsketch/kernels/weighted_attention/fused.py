@@ -24,10 +24,11 @@ LEAST_MASS = 1e-19  # of the largest weight: the root of the least number, so th
 DEAD = -3e4  # log weight of an empty slot in the folded route: exp gives 0, and 16 bits can hold it
 
 
-def can_run(query: Tensor, softcap: float | None) -> bool:
-    """Whether the fused kernel takes these queries."""
+def can_run(query: Tensor, keys: Tensor, softcap: float | None, lse: bool = True) -> bool:
+    """Whether the fused kernel takes these queries. It has no gradient of the lse, by which answers are merged."""
     floats = (torch.float32, torch.bfloat16, torch.float16)
-    return query.device.type == "cpu" and query.dtype in floats and softcap is None
+    merged_with_gradient = lse and torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad)
+    return query.device.type == "cpu" and query.dtype in floats and softcap is None and not merged_with_gradient
 
 
 def softmax_attention(
