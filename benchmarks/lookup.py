@@ -4,7 +4,7 @@ One layer in one process: 171,000 tokens × 8 KV heads × 128 in bfloat16, four 
 and values are random, and buckets are given their sizes: equal, log-normal, or one with a fifth of all tokens. The
 router is of the published size, with random weights, and its time is part of the step. Lookups are checked against
 the definition, and the methods take turns: first after a dense pass, which leaves nothing of them in the processor's
-caches, then once more at once. Beside it, what a step spends on labelling tokens and sorting them in: all of them, a block at a time.
+caches, then once more at once. Beside it, what labelling tokens and sorting them in takes, a block at a time.
 """
 
 import argparse

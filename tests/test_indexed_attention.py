@@ -104,8 +104,10 @@ def test_lanes_are_bundled_by_what_they_copy(monkeypatch):
     """100 rows fit, in lanes of four parts each: some parts of a long lane, or some short lanes."""
     monkeypatch.setattr(gathered, "COPIED_AT_ONCE", 800)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    bundles = [(one.start, one.stop, of.start, of.stop) for one, of in gathered._bundles([40, 25, 12, 10, 1, 1], 4, 16)]
-    assert bundles == [(0, 1, 0, 2), (0, 1, 2, 4), (1, 2, 0, 4), (2, 4, 0, 4), (4, 6, 0, 4)]
+    bundles = [*gathered._bundles([160, 100, 48, 40, 3, 0], 4, 16)]
+    bounds = [(one.lanes.start, one.lanes.stop, one.parts.start, one.parts.stop, one.size) for one in bundles]
+    assert bounds == [(0, 1, 0, 2, 40), (0, 1, 2, 4, 40), (1, 2, 0, 4, 25), (2, 4, 0, 4, 12), (4, 6, 0, 4, 1)]
+    assert [one.rows for one in bundles] == [80, 80, 100, 96, 8]
 
 
 @pytest.mark.parametrize("part", [16, 1000], ids=["merged", "whole"])

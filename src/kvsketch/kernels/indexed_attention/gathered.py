@@ -7,6 +7,7 @@ up.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -34,35 +35,33 @@ def attend(
     longest_first: list[int] = counts.tolist()
     # A power of two, so that any usual number of threads has equally much to do.
     parts = 1 << (max(1, -(-longest_first[0] // PART)) - 1).bit_length()
-    sizes = [max(1, -(-many // parts)) for many in longest_first]  # of a lane's parts
-    bundles = [*_bundles(sizes, parts, width)]
+    bundles = [*_bundles(longest_first, parts, width)]
     begin, length = (x.flatten(0, 2)[order] for x in (segments.begin, segments.length))
-    index, there = rows_of(begin, length, sizes[0] * parts)
+    index, there = rows_of(begin, length, bundles[0].size * parts)
     index.clamp_(max=pairs.shape[2] - 1)  # places that are not used count on beyond the rows
     memory, first = _memory(pairs)
     index += first.flatten()[order // lanes[2], None]
+    bias = torch.zeros(there.shape, device=there.device).masked_fill_(~there, NO_MASS)
     # The queries of a group are those of one head here: they see the same rows.
-    asking = query.unflatten(1, (lanes[1], -1)).transpose(2, 3).flatten(0, 2)[order]  # [l, g, d]
+    asking = query.unflatten(1, (lanes[1], -1)).transpose(2, 3).flatten(0, 2)[order]
+    asking = asking[:, None].repeat(1, parts, 1, 1)  # [l, p, g, d]
     room = None
     if not torch.is_grad_enabled() or not (query.requires_grad or pairs.requires_grad):
         # Copied to one place again and again: fresh memory costs more than copying. A backward pass needs all copies.
-        room = pairs.new_empty(
-            max((one.stop - one.start) * (p.stop - p.start) * sizes[one.start] for one, p in bundles), width
-        )
-    found, alive = list[Partial](), list[Tensor]()
-    for some, of_each in bundles:
-        size, many = sizes[some.start], of_each.stop - of_each.start
-        places = slice(of_each.start * size, of_each.stop * size)
-        now = index[some, places].flatten()
+        room = pairs.new_empty(max(one.rows for one in bundles), width)
+    found, begins = list[Partial](), list[int]()
+    for one in bundles:
+        now = index[one.lanes, one.places].flatten()
         copied = torch.index_select(memory, 0, now, out=None if room is None else room[: len(now)])
-        keys, values = copied.view(-1, 1, size, width).tensor_split([query.shape[3]], dim=3)
-        asked = asking[some].repeat_interleave(many, 0)[:, None]
-        present = there[some, places].reshape(-1, size)
-        found.append(_answer(asked, keys, values, present, scale, softcap))
-        alive.append(present[:, 0])
-    out = torch.cat([part.out for part in found]).unflatten(0, (-1, parts))  # [l, p, 1, g, e]
-    lse = torch.cat([part.lse for part in found])
-    lse = lse.masked_fill(~torch.cat(alive)[:, None, None], NO_MASS).unflatten(0, (-1, parts))
+        keys, values = copied.view(-1, 1, one.size, width).tensor_split([query.shape[3]], dim=3)
+        asked = asking[one.lanes, one.parts].flatten(0, 1)[:, None]
+        found.append(_answer(asked, keys, values, bias[one.lanes, one.places].reshape(-1, one.size), scale, softcap))
+        begins += one.begins
+    out, lse = (
+        torch.cat(each).unflatten(0, (-1, parts)) for each in zip(*((x.out, x.lse) for x in found), strict=True)
+    )
+    alive = torch.tensor(begins, device=lse.device).view(-1, parts) < counts[:, None]
+    lse = lse.masked_fill(~alive[..., None, None], NO_MASS)  # where nothing is, the fused kernel says 0
     whole = merge(*(Partial(*of_part) for of_part in zip(out.unbind(1), lse.unbind(1), strict=True)))
     back = order.argsort()
     out, lse = (x[back, 0].unflatten(0, lanes).transpose(2, 3).flatten(1, 2) for x in (whole.out, whole.lse))
@@ -73,27 +72,51 @@ def _answer(
     query: Float[Tensor, "l 1 g d"],
     keys: Float[Tensor, "l 1 m d"],
     values: Float[Tensor, "l 1 m e"],
-    there: Bool[Tensor, "l m"],
+    bias: Float[Tensor, "l m"],
     scale: float,
     softcap: float | None,
 ) -> Partial:
-    """Attention over what is there. Where nothing is, the fused kernel says 0."""
-    if not fused.can_run(query, keys, softcap):
-        return reference.attend(
-            query, WeightedTokens(keys, values), scale, visible=there[:, None, None], softcap=softcap
-        )
-    bias = torch.zeros(there.shape, device=there.device).masked_fill_(~there, NO_MASS)
-    return fused.softmax_attention(query, keys, values, scale, bias=bias[:, None, None])
+    """Attention over the places whose bias is 0."""
+    if fused.can_run(query, keys, softcap):
+        return fused.softmax_attention(query, keys, values, scale, bias=bias[:, None, None])
+    visible = (bias == 0.0)[:, None, None]
+    return reference.attend(query, WeightedTokens(keys, values), scale, visible=visible, softcap=softcap)
 
 
-def _bundles(sizes: Sequence[int], parts: int, width: int) -> Iterator[tuple[slice, slice]]:
-    """Lanes that are copied together, and which of their parts: all of them, or of a long lane some at a time."""
+@dataclass(frozen=True)
+class _Bundle:
+    """Lanes whose rows are copied together, `size` to a part: all of their parts, or some parts of a long lane."""
+
+    lanes: slice
+    parts: slice
+    size: int
+
+    @property
+    def places(self) -> slice:
+        """Those of the rows of these parts."""
+        return slice(self.parts.start * self.size, self.parts.stop * self.size)
+
+    @property
+    def begins(self) -> list[int]:
+        """Where each part begins in its lane."""
+        of_lane = [part * self.size for part in range(self.parts.start, self.parts.stop)]
+        return of_lane * (self.lanes.stop - self.lanes.start)
+
+    @property
+    def rows(self) -> int:
+        """All rows copied."""
+        return len(self.begins) * self.size
+
+
+def _bundles(counts: Sequence[int], parts: int, width: int) -> Iterator[_Bundle]:
+    """All lanes in order, each with as many rows as `counts` says, the longest first."""
     most, start = COPIED_AT_ONCE * torch.get_num_threads() // width, 0
-    while start < len(sizes):
-        at_once = max(1, most // sizes[start])  # parts
-        stop = min(len(sizes), start + max(1, at_once // parts))
+    while start < len(counts):
+        size = max(1, -(-counts[start] // parts))
+        at_once = max(1, most // size)  # parts
+        stop = min(len(counts), start + max(1, at_once // parts))
         for part in range(0, parts, at_once):
-            yield slice(start, stop), slice(part, min(part + at_once, parts))
+            yield _Bundle(slice(start, stop), slice(part, min(part + at_once, parts)), size)
         start = stop
 
 
