@@ -256,6 +256,29 @@ def test_padded_causal_attention_in_blocks_equals_rows_without_padding(softcap, 
         torch.testing.assert_close(got.lse[row : row + 1][:, :, real], alone.lse, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("value_width", [WIDTH, 5])
+@pytest.mark.parametrize("kind", ["all one", "equal with empty slots", "different"])
+def test_gradients_of_merged_answers_are_those_of_the_definition(kind, value_width):
+    """torch's kernel has no gradient of its lse, which says how much each part counts."""
+    torch.manual_seed(4)
+    drawn, logs = draw(value_width=value_width), weights(kind)
+    new = draw(entries=QUERIES, value_width=value_width)[1:]
+    causal = torch.ones(QUERIES, QUERIES, dtype=torch.bool).tril()[None, None]
+    found = []
+    for fast in (True, False):
+        query, keys, values, new_keys, new_values = (x.clone().requires_grad_() for x in (*drawn, *new))
+        if fast:
+            past = chosen(query, WeightedTokens(keys, values, *logs), SCALE)
+            answer = merge(past, causal_attention(query, new_keys, new_values, SCALE))
+        else:
+            past = weighted_attention(query, WeightedTokens(keys, values, *logs), SCALE)
+            answer = merge(past, exact_attention(query, new_keys, new_values, SCALE, visible=causal))
+        (answer.out.square().sum() + answer.lse.sin().sum()).backward()
+        found.append([x.grad for x in (query, keys, values, new_keys, new_values)])
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_gradients_pass_through_the_definition():
     query, keys, values = (t.double().requires_grad_() for t in draw(entries=5, queries=1))
     log_mass = torch.randn(ROWS, HEADS, 5, dtype=torch.float64).requires_grad_()

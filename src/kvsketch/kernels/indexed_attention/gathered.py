@@ -77,7 +77,7 @@ def _answer(
     softcap: float | None,
 ) -> Partial:
     """Attention over the places whose bias is 0."""
-    if fused.can_run(query, keys, softcap):
+    if fused.can_run(query, softcap):
         return fused.softmax_attention(query, keys, values, scale, bias=bias[:, None, None])
     visible = (bias == 0.0)[:, None, None]
     return reference.attend(query, WeightedTokens(keys, values), scale, visible=visible, softcap=softcap)

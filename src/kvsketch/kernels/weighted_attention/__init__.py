@@ -30,7 +30,7 @@ def weighted_attention(
     """Attention over weighted tokens, all of them visible to all queries."""
     if tokens.count == 0 or query.shape[2] == 0:  # torch's kernels divide by these numbers
         return reference.attend(query, tokens, scale)
-    if fused.can_run(query, tokens.keys, softcap, lse):
+    if fused.can_run(query, softcap):
         return fused.attend_biased(query, tokens, scale)
     if not lse and softcap is None and tokens.log_mass is None and tokens.log_value is None:
         return _answer_alone(query, tokens.keys, tokens.values, scale, causal=False)
@@ -51,14 +51,14 @@ def causal_attention(
     if query.shape[2] == 1:
         # Padding or not, it sees itself, so that no row of the batch is empty.
         return weighted_attention(query, WeightedTokens(keys, values), scale, softcap=softcap, lse=lse)
-    if valid is None and fused.can_run(query, keys, softcap, lse):
+    if valid is None and fused.can_run(query, softcap):
         return fused.softmax_attention(query, keys, values, scale, causal=True)
     if valid is None and softcap is None and not lse:
         return _answer_alone(query, keys, values, scale, causal=True)
     count = keys.shape[2]
     size = max(16, MASK_AT_ONCE // (keys.shape[0] * count))
     blocks = [
-        _causal_block(query, keys, values, scale, valid, softcap, lse, start, min(start + size, count))
+        _causal_block(query, keys, values, scale, valid, softcap, start, min(start + size, count))
         for start in range(0, count, size)
     ]
     return one_after_another(blocks)
@@ -81,7 +81,6 @@ def _causal_block(
     scale: float,
     valid: Tensor | None,
     softcap: float | None,
-    lse: bool,
     start: int,
     stop: int,
 ) -> Partial:
@@ -92,7 +91,7 @@ def _causal_block(
         # A padding token sees itself alone: its answer is never used, and must not be NaN.
         visible = visible & valid[:, None, None, :stop] | (at[start:, None] == at)
     block, keys, values = query[:, :, start:stop], keys[:, :, :stop], values[:, :, :stop]
-    if fused.can_run(query, keys, softcap, lse):
+    if fused.can_run(query, softcap):
         bias = torch.zeros(visible.shape, device=query.device).masked_fill(~visible, NO_MASS)
         return fused.softmax_attention(block, keys, values, scale, bias=bias)
     return reference.attend(block, WeightedTokens(keys, values), scale, visible=visible, softcap=softcap)

@@ -12,6 +12,7 @@ c = max(a, b), and the answer is the ratio of the two.
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,11 +25,10 @@ LEAST_MASS = 1e-19  # of the largest weight: the root of the least number, so th
 DEAD = -3e4  # log weight of an empty slot in the folded route: exp gives 0, and 16 bits can hold it
 
 
-def can_run(query: Tensor, keys: Tensor, softcap: float | None, lse: bool = True) -> bool:
-    """Whether the fused kernel takes these queries. It has no gradient of the lse, by which answers are merged."""
+def can_run(query: Tensor, softcap: float | None) -> bool:
+    """Whether the fused kernel takes these queries."""
     floats = (torch.float32, torch.bfloat16, torch.float16)
-    merged_with_gradient = lse and torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad)
-    return query.device.type == "cpu" and query.dtype in floats and softcap is None and not merged_with_gradient
+    return query.device.type == "cpu" and query.dtype in floats and softcap is None
 
 
 def softmax_attention(
@@ -49,10 +49,55 @@ def softmax_attention(
     if key_width != value_width:
         width = max(key_width, value_width)
         query, keys, values = (F.pad(x, (0, width - x.shape[-1])) for x in (query, keys, values))
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (query, keys, values))
+    attend = _AttendedWithGradient.apply if wanted else _attended
+    out, lse = attend(query, keys, values, bias, scale, causal)
+    return Partial(out[..., :value_width], lse)
+
+
+def _attended(
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, keys, values, 0.0, causal, attn_mask=bias, scale=scale
     )
-    return Partial(out[..., :value_width], lse)
+    return out, lse
+
+
+class _AttendedWithGradient(torch.autograd.Function):
+    """The kernel, with the gradient of the lse too, by which answers are merged: torch's backward leaves that out.
+
+    The gradient of the logits is P ∘ (dP - Σ dO ∘ O + d lse). One more column in O and in dO brings the last term in.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = _attended(query, keys, values, bias, scale, causal)
+        ctx.save_for_backward(query, keys, values, bias, out, lse)
+        ctx.scale, ctx.causal = scale, causal
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *of_answers: Tensor) -> tuple[Tensor | None, ...]:
+        query, keys, values, bias, out, lse = ctx.saved_tensors
+        of_out, of_lse = of_answers
+        width = query.shape[-1]
+        query, keys, values = (F.pad(x, (0, 1)) for x in (query, keys, values))
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            torch.cat([of_out, torch.ones_like(of_out[..., :1])], -1),
+            query,
+            keys,
+            values,
+            torch.cat([out, -of_lse[..., None].to(out.dtype)], -1),
+            lse,
+            0.0,
+            ctx.causal,
+            attn_mask=bias,
+            scale=ctx.scale,
+        )
+        return (*(x[..., :width] for x in found), None, None, None)
 
 
 def attend_biased(query: Float[Tensor, "b hg q d"], tokens: WeightedTokens, scale: float) -> Partial:
