@@ -185,8 +185,9 @@ def test_an_attached_model_still_works_with_a_static_cache(family):
     assert torch.equal(ours.generate(ids, **options), stock.generate(ids, **options))
 
 
-def test_training_an_attached_model_gives_the_same_gradients():
-    stock, ours = zoo.build("llama"), zoo.build("llama")
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+def test_training_an_attached_model_gives_the_same_gradients(family):
+    stock, ours = zoo.build(family), zoo.build(family)
     kvsketch.attach(ours)
     ids = zoo.tokens(2, 30)
     for model in (stock, ours):
