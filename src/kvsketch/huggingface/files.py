@@ -39,7 +39,7 @@ def save_cache(cache: "SketchCache", path: str | Path) -> None:
             held, numbers = layer.state()
         else:
             held, numbers = _stock_state(layer)
-        tensors |= {f"{index}.{name}": tensor.contiguous() for name, tensor in held.items()}
+        tensors |= {f"{index}.{name}": tensor for name, tensor in held.items()}
         layers.append({"type": type(layer).__name__, "state": numbers})
     header = {
         "format": FORMAT,
@@ -55,9 +55,8 @@ def save_cache(cache: "SketchCache", path: str | Path) -> None:
     os.close(handle)
     try:
         # Tensors may be views of one buffer; a file wants each for itself.
-        save_file(
-            {name: tensor.clone() for name, tensor in tensors.items()}, unfinished, {"kvsketch": json.dumps(header)}
-        )
+        apart = {name: x.clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
+        save_file(apart, unfinished, {"kvsketch": json.dumps(header)})
         os.replace(unfinished, path)
     finally:
         Path(unfinished).unlink(missing_ok=True)
