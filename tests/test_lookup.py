@@ -518,5 +518,5 @@ def test_whatever_happens_every_token_has_the_label_of_its_key(data, tmp_path_fa
         cache, rows = do_something(cache, rows, choose)
     held = cache.window.columns
     check(held.keys, held.labels, (held.ranks >= 0)[:, None].expand(-1, HEADS, -1))
-    for past in cache.past.pasts:
+    for past in (past for past in cache.past.pasts if not past.empty):  # a group of rows that wrote nothing yet
         check(past.keys, past.labels.view, torch.ones_like(past.labels.view[..., 0], dtype=torch.bool))

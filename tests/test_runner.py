@@ -1,14 +1,13 @@
 """The runner's answers are the model's own; interrupted runs lose and repeat nothing."""
 
-import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
 
 import zoo
+from killed import kill_on_the_way
 from kvsketch.evaluation.embedded import load_embedded
 from kvsketch.evaluation.rows import RowsFile, key_of, read_rows
 from kvsketch.evaluation.runner import Plan, Runner
@@ -183,14 +182,7 @@ def test_a_killed_benchmark_goes_on(tmp_path):
     ]
     command += ["--methods", "exact; uniform(keep=200)", "--out", str(tmp_path)]
     path = tmp_path / "rows.jsonl"
-    for wanted in (3, 30):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 120
-        while (not path.exists() or path.read_bytes().count(b"\n") < wanted) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert wanted <= path.read_bytes().count(b"\n") < 97
+    kill_on_the_way(command, path, 97, counts=(3, 30))
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     _, rows = read_rows(path)

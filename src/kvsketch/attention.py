@@ -43,7 +43,12 @@ def log_mass_of(held: Bool[Tensor, "b n"] | None) -> Float[Tensor, "b 1 n"] | No
     """Log weights of places that a row holds: 0 where it does, `-inf` where not."""
     if held is None:
         return None
-    return torch.zeros(held.shape, device=held.device).masked_fill(~held, NO_MASS)[:, None]
+    return log_of(held)[:, None]
+
+
+def log_of(held: Bool[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """0 where something is held, `-inf` where not."""
+    return torch.zeros(held.shape, device=held.device).masked_fill(~held, NO_MASS)
 
 
 @dataclass(frozen=True)

@@ -50,18 +50,20 @@ class Rows:
 
     def append(self, rows: Tensor) -> None:
         """Add rows at the end."""
-        start = self.length
-        self.resize(start + rows.shape[self.dim], rows)
-        self.view.narrow(self.dim, start, rows.shape[self.dim]).copy_(rows)
+        self._more(rows).copy_(rows)
 
     def append_beside(self, *parts: Tensor) -> None:
         """Add rows at the end that are made of these side by side, in their last dimension."""
-        start, width = self.length, sum(part.shape[-1] for part in parts)
-        new = parts[0].shape[self.dim]
-        self.resize(start + new, parts[0].new_empty(()).expand(*parts[0].shape[:-1], width))
-        places = self.view.narrow(self.dim, start, new).split([part.shape[-1] for part in parts], dim=-1)
-        for place, part in zip(places, parts, strict=True):
+        widths = [part.shape[-1] for part in parts]
+        whole = self._more(parts[0].new_empty(()).expand(*parts[0].shape[:-1], sum(widths)))
+        for place, part in zip(whole.split(widths, dim=-1), parts, strict=True):
             place.copy_(part)
+
+    def _more(self, like: Tensor) -> Tensor:
+        """Have rows shaped as these at the end; they are not filled."""
+        start, new = self.length, like.shape[self.dim]
+        self.resize(start + new, like)
+        return self.view.narrow(self.dim, start, new)
 
     def remove(self, start: int, stop: int) -> None:
         """Take out rows start…stop-1 and close the gap."""

@@ -143,12 +143,16 @@ class Window:
     @property
     def nbytes(self) -> int:
         """Bytes of memory held, spare room included."""
-        held = (self.keys, self.values, self.ranks, *([] if self.labels is None else [self.labels]))
         waiting = [x for tokens in self.unlabelled for x in (tokens.keys, tokens.unrotated, tokens.ranks)]
-        return storage_bytes([*(rows.buffer for rows in held), *waiting])
+        return storage_bytes([*(rows.buffer for rows in self._held), *waiting])
 
     @property
     def _all(self) -> tuple[Rows, ...]:
+        """Those of all columns, with their labels."""
         self._label()
+        return self._held
+
+    @property
+    def _held(self) -> tuple[Rows, ...]:
         exact = (self.keys, self.values, self.ranks)
         return exact if self.labels is None else (*exact, self.labels)

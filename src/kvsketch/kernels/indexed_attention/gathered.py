@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from kvsketch.attention import NO_MASS, Partial, WeightedTokens, merge
+from kvsketch.attention import NO_MASS, Partial, WeightedTokens, log_of, merge
 from kvsketch.kernels.indexed_attention.segments import Segments
 from kvsketch.kernels.weighted_attention import fused, reference
 
@@ -41,7 +41,7 @@ def attend(
     index.clamp_(max=pairs.shape[2] - 1)  # places that are not used count on beyond the rows
     memory, first = _memory(pairs)
     index += first.flatten()[order // lanes[2], None]
-    bias = torch.zeros(there.shape, device=there.device).masked_fill_(~there, NO_MASS)
+    bias = log_of(there)
     # The queries of a group are those of one head here: they see the same rows.
     asking = query.unflatten(1, (lanes[1], -1)).transpose(2, 3).flatten(0, 2)[order]
     asking = asking[:, None].repeat(1, parts, 1, 1)  # [l, p, g, d]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvsketch.attention import NO_MASS, Partial, WeightedTokens, fold_groups, one_after_another, unfold_groups
+from kvsketch.attention import Partial, WeightedTokens, fold_groups, log_of, one_after_another, unfold_groups
 from kvsketch.kernels.weighted_attention import fused, reference
 from kvsketch.kernels.weighted_attention.reference import log_normalizer
 
@@ -92,8 +92,7 @@ def _causal_block(
         visible = visible & valid[:, None, None, :stop] | (at[start:, None] == at)
     block, keys, values = query[:, :, start:stop], keys[:, :, :stop], values[:, :, :stop]
     if fused.can_run(query, softcap):
-        bias = torch.zeros(visible.shape, device=query.device).masked_fill(~visible, NO_MASS)
-        return fused.softmax_attention(block, keys, values, scale, bias=bias)
+        return fused.softmax_attention(block, keys, values, scale, bias=log_of(visible))
     return reference.attend(block, WeightedTokens(keys, values), scale, visible=visible, softcap=softcap)
 
 
