@@ -1,0 +1,1 @@
+"""Answers noted down once, so that nothing changes them by accident."""

@@ -1,0 +1,62 @@
+"""No answer changes by accident: what was noted down in golden/rows.json is answered still."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from golden import rows
+from kvsketch.caches.registry import METHODS, parse_spec
+
+KNOWN = json.loads(rows.FILE.read_text())
+# In double precision no logit differs from these by more than 2e-6.
+TOLERANCE = 2e-5
+ROOT = Path(__file__).parent.parent
+# Shorthands of tables (r is the window, in tokens), and a signature.
+NO_SPECS = {
+    "uniform(r=2048)", "uniform(r=3072)", "clustergen(r=2048)", "clustergen(r=3072)",
+    "clustergen(r=2048, weights='none')", "clustergen(r=3072, weights='none')", "subgen(growth=1.25, r=2048)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "spec"), rows.cases())
+def test_logits_are_what_they_were(family, spec, tmp_path):
+    got, expected = rows.answers(family, spec, tmp_path), KNOWN[f"{family}: {spec}"]
+    assert len(got) == len(expected)
+    for moment, (now, then) in enumerate(zip(got, expected, strict=True)):
+        assert now["logits"] == pytest.approx(then["logits"], abs=TOLERANCE), f"moment {moment}"
+        for token, before, lead in zip(now["token"], then["token"], then["lead"], strict=True):
+            assert token == before or lead < 2 * TOLERANCE, f"moment {moment}"
+
+
+@pytest.mark.parametrize("spec", rows.ANSWERED)
+def test_words_are_what_they_were(spec):
+    assert rows.words(spec) == KNOWN[f"embedded: {spec}"]
+
+
+def test_rows_of_different_methods_differ():
+    """Or they would say nothing about the method."""
+    seen = {}
+    for family, spec in rows.cases():
+        config = parse_spec(spec)
+        everything = config.budget_given in (1.0, 4096) and getattr(config, "window", 2047) in (64, 2047)
+        least = isinstance(config.budget_given, float) and config.budget_given < 0.125
+        if spec != "exact" and (everything or least):
+            continue  # such a one holds or reads all of these texts, or no more than it needs to work
+        answers = str([moment["logits"] for moment in KNOWN[f"{family}: {spec}"]])
+        assert parse_spec(seen.setdefault((family, answers), spec)) == config
+
+
+def test_every_spec_of_the_docs_has_a_row():
+    named = {_without_index(spec) for spec in rows.NAMED}
+    call = re.compile(rf"\b(?:{'|'.join(METHODS)})\([^()`]*=[^()`]*\)")
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        for spec in call.findall(path.read_text(encoding="utf-8")):
+            if spec not in NO_SPECS:
+                assert _without_index(spec) in named, f"{path.name} names {spec}: give it a row in golden/rows.py"
+
+
+def _without_index(spec):
+    """A spec as all are written, and no index: tables leave it out."""
+    return str(parse_spec(re.sub(r"""index=(['"]).*?\1(, )?""", "", spec)))
