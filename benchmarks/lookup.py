@@ -8,7 +8,6 @@ caches, then once more at once. Beside it, what labelling tokens and sorting the
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 from functools import partial
@@ -16,16 +15,16 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 
 from common import seconds, write_row
-from kvsketch.caches import sorted_runs
+from kvsketch.caches import key_index, sorted_runs
 from kvsketch.caches.base import BLOCK, LeavingTokens
 from kvsketch.caches.exact import Exact
-from kvsketch.caches.key_index import DESCRIPTION, FORMAT, layer_file
+from kvsketch.caches.key_index import layer_file
 from kvsketch.caches.layer import LayerCache, NewTokens
 from kvsketch.caches.question import Arriving, Question, Unrotated
 from kvsketch.caches.saap import Saap
+from kvsketch.files import write_tensors
 from kvsketch.kernels.indexed_attention import reference
 
 HEADS, GROUP, WIDTH = 8, 4, 128
@@ -47,9 +46,9 @@ def write_index(folder: Path, buckets: int, hidden: int) -> None:
     tensors["second_bias"] = normal(HEADS, 1, buckets)
     if hidden:
         tensors |= {"first": normal(HEADS, WIDTH, hidden), "first_bias": normal(HEADS, 1, hidden)}
-    save_file(tensors, folder / layer_file(LAYER))
-    description = {"format": FORMAT, "model": {}, "buckets": buckets, "hidden": hidden, "layers": {str(LAYER): {}}}
-    (folder / DESCRIPTION).write_text(json.dumps(description))
+    write_tensors(folder / layer_file(LAYER), tensors, {})
+    model = {"fingerprint": ""}
+    key_index.write_index(folder, {"model": model, "buckets": buckets, "hidden": hidden, "layers": {str(LAYER): {}}})
 
 
 def labels_of(kind: str, buckets: int, tokens: int) -> torch.Tensor:

@@ -2,10 +2,10 @@
 
     python benchmarks/power.py --out docs/results/power.jsonl
 
-A fault is a line of the core with a comparison turned round, a constant off by one, two arguments swapped, or nothing in
-its place. Faults are drawn from the syntax trees by a seed. For each one, the tests that execute its line are run, quick
-ones first, until one fails. A list that is there already is used again; what is not to be found in the code any more is
-drawn anew.
+A fault is a line of the core with a comparison turned round, a constant off by one, two arguments swapped, or nothing
+in its place. Faults are drawn from the syntax trees by a seed. For each one, the tests that execute its line are run,
+quick ones first, until one fails. A list that is there already is used again; what is not to be found in the code any
+more is drawn anew.
 """
 
 import argparse

@@ -1,12 +1,10 @@
 """Indexes made up for tests: random buckets and classifiers, in the format that `kvsketch fit` writes."""
 
-import json
-
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 
-from kvsketch.caches.key_index import DESCRIPTION, FORMAT, layer_file
+from kvsketch.caches.key_index import layer_file, write_index
+from kvsketch.files import write_tensors
 
 
 def make_index(folder, model=None, *, layers=range(4), heads=2, width=16, buckets=8, hidden=12, seed=0):
@@ -27,18 +25,17 @@ def make_index(folder, model=None, *, layers=range(4), heads=2, width=16, bucket
         }
         if hidden:
             tensors |= {"first": normal(heads, width, hidden), "first_bias": normal(heads, 1, hidden)}
-        save_file(tensors, folder / layer_file(layer))
+        write_tensors(folder / layer_file(layer), tensors, {})
     facts = {"fingerprint": ""}
     if model is not None:
         from kvsketch.huggingface.facts import facts as facts_of
 
         facts = facts_of(model)
     description = {
-        "format": FORMAT,
         "model": facts | {"id": "made up"},
         "buckets": buckets,
         "hidden": hidden,
         "layers": {str(layer): {} for layer in layers},
     }
-    (folder / DESCRIPTION).write_text(json.dumps(description))
+    write_index(folder, description)
     return str(folder)

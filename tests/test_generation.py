@@ -319,7 +319,6 @@ def test_several_new_tokens_equal_one_at_a_time():
     model = zoo.build("llama")
     cache = kvsketch.prefill(model, zoo.tokens(1, 290), kvsketch.make_cache(model, COMPRESSED))
     more = zoo.tokens(1, 8, seed=6)
-    assert cache.sketch_layers[0].held.window.tail + 8 < 16 + 32
     one_by_one, left = cache.fork(), cache.sketch_layers[0].held.left
     with torch.no_grad():
         together = model(more, past_key_values=cache).logits

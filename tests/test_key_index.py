@@ -1,13 +1,13 @@
 """An index's folder: it loads as it was written, and refuses what it was not made for."""
 
 import copy
-import json
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from kvsketch.caches.key_index import DESCRIPTION, FORMAT, layer_file, read_index
+from kvsketch.files import read_json, write_json, write_tensors
 from kvsketch.huggingface.facts import facts
 from made_index import make_index
 from zoo import build
@@ -15,7 +15,7 @@ from zoo import build
 
 def rewrite(folder, **changes):
     path = folder / DESCRIPTION
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    write_json(path, read_json(path) | changes)
 
 
 @pytest.mark.parametrize("hidden", [12, 0])
@@ -89,5 +89,30 @@ def test_a_folder_that_is_none_is_refused(tmp_path):
 def test_a_description_that_is_broken_is_refused(content, tmp_path):
     make_index(tmp_path)
     (tmp_path / DESCRIPTION).write_bytes(content)
-    with pytest.raises(ValueError, match=r"index.json cannot be read as an index's description"):
+    with pytest.raises(ValueError, match=r"index.json cannot be read as what kvsketch wrote: .* Fit the index again"):
         read_index(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"buckets": "8"}, {"buckets": 0}, {"layers": [1]}, {"layers": {"one": {}}}, {"layers": {"1": 3}}, {"model": {}}],
+    ids=str,
+)
+def test_a_description_of_something_else_is_refused(changes, tmp_path):
+    make_index(tmp_path)
+    rewrite(tmp_path, **changes)
+    with pytest.raises(ValueError, match="does not describe an index"):
+        read_index(tmp_path)
+
+
+def test_a_layer_that_was_put_in_anothers_place_is_refused(tmp_path):
+    """Whole as a file, but not what was fitted; also where only the numbers are others."""
+    make_index(tmp_path)
+    index, digest = read_index(tmp_path), read_index(tmp_path).digest
+    noise = {name: torch.full_like(tensor, torch.nan) for name, tensor in index.layer(1).tensors().items()}
+    write_tensors(tmp_path / layer_file(1), noise, {})
+    for ask in (lambda: index.check_model(index.description["model"]), lambda: read_index(tmp_path).layer(1)):
+        with pytest.raises(ValueError, match=r"was changed: layer-01.safetensors is not the file that was fitted"):
+            ask()
+    make_index(tmp_path, seed=1)
+    assert read_index(tmp_path).digest != digest

@@ -132,6 +132,7 @@ def test_a_model_that_rotates_elsewhere_is_refused_before_it_is_watched(monkeypa
     with pytest.raises(ValueError, match="does not rotate by apply_rotary_pos_emb"):
         kvsketch.attach(model, before_rotation=True)
     assert not any(module._forward_pre_hooks for module in model.modules())
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_without_being_asked_nothing_is_watched():

@@ -79,7 +79,7 @@ class BalanceKV(WindowedConfig):
             for name in names if mode != self.mode else ():
                 if getattr(self, name) != getattr(type(self), name):
                     raise ValueError(f"{name} is an option of mode={mode!r}, and mode is {self.mode!r}")
-        check_count("block", self.block, least=BLOCK)
+        check_count("block", self.block, least=BLOCK, most=1 << 14)
         if self.block & (self.block - 1):
             raise ValueError(f"block must be a power of two, got {self.block}")
         check_seed(self.seed)

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from kvsketch.attention import Partial, WeightedTokens
-from kvsketch.caches.budget import Budget, Keep, check_keep
+from kvsketch.caches.budget import MOST, Budget, Keep, check_keep
 from kvsketch.caches.storage import storage_bytes
 from kvsketch.kernels.weighted_attention import weighted_attention
 
@@ -241,10 +241,12 @@ def check_seed(seed: int) -> None:
         raise ValueError(f"seed must be a whole number from 0 to 2⁶³ - 1, got {seed!r}")
 
 
-def check_count(name: str, value: int, *, least: int) -> None:
-    """Refuse anything but a whole number of at least `least`."""
+def check_count(name: str, value: int, *, least: int, most: int = MOST) -> None:
+    """Refuse anything but a whole number of at least `least`, and no more than there can be."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r:.60}")
+    if value > most:
+        raise ValueError(f"{name} must be at most {most:,}, got {value!s:.40}")
 
 
 def check_number(name: str, value: float | int, *, above: int, below: float | int = math.inf) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 Keep = float | int | str
+MOST = 1 << 40  # entries; and bytes times a million: more than there is memory for anywhere
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ def check_keep(keep: Keep) -> None:
         raise ValueError(f"keep must be {expected}, got {keep!r}")
     if isinstance(keep, str):
         parse_bytes(keep)
+    elif isinstance(keep, int) and keep > MOST:
+        raise ValueError(f"keep must be at most {MOST:,} entries, got {keep!s:.40}")
     elif (isinstance(keep, float) and not 0.0 < keep <= 1.0) or keep <= 0:
         raise ValueError(f"keep must be {expected}, got {keep!r}")
 
@@ -39,11 +42,15 @@ def parse_bytes(text: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
     units = {unit.lower(): size for unit, size in UNITS.items()}
     if found is None or found[2].lower() not in units:
-        raise ValueError(f"keep={text!r} is not a size: expected a number and one of {', '.join(UNITS)}, as in '512MB'")
-    size = int(float(found[1]) * units[found[2].lower()])
-    if size == 0:
+        raise ValueError(
+            f"keep={text[:60]!r} is not a size: expected a number and one of {', '.join(UNITS)}, as in '512MB'"
+        )
+    size = float(found[1]) * units[found[2].lower()]
+    if size > MOST * 10**6:
+        raise ValueError(f"keep={text[:40]!r} is more memory than there is: expected at most {MOST * 10**6:,} bytes")
+    if size < 1:
         raise ValueError(f"keep={text!r} is no memory at all: expected at least one byte")
-    return size
+    return int(size)
 
 
 def fixed_entries(keep: Keep, layer_bytes: int | None, entry_bytes: int) -> int | None:

@@ -1,13 +1,13 @@
 """What was learnt about the keys and queries of a model: buckets and classifiers of every layer, in a folder.
 
-    index.json               which model, what was learnt from what, and how well that serves texts left out
+    index.json               which model, what was learnt from what, how well that serves texts left out, and a digest
+                             of every layer's file
     layer-03.safetensors     one for each layer
 
 `kvsketch fit` makes it; `saap` and `kmeans` look things up by it.
 """
 
-import hashlib
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-FORMAT = 1
+from kvsketch.files import DamagedError, TensorFile, digest_of, read_json, write_json
+
+FORMAT = 2
 DESCRIPTION = "index.json"
+FILE = "file"  # of a layer's part of the description: the digest of its file
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,8 @@ class KeyIndex:
 
     @property
     def digest(self) -> str:
-        """Another one for every fit."""
-        return hashlib.sha256(json.dumps(self.description, sort_keys=True).encode()).hexdigest()[:16]
+        """Another one for every fit, and whenever a layer's file is another."""
+        return digest_of(self.description)[:16]
 
     @property
     def buckets(self) -> int:
@@ -70,9 +73,6 @@ class KeyIndex:
 
     def layer(self, number: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> LayerIndex:
         """What was learnt for a layer, on a device, with the classifier in the precision of the queries."""
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
         known = (number, str(device), dtype)
         if known not in self._layers:
             if number not in self.layers:
@@ -80,21 +80,33 @@ class KeyIndex:
                     f"the index {self.folder} has layers {self.layers}, but layer {number} is asked for: fit that "
                     "layer too, or leave it to be read in full (full_layers=)"
                 )
-            path = self.folder / layer_file(number)
-            try:
-                learnt = LayerIndex(**load_file(path, device=str(device)))
-            except FileNotFoundError as error:
-                raise ValueError(f"the index {self.folder} is incomplete: {path.name} is missing") from error
-            except (SafetensorError, TypeError) as error:
-                raise ValueError(f"{path} cannot be read as a layer of an index ({error}): fit it again") from error
-            self._layers[known] = learnt.classifying_in(dtype)
+            learnt = self._file(number).read(device=device)
+            if not learnt.keys() <= {name.name for name in fields(LayerIndex)}:
+                raise ValueError(f"the index {self.folder} has something else in {layer_file(number)}: fit it again")
+            self._layers[known] = LayerIndex(**learnt).classifying_in(dtype)
         return self._layers[known]
 
-    def check_model(self, facts: dict[str, Any]) -> None:
-        """Refuse a model that this was not fitted to, and a folder that has lost a layer."""
+    def check_files(self) -> None:
+        """Refuse a folder that has lost a layer, or has another in its place."""
         for number in self.layers:
-            if not (self.folder / layer_file(number)).is_file():
-                raise ValueError(f"the index {self.folder} is incomplete: {layer_file(number)} is missing")
+            self._file(number)
+
+    def _file(self, number: int) -> TensorFile:
+        """A layer's file; refused if it is not the one that the fit wrote."""
+        path = self.folder / layer_file(number)
+        if not path.is_file():
+            raise ValueError(f"the index {self.folder} is incomplete: {path.name} is missing")
+        file = TensorFile(path)
+        if file.digest != self.description["layers"][str(number)].get(FILE):
+            raise ValueError(
+                f"the index {self.folder} was changed: {path.name} is not the file that was fitted. Put that back, or "
+                "fit again in a new folder"
+            )
+        return file
+
+    def check_model(self, facts: dict[str, Any]) -> None:
+        """Refuse a model that this was not fitted to, and a folder whose layers are not those that were fitted."""
+        self.check_files()
         fitted = self.description["model"]
         for name in facts:
             if name != "fingerprint" and facts[name] != fitted.get(name):
@@ -117,18 +129,28 @@ def read_index(folder: str | Path) -> KeyIndex:
     if not path.is_file():
         raise ValueError(f"{folder} is no index: it has no {DESCRIPTION}. Make one with kvsketch fit MODEL -o {folder}")
     try:
-        description = json.loads(path.read_text(encoding="utf-8"))
-        wrong = description["format"] != FORMAT
-        if not wrong:
-            int(description["buckets"]), list(map(int, description["layers"])), dict(description["model"])
-    except (ValueError, KeyError, TypeError) as error:  # broken JSON is a ValueError
-        raise ValueError(f"{path} cannot be read as an index's description: {error!r}") from error
-    if wrong:
+        description = read_json(path)
+    except DamagedError as error:
+        raise ValueError(f"{error}. Fit the index again, or put back what was there") from error
+    if description.get("format") != FORMAT:
         raise ValueError(
-            f"{folder} is an index of format {description['format']!r}, this version reads {FORMAT}: fit it again, or "
-            "install the version that made it"
+            f"{folder} is an index of format {description.get('format')!r:.40}, this version reads {FORMAT}: fit it "
+            "again, or install the version that made it"
         )
+    buckets, layers, model = (description.get(name) for name in ("buckets", "layers", "model"))
+    numbered = isinstance(layers, dict) and all(name.isdecimal() and isinstance(layers[name], dict) for name in layers)
+    if not (type(buckets) is int and buckets > 0 and numbered and isinstance(model, dict) and "fingerprint" in model):
+        raise ValueError(f"{path} does not describe an index: it lacks buckets, layers or the model. Fit it again")
     return KeyIndex(folder, description)
+
+
+def write_index(folder: Path, description: Mapping[str, Any]) -> None:
+    """Describe the layers in a folder, by which it is an index; their files are there by now."""
+    layers = {
+        number: {**about, FILE: TensorFile(folder / layer_file(int(number))).digest}
+        for number, about in description["layers"].items()
+    }
+    write_json(folder / DESCRIPTION, {"format": FORMAT, **description, "layers": layers})
 
 
 def layer_file(number: int) -> str:

@@ -11,7 +11,7 @@ past, a block at a time. All of this is decided by ranks, row by row, so a row o
 treated as if it were alone.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -163,7 +163,9 @@ class LayerCache:
             assert read is not None, "the new token itself is held"
             self.settle()
             return read if rest is None else merge(read, rest)
-        held, rest = (self._attend_all(question), None) if self.config.prefill == "exact" else self._look(question)
+        # Where other rows are padding, a single token joins the window later; it looks up all the same.
+        looks_up = new.keys.shape[2] == 1 or self.config.prefill == "streaming"
+        held, rest = self._look(question) if looks_up else (self._attend_all(question), None)
         lse = lse or held is not None
         among = causal_attention(query, new.keys, new.values, scale, valid=new.valid, softcap=softcap, lse=lse)
         answer = merge(among, *(part for part in (held, rest) if part is not None))
@@ -261,7 +263,6 @@ class LayerCache:
         stop = start + leaving - from_window
         self._write(new.part(start, stop), [self.left[0] + stop - start] * len(self.left))
         self.window.append(new.part(0, start))
-        self.window.tail = 0
         self.window.append(new.part(stop, new.ranks.shape[1]))
 
     def _leave_window(self, count: int) -> None:
@@ -351,20 +352,22 @@ class LayerCache:
 
     # -- rows, tail, state
 
-    def check_crop(self, count: int) -> None:
+    def check_crop(self, count: int, dropped: Sequence[int]) -> None:
         """Refuse to take back tokens that have left the window."""
-        if count > self.window.tail:
-            raise ValueError(
-                f"cannot take back {count} tokens: only the last {self.window.tail} of {self.seen} are uncompressed"
-            )
+        sinks = self.config.sinks
+        there = [length - (left + sinks if left else 0) for length, left in zip(self.lengths, self.left, strict=True)]
+        if count > self.seen or any(less > most for less, most in zip(dropped, there, strict=True)):
+            most = min(there, default=0)
+            raise ValueError(f"cannot take back {count} tokens: only the last {most} of {self.seen} are uncompressed")
 
-    def crop(self, count: int) -> None:
-        """Take back the last `count` tokens; they must not have left the window."""
-        self.check_crop(count)
+    def crop(self, count: int, dropped: Sequence[int] | None = None) -> None:
+        """Take back the last `count` columns; in each row so many of them were tokens, all where nothing is said."""
+        dropped = [count] * len(self.lengths) if dropped is None else dropped
+        self.check_crop(count, dropped)
         if count:
-            dropped = self.window.crop(count)
             self.lengths = [length - less for length, less in zip(self.lengths, dropped, strict=True)]
             self.seen -= count
+            self.window.crop(self.lengths)
 
     def map_rows(self, move: Callable[[Tensor], Tensor], rows: list[int]) -> None:
         """Replace every tensor by `move` of it, which brings row `rows[i]` to row i."""
@@ -391,7 +394,6 @@ class LayerCache:
             "lengths": self.lengths,
             "left": self.left,
             "ragged": self.window.ragged,
-            "tail": self.window.tail,
             "measured_at": self.measured_at,
             "past": self.past.numbers(),
             "budget": [self._budget.fraction, self._budget.fixed, self._budget.least],
@@ -403,10 +405,11 @@ class LayerCache:
         self.reset()
         if not numbers:
             return
+        _check_state(tensors, numbers)
         self.budget = Budget(*numbers["budget"])
         self.past = self.config.new_past(self.budget, self.layer)
         self.window.append(Columns(tensors["keys"], tensors["values"], tensors["ranks"], tensors.get("labels")))
-        self.window.ragged, self.window.tail = numbers["ragged"], numbers["tail"]
+        self.window.ragged = numbers["ragged"]
         for name in ("seen", "lengths", "left", "measured_at"):
             setattr(self, name, numbers[name])
         self.past.restore(with_prefix(tensors, "past."), numbers["past"])
@@ -424,3 +427,17 @@ class LayerCache:
         window = (self.window.ranks.view >= 0).sum(1)[:, None].expand(-1, self.window.keys.view.shape[1])
         past = self.past.count_entries()
         return window if past is None else window + past
+
+
+def _check_state(tensors: dict[str, Tensor], numbers: dict) -> None:
+    """Refuse what no layer can be in."""
+    keys, values, ranks = (tensors[name] for name in ("keys", "values", "ranks"))
+    rows, lengths, left, seen = keys.shape[0], numbers["lengths"], numbers["left"], numbers["seen"]
+    shaped = keys.ndim == values.ndim == 4 and keys.shape[:3] == values.shape[:3] and keys.dtype == values.dtype
+    if not shaped or ranks.shape != keys.shape[::2][:2] or ranks.dtype != torch.int64:
+        raise ValueError(f"keys {tuple(keys.shape)}, values {tuple(values.shape)} and ranks {tuple(ranks.shape)}")
+    counted = all(type(number) is int and number >= 0 for number in (*lengths, *left, seen, numbers["measured_at"]))
+    if not counted or len(lengths) != rows or len(left) != rows or max(lengths, default=0) > seen:
+        raise ValueError(f"{rows} rows of {lengths} tokens, {left} of them not in the window, {seen} seen")
+    if any(gone > length for gone, length in zip(left, lengths, strict=True)) or type(numbers["ragged"]) is not bool:
+        raise ValueError(f"rows of {lengths} tokens, {left} of them not in the window")

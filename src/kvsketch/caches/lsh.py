@@ -27,6 +27,7 @@ from kvsketch.kernels.indexed_attention import Segments
 
 KINDS = ("kdeformer", "reformer", "magicpig")
 COLLISIONS = 2  # of MagicPIG
+MOST_PARTS = 1 << 16  # bins, or tables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ class LSH(SortedConfig):
         super().__post_init__()
         check_choice("kind", self.kind, KINDS)
         for name in ("bins", "bits", "tables"):
-            check_count(name, getattr(self, name), least=1)
+            check_count(name, getattr(self, name), least=1, most=MOST_PARTS)
         most = 20 if self.kind == "reformer" else MOST_BITS  # a million directions; or bits of a number
         if self.bits > most:
             raise ValueError(f"bits of {self.kind} must be at most {most}, got {self.bits}")

@@ -26,7 +26,7 @@ class RandomBuckets(BucketedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("buckets", self.buckets, least=1)
+        check_count("buckets", self.buckets, least=1, most=1 << 24)
         check_seed(self.seed)
 
     def slots(self, layer: int) -> BucketedPast:

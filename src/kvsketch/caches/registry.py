@@ -67,6 +67,10 @@ def read_call(spec: str) -> tuple[str, dict[str, Any]]:
             raise ValueError(wrong)
         if call.args or any(keyword.arg is None for keyword in call.keywords):
             raise ValueError(f"{wrong}; every option needs its name, as in keep=0.25")
+        names = [str(keyword.arg) for keyword in call.keywords]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"{wrong}; {name} is given {names.count(name)} times: leave one out")
         return call.func.id, {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
     except (SyntaxError, TypeError, RecursionError, MemoryError) as error:
         raise ValueError(wrong) from error

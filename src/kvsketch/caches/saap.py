@@ -25,6 +25,17 @@ class IndexedConfig(BucketedConfig):
 
     index: str = ""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.index, str):
+            raise ValueError(f"index must be the name of a folder, got {self.index!r}")
+        _ = self.folder  # is found now: a program may go elsewhere later
+
+    @cached_property
+    def folder(self) -> Path:
+        """The folder, from wherever this program was when the config was made; `index` stays as it was given."""
+        return Path(self.index).absolute()
+
     @cached_property
     def learnt(self) -> KeyIndex:
         """What is in the folder."""
@@ -32,7 +43,7 @@ class IndexedConfig(BucketedConfig):
             raise ValueError(
                 f'{self.name} looks things up in an index: {self.name}(index="FOLDER"), made by kvsketch fit'
             )
-        return read_index(self.index)
+        return read_index(self.folder)
 
     def check_model(self, facts: Callable[[], dict[str, Any]]) -> None:
         self.learnt.check_model(facts())
@@ -41,7 +52,7 @@ class IndexedConfig(BucketedConfig):
         return self.learnt.digest
 
     def anywhere(self) -> MethodConfig:
-        return replace(self, index=str(Path(self.index).resolve()))
+        return replace(self, index=str(self.folder.resolve()))
 
     def looks_up_in(self, layer: int) -> bool:
         """Where something was learnt: `kvsketch fit` leaves out layers whose queries do not look far."""

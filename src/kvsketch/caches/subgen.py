@@ -56,7 +56,7 @@ class SubGen(WindowedConfig):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_count("t", self.t, least=1)
+        check_count("t", self.t, least=1, most=1 << 16)
         check_seed(self.seed)
         if self.s is not None:
             check_count("s", self.s, least=1)

@@ -4,16 +4,17 @@ Rows of unequal lengths meet in one buffer, so a column may be one row's and not
 is -1 where it is not. The log weight of such a place is `-inf`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
 from kvsketch.attention import WeightedTokens, log_mass_of
 from kvsketch.caches.base import BLOCK
 from kvsketch.caches.question import Arriving, LookupPast
-from kvsketch.caches.storage import Rows, storage_bytes
+from kvsketch.caches.storage import Rows, columns, storage_bytes
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,6 @@ class Window:
         self.unlabelled: list[Arriving] = []  # the last columns, if they came one by one
         self.labeller: LookupPast | None = None  # by which those will get labels
         self.ragged = False  # whether there may be columns that are not all rows' own
-        self.tail = 0  # columns at the end none of whose tokens has left: what `crop` can take
 
     @property
     def length(self) -> int:
@@ -83,7 +83,6 @@ class Window:
         self.keys.append(new.keys)
         self.values.append(new.values)
         self.ranks.append(new.ranks)
-        self.tail += new.ranks.shape[1]
 
     def _append_labels(self, labels: Int64[Tensor, "b h n t"] | None) -> None:
         if labels is not None:
@@ -101,33 +100,32 @@ class Window:
         """Take out columns whose tokens have left."""
         for rows in self._all:
             rows.remove(start, stop)
-        self.tail = min(self.tail, self.length - start)
 
-    def crop(self, count: int) -> list[int]:
-        """Take back the last columns; how many tokens of each row that was."""
-        dropped: list[int] = (self.ranks.view[:, self.length - count :] >= 0).sum(1).tolist()
-        for rows in self._all:
-            rows.remove(rows.length - count, rows.length)
-        self.tail -= count
-        return dropped
+    def crop(self, lengths: Sequence[int]) -> None:
+        """Take back all tokens of each row but the first so many."""
+        kept = self.ranks.view < torch.tensor(lengths, device=self.ranks.view.device)[:, None]
+        if self.ragged:
+            self.ranks.make_writable()
+            self.ranks.view.masked_fill_(~kept, -1)
+            self.compact()
+        else:
+            count = int(kept[0].sum())
+            for rows in self._all:
+                rows.remove(count, rows.length)
 
     def compact(self) -> None:
         """Have no more columns than the fullest row needs, each row's tokens to the right in their order."""
         held = self.ranks.view >= 0
-        # The last columns that are all rows' own stay in place, so that `crop` can take them.
-        self.tail = min(self.tail, int(held.all(0).flip(0).cumprod(0).sum()))
-        old = held[:, : self.length - self.tail]
-        width = int(old.sum(1).max()) if old.numel() else 0
-        spare = old.shape[1] - width
+        width = int(held.sum(1).max()) if held.numel() else 0
+        spare = self.length - width
         if spare == 0:
             return
-        index = old.long().sort(dim=1, stable=True).indices[:, spare:]  # empty places first
+        index = held.long().sort(dim=1, stable=True).indices[:, spare:]  # empty places first
         for rows in self._all:
-            front = rows.view.narrow(rows.dim, 0, old.shape[1])
-            where = index if rows.dim == 1 else index[:, None, :, None].expand(-1, front.shape[1], -1, front.shape[3])
-            moved = front.gather(rows.dim, where)
-            rows.remove(0, spare)
+            moved = rows.view.gather(1, index) if rows.dim == 1 else columns(rows.view, index)
+            rows.make_writable()
             rows.view.narrow(rows.dim, 0, width).copy_(moved)
+            rows.remove(width, rows.length)
 
     def map_rows(self, move: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor by `move` of it."""

@@ -1,7 +1,7 @@
 """The command line: one file for each command."""
 
 from kvsketch.cli.app import app, main
-from kvsketch.cli.bench import SUITES, bench, bench_suite
+from kvsketch.cli.bench import SUITES, bench, bench_suite, report
 from kvsketch.cli.bench_error import bench_error
 from kvsketch.cli.demo import demo
 from kvsketch.cli.fit import fit
@@ -15,6 +15,7 @@ app.command()(demo)
 for suite, line in SUITES.items():
     bench.command(suite, help=f"{line}\n\n{bench_suite.__doc__}")(bench_suite)
 bench.command("error")(bench_error)
+bench.command("report")(report)
 app.add_typer(bench, name="bench", help="Measure what methods do to a model: its answers, or single layers.")
 app.command()(inspect)
 app.command()(fit)

@@ -1,9 +1,12 @@
 """The command `kvsketch` itself, and what its parts share."""
 
+import math
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -19,7 +22,9 @@ if TYPE_CHECKING:
 N = TypeVar("N", int, float)
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 notes = Console(stderr=True)  # everything but the answer, so that the answer can be piped
+MOST = 10**9  # of whatever can be counted; more is a slip of the keyboard, and would run for ever
 
+NO_MEMORY = ("out of memory", "allocate memory", "DefaultCPUAllocator")  # how torch says it
 EMBEDDED_MODEL = (
     "No model was named: this is the small one inside the package. It was trained to look things up in records and "
     "texts of a few thousand tokens; it cannot write prose."
@@ -27,12 +32,26 @@ EMBEDDED_MODEL = (
 
 
 def main() -> None:
-    """Run the command line; bad input ends with one line and exit code 2."""
+    """Run the command line; bad input ends with one line and exit code 2, Ctrl-C with 130."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell: libraries write there without asking
+            setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))  # noqa: SIM115 (for as long as we run)
     try:
         app()
     except (ValueError, OSError) as error:
-        notes.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
-        sys.exit(2)
+        _end_with(str(error))
+    except (MemoryError, RuntimeError) as error:
+        lines = str(error).splitlines() or [""]
+        if not isinstance(error, MemoryError) and not any(part in str(error) for part in NO_MEMORY):
+            raise  # a fault of ours
+        _end_with(
+            f"there is not enough memory: {lines[0]:.200}. Read less at a time (--chunk, --batch), or a shorter text"
+        )
+
+
+def _end_with(text: str) -> None:
+    notes.print(f"[red]error:[/red] {escape(text)}", highlight=False, soft_wrap=True)
+    sys.exit(2)
 
 
 def _show_version(wanted: bool) -> None:
@@ -75,6 +94,21 @@ def progress_bar(*more: ProgressColumn, transient: bool = True) -> Progress:
     return Progress(*columns, console=notes, transient=transient)
 
 
+@contextmanager
+def reported(report: Callable[[], None]) -> Iterator[None]:
+    """Measure here; then the report, also of a run that is stopped in between, from the rows that it has by then."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        say("stopped; what follows is from the rows that are there. Run the same command again to go on")
+        try:
+            report()
+        except ValueError as error:
+            say(f"no report: {error}")
+        raise
+    report()
+
+
 def check_device(device: str | None) -> str:
     """Where to run: what was named, if it is there, or the best there is."""
     import torch
@@ -103,20 +137,44 @@ def load_model(name: str | None, dtype: str, device: str | None) -> "tuple[PreTr
         notes.print(f"[yellow]{EMBEDDED_MODEL}[/yellow]", soft_wrap=True)
         model, tokenizer = load_embedded(wanted)
     else:
-        # nothing of a checkpoint is ever run: neither its code nor a pickle
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=wanted, trust_remote_code=False, use_safetensors=True)
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        try:
+            # nothing of a checkpoint is ever run: neither its code nor a pickle
+            safe: dict[str, Any] = {"trust_remote_code": False, "use_safetensors": True}
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=wanted, **safe)
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        except (MemoryError, OSError, ValueError):
+            raise
+        except Exception as error:  # a folder can be broken in any way, and transformers says it in as many
+            what = f"{type(error).__name__}: {error!s:.300}"
+            raise ValueError(f"{name} cannot be loaded as a model with its tokenizer ({what})") from error
     return model.to(place).eval(), tokenizer
 
 
 def read_text(path: Path) -> str:
-    """A text file, or standard input where the path is -."""
-    if str(path) != "-" and not path.is_file():
+    """A text file, or what comes through a pipe; standard input where the path is -."""
+    if str(path) == "-":
+        stream = getattr(sys.stdin, "buffer", None)
+        content, name = (sys.stdin.read().encode() if stream is None else stream.read()), "standard input"
+    elif not path.exists():
         raise ValueError(f"there is no file {path}")
-    text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    else:
+        content, name = path.read_bytes(), str(path)
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{name} is no text in UTF-8: byte {error.start:,} is {content[error.start]:#04x}. Convert it first, for "
+            "example with iconv -f LATIN1 -t UTF-8"
+        ) from error
     if not text.strip():
-        raise ValueError(f"{path} is empty: there is nothing to read")
+        raise ValueError(f"{name} is empty: there is nothing to read")
     return text
+
+
+def check_text(option: str, text: str) -> None:
+    """Refuse what the shell gave us that is no text."""
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ValueError(f"{option} is no text in UTF-8: {text!r:.60}")
 
 
 def made_text(task: str, tokens: int, seed: str, tokenizer: "PreTrainedTokenizerBase", questions: int = 0) -> str:
@@ -144,9 +202,13 @@ def made_text(task: str, tokens: int, seed: str, tokenizer: "PreTrainedTokenizer
 def numbers(option: str, text: str, kind: Callable[[str], N]) -> list[N]:
     """What an option lists, with commas between."""
     try:
-        return [kind(part) for part in text.split(",") if part.strip()]
+        found = [kind(part) for part in text.split(",") if part.strip()]
     except ValueError as error:
-        raise ValueError(f"{option} must be numbers with commas between them, got {text!r}") from error
+        raise ValueError(f"{option} must be numbers with commas between them, got {text!r:.60}") from error
+    for number in found:
+        if not math.isfinite(number) or abs(number) > MOST:
+            raise ValueError(f"{option} must be numbers up to {MOST:,}, got {text!r:.60}")
+    return found
 
 
 def some_numbers(option: str, text: str, kind: Callable[[str], N]) -> list[N]:

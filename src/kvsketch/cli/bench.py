@@ -1,17 +1,19 @@
 """`kvsketch bench`: tasks with right answers, methods side by side, rows that can be continued."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.progress import MofNCompleteColumn
 from rich.table import Table
+from rich.text import Text
 from typer.core import TyperGroup
 
-from kvsketch.cli.app import load_model, numbers, progress_bar, say, say_no_pictures
+from kvsketch.cli.app import MOST, load_model, numbers, progress_bar, reported, say, say_no_pictures
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -20,14 +22,16 @@ if TYPE_CHECKING:
     from kvsketch.evaluation.summary import Mean
 
 ROWS = "rows.jsonl"
+WIDEST = 38  # letters of a method, before it goes on in the next line
 SUITES = {
     "lines": "Records of lines, one of which is asked for.",
     "needle": "Needles in noise or in a text of yours.",
     "ruler": "RULER's needles, variables and words.",
     "infinite": "InfiniteBench's pass keys, numbers, pairs and sums.",
 }
+NOTE = "Scores are means over n prompts, with Wilson's 95 % interval; bytes in percent of a full cache."
 METHODS = "exact; streaming_llm(keep=0.25); uniform(keep=0.25)"
-ASKED: "dict[str, tuple[Asked, ...]]" = {"before": ("before",), "after": ("after",), "both": ("before", "after")}
+MODES: "dict[str, tuple[Asked, ...]]" = {"before": ("before",), "after": ("after",), "both": ("before", "after")}
 
 
 class Suites(TyperGroup):
@@ -49,7 +53,7 @@ def bench_suite(
     model: Annotated[str | None, typer.Argument(help="A model's folder or name; the embedded one if left out.")] = None,
     methods: Annotated[str, typer.Option("--methods", "-m", help="Specs, with ; between them.")] = METHODS,
     lengths: Annotated[str, typer.Option(help="Tokens in a prompt, with commas between them.")] = "1000,2000,4000",
-    samples: Annotated[int, typer.Option(min=1, help="Prompts for each task, length and depth.")] = 200,
+    samples: Annotated[int, typer.Option(min=1, max=MOST, help="Prompts for each task, length and depth.")] = 200,
     tasks: Annotated[str | None, typer.Option(help="Only these tasks of the suite, with commas.")] = None,
     asked: Annotated[
         str, typer.Option(help="Is the question known before the cache compresses: before, after, or both.")
@@ -61,8 +65,10 @@ def bench_suite(
     haystack: Annotated[Path | None, typer.Option(help="A text to hide needles in, instead of noise.")] = None,
     cases: Annotated[Path | None, typer.Option(help="A file of LongEval's lines cases, instead of new ones.")] = None,
     seed: Annotated[int, typer.Option(help="Number of the first sample.")] = 0,
-    batch: Annotated[int, typer.Option(min=1, help="Prompts read together.")] = 8,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Instead of the task's own limit.")] = None,
+    batch: Annotated[int, typer.Option(min=1, max=MOST, help="Prompts read together.")] = 8,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, max=MOST, help="Instead of the task's own limit.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto for the checkpoint's own.")] = "auto",
     device: Annotated[str | None, typer.Option(help="Where to run; the default is the best there is.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Do not use the model's chat template.")] = False,
@@ -71,13 +77,11 @@ def bench_suite(
     suite = str(context.command.name)
 
     from kvsketch.evaluation.haystack import Noise, TextFile
-    from kvsketch.evaluation.rows import read_rows
     from kvsketch.evaluation.runner import Plan
-    from kvsketch.evaluation.summary import summarise
     from kvsketch.evaluation.tasks import WORDINGS
     from kvsketch.evaluation.tasks.longeval_files import name_of_file, read_cases
 
-    if asked not in ASKED:
+    if asked not in MODES:
         raise ValueError(f"--asked must be before, after or both, got {asked!r}")
     wording = wording or ("official" if model or cases else "compact")
     if wording not in WORDINGS:
@@ -88,7 +92,7 @@ def bench_suite(
         tasks=_tasks(suite, tasks),
         methods=[spec.strip() for spec in methods.split(";") if spec.strip()],
         lengths=numbers("--lengths", lengths, int),
-        asked=ASKED[asked],
+        asked=MODES[asked],
         samples=samples,
         depths=numbers("--depths", depths or "", float),
         wording=wording,
@@ -100,10 +104,31 @@ def bench_suite(
         raw=raw,
     )
     language_model, tokenizer = load_model(model, dtype, device)
-    measure(plan, language_model, tokenizer, model, out)
-    _, rows = read_rows(out / ROWS)
-    _print_table(summarise(row for row in rows if row["task"] in plan.tasks))
-    write_report(out)
+    with reported(lambda: show(out, plan.tasks)):
+        measure(plan, language_model, tokenizer, model, out)
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(help="The folder that was --out of kvsketch bench.")],
+) -> None:
+    """Make table, pictures and page anew from the rows in a folder, of a run that was stopped or is going on."""
+    if not (folder / ROWS).is_file():
+        raise ValueError(f"{folder} has no {ROWS}: name the folder that was --out of kvsketch bench")
+    show(folder)
+
+
+def show(folder: Path, tasks: Sequence[str] | None = None) -> None:
+    """Print the table of some tasks, or of all; write pictures and the page, where matplotlib is."""
+    from kvsketch.evaluation.rows import read_rows
+    from kvsketch.evaluation.summary import summarise
+
+    _, rows = read_rows(folder / ROWS)
+    wanted = [row for row in rows if tasks is None or row["task"] in tasks]
+    if not wanted:
+        raise ValueError(f"{folder / ROWS} has no rows yet")
+    Console().print(tables_of(summarise(wanted)))
+    say(NOTE)
+    write_report(folder)
 
 
 def measure(
@@ -149,21 +174,27 @@ def _tasks(suite: str, names: str | None) -> list[str]:
     return wanted
 
 
-def _print_table(means: "Sequence[Mean]") -> None:
-    """Methods down, everything else in the columns that there is."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for heading, justify in (("task", "left"), ("asked", "left"), ("tokens", "right"), ("method", "left")):
-        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
+def tables_of(means: "Sequence[Mean]") -> Group:
+    """A table for each task, length and question mode, methods down: wide enough for their names on 80 columns."""
+    from kvsketch.evaluation.summary import ASKED
+
     looking = any(mean.looked_up is not None for mean in means)
-    for heading in ("samples", "score", "bytes", *(["looked up"] if looking else [])):
-        table.add_column(heading, justify="right", no_wrap=True)
+    widest = max(len(mean.method) for mean in means)
+    groups = defaultdict[str, list["Mean"]](list)
     for mean in means:
-        cells = [mean.task, mean.asked, f"{mean.length:,}", mean.method, f"{mean.count:,}", str(mean)]
-        cells.append(f"{mean.share:.1%}")
-        if looking:
-            cells.append("" if mean.looked_up is None else f"{mean.looked_up:.1%}")
-        table.add_row(*cells)
-    Console().print(table)
+        groups[f"{mean.task}, {mean.length:,} tokens, {ASKED[mean.asked]}"].append(mean)
+    parts = list[RenderableType]()
+    for title, found in groups.items():
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        table.add_column("method", overflow="fold", min_width=min(widest, WIDEST))
+        for heading in ("n", "score", "bytes", *(["read"] if looking else [])):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for mean in found:
+            read = "" if mean.looked_up is None else f"{mean.looked_up:.1%}"
+            cells = [mean.method, f"{mean.count:,}", str(mean), f"{mean.share:.1%}"]
+            table.add_row(*cells, *([read] if looking else []))
+        parts += [Text(title, style="bold"), table]
+    return Group(*parts)
 
 
 def write_report(folder: Path) -> None:

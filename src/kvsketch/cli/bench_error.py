@@ -8,7 +8,7 @@ import typer
 
 from kvsketch.cli import bench_error_rate as rate
 from kvsketch.cli import bench_selectivity as selectivity
-from kvsketch.cli.app import load_model, some_numbers
+from kvsketch.cli.app import MOST, load_model, some_numbers
 from kvsketch.cli.bench import describe
 from kvsketch.cli.bench_error_inputs import PROMPTS, TASK, TOKENS, Inputs, Texts
 
@@ -38,9 +38,12 @@ def bench_error(
         list[Path] | None, typer.Option(help="A text to read; once for each. Left out: documents of a task.")
     ] = None,
     task: Annotated[str | None, typer.Option(help=f"Documents of this task, {TASK} if left out.")] = None,
-    prompts: Annotated[int | None, typer.Option(min=1, help=f"So many documents, {PROMPTS} if left out.")] = None,
+    prompts: Annotated[
+        int | None, typer.Option(min=1, max=MOST, help=f"So many documents, {PROMPTS} if left out.")
+    ] = None,
     tokens: Annotated[
-        int | None, typer.Option(min=1, help=f"Tokens of a document, {TOKENS:,} if left out; and the most of a file.")
+        int | None,
+        typer.Option(min=1, max=MOST, help=f"Tokens of a document, {TOKENS:,} if left out; and the most of a file."),
     ] = None,
     blocks: Annotated[
         str | None, typer.Option(help=f"Sizes of block, for methods that have such; {rate.BLOCKS}.", **RATE)
@@ -107,7 +110,7 @@ def bench_error(
 
     language_model, tokenizer = load_model(model, dtype, device)
     cache = make_cache(language_model, "exact")
-    about = describe(language_model, model, cache.model.fingerprint)
+    about = describe(language_model, model, str(cache.model.fingerprint()))
     measure(Inputs(language_model, tokenizer, texts, choose_layers(cache, wanted), out, about))
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import MofNCompleteColumn
 
-from kvsketch.cli.app import numbers, progress_bar, say, say_no_pictures
+from kvsketch.cli.app import numbers, progress_bar, reported, say, say_no_pictures
 from kvsketch.cli.bench_error_inputs import Inputs, given, shares, specs
 from kvsketch.cli.bench_error_tables import NOTE, tables
 
@@ -48,12 +48,18 @@ def run(study: "Study", inputs: Inputs) -> None:
     for prompt in prompts:
         study.check_text(name_alone(prompt.name), prompt.ids.shape[1])
     errors, norms = RowsFile(out / ROWS, inputs.about, KEY), RowsFile(out / NORMS, inputs.about, NORMS_KEY)
-    _measure(study, inputs.model, prompts, layers, errors, norms)
-    rows, norms_rows = _asked_for(study, prompts, layers, out)
-    for table in tables(rows, norms_rows):
-        Console().print(table)
-    say(NOTE)
-    _draw(rows, out)
+
+    def report() -> None:
+        rows, norms_rows = _asked_for(study, prompts, layers, out)
+        if not rows:
+            raise ValueError(f"{out / ROWS} has no rows yet")
+        for table in tables(rows, norms_rows):
+            Console().print(table)
+        say(NOTE)
+        _draw(rows, out)
+
+    with reported(report):
+        _measure(study, inputs.model, prompts, layers, errors, norms)
 
 
 def _measure(

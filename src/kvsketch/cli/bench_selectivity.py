@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import MofNCompleteColumn
 
-from kvsketch.cli.app import progress_bar, say, say_no_pictures, some_numbers
+from kvsketch.cli.app import progress_bar, reported, say, say_no_pictures, some_numbers
 from kvsketch.cli.bench_error_inputs import Inputs, Texts, given, shares, specs
 from kvsketch.cli.bench_selectivity_tables import NOTE, tables
 
@@ -85,15 +85,20 @@ def run(options: Options, inputs: Inputs) -> None:
 
     asked = _asked(options, inputs)
     files = selectivity.Files(inputs.out, inputs.about)
-    with progress_bar(MofNCompleteColumn()) as bar:
+
+    def report() -> None:
+        rows, indexes = files.rows(asked), [index_name(index) for index in asked.study.indexes]
+        if not rows["lookups"]:
+            raise ValueError(f"{inputs.out} has no rows of lookups yet")
+        for table in tables(rows, indexes):
+            Console().print(table)
+        say(NOTE)
+        _draw(rows, indexes, inputs.out)
+
+    with reported(report), progress_bar(MofNCompleteColumn()) as bar:
         task = bar.add_task("reading", total=asked.total)
         for label, settled in selectivity.run(inputs.model, asked, files):
             bar.update(task, advance=settled, description=label)
-    rows, indexes = files.rows(asked), [index_name(index) for index in asked.study.indexes]
-    for table in tables(rows, indexes):
-        Console().print(table)
-    say(NOTE)
-    _draw(rows, indexes, inputs.out)
 
 
 def _asked(options: Options, inputs: Inputs) -> "Asked":

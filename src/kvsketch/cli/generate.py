@@ -1,5 +1,6 @@
 """`kvsketch generate`: read a text with a bounded cache, and answer or go on."""
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -7,13 +8,16 @@ import typer
 from rich.table import Table
 
 import kvsketch
-from kvsketch.cli.app import load_model, notes, progress_bar, read_text, say, size_for_people
+from kvsketch.cli.app import MOST, check_text, load_model, notes, progress_bar, read_text, say, size_for_people
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from kvsketch.evaluation.session import Timing
+
+
+LEAST_TEMPERATURE = 1e-4  # below it, logits divided by it are no numbers any more
 
 
 def generate(
@@ -25,8 +29,8 @@ def generate(
     question: Annotated[str | None, typer.Option(help="Asked after the text, when the cache is compressed.")] = None,
     save_cache: Annotated[Path | None, typer.Option(help="Keep the cache of the text in this file.")] = None,
     load_cache: Annotated[Path | None, typer.Option(help="Start from a saved cache instead of a text.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the answer.")] = 128,
-    chunk: Annotated[int | None, typer.Option(min=1, help="Read the text so many tokens at a time.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, max=MOST, help="Length of the answer.")] = 128,
+    chunk: Annotated[int | None, typer.Option(min=1, max=MOST, help="Read the text so many tokens at a time.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto for the checkpoint's own.")] = "auto",
     device: Annotated[
         str | None, typer.Option(help="Where to run, such as cuda; the default is the best there is.")
@@ -39,6 +43,9 @@ def generate(
     from kvsketch.evaluation.session import split_prompt, uses_template
 
     _check_sources(prompt_file, question, load_cache, save_cache, method)
+    if temperature and not LEAST_TEMPERATURE <= temperature < math.inf:
+        raise ValueError(f"--temperature must be 0, or a number from {LEAST_TEMPERATURE:g} on, got {temperature}")
+    check_text("--question", question or "")
     config = kvsketch.parse_spec(method or "uniform(keep=0.25)")
     text = None if prompt_file is None else read_text(prompt_file)
     language_model, tokenizer = load_model(model, dtype, device)
@@ -57,15 +64,28 @@ def generate(
             ids, new = ids[:, :-1], ids[:, -1:]  # to go on, the model needs one token that the cache has not read
         if ids.shape[1]:
             prefill_time = _read_with_bar(language_model, ids, cache, chunk)
-        if save_cache is not None:
-            cache.save(save_cache)
-            say(f"cache saved in {save_cache}")
+    not_saved = None if save_cache is None else _try_to_save(cache, save_cache, answers=new is not None)
     decode_time = None
     if new is not None:
         decode_time = _answer(language_model, tokenizer, new, cache, max_new_tokens, temperature)
     _closing_table(cache, prefill_time, decode_time)
     if report:
         say(str(cache.report()))
+    if not_saved is not None:
+        raise not_saved
+
+
+def _try_to_save(cache: Any, path: Path, *, answers: bool) -> Exception | None:
+    """Save a cache; what went wrong, if there is still a question to answer before that ends the command."""
+    try:
+        cache.save(path)
+    except (ValueError, OSError) as error:
+        if not answers:
+            raise
+        say(f"the cache is not saved ({error}); the answer comes first")
+        return error
+    say(f"cache saved in {path}")
+    return None
 
 
 def _check_sources(

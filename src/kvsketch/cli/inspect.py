@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvsketch.cli.app import load_model, made_text, numbers, progress_bar, read_text, say, some_numbers
+from kvsketch.cli.app import MOST, load_model, made_text, numbers, progress_bar, read_text, say, some_numbers
 
 if TYPE_CHECKING:
     from kvsketch.evaluation.inspection import Row
@@ -24,7 +24,7 @@ def inspect(
     prompt_file: Annotated[
         Path | None, typer.Option(help="A text to read; - is standard input. Left out: a record of lines.")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=64, help="Read so many tokens of the text at most.")] = 4000,
+    tokens: Annotated[int, typer.Option(min=64, max=MOST, help="Read so many tokens of the text at most.")] = 4000,
     layers: Annotated[
         str | None, typer.Option(help="These layers, with commas; left out, five from the first to the last.")
     ] = None,

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvsketch.cli.app import say
+from kvsketch.cli.app import MOST, say
 
 if TYPE_CHECKING:
     from kvsketch.evaluation.tasks import Sample
@@ -13,15 +13,17 @@ if TYPE_CHECKING:
 
 def sample(
     task: Annotated[str, typer.Argument(help="A task's name, such as lines; a wrong one lists them all.")],
-    tokens: Annotated[int, typer.Option(min=1, help="Length of the document with its question.")] = 2000,
+    tokens: Annotated[int, typer.Option(min=1, max=MOST, help="Length of the document with its question.")] = 2000,
     wording: Annotated[str, typer.Option(help="official or compact.")] = "official",
     seed: Annotated[int, typer.Option(help="Another seed is another document.")] = 0,
     jsonl: Annotated[
         bool,
         typer.Option("--jsonl", help="Print documents that end with many questions and their answers, as JSON lines."),
     ] = False,
-    count: Annotated[int, typer.Option(min=1, help="With --jsonl: so many documents.")] = 1,
-    questions: Annotated[int, typer.Option(min=1, help="With --jsonl: so many questions on each, at most.")] = 24,
+    count: Annotated[int, typer.Option(min=1, max=MOST, help="With --jsonl: so many documents.")] = 1,
+    questions: Annotated[
+        int, typer.Option(min=1, max=MOST, help="With --jsonl: so many questions on each, at most.")
+    ] = 24,
 ) -> None:
     """Print a document; the question on it and the right answers go to standard error.
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvsketch.cli.app import check_device, progress_bar, say
+from kvsketch.cli.app import MOST, check_device, progress_bar, say
 
 if TYPE_CHECKING:
     from kvsketch.evaluation.training.recipe import Progress as Training
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def train_demo(
     folder: Annotated[Path, typer.Argument(help="Checkpoints, log and the finished model go here.")],
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="How many tokens to train on; the recipe's if left out.")
+        int | None, typer.Option(min=1, max=MOST, help="How many tokens to train on; the recipe's if left out.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Another seed is another model.")] = 0,
     device: Annotated[str | None, typer.Option(help="Where to train; the default is the best there is.")] = None,

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvsketch.evaluation.layer_error_summary import Curve, Errors, Place, name_of, rate_name, summarise
-from kvsketch.evaluation.pictures import COLOURS, panels_for
+from kvsketch.evaluation.pictures import COLOURS, panels_for, plain
 from kvsketch.evaluation.rows import Row
 
 HIGHEST = 2.0  # a relative error of 1 is an answer of zeros; curves that explode leave at the top
@@ -51,7 +51,7 @@ def blocks_picture(rows: Sequence[Row]) -> Figure:
         for axes, what, value in zip(panels[2 * number :], MEASURES, MEASURES.values(), strict=False):
             cells = [[_value(found.get((layer, (method, block), rate)), value) for rate in rates] for block in blocks]
             _heat(axes, cells)
-            axes.set_title(f"layer {layer}, {method}:\n{what}", loc="left", fontsize=8)
+            axes.set_title(plain(f"layer {layer}, {method}:\n{what}"), loc="left", fontsize=8)
             axes.set_xticks(range(len(rates)), [rate_name(rate) for rate in rates], fontsize=8)
             axes.set_yticks(range(len(blocks)), [str(block) for block in blocks], fontsize=8)
             axes.set_ylabel("block", fontsize=8)
@@ -88,7 +88,7 @@ def _curve(axes: Axes, points: Sequence[tuple[int, Errors]], colour: str, name: 
     places = [x for x, _ in points]
     means = [errors.mean for _, errors in points]
     bars = [errors.deviation or 0.0 for _, errors in points]
-    axes.errorbar(places, means, yerr=bars, color=colour, lw=1.8, marker="o", ms=4, capsize=2, label=name)
+    axes.errorbar(places, means, yerr=bars, color=colour, lw=1.8, marker="o", ms=4, capsize=2, label=plain(name))
 
 
 def _value(errors: Errors | None, value: Callable[[Errors], float]) -> float:

@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvsketch.algorithms.draws import uniforms
-from kvsketch.caches.key_index import DESCRIPTION, FORMAT, LayerIndex, layer_file, read_index
+from kvsketch.caches.key_index import DESCRIPTION, LayerIndex, layer_file, read_index, write_index
 from kvsketch.evaluation.key_query_spread import evenly
 from kvsketch.evaluation.layer_error_plan import Prompt
-from kvsketch.fitting.files import write_json, write_tensors
+from kvsketch.files import write_tensors
 from kvsketch.huggingface.capture import capture
 from kvsketch.huggingface.facts import facts
 from kvsketch.kernels.buckets import spherical_k_means
@@ -35,14 +35,12 @@ def make_buckets(
 ) -> Iterator[str]:
     """Write an index for each number of buckets, unless it is there already; what is being done, step by step."""
     about = {
-        "format": FORMAT,
-        "layers": list(layers),
         "model": facts(model),
         "texts": [text.name for text in texts],
         "sinks": sinks,
         "learnt": "k-means alone: queries are assigned as keys are",
     }
-    missing = [count for count in counts if _description(folder_of(out, count)) != about | {"buckets": count}]
+    missing = [count for count in counts if not _is_there(folder_of(out, count), about | {"buckets": count}, layers)]
     if not missing:
         return
     yield "reading what buckets are made of"
@@ -51,9 +49,11 @@ def make_buckets(
             yield f"layer {layer}, {count} buckets"
             (folder_of(out, count) / DESCRIPTION).unlink(missing_ok=True)  # written last: without it there is no index
             learnt = cluster(before, after, count, layer)
+            folder_of(out, count).mkdir(parents=True, exist_ok=True)
             write_tensors(folder_of(out, count) / layer_file(layer), learnt.tensors(), {})
     for count in missing:
-        write_json(folder_of(out, count) / DESCRIPTION, about | {"buckets": count})
+        each: dict[str, Any] = {str(layer): {} for layer in layers}
+        write_index(folder_of(out, count), about | {"buckets": count, "layers": each})
 
 
 def keys_of(
@@ -81,9 +81,10 @@ def cluster(before: Float[Tensor, "h n d"], after: Float[Tensor, "h n d"], count
     return LayerIndex(centroids, rotated, centroids.mT.contiguous(), no_bias)
 
 
-def _description(folder: Path) -> dict[str, Any] | None:
-    """That of an index; None where there is none that can be read."""
+def _is_there(folder: Path, about: dict[str, Any], layers: Sequence[int]) -> bool:
+    """Whether an index that can be read is there, made of the same for these layers."""
     try:
-        return read_index(folder).description
+        index = read_index(folder)
     except ValueError:
-        return None
+        return False
+    return index.layers == sorted(layers) and about.items() <= index.description.items()

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
-from kvsketch.evaluation.pictures import ASKED, Picture, draw_all
+from kvsketch.evaluation.pictures import Picture, draw_all
 from kvsketch.evaluation.rows import read_rows
-from kvsketch.evaluation.summary import Mean, summarise
+from kvsketch.evaluation.summary import ASKED, Mean, summarise
 from kvsketch.evaluation.tasks import TASKS
+from kvsketch.files import replacing
 
 
 def write_page(rows_path: Path, folder: Path) -> Path:
@@ -24,17 +25,14 @@ def write_page(rows_path: Path, folder: Path) -> Path:
     ).from_string((files("kvsketch") / "evaluation" / "report.html").read_text(encoding="utf-8"))
     page = folder / "report.html"
     means = summarise(rows)
-    page.write_text(
-        template.render(
-            runs=runs,
-            count=len(rows),
-            tables=[
-                _table(means, asked, title) for asked, title in ASKED.items() if any(m.asked == asked for m in means)
-            ],
-            pictures=[(picture.caption, _data(picture)) for picture in pictures],
-        ),
-        encoding="utf-8",
+    text = template.render(
+        runs=runs,
+        count=len(rows),
+        tables=[_table(means, asked, title) for asked, title in ASKED.items() if any(m.asked == asked for m in means)],
+        pictures=[(picture.caption, _data(picture)) for picture in pictures],
     )
+    with replacing(page) as file:
+        file.write(text.encode())
     return page
 
 

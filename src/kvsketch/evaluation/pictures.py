@@ -1,7 +1,8 @@
 """Pictures of rows, and of nothing else: needle maps, score against bytes, score against length."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,15 +11,15 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from kvsketch.evaluation.rows import Row
-from kvsketch.evaluation.summary import Mean, summarise
+from kvsketch.evaluation.summary import ASKED, Mean, summarise, titles
 
 EXACT = "#9a9a9a"
 COLOURS = (
     "#0b6e75", "#d1495b", "#edae49", "#30638e", "#6a4c93", "#5f7a3a",
     "#b0578d", "#00a6a6", "#8c510a", "#f4845f", "#4d4d4d", "#7fb069",
 )  # fmt: skip
+DASH = 3.0  # length of a curve's dashes where another lies on it, in widths of the line
 DEPTHS = 10  # rows of a needle map where depths were drawn at random
-ASKED = {"before": "question known before compression", "after": "question asked after compression"}
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,33 @@ def draw_scores(means: Sequence[Mean], folder: Path) -> list[Picture]:
 
 
 def draw_needles(rows: Sequence[Row], folder: Path) -> list[Picture]:
-    """The needle maps: a mean over lengths and depths would hide what they show, so they need the rows."""
+    """The needle maps: a mean over lengths and depths would hide what they show, so they need the rows.
+
+    Rows of another text, wording or limit have a map of their own.
+    """
     found = list[Picture]()
     needles = [row for row in rows if row["task"] == "needle"]
+    title_of = titles(needles)
     for asked in dict.fromkeys(row["asked"] for row in needles):
-        here = [row for row in needles if row["asked"] == asked]
-        found.append(_save(needle_map(here), folder, f"needle-{asked}", f"Needle found, {ASKED[asked]}"))
+        for number, title in enumerate(dict.fromkeys(map(title_of, needles)), 1):
+            here = [row for row in needles if row["asked"] == asked and title_of(row) == title]
+            name = f"needle-{asked}" if number == 1 else f"needle-{asked}-{number}"
+            if here:
+                found.append(_save(needle_map(here), folder, name, f"Found: {title}, {ASKED[asked]}; {_counted(here)}"))
     return found
+
+
+def _counted(rows: Sequence[Row]) -> str:
+    """How many prompts each cell of a map has."""
+    cells = Counter((row["method"], row["length"], row["depth"]) for row in rows).values()
+    if any(row["depth"] is None for row in rows):
+        return "depths drawn at random"
+    return f"{_range(cells)} prompts a cell"
+
+
+def _range(numbers: Collection[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def family(method: str) -> str:
@@ -76,10 +97,12 @@ def score_against_bytes(means: Sequence[Mean]) -> Figure:
         for mean in here:
             if mean.method == "exact":
                 axes.axhline(mean.score, color=EXACT, lw=1.5, ls="--")
+        curves = list[Curve]()
         for name in dict.fromkeys(family(mean.method) for mean in here if mean.method != "exact"):
-            curve = sorted((m for m in here if family(m.method) == name), key=lambda m: m.share)
-            _curve(axes, [100 * m.share for m in curve], curve, colours[name], name)
-        axes.set_title(f"{task}, {length:,} tokens", loc="left", fontsize=10)
+            means_of = sorted((m for m in here if family(m.method) == name), key=lambda m: m.share)
+            curves.append(Curve(name, colours[name], [100 * m.share for m in means_of], means_of))
+        _draw_curves(axes, curves)
+        axes.set_title(plain(f"{task}, {length:,} tokens"), loc="left", fontsize=10)
         axes.set_xlabel("bytes of a full cache (%)")
         axes.set_xlim(0, 106 * max(m.share for m in here if m.method != "exact"))
     return _finish(figure, panels, colours)
@@ -92,10 +115,12 @@ def score_against_length(means: Sequence[Mean]) -> Figure:
     colours = _colours(means, lambda mean: mean.method)
     for axes, task in zip(panels, _tasks(means), strict=True):
         here = [mean for mean in means if mean.task == task]
+        curves = list[Curve]()
         for name in dict.fromkeys(mean.method for mean in here):
-            curve = sorted((m for m in here if m.method == name), key=lambda m: m.length)
-            _curve(axes, [float(m.length) for m in curve], curve, colours[name], name)
-        axes.set_title(task, loc="left", fontsize=10)
+            means_of = sorted((m for m in here if m.method == name), key=lambda m: m.length)
+            curves.append(Curve(name, colours[name], [float(m.length) for m in means_of], means_of))
+        _draw_curves(axes, curves)
+        axes.set_title(plain(task), loc="left", fontsize=10)
         lengths = sorted({mean.length for mean in here})
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
@@ -124,7 +149,7 @@ def needle_map(rows: Sequence[Row]) -> Figure:
                 if not math.isnan(value):
                     axes.text(x, y, f"{value:.2f}".removeprefix("0"), ha="center", va="center", fontsize=7)
         share = sum(row["nbytes"] for row in theirs) / sum(row["full_nbytes"] for row in theirs)
-        axes.set_title(f"{method}\n{share:.0%} of the bytes", loc="left", fontsize=9)
+        axes.set_title(plain(f"{method}\n{share:.0%} of the bytes"), loc="left", fontsize=9)
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=8)
         axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=8)
         axes.set_xlabel("tokens in the prompt")
@@ -158,10 +183,48 @@ def panels_for(count: int, columns: int = 3, width: float = 3.6, *, share_y: boo
     return figure, panels[:count]
 
 
-def _curve(axes: Axes, places: Sequence[float], means: Sequence[Mean], colour: str, name: str) -> None:
-    scores = [mean.score for mean in means]
-    errors = [0.0 if math.isnan(mean.error) else mean.error for mean in means]
-    axes.errorbar(places, scores, yerr=errors, color=colour, lw=1.8, marker="o", ms=4, capsize=2, label=name)
+@dataclass(frozen=True)
+class Curve:
+    """A method's means, and where they stand."""
+
+    name: str
+    colour: str
+    places: Sequence[float]
+    means: Sequence[Mean]
+
+    @property
+    def points(self) -> list[tuple[float, float]]:
+        """Where its markers are."""
+        return [(place, mean.score) for place, mean in zip(self.places, self.means, strict=True)]
+
+
+def _draw_curves(axes: Axes, curves: Sequence[Curve]) -> None:
+    """Curves with their intervals; those that lie on one another are dashed in turn, and their markers are rings."""
+    for number, curve in enumerate(curves):
+        alike = [other for other in curves if _coincide(curve, other)]
+        place = alike.index(curve)
+        dashes = (place * DASH, (DASH, DASH * (len(alike) - 1))) if len(alike) > 1 else "-"
+        scores = [mean.score for mean in curve.means]
+        below = [max(0.0, mean.score - mean.interval[0]) for mean in curve.means]
+        above = [max(0.0, mean.interval[1] - mean.score) for mean in curve.means]
+        axes.errorbar(
+            curve.places, scores, yerr=[below, above], color=curve.colour, lw=1.8, ls=dashes, marker="o",
+            ms=4 + 3 * (len(alike) - 1 - place), elinewidth=0.8, capsize=2, label=plain(curve.name), zorder=2 + number,
+        )  # fmt: skip
+
+
+def _coincide(one: Curve, other: Curve) -> bool:
+    """Whether two curves cannot be told apart: a percent of the picture at the most."""
+    if len(one.points) != len(other.points):
+        return False
+    wide = max(map(abs, one.places), default=0.0)
+    pairs = zip(one.points, other.points, strict=True)
+    return all(abs(a[0] - b[0]) <= 0.01 * wide and abs(a[1] - b[1]) <= 0.01 for a, b in pairs)
+
+
+def plain(text: str) -> str:
+    """Text as it is: matplotlib takes what stands between two $ for mathematics."""
+    return text.replace("$", r"\$")
 
 
 def _finish(figure: Figure, panels: Sequence[Axes], colours: dict[str, str]) -> Figure:
@@ -169,7 +232,7 @@ def _finish(figure: Figure, panels: Sequence[Axes], colours: dict[str, str]) -> 
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_ylim(-0.03, 1.05)
         axes.set_ylabel("score")
-    handles = [Line2D([], [], color=colour, lw=2, label=name) for name, colour in colours.items()]
+    handles = [Line2D([], [], color=colour, lw=2, label=plain(name)) for name, colour in colours.items()]
     figure.tight_layout()
     figure.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, 0.0), ncols=3, fontsize=8, frameon=False)
     return figure

@@ -1,7 +1,8 @@
 """Result files: JSON lines that can be added to after any interruption.
 
 Lines with "run" describe a run: what made the rows after it. The other lines are rows, one an answer. A row is
-written once it is complete; a line that was cut off by a crash is dropped when the file is opened again.
+written once it is complete; a line that was cut off by a crash is dropped when the file is opened again. Every line
+ends with a checksum.
 """
 
 import json
@@ -11,7 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-FORMAT = 1
+FORMAT = 2
+CHECK = "check"  # the last part of every line
+REMOVE = "Remove that line, and run the same command again: its row is made anew"
 # What makes a row the same row: everything an answer depends on but the model.
 KEY = (
     "task", "wording", "haystack", "cases", "template", "asked", "length", "depth", "sample", "new_tokens", "method",
@@ -24,7 +27,7 @@ class RowsFile:
 
     def __init__(self, path: Path, run: Mapping[str, Any], key: Sequence[str] = KEY) -> None:
         """Open or begin the file; `run` says what made the rows: model, fingerprint, version and more."""
-        self.path, self.key = path, key
+        self.path, self.key = path.absolute(), key
         run = {"format": FORMAT, **run}
         runs, rows = read_rows(path, key) if path.is_file() else ([], [])
         for earlier in runs:
@@ -50,37 +53,60 @@ class RowsFile:
         self.done.update(key_of(row, self.key) for row in new)
 
     def _write(self, lines: list[Row]) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+        with self.path.open("ab") as file:
+            file.write(b"".join(map(sealed, lines)))
             file.flush()
             os.fsync(file.fileno())
 
 
+def sealed(line: Row) -> bytes:
+    """A line of the file: JSON that ends with a checksum of what stands before it."""
+    return _json({**line, CHECK: _check_of(line)}) + b"\n"
+
+
+def _check_of(line: Row) -> str:
+    return f"{zlib.crc32(_json(line)):08x}"
+
+
+def _json(line: Row) -> bytes:
+    return json.dumps(line, ensure_ascii=False).encode()
+
+
 def read_rows(path: Path, key: Sequence[str] = KEY) -> tuple[list[dict[str, Any]], list[Row]]:
-    """The runs and the rows of a file."""
+    """The runs and the rows of a file; refuses it where a line is not as it was written."""
     runs, rows = list[dict[str, Any]](), list[Row]()
-    *lines, cut = path.read_text(encoding="utf-8").split("\n")  # not splitlines: answers may hold other line ends
-    if not lines and not '{"run": '.startswith(cut[:8]):
+    *lines, cut = path.read_bytes().split(b"\n")  # not splitlines: answers may hold other line ends
+    if not lines and not b'{"run": '.startswith(cut[:8]):
         raise ValueError(f"{path} is not a file of rows: it begins with {cut[:40]!r}")
     for number, line in enumerate(lines, 1):
-        try:
-            found = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({error}); is this a file of rows?") from error
-        if not isinstance(found, dict):
-            raise ValueError(f"{path}, line {number}: not a row but {line[:40]!r}")
+        found = _opened(line, f"{path}, line {number}")
         if "run" in found:
-            if not isinstance(found["run"], dict) or found["run"].get("format") != FORMAT:
-                raise ValueError(
-                    f"{path} was made by another version of kvsketch: it begins with {line[:60]!r}, and this version "
-                    f"reads and adds to format {FORMAT}. Write to another folder, or use the version that made it"
-                )
             runs.append(found["run"])
         elif not runs or any(name not in found for name in key):
             raise ValueError(f"{path}, line {number}: not a row of a kvsketch benchmark")
         else:
             rows.append(found)
     return runs, rows
+
+
+def _opened(line: bytes, where: str) -> Row:
+    """What `sealed` was given."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:  # broken UTF-8 is a ValueError
+        raise ValueError(f"{where}: not JSON ({error!s:.100}); is this a file of rows? {REMOVE}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{where}: not a row but {line[:40]!r}")
+    run = found.get("run")
+    if "run" in found and not (isinstance(run, dict) and run.get("format") == FORMAT):
+        raise ValueError(
+            f"{where} was made by another version of kvsketch: it begins with {line[:60]!r}, and this version reads "
+            f"and adds to format {FORMAT}. Write to another folder, or use the version that made it"
+        )
+    check = found.pop(CHECK, None)
+    if check != _check_of(found):
+        raise ValueError(f"{where}: damaged, it is not what was written. {REMOVE}")
+    return found
 
 
 def name_with_content(name: str, content: bytes) -> str:

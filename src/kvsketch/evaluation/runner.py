@@ -118,7 +118,7 @@ class Runner:
         if len(self.methods) < len(plan.methods):
             raise ValueError(f"a method is named twice in {'; '.join(plan.methods)}")
         link = make_cache(model, Exact())
-        self.fingerprint = link.model.fingerprint  # what tells this model from others
+        self.fingerprint = str(link.model.fingerprint())  # what tells this model from others
         # Stock's sliding layers count the padding between a document and a shorter question as tokens.
         self.batch = plan.batch if len(link.sketch_layers) == len(link.layers) else 1
         self.template = uses_template(tokenizer, plan.raw)

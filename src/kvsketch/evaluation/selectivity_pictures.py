@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from kvsketch.evaluation.pictures import COLOURS, EXACT, panels_for
+from kvsketch.evaluation.pictures import COLOURS, EXACT, panels_for, plain
 from kvsketch.evaluation.rows import Row
 from kvsketch.evaluation.selectivity_plan import WINDOW_ALONE
 from kvsketch.evaluation.selectivity_summary import NAMES, Point, label, summarise, with_first_index
@@ -50,7 +50,7 @@ def buckets_picture(rows: Sequence[Row]) -> Figure:
         for points in sorted(here, key=count_of):
             colour = COLOURS[counts.index(count_of(points)) % len(COLOURS)]
             _curve(axes, points, "mse", colour, f"{count_of(points):,} buckets")
-        _shape(axes, "mse", f"layer {layer}, {label(method)}")
+        _shape(axes, "mse", plain(f"layer {layer}, {label(method)}"))
     return _finish(figure, panels)
 
 
@@ -67,7 +67,9 @@ def _order(method: str) -> int:
 def _curve(axes: Axes, points: Sequence[Point], measure: str, colour: str, name: str, style: str = "-") -> None:
     read = [point for point in points if point.read > 0]  # a logarithm has no place for nothing
     values = [point.value(measure) for point in read]
-    axes.plot([point.read for point in read], values, style, color=colour, lw=1.6, marker="o", ms=3.5, label=name)
+    axes.plot(
+        [point.read for point in read], values, style, color=colour, lw=1.6, marker="o", ms=3.5, label=plain(name)
+    )
 
 
 def _shape(axes: Axes, measure: str, title: str) -> None:

@@ -1,13 +1,16 @@
-"""Means over rows, each with its standard error."""
+"""Means over rows, each with an interval that says how sure it is."""
 
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from kvsketch.evaluation.rows import Row, name_alone
+
+ASKED = {"before": "question known before compression", "after": "question asked after compression"}
+APART = ("wording", "haystack", "template", "new_tokens")  # rows that differ in one of these are not averaged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,36 +30,56 @@ class Mean:
     seconds: float
     looked_up: float | None = None  # share of the past that a query reads, where tokens are looked up
 
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Where the score would be with many more prompts, in 19 of 20 cases."""
+        return wilson(self.score, self.count)
+
     def __str__(self) -> str:
-        return f"{self.score:.3f} ± {self.error:.3f}" if self.count > 1 else f"{self.score:.3f}"
+        low, high = self.interval
+        return f"{self.score:.3f} [{low:.2f}, {high:.2f}]"
 
 
 def summarise(rows: Iterable[Row]) -> list[Mean]:
     """One mean for each task, question mode, length and method, in the order in which they first come."""
     rows = list(rows)
-    values = defaultdict[tuple[str, str], set[Any]](set)
-    for row in rows:
-        for name in () if row["cases"] else ("wording", "haystack", "template", "new_tokens"):
-            values[row["task"], name].add(row[name])
-    mixed = {setting for setting, found in values.items() if len(found) > 1}
+    title_of = titles(rows)
     groups = defaultdict[tuple[str, str, int, str], list[Row]](list)
     for row in rows:
-        groups[_title(row, mixed), row["asked"], row["length"], row["method"]].append(row)
+        groups[title_of(row), row["asked"], row["length"], row["method"]].append(row)
     return [_mean(*setting, found) for setting, found in groups.items()]
 
 
-def _title(row: Row, mixed: set[tuple[str, str]]) -> str:
-    """The task's name for people, with whatever keeps its rows apart from others in the file."""
-    if row["cases"] is not None:
-        return f"{row['task']}: {name_alone(row['cases'])}"
-    words = {
-        "wording": row["wording"],
-        "haystack": name_alone(row["haystack"]),
-        "template": "chat template" if row["template"] else "raw",
-        "new_tokens": f"{row['new_tokens']} new tokens",
-    }
-    said = [word for name, word in words.items() if (row["task"], name) in mixed]
-    return f"{row['task']} ({', '.join(said)})" if said else row["task"]
+def titles(rows: Iterable[Row]) -> Callable[[Row], str]:
+    """Names for people of what each row belongs to: its task, with whatever keeps it apart from others of these."""
+    values = defaultdict[tuple[str, str | None, str], set[Any]](set)
+    for row in rows:
+        for name in APART:
+            values[row["task"], row["cases"], name].add(row[name])
+
+    def title(row: Row) -> str:
+        task, cases = row["task"], row["cases"]
+        words = {
+            "wording": row["wording"],
+            "haystack": name_alone(row["haystack"]),
+            "template": "chat template" if row["template"] else "raw",
+            "new_tokens": f"{row['new_tokens']} new tokens",
+        }
+        said = [words[name] for name in APART if len(values[task, cases, name]) > 1]
+        named = task if cases is None else f"{task}: {name_alone(cases)}"
+        return f"{named} ({', '.join(said)})" if said else named
+
+    return title
+
+
+def wilson(score: float, count: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's interval of a share that was found in so many samples, by default of 95 %.
+
+    It does not say that 12 of 12 are certain. Where samples have scores between 0 and 1 it is a little too wide.
+    """
+    middle = (score + z * z / (2 * count)) / (1 + z * z / count)
+    half = z * math.sqrt(max(0.0, score * (1 - score)) / count + (z / (2 * count)) ** 2) / (1 + z * z / count)
+    return max(0.0, min(score, middle - half)), min(1.0, max(score, middle + half))
 
 
 def standard_error(scores: list[float]) -> float:

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from kvsketch.files import read_about, read_tensors, write_tensors
 from kvsketch.fitting.classifiers import Classifiers, train
-from kvsketch.fitting.files import read_about, read_tensors, write_tensors
 from kvsketch.fitting.pool import Pool
 from kvsketch.fitting.settings import Recipe
 

@@ -132,9 +132,11 @@ def _check_enough_keys(train: list[Text], settings: FitSettings) -> None:
 
 
 def _finished(run: Run, keep: bool) -> KeyIndex:
+    index = read_index(run.out)
+    index.check_files()
     if run.work.exists() and not keep:
         shutil.rmtree(run.work)
-    return read_index(run.out)
+    return index
 
 
 def _read(

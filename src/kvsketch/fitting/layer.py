@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kvsketch.caches.key_index import LayerIndex, layer_file
+from kvsketch.files import read_about, read_tensors, write_tensors
 from kvsketch.fitting.checkpoint import train_on
 from kvsketch.fitting.classifiers import Classifiers
-from kvsketch.fitting.files import read_about, read_tensors, write_tensors
 from kvsketch.fitting.measure import measure
 from kvsketch.fitting.pool import Clusters, Pool, cluster, fill_pool
 from kvsketch.fitting.settings import FitSettings, generator
@@ -53,6 +53,7 @@ class LayerFit:
 
     def _fit(self, layer: int, path: Path) -> None:
         settings, device, seconds = self.settings, self.device, dict[str, float]()
+        self.work.mkdir(parents=True, exist_ok=True)
 
         def kept(kind: type[T], name: str, make: Callable[[], T]) -> T:
             self.show(layer, 0, name)

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvsketch.caches.key_index import DESCRIPTION, FORMAT
+from kvsketch.caches.key_index import DESCRIPTION, write_index
+from kvsketch.files import UNFINISHED, read_json, write_json
 from kvsketch.fitting.corpus import Corpus
-from kvsketch.fitting.files import NEW, write_json
 from kvsketch.fitting.settings import FitSettings
 
 STATE = "fit.json"
@@ -35,8 +35,11 @@ class Run:
             if path.is_file():
                 self._check_same(path)
                 return path.name == DESCRIPTION
-        if self.out.is_file() or any(path.is_file() and path.suffix != NEW for path in self.out.rglob("*")):
+        if self.out.is_file() or any(
+            path.is_file() and not path.name.startswith(UNFINISHED) for path in self.out.rglob("*")
+        ):
             raise ValueError(f"{self.out} has files in it, and none of a fit: name a new folder, or that of a fit")
+        self.work.mkdir(parents=True, exist_ok=True)
         write_json(self.work / STATE, self.description())
         return False
 
@@ -55,7 +58,6 @@ class Run:
         """Write the description, by which the folder is an index."""
         settings = self.settings
         description = {
-            "format": FORMAT,
             "buckets": settings.buckets,
             "hidden": settings.hidden,
             **self.description(),
@@ -63,13 +65,10 @@ class Run:
             "measured": "long-range queries of held-out texts, each by itself",
             "layers": {str(number): report for number, report in layers.items()},
         }
-        write_json(self.out / DESCRIPTION, description)
+        write_index(self.out, description)
 
     def _check_same(self, path: Path) -> None:
-        try:
-            there = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} cannot be read as a fit's description: {error}") from error
+        there = read_json(path)
         new = self.description()
         held, wanted = _flat({name: there.get(name) for name in new}), _flat(new)
         other = [name for name in {**held, **wanted} if held.get(name) != wanted.get(name)]

@@ -10,11 +10,16 @@ import torch
 
 from kvsketch.algorithms.saap import APART, LONG_RANGE
 
+MOST = 10**9
+
 
 def _check(settings: Any, **least: int) -> None:
     for name, smallest in least.items():
-        if getattr(settings, name) < smallest:
-            raise ValueError(f"{name} must be at least {smallest}, got {getattr(settings, name)}")
+        value = getattr(settings, name)
+        if value < smallest:
+            raise ValueError(f"{name} must be at least {smallest}, got {value}")
+        if value > MOST:
+            raise ValueError(f"{name} must be at most {MOST:,}, got {value!s:.40}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,13 +16,13 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvsketch.files import read_about, read_tensors, write_tensors
 from kvsketch.fitting.corpus import Text
-from kvsketch.fitting.files import read_about, read_tensors, write_tensors
 from kvsketch.fitting.settings import ShardSettings, generator
 from kvsketch.huggingface.capture import Captured, capture
 from kvsketch.kernels.buckets import long_range
 
-FORMAT = 1
+FORMAT = 2
 AT_ONCE = 256  # positions whose queries are looked at together
 FEWER = 8  # one in so many queries, where none is long-range
 LOOKED_AT = 16  # for every query wanted, at most
@@ -75,6 +75,7 @@ class Shards:
             heads = chosen["query_heads"][chosen["query_is_far"]]
             far = torch.bincount(heads, minlength=len(seen.keys)).tolist()
             layers[str(seen.layer)] = {"scale": seen.scale, "softcap": seen.softcap, "long_range": far}
+        self.folder.mkdir(parents=True, exist_ok=True)
         write_tensors(self.path(text), tensors, {**self._about(text), "tokens": len(text.ids), "seen": layers})
 
     def _about(self, text: Text) -> dict[str, Any]:

@@ -6,6 +6,7 @@ without a link (sliding layers, other caches, no cache) get ordinary attention, 
 """
 
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,19 +98,40 @@ def attention(
     if layer is not None:
         layer.meet(module)
     if kwargs.get("output_attentions"):
-        raise ValueError(
-            "kvsketch does not form attention weights: leave output_attentions off, or kvsketch.detach(model) "
-            'and use "eager"'
-        )
+        refuse_weights()
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if layer is None:
-        return _unlinked(module, query, key, value, attention_mask, dropout, scale, softcap, s_aux, kwargs)
-    unrotated = layer.before_rotation(module, query, key)
-    new = NewTokens(key, value, _valid(attention_mask, query.shape[2], layer.held.seen), unrotated)
-    if layer.is_first and not torch.compiler.is_compiling():
-        layer.check_positions(kwargs.get("position_ids"), new)
-    part = layer.read(query, new, scale, softcap, lse=s_aux is not None)
-    return _output(part, s_aux, query), None
+    unrotated = None if layer is None else layer.before_rotation(module, query, key)
+    query, key, value = (as_autocast(x) for x in (query, key, value))
+    with without_autocast(query):
+        if layer is None:
+            return _unlinked(module, query, key, value, attention_mask, dropout, scale, softcap, s_aux, kwargs)
+        new = NewTokens(key, value, _valid(attention_mask, query.shape[2], layer.held.seen), unrotated)
+        if not torch.compiler.is_compiling():
+            layer.check_positions_once(kwargs.get("position_ids"), new)
+        part = layer.read(query, new, scale, softcap, lse=s_aux is not None)
+        return _output(part, s_aux, query), None
+
+
+def as_autocast(x: Tensor) -> Tensor:
+    """As stock's attention would take it: under `torch.autocast` keys come in another precision than values."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
+
+
+def without_autocast(like: Tensor) -> AbstractContextManager[Any]:
+    """Where the precision is what the tensors have: what is held must not depend on who asks for it."""
+    kind = like.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
+def refuse_weights() -> None:
+    """Say that there are no attention weights to give out."""
+    raise ValueError(
+        "kvsketch does not form attention weights: leave output_attentions off, or kvsketch.detach(model) "
+        'and use "eager"'
+    )
 
 
 def _linked_layer(key: Tensor) -> "SketchLayer | None":
@@ -117,10 +139,8 @@ def _linked_layer(key: Tensor) -> "SketchLayer | None":
     return None if reference_to_layer is None else reference_to_layer()
 
 
-def _valid(attention_mask: Tensor | None, new: int, seen: int) -> Tensor | None:
-    """Which of the new tokens are real; None if all are."""
-    if attention_mask is None:
-        return None
+def check_mask(attention_mask: Tensor, new: int, seen: int) -> None:
+    """Refuse a mask that is not for all tokens."""
     if attention_mask.ndim != 2:
         raise ValueError(
             f"a kvsketch cache takes a 2-D padding mask, rows × tokens, got shape {tuple(attention_mask.shape)}: "
@@ -131,6 +151,13 @@ def _valid(attention_mask: Tensor | None, new: int, seen: int) -> Tensor | None:
             f"the attention mask covers {attention_mask.shape[1]} tokens, but there are {seen + new}: {seen} in the "
             f"cache and {new} new ones. It must cover all of them, as that of cache.new_tokens(ids) does"
         )
+
+
+def _valid(attention_mask: Tensor | None, new: int, seen: int) -> Tensor | None:
+    """Which of the new tokens are real; None if all are."""
+    if attention_mask is None:
+        return None
+    check_mask(attention_mask, new, seen)
     if hasattr(attention_mask, "_kvsketch_new"):
         return attention_mask._kvsketch_new
     if new == 1 and torch.compiler.is_compiling():

@@ -1,19 +1,29 @@
 """A transformers `Cache` whose full-attention layers are kvsketch's; sliding and other layers stay stock."""
 
 import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin, get_layer_types_and_kwargs
+from torch import Tensor, nn
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    Cache,
+    CacheLayerMixin,
+    LinearAttentionCacheLayerMixin,
+    get_layer_types_and_kwargs,
+)
 
 from kvsketch.caches.base import MethodConfig
 from kvsketch.caches.budget import parse_bytes
 from kvsketch.caches.exact import Exact
 from kvsketch.caches.question import LookupPast
 from kvsketch.caches.registry import parse_spec
-from kvsketch.caches.storage import storage_bytes
+from kvsketch.huggingface import stock
+from kvsketch.huggingface.attention import check_mask, refuse_weights
 from kvsketch.huggingface.layer import SketchLayer
 from kvsketch.huggingface.model import ModelLink
 from kvsketch.huggingface.report import LayerReport, Report
@@ -27,15 +37,20 @@ class SketchCache(Cache):
         super().__init__(layers=[])
         self.reset()
         self.asked_for_length = False  # see DropGuard
+        self.underway = False  # a call has begun
+        self.touched = False  # a call or a move of rows has changed some layers, and has not come to its end
         if model.guard is not None:
             model.guard.caches.add(self)
 
     def reset(self) -> None:
         """Forget everything, a call that failed half-way included."""
+        self.underway = self.touched = False
+        self.read_by: str | None = None  # the fingerprint of the model whose keys are held, taken when the first came
         # New layers: stock ones do not always forget that they recorded, or their length.
         types, options = get_layer_types_and_kwargs(self.model.config)
         options = [options] * len(types) if isinstance(options, dict) else options  # one dict up to transformers 5.17
         self.layers = [self._new_layer(i, kind, options[i]) for i, kind in enumerate(types)]
+        self._kinds = types
         # Kept beside the layers, for every layer asks for them at every step: ours, and all that count tokens
         # (linear attention and the like do not).
         self.sketch_layers = [layer for layer in self.layers if isinstance(layer, SketchLayer)]
@@ -52,16 +67,86 @@ class SketchCache(Cache):
     def _layer_bytes(self, rows: int, entry_bytes: int) -> int:
         """One sketch layer's share of a budget in bytes: what sliding layers leave, in equal parts."""
         total = parse_bytes(str(self.config.budget_given))
-        windows = [getattr(layer, "sliding_window", 0) or 0 for layer in self.layers]
-        left = total - sum(windows) * entry_bytes
-        if left <= 0:
+        sliding = [layer for layer in self.layers if getattr(layer, "sliding_window", None)]
+        # Heads of sliding layers may be of another width; those before the first layer of ours have keys by now.
+        each = next(filter(None, map(stock.bytes_of_token, sliding)), entry_bytes)
+        needed = sum(layer.sliding_window for layer in sliding) * each
+        if total <= needed:
             raise ValueError(
                 f"keep={self.config.budget_given!r} is less than the sliding layers alone need: "
-                f"{sum(windows) * entry_bytes:,} bytes for {rows} rows"
+                f"{needed:,} bytes for {rows} rows"
             )
-        return left // len(self.sketch_layers)
+        return (total - needed) // len(self.sketch_layers)
 
     # -- what transformers calls
+
+    def begin_call(self, module: nn.Module, given: Mapping[str, Any]) -> None:
+        """Refuse what cannot be read, before any layer takes a part of it; the decoder tells what it was given."""
+        new = given.get("input_ids")
+        new = given.get("inputs_embeds") if new is None else new
+        if not isinstance(new, Tensor):
+            return  # the decoder will say so
+        rows, count = new.shape[:2]
+        self.model.check_module(module)
+        self._check_call(rows, count)
+        if given.get("output_attentions"):
+            refuse_weights()
+        mask = given.get("attention_mask")
+        if isinstance(mask, Tensor):
+            check_mask(mask, count, self.seen)
+        if not torch.compiler.is_compiling():
+            self._look_at(module, new, mask, given.get("position_ids"))
+        self._recognise()
+        self.underway = True
+
+    def end_call(self) -> None:
+        """All layers have taken what came."""
+        self.underway = self.touched = False
+
+    def _look_at(self, module: Any, new: Tensor, mask: Tensor | None, positions: Tensor | None) -> None:
+        """Refuse numbers that cannot be read; the compiler cannot trace this."""
+        count = new.shape[1]
+        if count > 1:  # as with keys: a single token is not worth waiting for the device
+            least, most = torch.stack(torch.aminmax(new)).tolist()
+            known = getattr(module.get_input_embeddings(), "num_embeddings", math.inf)
+            if new.is_floating_point() and not math.isfinite(least + most):
+                raise ValueError("inputs_embeds are NaN or infinite; nothing of them was read")
+            if not new.is_floating_point() and not 0 <= least <= most < known:
+                raise ValueError(
+                    f"token ids are from {least} to {most}, and the model has tokens 0 to {known - 1}: is this another "
+                    "model's tokenizer? Nothing of them was read"
+                )
+        if isinstance(positions, Tensor) and self.sketch_layers:
+            valid = None
+            if mask is not None:
+                valid = mask[:, -count:].bool()
+                valid = None if bool(valid.all()) else valid
+            self.sketch_layers[0].check_positions(positions, valid, new.shape[0])
+
+    def _recognise(self) -> None:
+        """Note down which weights make the first keys, and refuse a method that does not fit them."""
+        if self.seen == 0 and not torch.compiler.is_compiling():
+            self.model.check_method(self.config)
+            self.read_by = self.model.fingerprint()
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+        """Take a state of a layer with linear attention or a convolution."""
+        self._check_begun()
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+        """Take the other state of a layer with linear attention."""
+        self._check_begun()
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+
+    def _check_begun(self) -> None:
+        """Such states cannot be taken back, so nothing may come here that was not looked at before."""
+        if not self.underway:
+            raise ValueError(
+                "this cache was given a state by a model that it was not made for, or that is not attached: attach it "
+                "with kvsketch.attach(model), and call the model itself, not a layer or a compiled part of it"
+            )
+        self.touched = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -72,10 +157,11 @@ class SketchCache(Cache):
                 f"the model has a layer {layer_idx}, but this cache was made for {len(self.layers)} layers"
             )
         layer = self.layers[layer_idx]
-        self._check_call(layer_idx, key_states, value_states)
+        self._check_layer(layer_idx, key_states, value_states)
+        self.touched = self.underway
         keys, values = layer.update(key_states, value_states, *args, **kwargs)
         if not isinstance(layer, SketchLayer):
-            _let_go(layer, prompt=key_states.shape[2] > 1)
+            stock.let_go(layer, prompt=key_states.shape[2] > 1)
         return keys, values
 
     @property
@@ -96,22 +182,28 @@ class SketchCache(Cache):
         self.asked_for_length = True
         return super().get_seq_length(layer_idx)
 
-    def _check_call(self, layer_idx: int, keys: Tensor, values: Tensor) -> None:
-        """Refuse a call before its first layer takes anything, and a layer that is out of step."""
+    def _check_call(self, rows: int, count: int) -> None:
+        """Refuse tokens that cannot follow those that were read."""
+        self.model.check_attached()
+        self.asked_for_length = False
+        self.check_whole()
+        if self.rows not in (0, rows):
+            raise ValueError(
+                f"the cache holds {self.rows} rows, but {rows} came: for beams or several answers "
+                "from a filled cache call cache.batch_repeat_interleave(n) first"
+            )
+        self._check_rotation(self.seen, count)
+        if any(layer.held.recording and not layer.cropped for layer in self.sketch_layers):
+            self.end_recording()
+
+    def _check_layer(self, layer_idx: int, keys: Tensor, values: Tensor) -> None:
+        """Refuse a layer that is out of step, and keys that are no numbers."""
         layer, count = self.layers[layer_idx], keys.shape[2]
         first = self._counting_layers[0]
         if layer is first:
-            self.model.check_attached()
-            self.asked_for_length = False
-            self.check_whole()
-            if self.rows not in (0, keys.shape[0]):
-                raise ValueError(
-                    f"the cache holds {self.rows} rows, but {keys.shape[0]} came: for beams or several answers "
-                    "from a filled cache call cache.batch_repeat_interleave(n) first"
-                )
-            self._check_rotation(self.seen, count)
-            if any(other.held.recording and not other.cropped for other in self.sketch_layers):
-                self.end_recording()
+            if not self.underway:  # a layer was called by itself, or a part of the model that was compiled
+                self._check_call(keys.shape[0], count)
+                self._recognise()
         else:
             waiting = next((other for other in self.sketch_layers if other.pending), None)
             if waiting is not None:
@@ -136,9 +228,9 @@ class SketchCache(Cache):
                     )
 
     def check_whole(self) -> None:
-        """Refuse to go on after a call that some layers took and others did not."""
+        """Refuse to go on after a call, or a move of rows, that did not come to its end in all layers."""
         lengths = {layer.get_seq_length() for layer in self._counting_layers}
-        if len(lengths) > 1 or any(layer.broken or layer.pending for layer in self.sketch_layers):
+        if self.touched or len(lengths) > 1 or any(layer.broken or layer.pending for layer in self.sketch_layers):
             raise ValueError(
                 f"an earlier call failed half-way: layers hold between {min(lengths)} and {max(lengths)} tokens. "
                 "This cache cannot be used further; reset() it, or go on with a copy made before that call"
@@ -166,38 +258,87 @@ class SketchCache(Cache):
                 f"{self.seen} tokens: transformers would feed them a second time. Use a new cache, or "
                 "generate without an assistant"
             )
+        for index, layer in enumerate(self.layers):
+            # A convolution's states can be kept for a while; what was summed up cannot be taken apart.
+            if isinstance(layer, LinearAttentionCacheLayerMixin) and self._kinds[index] != "conv":
+                raise ValueError(
+                    f"assisted decoding (and prompt look-up) takes tokens back, and the linear attention of layer "
+                    f"{index} cannot: generate without an assistant"
+                )
         super().activate_past_recording()
 
     def end_recording(self) -> None:
         """Compress what assisted decoding held back, now that it has ended."""
         for layer in self.layers:
             if isinstance(layer, SketchLayer):
-                layer.held.recording = False
-                layer.held.settle()
+                layer.settle(recording=False)
             elif getattr(layer, "record_past", False):
-                if layer.get_seq_length():
+                if self.seen:
                     layer.crop(0)  # back to the size of its window
                 layer.record_past = False
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Take back the last tokens, given as a number below zero: all layers do, or none does."""
+        """Take back the last tokens, padding included, given as a number below zero: all layers do, or none does."""
         tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 brings a tensor
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes the number of tokens to remove, as in crop(-3), got {tokens_to_remove}")
+        self.check_whole()
         recording = [layer for layer in self.layers if getattr(layer, "record_past", False)]
+        dropped = self._real_tokens(-tokens_to_remove)
         if tokens_to_remove:
             for layer in self.sketch_layers:
-                layer.held.check_crop(-tokens_to_remove)
+                layer.held.check_crop(-tokens_to_remove, dropped)
             for index, layer in enumerate(self.layers):
-                full = getattr(layer, "is_sliding", False) and layer.get_seq_length() >= layer.sliding_window
-                if full and layer not in recording:
-                    raise ValueError(
-                        f"cannot take back tokens: the sliding window of layer {index} has moved on and dropped what "
-                        "it would need. Keep a cache.fork() from before those tokens instead"
-                    )
-        for layer in self.layers:
-            if isinstance(layer, SketchLayer) or tokens_to_remove or layer in recording:
-                layer.crop(tokens_to_remove)
+                if layer not in recording:
+                    stock.check_can_go_back(layer, index)
+        with self._in_one_piece():
+            for layer in self.layers:
+                if isinstance(layer, SketchLayer):
+                    layer.take_back(-tokens_to_remove, dropped)
+                elif tokens_to_remove or layer in recording:
+                    layer.crop(tokens_to_remove)
+
+    def _real_tokens(self, count: int) -> list[int]:
+        """How many of the last `count` columns are a token of each row, and not padding."""
+        for layer in self.sketch_layers[:1]:
+            if layer.padding.length:
+                return layer.padding.view[:, max(0, layer.padding.length - count) :].sum(1).tolist()
+        return [count] * self.rows
+
+    # -- rows
+
+    @contextmanager
+    def _in_one_piece(self) -> Iterator[None]:
+        """Whatever is done here is done in all layers, or the cache says that it is broken."""
+        self.check_whole()
+        self.touched = True
+        yield
+        self.touched = False
+
+    def _move_rows(self, indices: Tensor, move: Callable[[Any], None]) -> None:
+        """Have each row become what another one was, in all layers."""
+        if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < max(1, self.rows):
+            raise ValueError(f"rows {indices.tolist()} were asked for, but the cache holds rows 0 to {self.rows - 1}")
+        with self._in_one_piece():
+            for layer in self.layers:
+                move(layer)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes what row `beam_idx[i]` was."""
+        self._move_rows(beam_idx, lambda layer: layer.reorder_cache(beam_idx))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times."""
+        if repeats < 1:
+            raise ValueError(f"rows can be repeated once or more often, got {repeats}")
+        rows = torch.arange(self.rows).repeat_interleave(repeats)
+        self._move_rows(rows, lambda layer: stock.repeat_rows(layer, repeats, rows))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Only these rows, by their numbers or by a mask."""
+        indices = torch.as_tensor(indices)
+        rows = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
+        self._move_rows(rows, lambda layer: stock.select_rows(layer, rows))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SketchCache":
         """An independent copy, for the same model."""
@@ -316,24 +457,10 @@ class SketchCache(Cache):
         save_cache(self, path)
 
 
-def _let_go(layer: Any, prompt: bool) -> None:
-    """Have a stock layer hold what it uses: not all keys of a long prompt, not a call's autograd history."""
-    for name in ("keys", "values"):
-        tensor = getattr(layer, name, None)
-        if not isinstance(tensor, Tensor):
-            continue
-        tensor = tensor.detach()
-        if prompt and tensor.untyped_storage().nbytes() > 2 * tensor.numel() * tensor.element_size():
-            tensor = tensor.clone()  # a sliding layer keeps a view of the whole prompt
-        setattr(layer, name, tensor)
-
-
 def _per_head(measured: Tensor | None) -> list[float] | None:
     """The mean over rows."""
     return None if measured is None else measured.double().mean(0).tolist()
 
 
 def _layer_bytes_held(layer: Any) -> int:
-    if isinstance(layer, SketchLayer):
-        return layer.held.nbytes
-    return storage_bytes(value for value in vars(layer).values() if isinstance(value, Tensor))
+    return layer.held.nbytes if isinstance(layer, SketchLayer) else stock.bytes_held(layer)

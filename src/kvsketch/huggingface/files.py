@@ -1,28 +1,35 @@
-"""Caches on disk: one safetensors file, everything that is not a tensor as JSON in its header."""
+"""Caches on disk: one file of tensors, everything that is not a tensor in its description."""
 
-import json
-import os
-import tempfile
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvsketch.caches.base import MethodConfig
 from kvsketch.caches.registry import METHODS
+from kvsketch.files import TensorFile, write_tensors
+from kvsketch.huggingface import stock
 from kvsketch.huggingface.facts import facts
-from kvsketch.huggingface.model import attach
+from kvsketch.huggingface.model import attach, unwrapped
+from kvsketch.huggingface.weights import devices_of_layers
 
 if TYPE_CHECKING:
     from kvsketch.huggingface.cache import SketchCache
 
-FORMAT = 1
+FORMAT = 2
+# What a description has, and of which kind.
+KINDS: dict[str, type | tuple[type, ...]] = {
+    "method": str,
+    "options": dict,
+    "rests_on": (str, type(None)),
+    "model_type": str,
+    "fingerprint": str,
+    "layers": list,
+}
 
 
 def save_cache(cache: "SketchCache", path: str | Path) -> None:
@@ -32,62 +39,111 @@ def save_cache(cache: "SketchCache", path: str | Path) -> None:
     if cache.seen == 0:
         raise ValueError("the cache is empty: there is nothing to save before it has read a prompt")
     cache.check_whole()
+    now = cache.model.fingerprint()
+    before = cache.read_by or now
+    if now is not None and now != before:
+        raise ValueError(
+            "the model's weights, or its adapters, have changed since this cache began to read: what it holds was made "
+            "by others, and a file would say that it fits these. Have a new cache read the text"
+        )
+    if before is None:
+        raise ValueError("the model that this cache was made for is gone, so a file could not say whose it is")
     tensors: dict[str, Tensor] = {}
     layers: list[dict[str, Any]] = []
     for index, layer in enumerate(cache.layers):
-        if isinstance(layer, SketchLayer):
-            held, numbers = layer.state()
-        else:
-            held, numbers = _stock_state(layer)
+        held, numbers = layer.state() if isinstance(layer, SketchLayer) else stock.state_of(layer)
         tensors |= {f"{index}.{name}": tensor for name, tensor in held.items()}
         layers.append({"type": type(layer).__name__, "state": numbers})
-    header = {
+    description = {
         "format": FORMAT,
         "method": cache.config.name,
         "options": asdict(cache.config.anywhere()),
         "rests_on": cache.config.rests_on(),
         "model_type": cache.model.config.model_type,
-        "fingerprint": cache.model.fingerprint,
+        "fingerprint": before,
         "layers": layers,
     }
-    path = Path(path)
-    handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    try:
-        # Tensors may be views of one buffer; a file wants each for itself.
-        apart = {name: x.clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
-        save_file(apart, unfinished, {"kvsketch": json.dumps(header)})
-        os.replace(unfinished, path)
-    finally:
-        Path(unfinished).unlink(missing_ok=True)
+    write_tensors(path, tensors, description)
 
 
 def load_cache(model: PreTrainedModel, path: str | Path) -> "SketchCache":
-    """The cache that `cache.save(path)` wrote, for the same model; also attaches the model."""
+    """The cache that `cache.save(path)` wrote, for the same model; also attaches the model.
+
+    Each layer's part goes to where that layer computes, and nothing of it is a view of the file.
+    """
     from kvsketch.huggingface.cache import SketchCache
     from kvsketch.huggingface.layer import SketchLayer
 
-    header, tensors = _read(Path(path))
-    if header.get("format") != FORMAT:
-        raise ValueError(f"{path} has format {header.get('format')!r}, this version of kvsketch reads format {FORMAT}")
-    config = METHODS[header["method"]](**header["options"])
-    _check_what_it_rests_on(config, model, header.get("rests_on"), path)
+    model = unwrapped(model)
+    file = TensorFile(path)
+    known = _described(file)
+    config = _config(known, path)
+    _check_what_it_rests_on(config, model, known["rests_on"], path)
     link = attach(model, before_rotation=config.before_rotation)
-    if header["fingerprint"] != link.fingerprint:
+    if known["fingerprint"] != link.fingerprint():
         raise ValueError(
-            f"{path} was saved for another model (a {header['model_type']!r}): keys mean nothing to other weights. "
-            f"Load the model it was made with, in the same dtype; this one is a {link.config.model_type!r}"
+            f"{path} was saved for another model (a {known['model_type']!r:.40}): keys mean nothing to other weights. "
+            f"Load the model it was made with, in the same dtype and with the same adapters; this one is a "
+            f"{link.config.model_type!r}"
         )
     cache = SketchCache(config, link)
-    device = next(model.parameters()).device
-    for index, (layer, saved) in enumerate(zip(cache.layers, header["layers"], strict=True)):
-        prefix = f"{index}."
-        held = {n.removeprefix(prefix): t.to(device) for n, t in tensors.items() if n.startswith(prefix)}
-        if isinstance(layer, SketchLayer):
-            layer.restore(held, saved["state"])
-        else:
-            _restore_stock(layer, held, saved["state"])
+    devices, kinds = devices_of_layers(model), [type(layer).__name__ for layer in cache.layers]
+    if [saved["type"] for saved in known["layers"]] != kinds:
+        raise ValueError(f"{path} does not hold the layers that this model has: {', '.join(dict.fromkeys(kinds))}")
+    for index, (layer, saved) in enumerate(zip(cache.layers, known["layers"], strict=True)):
+        held = file.read(f"{index}.", devices.get(index, model.device))
+        try:
+            if isinstance(layer, SketchLayer):
+                layer.restore(held, saved["state"])
+            else:
+                stock.restore(layer, held, saved["state"])
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, AssertionError) as error:
+            raise ValueError(
+                f"{path} holds a state of layer {index} that {config} cannot be in: {error!r:.200}"
+            ) from error
+    cache.read_by = known["fingerprint"]
+    cache.check_whole()
     return cache
+
+
+def _described(file: TensorFile) -> dict[str, Any]:
+    """A cache's description, all that it needs of the right kind."""
+    known = file.about
+    if known.get("format") != FORMAT:
+        if "method" not in known:
+            raise ValueError(f"{file.path} was not written by cache.save: it does not describe a cache")
+        raise ValueError(
+            f"{file.path} has format {known.get('format')!r:.40}, this version of kvsketch reads format {FORMAT}: have "
+            "a new cache read the text, or use the version that wrote it"
+        )
+    for name, kind in KINDS.items():
+        if name not in known or not isinstance(known[name], kind):
+            raise ValueError(f"{file.path} does not describe a cache: its {name} is {known.get(name)!r:.60}")
+    for layer in known["layers"]:
+        kinds = [type(layer.get(name)) for name in ("type", "state")] if isinstance(layer, dict) else []
+        if kinds != [str, dict]:
+            raise ValueError(f"{file.path} does not describe a cache: one of its layers is {layer!r:.60}")
+    return known
+
+
+def _config(known: Mapping[str, Any], path: str | Path) -> MethodConfig:
+    """The method that a description names, with its options."""
+    name, options = known["method"], known["options"]
+    if name not in METHODS:
+        raise ValueError(
+            f"{path} holds a cache of a method {name!r:.60}, which this version of kvsketch does not have; it has "
+            f"{', '.join(METHODS)}. Use the version that wrote the file"
+        )
+    unknown = options.keys() - {field.name for field in fields(METHODS[name])}
+    if unknown:
+        raise ValueError(
+            f"{path} holds a cache of {name} with options {', '.join(sorted(unknown))!r:.60}, which this version of "
+            "kvsketch does not have. Use the version that wrote the file"
+        )
+    try:
+        return METHODS[name](**options)
+    except ValueError as error:
+        raise ValueError(f"{path} holds a cache of {name} that cannot be: {error}") from error
 
 
 def _check_what_it_rests_on(config: MethodConfig, model: PreTrainedModel, before: str | None, path: str | Path) -> None:
@@ -102,31 +158,3 @@ def _check_what_it_rests_on(config: MethodConfig, model: PreTrainedModel, before
             f"{path} holds a cache of {config}, and what that names has changed since it was saved: what is held was "
             "sorted by what was there before. Put that back, or have a new cache read the text"
         )
-
-
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    if not path.is_file():
-        raise ValueError(f"there is no file {path}")
-    try:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
-    if "kvsketch" not in metadata:
-        raise ValueError(f"{path} was not written by cache.save: its header has no 'kvsketch' entry")
-    return json.loads(metadata["kvsketch"]), tensors
-
-
-def _stock_state(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and numbers of a stock sliding layer."""
-    if not hasattr(layer, "cumulative_length"):
-        raise ValueError(f"layers of type {type(layer).__name__} cannot be saved, only full and sliding attention")
-    return {"keys": layer.keys, "values": layer.values}, {"cumulative_length": int(layer.cumulative_length)}
-
-
-def _restore_stock(layer: Any, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-    layer.lazy_initialization(tensors["keys"], tensors["values"])
-    layer.keys, layer.values = tensors["keys"], tensors["values"]
-    layer.cumulative_length = numbers["cumulative_length"]
-    assert isinstance(layer.keys, torch.Tensor)

@@ -13,7 +13,7 @@ from kvsketch.caches.layer import chunks
 from kvsketch.caches.registry import parse_spec
 from kvsketch.huggingface.cache import SketchCache
 from kvsketch.huggingface.facts import facts
-from kvsketch.huggingface.model import attach
+from kvsketch.huggingface.model import attach, unwrapped
 
 
 def make_cache(model: PreTrainedModel, method: str | MethodConfig = "uniform(keep=0.25)") -> SketchCache:
@@ -21,7 +21,7 @@ def make_cache(model: PreTrainedModel, method: str | MethodConfig = "uniform(kee
 
     `method` is a spec: see `kvsketch.methods()`. `kvsketch.detach(model)` undoes the attaching.
     """
-    config = parse_spec(method)
+    config, model = parse_spec(method), unwrapped(model)
     config.check_model(partial(facts, model))
     return SketchCache(config, attach(model, before_rotation=config.before_rotation))
 
@@ -42,6 +42,7 @@ def prefill(
     small; by default in chunks where the method says `prefill="streaming"`. `progress` is called with
     the number of tokens read after each chunk. `attention_mask` covers the new tokens alone.
     """
+    model = unwrapped(model)
     if input_ids.ndim != 2 or input_ids.shape[1] == 0:
         raise ValueError(f"a prompt is rows × tokens with at least one token, got shape {tuple(input_ids.shape)}")
     if chunk is None:

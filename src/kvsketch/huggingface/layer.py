@@ -12,7 +12,7 @@ from kvsketch.caches.base import MethodConfig
 from kvsketch.caches.layer import LayerCache, NewTokens
 from kvsketch.caches.question import Unrotated
 from kvsketch.caches.storage import Rows
-from kvsketch.huggingface.attention import link
+from kvsketch.huggingface.attention import as_autocast, link, without_autocast
 from kvsketch.huggingface.model import ModelLink
 from kvsketch.huggingface.rotation import WATCH, BeforeRotation
 
@@ -32,6 +32,7 @@ class SketchLayer(CacheLayerMixin):
         self.is_first = False  # of the cache's sketch layers: it remembers the padding, and checks positions
         self.padding = Rows(dim=1)  # in the first layer, once there is any: which tokens so far are real
         self.offsets: list[int] | None = None  # in the first layer: position less rank, of each row's first token
+        self.positions_known = False  # those of the present call were looked at
         self.pending = 0  # new tokens that were taken and that attention has not asked for yet
         self.broken = False  # a read failed in its middle
         self.cropped = True  # `crop` was called since the last read
@@ -54,7 +55,7 @@ class SketchLayer(CacheLayerMixin):
         part = self.held.read(query, new, scale, softcap, lse=lse)
         if self.is_first:
             self._remember_padding(new)
-        self.broken = self.cropped = False
+        self.broken = self.cropped = self.positions_known = False
         return part
 
     def read_again(self, exact: "SketchLayer") -> None:
@@ -63,7 +64,8 @@ class SketchLayer(CacheLayerMixin):
             return
         columns = exact.held.window.columns
         valid = columns.ranks >= 0 if exact.held.window.ragged else None
-        self.held.hold(NewTokens(columns.keys, columns.values, valid))
+        with without_autocast(columns.keys):
+            self.held.hold(NewTokens(columns.keys, columns.values, valid))
         self.held.seen = exact.held.seen  # places where all rows are padded are counted, but not held
         self.offsets = None if exact.offsets is None else list(exact.offsets)
         if exact.padding.length:
@@ -81,27 +83,32 @@ class SketchLayer(CacheLayerMixin):
         real = torch.ones(rows, count, dtype=torch.bool, device=device) if new.valid is None else new.valid
         self.padding.append(real)
 
-    def check_positions(self, positions: Tensor | None, new: NewTokens) -> None:
+    def check_positions_once(self, positions: Tensor | None, new: NewTokens) -> None:
+        """The same, where the call has not told its positions at its beginning: the model has made them since."""
+        if self.is_first and not self.positions_known and positions is not None:
+            self.check_positions(positions, new.valid, new.keys.shape[0])
+
+    def check_positions(self, positions: Tensor, valid: Tensor | None, rows: int) -> None:
         """Refuse tokens that do not follow on those held: text that was cut wrongly, or several texts in one row."""
-        if positions is None or positions.ndim != 2:
+        if positions.ndim != 2:
             return
-        positions = positions.expand(new.keys.shape[0], -1)
+        positions = positions.expand(rows, -1)
         if positions.shape[1] > 1:
             back = positions.diff(dim=1) < 0
-            if new.valid is not None:
-                back = back & new.valid[:, 1:] & new.valid[:, :-1]
+            if valid is not None:
+                back = back & valid[:, 1:] & valid[:, :-1]
             if bool(back.any()):
                 raise ValueError(
                     "positions start again within a row: packed sequences are not supported with a kvsketch cache, "
                     "give each sequence a row of its own"
                 )
-        lengths = self.held.lengths or [0] * new.keys.shape[0]
-        if new.valid is None:
+        lengths = self.held.lengths or [0] * rows
+        if valid is None:
             first = positions[:, 0].tolist()
             begun = [True] * len(first)
         else:
-            first = positions.gather(1, new.valid.long().argmax(1, keepdim=True))[:, 0].tolist()
-            begun = new.valid.any(1).tolist()
+            first = positions.gather(1, valid.long().argmax(1, keepdim=True))[:, 0].tolist()
+            begun = valid.any(1).tolist()
         offsets = [place - length for place, length in zip(first, lengths, strict=True)]
         before = self.offsets or offsets
         for row, (offset, known, real) in enumerate(zip(offsets, before, begun, strict=True)):
@@ -112,6 +119,7 @@ class SketchLayer(CacheLayerMixin):
                     "**cache.new_tokens(ids); to pass the whole text, its beginning must be what the cache has read"
                 )
         self.offsets = [o if r and not n else k for o, k, r, n in zip(offsets, before, begun, lengths, strict=True)]
+        self.positions_known = True
 
     def meet(self, module: nn.Module) -> None:
         """The attention function has found this layer, on behalf of a module."""
@@ -134,11 +142,12 @@ class SketchLayer(CacheLayerMixin):
         """Refuse keys that cannot be this layer's."""
         if not self.held.started:
             return
-        held = self.held.window.keys.view
+        held, keys = self.held.window.keys.view, as_autocast(keys)
         if (held.shape[1], held.shape[3], held.dtype) != (keys.shape[1], keys.shape[3], keys.dtype):
             raise ValueError(
                 f"layer {self.held.layer} holds {held.shape[1]} KV heads of width {held.shape[3]} in {held.dtype}, "
-                f"but {keys.shape[1]} of width {keys.shape[3]} in {keys.dtype} came: the cache is another model's"
+                f"but {keys.shape[1]} of width {keys.shape[3]} in {keys.dtype} came: the cache is another model's, or "
+                "was filled under another torch.autocast"
             )
 
     def get_seq_length(self) -> int:
@@ -157,25 +166,32 @@ class SketchLayer(CacheLayerMixin):
         """Hold back compression until `crop` says how many of the latest tokens stay."""
         self.held.recording = True
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens, given as a number below zero; then compress what was held back."""
+    def take_back(self, count: int, dropped: list[int]) -> None:
+        """Take back the last tokens, `dropped` of each row and else padding; then compress what was held back."""
         if not self.held.started:
             return
-        self.held.crop(-tokens_to_remove)
+        self.held.crop(count, dropped)
         if self.padding.length:
-            self.padding.remove(self.padding.length + tokens_to_remove, self.padding.length)
+            self.padding.remove(self.padding.length - count, self.padding.length)
         self.cropped = True
         if self.held.recording:
-            self.held.recording = False
-            self.held.settle()
-            self.held.recording = True
+            self.settle(recording=True)
+
+    def settle(self, *, recording: bool) -> None:
+        """Compress what was held back; whether to hold back what comes next."""
+        self.held.recording = False
+        if self.held.started:
+            with without_autocast(self.held.window.keys.view):
+                self.held.settle()
+        self.held.recording = recording
 
     def reset(self) -> None:
         """Forget everything, a call that failed half-way included."""
         self.held.reset()
         self.held.recording = False
         self.padding, self.offsets = Rows(dim=1), None
-        self.pending, self.broken, self.cropped, self.is_initialized = 0, False, True, False
+        self.pending, self.cropped = 0, True
+        self.broken = self.is_initialized = self.positions_known = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row `beam_idx[i]` was."""

@@ -1,22 +1,27 @@
 """Attaching to a model and letting go of it again; what kvsketch can serve, and how it knows a model."""
 
 import hashlib
+import inspect
 import json
 import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin, get_layer_types_and_kwargs
 
+from kvsketch.caches.base import MethodConfig
 from kvsketch.huggingface.attention import NAME, register
+from kvsketch.huggingface.facts import facts
 from kvsketch.huggingface.modules import attention_modules
 from kvsketch.huggingface.rotation import WATCH, BeforeRotation
+from kvsketch.huggingface.weights import fingerprint_of_weights
 
+CALLS = "_kvsketch_calls"  # on the decoder: the hooks that tell a cache where a call begins and ends
 BEFORE = "_kvsketch_before"  # on attention modules: the attention they had
 GUARD = "_kvsketch_guard"  # on attention modules of models that may drop a cache
 ARCHITECTURE = (
@@ -31,7 +36,6 @@ ARCHITECTURE = (
     "rope_parameters",
     "attn_logit_softcapping",
 )  # what keys depend on beside the weights
-SAMPLED_WEIGHTS = 64  # numbers of every parameter that go into a model's fingerprint
 
 
 @dataclass(frozen=True)
@@ -77,12 +81,30 @@ class ModelLink:
 
     config: Any  # the text model's
     modules: frozenset[int]  # ids of its attention modules
-    fingerprint: str
+    decoder: int | None  # the id of the module that runs all of them
     rope: Rotation | None
     guard: DropGuard | None
+    model: "weakref.ref[PreTrainedModel]"  # not held: a cache does not keep its model alive
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModelLink":
         return self
+
+    def fingerprint(self) -> str | None:
+        """A hash of the architecture and of a sample of every weight as it is now; None if the model is gone."""
+        model = self.model()
+        if model is None:
+            return None
+        known = {name: getattr(self.config, name, None) for name in ARCHITECTURE}
+        plain = {name: value for name, value in known.items() if value is not None}
+        digest = hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode())
+        digest.update(fingerprint_of_weights(model, rounded=False).encode())
+        return digest.hexdigest()
+
+    def check_method(self, config: MethodConfig) -> None:
+        """Refuse a method that does not fit the model as it is now."""
+        model = self.model()
+        if model is not None:
+            config.check_model(partial(facts, model))
 
     def check_attached(self) -> None:
         """Refuse to work for a model whose attention is not ours."""
@@ -94,8 +116,8 @@ class ModelLink:
             )
 
     def check_module(self, module: nn.Module) -> None:
-        """Refuse the layers of another model."""
-        if id(module) not in self.modules:
+        """Refuse the layers, or the decoder, of another model."""
+        if id(module) not in self.modules and id(module) != self.decoder:
             raise ValueError(
                 "this cache was made for another model object: make one for this model with "
                 "kvsketch.make_cache(model, ...), or save it and use kvsketch.load_cache(model, path)"
@@ -108,8 +130,12 @@ def attach(model: PreTrainedModel, *, before_rotation: bool = False) -> ModelLin
     `before_rotation`: have queries and keys noted before they are rotated, for methods that ask for that (saap).
     `make_cache` and `load_cache` do what their method needs.
     """
+    model = unwrapped(model)
     text = _check_supported(model)
     modules = list(attention_modules(model))
+    watch = BeforeRotation(model) if before_rotation and not _own_watch(modules) else None
+    if watch is not None:
+        watch.check()
     before = text._attn_implementation
     if before != NAME:
         register()
@@ -123,22 +149,27 @@ def attach(model: PreTrainedModel, *, before_rotation: bool = False) -> ModelLin
         for module in modules:
             if not hasattr(module, BEFORE):
                 setattr(module, BEFORE, before)
+    decoder = _decoder_of(model, modules)
+    if decoder is not None and not hasattr(decoder, CALLS):
+        begun = decoder.register_forward_pre_hook(_begin_call, with_kwargs=True)
+        setattr(decoder, CALLS, (begun, decoder.register_forward_hook(_end_call, with_kwargs=True)))
     rope = _changing_rotation(text)
     guard = None
     if rope is not None and rope.kind == "longrope":
         guard = next((getattr(m, GUARD) for m in modules if hasattr(m, GUARD)), None) or DropGuard(rope)
         for module in modules:
             setattr(module, GUARD, guard)
-    if before_rotation and not _own_watch(modules):
-        watch = BeforeRotation(model)
+    if watch is not None:
         watch.open()
         for module in modules:
             setattr(module, WATCH, watch)
-    return ModelLink(text, frozenset(map(id, modules)), fingerprint(model, text), rope, guard)
+    known = None if decoder is None else id(decoder)
+    return ModelLink(text, frozenset(map(id, modules)), known, rope, guard, weakref.ref(model))
 
 
 def detach(model: PreTrainedModel) -> None:
     """Give the model back the attention it had; harmless where it is not attached."""
+    model = unwrapped(model)
     text = model.config.get_text_config(decoder=True)
     modules = list(attention_modules(model))
     if text._attn_implementation == NAME:
@@ -147,10 +178,56 @@ def detach(model: PreTrainedModel) -> None:
         _set_attention(model, text, next((getattr(m, BEFORE) for m in modules if hasattr(m, BEFORE)), usual))
     if _own_watch(modules):
         getattr(modules[0], WATCH).close()
+    decoder = _decoder_of(model, modules)
+    if decoder is not None and hasattr(decoder, CALLS):
+        for hook in getattr(decoder, CALLS):
+            hook.remove()
+        delattr(decoder, CALLS)
     for module in modules:
         for note in (BEFORE, GUARD, WATCH):
             if hasattr(module, note):
                 delattr(module, note)
+
+
+def unwrapped(model: Any) -> Any:
+    """The transformers model itself, where adapters (peft) or the compiler are wrapped around it."""
+    inner = getattr(model, "_orig_mod", model)
+    if isinstance(inner, PreTrainedModel) or not hasattr(inner, "get_base_model"):
+        return inner
+    for name, adapter in getattr(inner, "peft_config", {}).items():
+        if getattr(adapter, "is_prompt_learning", False):
+            raise ValueError(
+                f"the adapter {name!r} puts learnt tokens before the text (a {type(adapter).__name__}), in a cache of "
+                "its own: kvsketch serves adapters that change weights, such as LoRA"
+            )
+    return unwrapped(inner.get_base_model())
+
+
+def _decoder_of(model: PreTrainedModel, modules: Sequence[nn.Module]) -> nn.Module | None:
+    """The innermost model that runs all attention modules."""
+    wanted, found = set(map(id, modules)), None
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and wanted <= set(map(id, module.modules())):
+            found = module
+    return found if wanted else None
+
+
+def _begin_call(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Tell one of our caches that tokens are coming, before any layer sees them."""
+    given = options
+    if arguments:
+        names = [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
+        given = dict(zip(names, arguments, strict=False)) | options
+    cache = given.get("past_key_values")
+    if isinstance(cache, Cache) and hasattr(cache, "begin_call"):
+        cache.begin_call(module, given)
+
+
+def _end_call(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+    """Tell it that all layers have seen them; after a failure nobody is told."""
+    for value in (*arguments, *options.values()):
+        if isinstance(value, Cache) and hasattr(value, "end_call"):
+            value.end_call()
 
 
 def _own_watch(modules: Sequence[nn.Module]) -> bool:
@@ -187,6 +264,10 @@ def _check_supported(model: PreTrainedModel) -> Any:
     if getattr(text, "num_kv_shared_layers", None) or getattr(text, "kv_sharing_modes", None):
         raise ValueError(f"layers of {name} share one cache: kvsketch does not serve it, use transformers' own cache")
     kinds, _ = get_layer_types_and_kwargs(text)
+    if not any(issubclass(DYNAMIC_LAYER_TYPE_MAPPING.get(kind, object), CacheLayerMixin) for kind in kinds):
+        raise ValueError(
+            f"{name} has no attention layer ({', '.join(sorted(set(kinds)))}): use transformers' own cache"
+        )
     if "full_attention" not in kinds:
         warnings.warn(
             f"{name} has no full-attention layer ({', '.join(sorted(set(kinds)))}): there is nothing to compress",
@@ -207,22 +288,3 @@ def _changing_rotation(text: Any) -> Rotation | None:
             )
             return Rotation(kind, int(limit or text.max_position_embeddings))
     return None
-
-
-def fingerprint(model: PreTrainedModel, text: Any) -> str:
-    """A hash of the architecture and of a sample of every parameter: two checkpoints of one family differ."""
-    known = {name: getattr(text, name) for name in ARCHITECTURE if getattr(text, name, None) is not None}
-    digest = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode())
-    for name, parameter in model.named_parameters():
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        if (sample := sample_of(parameter)) is not None:
-            digest.update(sample.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def sample_of(parameter: Tensor) -> Tensor | None:
-    """A few numbers of a parameter, evenly from all of it, if it has any."""
-    if parameter.device.type == "meta" or not parameter.numel():
-        return None
-    step = max(1, parameter.numel() // SAMPLED_WEIGHTS)
-    return parameter.detach().reshape(-1)[::step][:SAMPLED_WEIGHTS].cpu().contiguous()

@@ -81,12 +81,7 @@ class BeforeRotation:
 
     def open(self) -> None:
         """Begin to note; what was not closed is closed when its model is gone."""
-        for module in self.modules:
-            if ROTATION not in _names_of_forward(module):
-                raise ValueError(
-                    f"{self.name} does not rotate by {ROTATION}: how its queries and keys were before rotation cannot "
-                    "be seen, which Saap needs"
-                )
+        self.check()
         files = self._files()
         weakref.finalize(self, _let_go, files, None)
         for module in self.modules:
@@ -97,6 +92,15 @@ class BeforeRotation:
                 if not isinstance(names[ROTATION], NotingRotation):
                     names[ROTATION] = NotingRotation(names[ROTATION])
                 names[ROTATION].watches += (weakref.ref(self),)
+
+    def check(self) -> None:
+        """Refuse a model of which nothing could be noted."""
+        for module in self.modules:
+            if ROTATION not in _names_of_forward(module):
+                raise ValueError(
+                    f"{self.name} does not rotate by {ROTATION}: how its queries and keys were before rotation cannot "
+                    "be seen, which Saap needs"
+                )
 
     def close(self) -> None:
         """Leave everything as it was."""

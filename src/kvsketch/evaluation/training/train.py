@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
@@ -18,6 +16,7 @@ from kvsketch.evaluation.training.documents import IGNORED, Batch, Documents
 from kvsketch.evaluation.training.recipe import LENGTHS, Progress, Recipe
 from kvsketch.evaluation.training.start import Shape, start_model
 from kvsketch.evaluation.training.tokenizer import build_tokenizer
+from kvsketch.files import read_json, read_tensors, write_json, write_tensors
 
 STATE, WEIGHTS, LOG = "state.json", "checkpoint.safetensors", "log.jsonl"
 
@@ -145,7 +144,7 @@ def _save(
             f"step.{name}": state["step"],
         }
     weights = folder / f"{progress.step}.{WEIGHTS}"
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, weights)
+    write_tensors(weights, tensors, {})
     _write_state(folder, recipe, progress, weights.name)
     for old in folder.glob(f"*.{WEIGHTS}"):
         if old != weights:
@@ -154,15 +153,13 @@ def _save(
 
 def _write_state(folder: Path, recipe: Recipe, progress: Progress, weights: str | None) -> None:
     state = {"recipe": dataclasses.asdict(recipe), "weights": weights, "progress": dataclasses.asdict(progress)}
-    fresh = folder / f"{STATE}.new"
-    fresh.write_text(json.dumps(state))
-    os.replace(fresh, folder / STATE)
+    write_json(folder / STATE, state)
 
 
 def _resume(folder: Path, recipe: Recipe, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer) -> Progress:
     if not (folder / STATE).is_file():
         _write_state(folder, recipe, Progress(accuracy={}), None)
-    state = json.loads((folder / STATE).read_text())
+    state = read_json(folder / STATE)
     if state.get("recipe") != dataclasses.asdict(recipe):
         raise ValueError(
             f"{folder} holds a run with another recipe, {state.get('recipe')}; go on with that, or use another folder"
@@ -172,7 +169,7 @@ def _resume(folder: Path, recipe: Recipe, model: LlamaForCausalLM, optimizer: to
     (folder / LOG).write_text("".join(f"{row}\n" for row in rows[: progress.step]), encoding="utf-8")
     if state["weights"] is None:  # stopped before the first checkpoint
         return progress
-    tensors = load_file(folder / state["weights"])
+    tensors = read_tensors(folder / state["weights"])
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(tensors[f"model.{name}"])

@@ -1,0 +1,306 @@
+"""Files that are whole or refused: they appear in one piece, and every byte of them is checked when they are read.
+
+A file of tensors is a safetensors file. Its header begins with a checksum of the header itself, and has a description
+as JSON and a digest of every tensor. So a part of a file can be read without the rest, and is what was written.
+Nothing that was read is a view of a file: what happens to a file later does not reach it.
+"""
+
+import errno
+import hashlib
+import json
+import math
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+try:
+    import fcntl
+except ImportError:  # not there on Windows, where nothing is locked
+    fcntl = None  # type: ignore[assignment]
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+BEGIN = b'{"__metadata__":{"checksum":"'  # of every header; behind it stand the 64 figures of its checksum
+BLANK = b"0" * 64
+ABOUT, DIGESTS = "kvsketch", "digests"  # of the metadata: the description, and the tensors' digests
+LARGEST_HEADER = 16 << 20  # bytes
+UNFINISHED = ".kvsketch-"  # how the names of files begin that are not whole yet, where they need one
+NO_UNNAMED_FILES = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}
+
+
+# -- writing
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[BinaryIO]:
+    """A file to write to, which takes the place of `path` when all is written; if anything fails, nothing has changed.
+
+    Where the system can, the file has no name before it is whole, so that nothing is left of one that was given up. A
+    symbolic link is followed. A file that was there keeps its mode; a new one gets what the umask gives.
+    """
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        raise ValueError(f"{path} is no regular file: name a file, one that is there or a new one")
+    if not target.parent.is_dir():
+        raise ValueError(f"there is no folder {target.parent} to write {target.name} to")
+    # The lock is held until the end. A file of this name without a lock is one whose writer was killed.
+    prefix = f"{UNFINISHED}{hashlib.sha256(target.name.encode()).hexdigest()[:12]}-"
+    _remove_left_over(target.parent, prefix)
+    unfinished = target.with_name(f"{prefix}{secrets.token_hex(8)}")
+    handle, named = _open_new(unfinished)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            if target.exists():
+                os.fchmod(handle, target.stat().st_mode & 0o7777)
+            yield file
+            file.flush()
+            os.fsync(handle)
+            if not named:
+                _give_name(handle, unfinished)
+                named = True
+            os.replace(unfinished, target)
+            named = False
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror}, and nothing was written", str(path)) from error
+    finally:
+        if named:
+            unfinished.unlink(missing_ok=True)
+
+
+def _open_new(path: Path) -> tuple[int, bool]:
+    """A new locked file, without a name if the system can do that; and whether it has the name."""
+    if hasattr(os, "O_TMPFILE") and os.path.isdir("/proc/self/fd"):
+        try:
+            handle = os.open(path.parent, os.O_TMPFILE | os.O_WRONLY, 0o666)
+        except OSError as error:
+            if error.errno not in NO_UNNAMED_FILES:
+                raise
+        else:
+            _lock(handle)
+            return handle, False
+    while True:
+        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        _lock(handle)
+        if path.exists():  # nobody took it for one that was left over before the lock was there
+            return handle, True
+        os.close(handle)
+
+
+def _give_name(handle: int, path: Path) -> None:
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        # With a folder given, Python follows the link to the file itself.
+        os.link(f"/proc/self/fd/{handle}", path.name, dst_dir_fd=folder, follow_symlinks=True)
+    finally:
+        os.close(folder)
+
+
+def _lock(handle: int) -> bool:
+    """Whether nobody else has the lock; where there are no locks, nobody is known to have none."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _remove_left_over(folder: Path, prefix: str) -> None:
+    """Remove what writers have left who were killed."""
+    for path in folder.glob(f"{prefix}*"):
+        with suppress(OSError):
+            handle = os.open(path, os.O_WRONLY)
+            try:
+                if _lock(handle):
+                    path.unlink()
+            finally:
+                os.close(handle)
+
+
+def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+    """Write tensors with a description, one tensor in memory at a time beside those given."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that all lie aligned
+    header: dict[str, Any] = {"__metadata__": {"checksum": BLANK.decode(), ABOUT: _json(about)}}
+    digests, end = dict[str, str](), 0
+    for name in order:
+        x = tensors[name]
+        start, end = end, end + x.numel() * x.element_size()
+        header[name] = {"dtype": NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [start, end]}
+        digests[name] = hashlib.sha256(_bytes_of(x)).hexdigest()
+    header["__metadata__"][DIGESTS] = _json(digests)
+    text = _json(header).encode()
+    text += b" " * (-len(text) % 8)
+    assert text.startswith(BEGIN + BLANK)
+    if len(text) > LARGEST_HEADER:
+        raise ValueError(f"{path} would have a header of {len(text):,} bytes: at most {LARGEST_HEADER:,} can be read")
+    length = len(text).to_bytes(8, "little")
+    with replacing(path) as file:
+        file.write(length + BEGIN + hashlib.sha256(length + text).hexdigest().encode() + text[len(BEGIN + BLANK) :])
+        for name in order:
+            file.write(_bytes_of(tensors[name]))
+
+
+def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
+    """Write a description with its checksum."""
+    text = json.dumps({**content, "checksum": digest_of(content)}, indent=2, ensure_ascii=False, allow_nan=False)
+    with replacing(path) as file:
+        file.write(text.encode() + b"\n")
+
+
+def digest_of(content: Mapping[str, Any]) -> str:
+    """A digest of what can be written as JSON, its checksum left out."""
+    plain = {name: value for name, value in content.items() if name != "checksum"}
+    return hashlib.sha256(json.dumps(plain, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+
+def _json(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+
+
+def _bytes_of(x: Tensor) -> memoryview:
+    return memoryview(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+# -- reading
+
+
+class DamagedError(ValueError):
+    """A file is not what was written."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies in its file, and its digest."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+    digest: str
+
+
+class TensorFile:
+    """A file that `write_tensors` wrote: its description, and its tensors when they are asked for."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Read the header; refuse a file that is not whole."""
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise ValueError(f"there is no file {path}")
+        with self.path.open("rb") as file:
+            self._read_header(file)
+
+    def _read_header(self, file: BinaryIO) -> None:
+        length, size = file.read(8), os.fstat(file.fileno()).st_size
+        count = int.from_bytes(length, "little")
+        if len(length) < 8 or count > min(LARGEST_HEADER, size - 8):
+            raise self._damaged("it is cut off, or no file of tensors")
+        text = file.read(count)
+        cut = len(BEGIN) + len(BLANK)
+        if not text.startswith(BEGIN):
+            raise self._foreign(text)
+        self.digest = hashlib.sha256(length + BEGIN + BLANK + text[cut:]).hexdigest()
+        if text[len(BEGIN) : cut] != self.digest.encode():
+            raise self._damaged("its header is not what was written")
+        try:
+            header = json.loads(text)
+            metadata = header.pop("__metadata__")
+            self.about: dict[str, Any] = dict(json.loads(metadata[ABOUT]))
+            digests, self._begin, end = json.loads(metadata[DIGESTS]), 8 + count, 0
+            self.places = dict[str, Place]()
+            for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+                place = self._place(entry, str(digests[name]), end)
+                self.places[name], end = place, place.end
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
+            raise self._damaged(f"its header makes no sense: {error!r:.100}") from error
+        if self._begin + end != size:
+            raise self._damaged(f"it has {size:,} bytes, and {self._begin + end:,} were written")
+
+    @staticmethod
+    def _place(entry: Mapping[str, Any], digest: str, start: int) -> Place:
+        """An entry of the header: tensors lie one behind another."""
+        dtype, shape, (begin, end) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+        whole = all(type(number) is int and 0 <= number < 1 << 48 for number in (*shape, begin, end))
+        if not whole or begin != start or end - begin != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{entry} does not fit")
+        return Place(dtype, shape, begin, end, digest)
+
+    def read(self, prefix: str = "", device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """The tensors whose names begin so, without the beginning; refuses what is not as it was written."""
+        with self.path.open("rb") as file:
+            return {
+                name.removeprefix(prefix): self._tensor(file, name).to(device)
+                for name in self.places
+                if name.startswith(prefix)
+            }
+
+    def _tensor(self, file: BinaryIO, name: str) -> Tensor:
+        place = self.places[name]
+        found = torch.empty(place.shape, dtype=place.dtype)
+        room = _bytes_of(found)  # shares its memory
+        file.seek(self._begin + place.start)
+        got = 0
+        while got < len(room) and (more := file.readinto(room[got:])):  # type: ignore[attr-defined]
+            got += more
+        if got < len(room) or hashlib.sha256(room).hexdigest() != place.digest:
+            raise self._damaged(f"{name} is not what was written; or the file was changed while it was read")
+        return found
+
+    def _damaged(self, why: str) -> DamagedError:
+        return DamagedError(f"{self.path} is damaged: {why}. Take a copy of it, if there is one, or make it anew")
+
+    def _foreign(self, text: bytes) -> ValueError:
+        """What to say of a header that is not ours; versions before the first checksum began another way."""
+        try:
+            known = json.loads(text)["__metadata__"].keys() & {ABOUT, "about"}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return self._damaged("its header cannot be read")
+        if known:
+            return ValueError(
+                f"{self.path} was written by a version of kvsketch that kept no checksums, which this one does not "
+                "read: make it anew, or read it with the version that wrote it"
+            )
+        return ValueError(f"{self.path} was not written by kvsketch: its header begins with {text[:30]!r}")
+
+
+def read_tensors(path: str | Path, device: torch.device | str = "cpu", prefix: str = "") -> dict[str, Tensor]:
+    """The tensors of a file whose names begin so, without the beginning."""
+    return TensorFile(path).read(prefix, device)
+
+
+def read_about(path: str | Path) -> dict[str, Any] | None:
+    """The description of a file of tensors; None if there is no such file, or none that is whole."""
+    try:
+        return TensorFile(path).about
+    except (ValueError, OSError):
+        return None
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """What `write_json` wrote."""
+    path = Path(path)
+    try:
+        if path.stat().st_size > LARGEST_HEADER:
+            raise ValueError(f"it has more than {LARGEST_HEADER:,} bytes")
+        content = json.loads(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError("it is no description")
+        if "checksum" not in content:
+            raise ValueError("it has no checksum, as files of earlier versions have none")
+        if content.pop("checksum") != digest_of(content):
+            raise ValueError("it was changed since")
+    except (ValueError, RecursionError) as error:  # broken JSON and broken UTF-8 are ValueErrors
+        raise DamagedError(f"{path} cannot be read as what kvsketch wrote: {error!s:.200}") from error
+    return content

@@ -1,0 +1,108 @@
+"""What there is to know about the layers of a cache that stay transformers' own."""
+
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
+
+from kvsketch.caches.storage import storage_bytes, with_prefix
+
+STATES = {"conv": "conv_states", "recurrent": "recurrent_states"}  # of layers with linear attention or a convolution
+SAVED = {  # layers whose state is known: what their class is called
+    "DynamicSlidingWindowLayer",
+    "LinearAttentionLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+    "DummyLayer",
+}
+
+
+def let_go(layer: Any, prompt: bool) -> None:
+    """Have a layer hold what it uses: not all keys of a long prompt, not a call's autograd history."""
+    for name in ("keys", "values"):
+        tensor = getattr(layer, name, None)
+        if not isinstance(tensor, Tensor):
+            continue
+        tensor = tensor.detach()
+        if prompt and tensor.untyped_storage().nbytes() > 2 * tensor.numel() * tensor.element_size():
+            tensor = tensor.clone()  # a sliding layer keeps a view of the whole prompt
+        setattr(layer, name, tensor)
+
+
+def check_can_go_back(layer: Any, index: int) -> None:
+    """Refuse to take tokens back in a layer that has dropped what it would need."""
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        what = f"the state of layer {index} (linear attention, or a convolution) has summed them up"
+    elif getattr(layer, "is_sliding", False) and layer.get_seq_length() >= layer.sliding_window:
+        what = f"the sliding window of layer {index} has moved on and dropped what it would need"
+    else:
+        return
+    raise ValueError(f"cannot take back tokens: {what}. Keep a cache.fork() from before those tokens instead")
+
+
+def repeat_rows(layer: Any, repeats: int, rows: Tensor) -> None:
+    """Every row several times; what is summed up in a layer knows only how to be put in another order."""
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        layer.reorder_cache(rows)
+    else:
+        layer.batch_repeat_interleave(repeats)
+
+
+def select_rows(layer: Any, rows: Tensor) -> None:
+    """Only these rows."""
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        layer.reorder_cache(rows)
+    else:
+        layer.batch_select_indices(rows)
+
+
+def bytes_held(layer: Any) -> int:
+    """Bytes of memory that a layer holds."""
+    found = list(vars(layer).values())
+    for name in STATES.values():
+        found += list(getattr(layer, name, {}).values())
+    return storage_bytes(value for value in found if isinstance(value, Tensor))
+
+
+def bytes_of_token(layer: Any) -> int | None:
+    """Bytes of one token of all rows, where a layer holds some."""
+    if not isinstance(getattr(layer, "keys", None), Tensor) or layer.keys.ndim != 4:
+        return None
+    return sum(x.shape[0] * x.shape[1] * x.shape[3] * x.element_size() for x in (layer.keys, layer.values))
+
+
+def state_of(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Everything that `restore` needs, as tensors and as JSON."""
+    if type(layer).__name__ not in SAVED:
+        raise ValueError(f"layers of type {type(layer).__name__} cannot be saved: their state is not known here")
+    tensors, numbers = dict[str, Tensor](), dict[str, Any]()
+    if isinstance(layer, DynamicLayer) and layer.is_initialized:
+        tensors |= {"keys": layer.keys, "values": layer.values}
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        numbers["cumulative_length"] = int(layer.cumulative_length)
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        for short, name in STATES.items():
+            states = getattr(layer, name)
+            tensors |= {f"{short}.{i}": state for i, state in states.items() if state is not None}
+        numbers["had"] = [bool(layer.has_previous_state[i]) for i in range(layer.number_of_states)]
+        numbers["kernels"] = [layer.conv_kernel_size[i] for i in range(layer.number_of_states)]
+    return tensors, numbers
+
+
+def restore(layer: Any, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+    """Take back what `state_of` gave."""
+    if "keys" in tensors:
+        layer.lazy_initialization(tensors["keys"], tensors["values"])
+        layer.keys, layer.values = tensors["keys"], tensors["values"]
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        layer.cumulative_length = int(numbers["cumulative_length"])
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        for i, kernel in enumerate(numbers["kernels"]):
+            conv, recurrent = (with_prefix(tensors, f"{short}.").get(str(i)) for short in STATES)
+            if conv is not None:
+                layer.lazy_initialization(conv_states=conv, state_idx=i, conv_kernel_size=kernel)
+                layer.conv_states[i].copy_(conv)
+            if recurrent is not None:
+                layer.lazy_initialization(recurrent_states=recurrent, state_idx=i)
+                layer.recurrent_states[i].copy_(recurrent)
+            layer.has_previous_state[i] = bool(numbers["had"][i])

@@ -1,0 +1,121 @@
+"""What a model's weights are, and where its layers compute, wherever the weights lie: on devices, offloaded, on disk.
+
+A fingerprint has a few numbers of every tensor, and which adapters are at work. It is taken when it is needed: weights
+may be trained, merged or converted at any time.
+"""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kvsketch.huggingface.modules import attention_modules
+
+SAMPLED = 64  # numbers of every tensor that go into a fingerprint
+TINY = torch.finfo(torch.float16).tiny  # float16 has fewer bits for what is smaller than bfloat16 has
+ADAPTER = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")  # what a peft layer computes by
+
+
+def fingerprint_of_weights(model: PreTrainedModel, *, rounded: bool) -> str:
+    """A hash of a sample of every weight, and of what adapters do.
+
+    `rounded`: to bfloat16, with tiny numbers as zeros, so that it is the same in whatever precision a checkpoint is
+    loaded; otherwise the precision counts as well.
+    """
+    samples = dict[str, Tensor]()
+    digest = hashlib.sha256()
+    for name, tensor in _weights(model):
+        digest.update(f"{name} {tuple(tensor.shape)} {'' if rounded else tensor.dtype}".encode())
+        samples[name] = _sample(tensor, rounded)
+    for content in _on_cpu(samples).values():
+        digest.update(content.numpy().tobytes())
+    for name, module in model.named_modules():
+        if hasattr(module, "active_adapters") and hasattr(module, "disable_adapters"):
+            digest.update(f"{name} {[repr(getattr(module, what, None)) for what in ADAPTER]}".encode())
+    return digest.hexdigest()
+
+
+def _sample(tensor: Tensor, rounded: bool) -> Tensor:
+    """The bytes of a few numbers of a tensor, evenly from all of it."""
+    step = max(1, tensor.numel() // SAMPLED)
+    sample = tensor.detach().reshape(-1)[::step][:SAMPLED].contiguous()
+    if rounded and sample.is_floating_point():
+        sample = sample.to(torch.bfloat16)
+        sample = sample.where(sample.abs() >= TINY, 0)
+    return sample.view(torch.uint8)
+
+
+def _on_cpu(samples: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Bytes of all tensors, fetched from each device at once."""
+    by_device = defaultdict[torch.device, list[str]](list)
+    for name, sample in samples.items():
+        by_device[sample.device].append(name)
+    found = dict[str, Tensor]()
+    for names in by_device.values():
+        together = torch.cat([samples[name] for name in names]).cpu()
+        found |= dict(zip(names, together.split([samples[name].numel() for name in names]), strict=True))
+    return {name: found[name] for name in samples}
+
+
+def _weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """All parameters, and what else is saved with a model, by name; those that are offloaded from where they lie."""
+    away = {name: (weights, key) for name, weights, key in _offloaded(model)}
+    for prefix, module in model.named_modules():
+        passing = module._non_persistent_buffers_set
+        here = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for key, tensor in here:
+            name = f"{prefix}.{key}" if prefix else key
+            if key in passing:
+                continue
+            if tensor.device.type != "meta":
+                yield name, tensor
+                continue
+            if name not in away:
+                raise ValueError(
+                    f"{name} of {type(model).__name__} has no numbers (it is on the meta device), so it cannot be "
+                    "known which weights these are: load the weights first"
+                )
+            weights, place = away[name]
+            yield name, weights[place]
+
+
+def _offloaded(model: PreTrainedModel) -> Iterator[tuple[str, Any, str]]:
+    """Weights that accelerate keeps elsewhere: the name, and the mapping that has it under which key."""
+    for prefix, module in model.named_modules():
+        for hook in _hooks(module):
+            weights = getattr(hook, "weights_map", None)
+            if weights is None:
+                continue
+            deep = bool(getattr(hook, "place_submodules", False))
+            for key, _ in [*module.named_parameters(recurse=deep), *module.named_buffers(recurse=deep)]:
+                yield (f"{prefix}.{key}" if prefix else key), weights, key
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    """Those of accelerate, which may be several in one."""
+    hook = getattr(module, "_hf_hook", None)
+    return [] if hook is None else list(getattr(hook, "hooks", [hook]))
+
+
+def devices_of_layers(model: PreTrainedModel) -> dict[int, torch.device]:
+    """Where each attention layer computes."""
+    found = dict[int, torch.device]()
+    for module in attention_modules(model):
+        device = _device_of(module)
+        if device is not None:
+            found.setdefault(int(module.layer_idx), device)  # type: ignore[arg-type]
+    return found
+
+
+def _device_of(module: nn.Module) -> torch.device | None:
+    """Where a module computes: where accelerate brings its weights, or where they are."""
+    for part in module.modules():
+        for hook in _hooks(part):
+            if getattr(hook, "execution_device", None) is not None:
+                place = hook.execution_device
+                return torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
+    return next((p.device for p in module.parameters() if p.device.type != "meta"), None)
