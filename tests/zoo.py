@@ -63,6 +63,32 @@ FAMILIES = {
     ),
     "cohere2": lambda: T.Cohere2ForCausalLM(_config(T.Cohere2Config, sliding_window=16)),
 }
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
+QWEN_MOE = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
+GEMMA4 = {
+    "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "num_kv_shared_layers": 0,
+    "layer_types": SLIDING_THEN_FULL, "sliding_window": 16, "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCABULARY,
+}  # fmt: skip
+# Layers with convolutions or linear attention between those with attention, or in them.
+HYBRIDS = {
+    "lfm2": lambda: T.Lfm2ForCausalLM(
+        _config(T.Lfm2Config, head_dim=None, layer_types=["conv", "full_attention"] * 2, conv_L_cache=3)
+    ),
+    "qwen3_next": lambda: T.Qwen3NextForCausalLM(
+        _config(T.Qwen3NextConfig, **LINEAR, **QWEN_MOE, shared_expert_intermediate_size=32)
+    ),
+    "falcon_h1": lambda: T.FalconH1ForCausalLM(
+        _config(T.FalconH1Config, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=1)
+    ),
+}
+WIDE = {"gemma4": lambda: T.Gemma4ForCausalLM(_config(T.Gemma4TextConfig, **GEMMA4))}  # full layers have other heads
 NO_FULL_LAYER = {"mistral_sliding": lambda: T.MistralForCausalLM(_config(T.MistralConfig, sliding_window=16))}
 REFUSED = {
     "deepseek_v3": lambda: T.DeepseekV3ForCausalLM(
@@ -85,14 +111,20 @@ REFUSED = {
         )
     ),
     "falcon": lambda: T.FalconForCausalLM(_config(T.FalconConfig, head_dim=None)),
+    "mamba2": lambda: T.Mamba2ForCausalLM(
+        T.Mamba2Config(
+            vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, num_heads=8, head_dim=16, state_size=8
+        )
+    ),
 }
+EVERY = FAMILIES | HYBRIDS | WIDE | NO_FULL_LAYER | REFUSED
 PROJECTIONS = ("q_proj", "k_proj", "qkv_proj", "query_key_value")
 
 
 def build(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, attention: str | None = None):
     """A model of the family; queries and keys are sharpened, for random ones attend almost uniformly."""
     torch.manual_seed(seed)
-    model: PreTrainedModel = (FAMILIES | NO_FULL_LAYER | REFUSED)[family]()
+    model: PreTrainedModel = EVERY[family]()
     model = model.to(dtype).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -24,7 +24,7 @@ from kvsketch.caches.question import LookupPast
 from kvsketch.caches.registry import parse_spec
 from kvsketch.huggingface import stock
 from kvsketch.huggingface.attention import check_mask, refuse_weights
-from kvsketch.huggingface.layer import SketchLayer
+from kvsketch.huggingface.layer import HybridSketchLayer, SketchLayer
 from kvsketch.huggingface.model import ModelLink
 from kvsketch.huggingface.report import LayerReport, Report
 
@@ -59,10 +59,12 @@ class SketchCache(Cache):
             layer.is_first = True
 
     def _new_layer(self, index: int, kind: str, options: dict[str, Any]) -> Any:
-        if kind != "full_attention":
-            return DYNAMIC_LAYER_TYPE_MAPPING[kind](**options)
         by_bytes = self._layer_bytes if isinstance(self.config.budget_given, str) else None
-        return SketchLayer(self.config, index, self.model, by_bytes)
+        if kind == "full_attention":
+            return SketchLayer(self.config, index, self.model, by_bytes)
+        if kind == "hybrid":
+            return HybridSketchLayer(self.config, index, self.model, by_bytes, options.get("number_of_states", 1))
+        return DYNAMIC_LAYER_TYPE_MAPPING[kind](**options)
 
     def _layer_bytes(self, rows: int, entry_bytes: int) -> int:
         """One sketch layer's share of a budget in bytes: what sliding layers leave, in equal parts."""
@@ -132,21 +134,22 @@ class SketchCache(Cache):
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
         """Take a state of a layer with linear attention or a convolution."""
         self._check_begun()
+        self.touched = True
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
         """Take the other state of a layer with linear attention."""
         self._check_begun()
+        self.touched = True
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
     def _check_begun(self) -> None:
-        """Such states cannot be taken back, so nothing may come here that was not looked at before."""
+        """What stock layers take cannot be taken back, so nothing may come there that was not looked at before."""
         if not self.underway:
             raise ValueError(
-                "this cache was given a state by a model that it was not made for, or that is not attached: attach it "
+                "this cache was given tokens by a model that it was not made for, or that is not attached: attach it "
                 "with kvsketch.attach(model), and call the model itself, not a layer or a compiled part of it"
             )
-        self.touched = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -157,6 +160,8 @@ class SketchCache(Cache):
                 f"the model has a layer {layer_idx}, but this cache was made for {len(self.layers)} layers"
             )
         layer = self.layers[layer_idx]
+        if not isinstance(layer, SketchLayer):
+            self._check_begun()
         self._check_layer(layer_idx, key_states, value_states)
         self.touched = self.underway
         keys, values = layer.update(key_states, value_states, *args, **kwargs)
@@ -401,7 +406,7 @@ class SketchCache(Cache):
             if entries is not None:
                 keys, values = held.window.keys.view, held.window.values.view
                 per_token = keys.shape[1] * (keys.shape[3] + values.shape[3]) * keys.element_size()
-                full = held.seen * keys.shape[0] * per_token
+                full = held.seen * keys.shape[0] * per_token + layer.nbytes - held.nbytes
             details, warning = ({}, None) if held.past is None else (held.past.details(), held.past.warning())
             read = held.past.selectivity() if isinstance(held.past, LookupPast) else None
             of_heads = [_per_head(measured) for measured in (entries, held.error, read, held.recall)]
@@ -409,7 +414,7 @@ class SketchCache(Cache):
                 LayerReport(
                     layer=index,
                     entries=of_heads[0],
-                    nbytes=held.nbytes,
+                    nbytes=layer.nbytes,
                     full_nbytes=full,
                     error=of_heads[1],
                     measured_at=held.measured_at,
@@ -463,4 +468,4 @@ def _per_head(measured: Tensor | None) -> list[float] | None:
 
 
 def _layer_bytes_held(layer: Any) -> int:
-    return layer.held.nbytes if isinstance(layer, SketchLayer) else stock.bytes_held(layer)
+    return layer.nbytes if isinstance(layer, SketchLayer) else stock.bytes_held(layer)

@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from kvsketch.huggingface.modules import said_of
 from kvsketch.huggingface.weights import fingerprint_of_weights
 
 
@@ -19,8 +20,8 @@ def facts(model: PreTrainedModel) -> dict[str, Any]:
         "model_type": text.model_type,
         "layers": text.num_hidden_layers,
         "heads": heads,
-        "kv_heads": getattr(text, "num_key_value_heads", None) or heads,
-        "head_width": getattr(text, "head_dim", None) or text.hidden_size // heads,
+        "kv_heads": said_of(text, "num_key_value_heads") or heads,
+        "head_width": said_of(text, "head_dim") or text.hidden_size // heads,
         "rope": getattr(text, "rope_parameters", None),
         "fingerprint": fingerprint_of_weights(model, rounded=True),
     }

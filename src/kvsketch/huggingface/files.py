@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvsketch.caches.base import MethodConfig
@@ -14,7 +14,7 @@ from kvsketch.caches.registry import METHODS
 from kvsketch.files import TensorFile, write_tensors
 from kvsketch.huggingface import stock
 from kvsketch.huggingface.facts import facts
-from kvsketch.huggingface.model import attach, unwrapped
+from kvsketch.huggingface.model import attach, fingerprint, unwrapped
 from kvsketch.huggingface.weights import devices_of_layers
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def save_cache(cache: "SketchCache", path: str | Path) -> None:
     write_tensors(path, tensors, description)
 
 
-def load_cache(model: PreTrainedModel, path: str | Path) -> "SketchCache":
+def load_cache(model: nn.Module, path: str | Path) -> "SketchCache":
     """The cache that `cache.save(path)` wrote, for the same model; also attaches the model.
 
     Each layer's part goes to where that layer computes, and nothing of it is a view of the file.
@@ -74,24 +74,23 @@ def load_cache(model: PreTrainedModel, path: str | Path) -> "SketchCache":
     from kvsketch.huggingface.cache import SketchCache
     from kvsketch.huggingface.layer import SketchLayer
 
-    model = unwrapped(model)
+    inner: PreTrainedModel = unwrapped(model)
     file = TensorFile(path)
     known = _described(file)
     config = _config(known, path)
-    _check_what_it_rests_on(config, model, known["rests_on"], path)
-    link = attach(model, before_rotation=config.before_rotation)
-    if known["fingerprint"] != link.fingerprint():
+    _check_what_it_rests_on(config, inner, known["rests_on"], path)
+    if known["fingerprint"] != fingerprint(inner):
         raise ValueError(
             f"{path} was saved for another model (a {known['model_type']!r:.40}): keys mean nothing to other weights. "
-            f"Load the model it was made with, in the same dtype and with the same adapters; this one is a "
-            f"{link.config.model_type!r}"
+            "Load the model it was made with, in the same dtype and with the same adapters; this one is a "
+            f"{inner.config.model_type!r}"
         )
-    cache = SketchCache(config, link)
-    devices, kinds = devices_of_layers(model), [type(layer).__name__ for layer in cache.layers]
+    cache = SketchCache(config, attach(inner, before_rotation=config.before_rotation))
+    devices, kinds = devices_of_layers(inner), [type(layer).__name__ for layer in cache.layers]
     if [saved["type"] for saved in known["layers"]] != kinds:
         raise ValueError(f"{path} does not hold the layers that this model has: {', '.join(dict.fromkeys(kinds))}")
     for index, (layer, saved) in enumerate(zip(cache.layers, known["layers"], strict=True)):
-        held = file.read(f"{index}.", devices.get(index, model.device))
+        held = file.read(f"{index}.", devices.get(index, inner.device))
         try:
             if isinstance(layer, SketchLayer):
                 layer.restore(held, saved["state"])

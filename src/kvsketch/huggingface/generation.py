@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvsketch.caches.base import MethodConfig
@@ -16,19 +16,19 @@ from kvsketch.huggingface.facts import facts
 from kvsketch.huggingface.model import attach, unwrapped
 
 
-def make_cache(model: PreTrainedModel, method: str | MethodConfig = "uniform(keep=0.25)") -> SketchCache:
+def make_cache(model: nn.Module, method: str | MethodConfig = "uniform(keep=0.25)") -> SketchCache:
     """An empty cache for `model.generate(..., past_key_values=cache)`; also attaches the model.
 
     `method` is a spec: see `kvsketch.methods()`. `kvsketch.detach(model)` undoes the attaching.
     """
-    config, model = parse_spec(method), unwrapped(model)
-    config.check_model(partial(facts, model))
+    config = parse_spec(method)
+    config.check_model(partial(facts, unwrapped(model)))
     return SketchCache(config, attach(model, before_rotation=config.before_rotation))
 
 
 @torch.no_grad()
 def prefill(
-    model: PreTrainedModel,
+    model: nn.Module,
     input_ids: Tensor,
     cache: SketchCache,
     *,
@@ -42,7 +42,7 @@ def prefill(
     small; by default in chunks where the method says `prefill="streaming"`. `progress` is called with
     the number of tokens read after each chunk. `attention_mask` covers the new tokens alone.
     """
-    model = unwrapped(model)
+    inner: PreTrainedModel = unwrapped(model)
     if input_ids.ndim != 2 or input_ids.shape[1] == 0:
         raise ValueError(f"a prompt is rows × tokens with at least one token, got shape {tuple(input_ids.shape)}")
     if chunk is None:
@@ -61,13 +61,13 @@ def prefill(
         mask = cache.new_tokens(input_ids, mask)["attention_mask"]
     if mask is not None and bool(mask.all()):
         mask = None
-    # Only the cache matters, so logits are computed for one token alone where the model can leave out the others.
-    fewer = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    # Only the cache matters, so logits are computed for one token alone where the inner can leave out the others.
+    fewer = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(inner.forward).parameters else {}
     for start, stop in chunks(input_ids.shape[1], chunk):
         ids = input_ids[:, start:stop]
         known = None if mask is None else mask[:, : seen + stop]
         positions = None if known is None else (known.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
-        model(
+        inner(
             input_ids=ids,
             attention_mask=known,
             position_ids=positions,

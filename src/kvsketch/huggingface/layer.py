@@ -5,13 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from kvsketch.attention import Partial
 from kvsketch.caches.base import MethodConfig
 from kvsketch.caches.layer import LayerCache, NewTokens
 from kvsketch.caches.question import Unrotated
 from kvsketch.caches.storage import Rows
+from kvsketch.huggingface import stock
 from kvsketch.huggingface.attention import as_autocast, link, without_autocast
 from kvsketch.huggingface.model import ModelLink
 from kvsketch.huggingface.rotation import WATCH, BeforeRotation
@@ -213,6 +214,11 @@ class SketchLayer(CacheLayerMixin):
         self.padding.map(move)
         self.offsets = None if self.offsets is None else [self.offsets[row] for row in rows]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held, spare room included."""
+        return self.held.nbytes
+
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything that `restore` needs, as tensors and as JSON."""
         tensors, numbers = self.held.state()
@@ -232,3 +238,52 @@ class SketchLayer(CacheLayerMixin):
     def offload(self) -> None:
         """Not supported; `make_cache` never asks for it."""
         raise ValueError("kvsketch caches are not offloaded: a smaller keep= holds less")
+
+
+class HybridSketchLayer(SketchLayer, LinearAttentionAndFullAttentionLayer):
+    """A layer with attention, which is held by ours, and linear attention beside it, which stays as it is."""
+
+    def __init__(
+        self,
+        config: MethodConfig,
+        layer_idx: int,
+        model: ModelLink,
+        layer_bytes: Callable[..., int] | None,
+        number_of_states: int = 1,
+    ) -> None:
+        SketchLayer.__init__(self, config, layer_idx, model, layer_bytes)
+        LinearAttentionAndFullAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+    def lazy_initialization(self, *keys_and_values: Tensor, **states: Any) -> None:
+        """Of attention with keys and values, of linear attention with the names of its states."""
+        if keys_and_values:
+            SketchLayer.lazy_initialization(self, *keys_and_values)
+        else:
+            LinearAttentionLayer.lazy_initialization(self, **states)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        SketchLayer.reset(self)
+        LinearAttentionLayer.reset(self)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes what row `beam_idx[i]` was."""
+        SketchLayer.reorder_cache(self, beam_idx)
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+
+    def read_again(self, exact: SketchLayer) -> None:
+        SketchLayer.read_again(self, exact)
+        stock.restore_linear(self, *stock.linear_state(exact))
+
+    @property
+    def nbytes(self) -> int:
+        return self.held.nbytes + stock.bytes_held(self)
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, numbers = SketchLayer.state(self)
+        states, beside = stock.linear_state(self)
+        return tensors | states, numbers | beside
+
+    def restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+        SketchLayer.restore(self, tensors, numbers)
+        stock.restore_linear(self, tensors, numbers)

@@ -17,7 +17,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, CacheLay
 from kvsketch.caches.base import MethodConfig
 from kvsketch.huggingface.attention import NAME, register
 from kvsketch.huggingface.facts import facts
-from kvsketch.huggingface.modules import attention_modules
+from kvsketch.huggingface.modules import attention_modules, said_of
 from kvsketch.huggingface.rotation import WATCH, BeforeRotation
 from kvsketch.huggingface.weights import fingerprint_of_weights
 
@@ -90,15 +90,9 @@ class ModelLink:
         return self
 
     def fingerprint(self) -> str | None:
-        """A hash of the architecture and of a sample of every weight as it is now; None if the model is gone."""
+        """Of the model as it is now; None if it is gone."""
         model = self.model()
-        if model is None:
-            return None
-        known = {name: getattr(self.config, name, None) for name in ARCHITECTURE}
-        plain = {name: value for name, value in known.items() if value is not None}
-        digest = hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode())
-        digest.update(fingerprint_of_weights(model, rounded=False).encode())
-        return digest.hexdigest()
+        return None if model is None else fingerprint(model)
 
     def check_method(self, config: MethodConfig) -> None:
         """Refuse a method that does not fit the model as it is now."""
@@ -124,32 +118,32 @@ class ModelLink:
             )
 
 
-def attach(model: PreTrainedModel, *, before_rotation: bool = False) -> ModelLink:
+def attach(model: nn.Module, *, before_rotation: bool = False) -> ModelLink:
     """Let the model compute attention with kvsketch; without one of our caches it answers as before.
 
     `before_rotation`: have queries and keys noted before they are rotated, for methods that ask for that (saap).
     `make_cache` and `load_cache` do what their method needs.
     """
-    model = unwrapped(model)
-    text = _check_supported(model)
-    modules = list(attention_modules(model))
-    watch = BeforeRotation(model) if before_rotation and not _own_watch(modules) else None
+    inner: PreTrainedModel = unwrapped(model)
+    text = _check_supported(inner)
+    modules = list(attention_modules(inner))
+    watch = BeforeRotation(inner) if before_rotation and not _own_watch(modules) else None
     if watch is not None:
         watch.check()
     before = text._attn_implementation
     if before != NAME:
         register()
-        _set_attention(model, text, NAME)
-        if text._attn_implementation != NAME or not model._can_set_attn_implementation():
+        _set_attention(inner, text, NAME)
+        if text._attn_implementation != NAME or not inner._can_set_attn_implementation():
             text._attn_implementation_internal = before
             raise ValueError(
-                f"{type(model).__name__} does not let its attention be exchanged (it does not use transformers' "
+                f"{type(inner).__name__} does not let its attention be exchanged (it does not use transformers' "
                 "AttentionInterface), so kvsketch cannot serve it"
             )
         for module in modules:
             if not hasattr(module, BEFORE):
                 setattr(module, BEFORE, before)
-    decoder = _decoder_of(model, modules)
+    decoder = _decoder_of(inner, modules)
     if decoder is not None and not hasattr(decoder, CALLS):
         begun = decoder.register_forward_pre_hook(_begin_call, with_kwargs=True)
         setattr(decoder, CALLS, (begun, decoder.register_forward_hook(_end_call, with_kwargs=True)))
@@ -164,21 +158,21 @@ def attach(model: PreTrainedModel, *, before_rotation: bool = False) -> ModelLin
         for module in modules:
             setattr(module, WATCH, watch)
     known = None if decoder is None else id(decoder)
-    return ModelLink(text, frozenset(map(id, modules)), known, rope, guard, weakref.ref(model))
+    return ModelLink(text, frozenset(map(id, modules)), known, rope, guard, weakref.ref(inner))
 
 
-def detach(model: PreTrainedModel) -> None:
+def detach(model: nn.Module) -> None:
     """Give the model back the attention it had; harmless where it is not attached."""
-    model = unwrapped(model)
-    text = model.config.get_text_config(decoder=True)
-    modules = list(attention_modules(model))
+    inner: PreTrainedModel = unwrapped(model)
+    text = inner.config.get_text_config(decoder=True)
+    modules = list(attention_modules(inner))
     if text._attn_implementation == NAME:
         # Not noted down where a model that shares this config was attached instead.
-        usual = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
-        _set_attention(model, text, next((getattr(m, BEFORE) for m in modules if hasattr(m, BEFORE)), usual))
+        usual = "sdpa" if getattr(inner, "_supports_sdpa", False) else "eager"
+        _set_attention(inner, text, next((getattr(m, BEFORE) for m in modules if hasattr(m, BEFORE)), usual))
     if _own_watch(modules):
         getattr(modules[0], WATCH).close()
-    decoder = _decoder_of(model, modules)
+    decoder = _decoder_of(inner, modules)
     if decoder is not None and hasattr(decoder, CALLS):
         for hook in getattr(decoder, CALLS):
             hook.remove()
@@ -189,9 +183,9 @@ def detach(model: PreTrainedModel) -> None:
                 delattr(module, note)
 
 
-def unwrapped(model: Any) -> Any:
+def unwrapped(model: nn.Module) -> Any:
     """The transformers model itself, where adapters (peft) or the compiler are wrapped around it."""
-    inner = getattr(model, "_orig_mod", model)
+    inner: Any = getattr(model, "_orig_mod", model)
     if isinstance(inner, PreTrainedModel) or not hasattr(inner, "get_base_model"):
         return inner
     for name, adapter in getattr(inner, "peft_config", {}).items():
@@ -201,6 +195,16 @@ def unwrapped(model: Any) -> Any:
                 "its own: kvsketch serves adapters that change weights, such as LoRA"
             )
     return unwrapped(inner.get_base_model())
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """A hash of the architecture and of a sample of every weight as it is now."""
+    text = model.config.get_text_config(decoder=True)
+    known = {name: said_of(text, name) for name in ARCHITECTURE}
+    plain = {name: value for name, value in known.items() if value is not None}
+    digest = hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode())
+    digest.update(fingerprint_of_weights(model, rounded=False).encode())
+    return digest.hexdigest()
 
 
 def _decoder_of(model: PreTrainedModel, modules: Sequence[nn.Module]) -> nn.Module | None:
@@ -261,14 +265,14 @@ def _check_supported(model: PreTrainedModel) -> Any:
             f"{name} caches latents from which keys are made later (MLA): kvsketch does not serve it, "
             "use transformers' own cache"
         )
-    if getattr(text, "num_kv_shared_layers", None) or getattr(text, "kv_sharing_modes", None):
+    if getattr(text, "num_kv_shared_layers", None) or any(getattr(text, "kv_sharing_modes", None) or ()):
         raise ValueError(f"layers of {name} share one cache: kvsketch does not serve it, use transformers' own cache")
     kinds, _ = get_layer_types_and_kwargs(text)
     if not any(issubclass(DYNAMIC_LAYER_TYPE_MAPPING.get(kind, object), CacheLayerMixin) for kind in kinds):
         raise ValueError(
             f"{name} has no attention layer ({', '.join(sorted(set(kinds)))}): use transformers' own cache"
         )
-    if "full_attention" not in kinds:
+    if not {"full_attention", "hybrid"} & set(kinds):
         warnings.warn(
             f"{name} has no full-attention layer ({', '.join(sorted(set(kinds)))}): there is nothing to compress",
             stacklevel=4,

@@ -1,6 +1,7 @@
-"""A model's attention modules."""
+"""A model's attention modules, and what its config says of them."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -11,3 +12,10 @@ def attention_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
     for module in model.modules():
         if isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "config"):
             yield module
+
+
+def said_of(config: Any, name: str) -> Any:
+    """What a config says; a list of what it says of each layer, where layers differ (Gemma 4); None if nothing."""
+    if name in (getattr(config, "per_layer_attributes", None) or ()):
+        return [getattr(layer, name, None) for layer in config.per_layer_config]
+    return getattr(config, name, None)

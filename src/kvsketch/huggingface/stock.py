@@ -81,12 +81,21 @@ def state_of(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if isinstance(layer, DynamicSlidingWindowLayer):
         numbers["cumulative_length"] = int(layer.cumulative_length)
     if isinstance(layer, LinearAttentionCacheLayerMixin):
-        for short, name in STATES.items():
-            states = getattr(layer, name)
-            tensors |= {f"{short}.{i}": state for i, state in states.items() if state is not None}
-        numbers["had"] = [bool(layer.has_previous_state[i]) for i in range(layer.number_of_states)]
-        numbers["kernels"] = [layer.conv_kernel_size[i] for i in range(layer.number_of_states)]
+        states, beside = linear_state(layer)
+        return tensors | states, numbers | beside
     return tensors, numbers
+
+
+def linear_state(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The part of it that is linear attention, or a convolution."""
+    tensors = dict[str, Tensor]()
+    for short, name in STATES.items():
+        tensors |= {f"{short}.{i}": state for i, state in getattr(layer, name).items() if state is not None}
+    numbers = range(layer.number_of_states)
+    return tensors, {
+        "had": [bool(layer.has_previous_state[i]) for i in numbers],
+        "kernels": [layer.conv_kernel_size[i] for i in numbers],
+    }
 
 
 def restore(layer: Any, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
@@ -97,12 +106,17 @@ def restore(layer: Any, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> 
     if isinstance(layer, DynamicSlidingWindowLayer):
         layer.cumulative_length = int(numbers["cumulative_length"])
     if isinstance(layer, LinearAttentionCacheLayerMixin):
-        for i, kernel in enumerate(numbers["kernels"]):
-            conv, recurrent = (with_prefix(tensors, f"{short}.").get(str(i)) for short in STATES)
-            if conv is not None:
-                layer.lazy_initialization(conv_states=conv, state_idx=i, conv_kernel_size=kernel)
-                layer.conv_states[i].copy_(conv)
-            if recurrent is not None:
-                layer.lazy_initialization(recurrent_states=recurrent, state_idx=i)
-                layer.recurrent_states[i].copy_(recurrent)
-            layer.has_previous_state[i] = bool(numbers["had"][i])
+        restore_linear(layer, tensors, numbers)
+
+
+def restore_linear(layer: Any, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+    """Take back what `linear_state` gave."""
+    for i, kernel in enumerate(numbers["kernels"]):
+        conv, recurrent = (with_prefix(tensors, f"{short}.").get(str(i)) for short in STATES)
+        if conv is not None:
+            layer.lazy_initialization(conv_states=conv, state_idx=i, conv_kernel_size=kernel)
+            layer.conv_states[i].copy_(conv)
+        if recurrent is not None:
+            layer.lazy_initialization(recurrent_states=recurrent, state_idx=i)
+            layer.recurrent_states[i].copy_(recurrent)
+        layer.has_previous_state[i] = bool(numbers["had"][i])
