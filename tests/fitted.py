@@ -5,9 +5,9 @@ import random
 
 import torch
 import transformers
-from safetensors.torch import load_file
 
 from kvsketch.evaluation.embedded import load_tokenizer
+from kvsketch.files import read_json, read_tensors
 from kvsketch.fitting.fit import fit
 from kvsketch.fitting.settings import FitSettings, Recipe, ShardSettings
 
@@ -66,11 +66,11 @@ def fitted(folder, model=None, chosen=None, **options):
 
 def result_of(folder):
     """All that a fit leaves but its times: numbers to compare bit by bit."""
-    description = json.loads((folder / "index.json").read_text())
+    description = read_json(folder / "index.json")
     for layer in description["layers"].values():
-        del layer["seconds"]
+        del layer["seconds"], layer["file"]  # a file has the times in it
     del description["made_with"]
-    tensors = {path.name: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
+    tensors = {path.name: read_tensors(path) for path in sorted(folder.glob("*.safetensors"))}
     return description, tensors
 
 

@@ -1,35 +1,31 @@
-"""The command line, run as a user runs it."""
+"""The command line, as a user sees it."""
 
+import importlib
 import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
-from pathlib import Path
+import time
 
 import pytest
 from safetensors import safe_open
 
 import kvsketch
 import zoo
+from commands import finished, process, refused, run
 from kvsketch.caches.base import BudgetedConfig
 from kvsketch.caches.registry import METHODS
 from kvsketch.evaluation.embedded import load_embedded
+from kvsketch.evaluation.rows import read_rows
 from kvsketch.evaluation.tasks import TASKS, Setting
 from kvsketch.evaluation.training.tokenizer import build_tokenizer
 
 TEXT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 20
-
-
-def run(*arguments, text=None):
-    return subprocess.run(
-        [sys.executable, "-m", "kvsketch", *map(str, arguments)],
-        input=text,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+LATIN = "caf\u00e9 ".encode("latin-1") * 40
+BOOK = "{book}"
 
 
 def count(text):
@@ -43,13 +39,22 @@ def book(tmp_path):
     return path
 
 
+@pytest.fixture
+def small_model(tmp_path):
+    """A model's folder: its tokenizer is that of the embedded one."""
+    model, tokenizer = zoo.build("llama"), build_tokenizer()
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
 def test_version_and_methods():
     assert run("--version").stdout == f"kvsketch {kvsketch.__version__}\n"
     listed = run("methods").stdout
     assert all(name in listed for name in kvsketch.methods())
 
 
-@pytest.mark.slow
 def test_text_then_question_then_the_same_from_a_saved_cache(book, tmp_path):
     saved = tmp_path / "book.safetensors"
     options = ("--question", "Which month?", "--max-new-tokens", 12)
@@ -67,7 +72,6 @@ def test_text_then_question_then_the_same_from_a_saved_cache(book, tmp_path):
     assert run("generate", "--prompt-file", "-", *options, text=TEXT).stdout == first.stdout
 
 
-@pytest.mark.slow
 def test_text_alone_is_continued(book):
     done = run("generate", "--prompt-file", book, "--max-new-tokens", 12, "--method", "exact")
     assert done.returncode == 0, done.stderr
@@ -77,14 +81,11 @@ def test_text_alone_is_continued(book):
     assert done.stdout.strip("\n") == tokenizer.decode(expected, skip_special_tokens=True).strip("\n")
 
 
-@pytest.mark.slow
-def test_a_model_in_a_folder_with_a_chat_template(book, tmp_path):
-    model, tokenizer = zoo.build("llama"), build_tokenizer()
-    model.resize_token_embeddings(len(tokenizer))
-    model.save_pretrained(tmp_path / "model")
+def test_a_model_in_a_folder_with_a_chat_template(book, small_model):
+    tokenizer = build_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-    tokenizer.save_pretrained(tmp_path / "model")
-    arguments = ["generate", tmp_path / "model", "--prompt-file", book, "--question", "Which month?"]
+    tokenizer.save_pretrained(small_model)
+    arguments = ["generate", small_model, "--prompt-file", book, "--question", "Which month?"]
     arguments += ["--max-new-tokens", 6, "--chunk", 100, "--method", "uniform(keep=0.5, prefill='streaming')"]
     done = run(*arguments)
     assert done.returncode == 0, done.stderr
@@ -92,59 +93,67 @@ def test_a_model_in_a_folder_with_a_chat_template(book, tmp_path):
     assert f"{count(TEXT) + 1:,} tokens" in run(*arguments, "--raw").stderr  # and the one for the beginning
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "give a text with --prompt-file, or a saved cache"),
-        (["--prompt-file", "{book}", "--load-cache", "x", "--question", "?"], "and not both"),
-        (["--load-cache", "x"], "--load-cache needs a --question"),
-        (["--load-cache", "x", "--question", "?"], "there is no file x"),
-        (["--load-cache", "x", "--question", "?", "--save-cache", "y"], "--save-cache keeps the cache of a text"),
-        (["--load-cache", "x", "--question", "?", "--method", "exact"], "keeps the one it was made with"),
-        (["--prompt-file", "nowhere"], "there is no file nowhere"),
-        (["--prompt-file", "[/x]"], "there is no file [/x]"),
-        (["--prompt-file", "{empty}"], "is empty"),
-        (["--prompt-file", "{book}", "--method", "unifrm"], "did you mean uniform?"),
-        (["--prompt-file", "{book}", "--method", "uniform(keep='12 parsecs')"], "'12 parsecs' is not a size"),
-        (["--prompt-file", "{book}", "--save-cache", "no/such/folder/c"], "there is no folder"),
-        (["--prompt-file", "{book}", "--dtype", "int3"], "--dtype must be auto or one of"),
-        (["--prompt-file", "{book}", "--device", "abacus"], "--device 'abacus' is not there"),
-    ],
-)
-def test_mistakes_end_with_one_line_and_code_2(arguments, message, book, tmp_path):
+# -- what is wrong ends with one line and code 2
+
+MISTAKES = [
+    ([], "give a text with --prompt-file, or a saved cache"),
+    (["--prompt-file", BOOK, "--load-cache", "x", "--question", "?"], "and not both"),
+    (["--load-cache", "x"], "--load-cache needs a --question"),
+    (["--load-cache", "x", "--question", "?"], "there is no file x"),
+    (["--load-cache", BOOK, "--question", "?"], "is damaged: it is cut off, or no file of tensors"),
+    (["--load-cache", "x", "--question", "?", "--save-cache", "y"], "--save-cache keeps the cache of a text"),
+    (["--load-cache", "x", "--question", "?", "--method", "exact"], "keeps the one it was made with"),
+    (["--prompt-file", "nowhere"], "there is no file nowhere"),
+    (["--prompt-file", "[/x]"], "there is no file [/x]"),
+    (["--prompt-file", "."], "Is a directory"),
+    (["--prompt-file", "{empty}"], "is empty"),
+    (["--prompt-file", "{latin}"], "is no text in UTF-8: byte 3 is 0xe9. Convert it first"),
+    (["--prompt-file", BOOK, "--question", "caf\udce9"], "--question is no text in UTF-8"),
+    (["--prompt-file", BOOK, "--method", "unifrm"], "did you mean uniform?"),
+    (["--prompt-file", BOOK, "--method", "uniform(keep='12 parsecs')"], "'12 parsecs' is not a size"),
+    (["--prompt-file", BOOK, "--method", f"uniform(keep='{'9' * 400}MB')"], "is more memory than there is"),
+    (["--prompt-file", BOOK, "--method", f"uniform(keep={10**20})"], "keep must be at most"),
+    (["--prompt-file", BOOK, "--method", f"lsh(bins={10**20})"], "bins must be at most 65,536"),
+    (["--prompt-file", BOOK, "--method", f"uniform(seed={10**30})"], "seed must be a whole number from 0 to"),
+    (["--prompt-file", BOOK, "--method", "uniform(keep=0.1, keep=0.9)"], "keep is given 2 times: leave one out"),
+    (["--prompt-file", BOOK, "--method", "uniform(keep=1e999)"], "keep must be a fraction"),
+    (["--prompt-file", BOOK, "--temperature", "1e-320"], "--temperature must be 0, or a number from 0.0001 on"),
+    (["--prompt-file", BOOK, "--temperature", "inf"], "--temperature must be 0, or a number from 0.0001 on"),
+    (["--prompt-file", BOOK, "--max-new-tokens", 10**20], "--max-new-tokens': Input should be less than"),
+    (["--prompt-file", BOOK, "--chunk", 0], "--chunk': Input should be greater than"),
+    (["--prompt-file", BOOK, "--save-cache", "no/such/folder/c"], "there is no folder"),
+    (["--prompt-file", BOOK, "--save-cache", "/dev/null"], "/dev/null is no regular file"),
+    (["--prompt-file", BOOK, "--dtype", "int3"], "--dtype must be auto or one of"),
+    (["--prompt-file", BOOK, "--device", "abacus"], "--device 'abacus' is not there"),
+    (["{broken}", "--prompt-file", BOOK], "cannot be loaded as a model with its tokenizer (SafetensorError"),
+    (["{other}", "--prompt-file", BOOK], "the model has tokens 0 to 96: is this another model's tokenizer?"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES)
+def test_mistakes_of_generate(arguments, message, book, tmp_path):
     (tmp_path / "empty.txt").write_text(" \n")
-    places = {"book": book, "empty": tmp_path / "empty.txt"}
-    done = run("generate", *[argument.format(**places) if "{" in argument else argument for argument in arguments])
-    assert done.returncode == 2
-    assert message in " ".join(done.stderr.split())
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
+    (tmp_path / "latin.txt").write_bytes(LATIN)
+    named = [str(argument) for argument in arguments]
+    places = {"book": book, "empty": tmp_path / "empty.txt", "latin": tmp_path / "latin.txt"}
+    for folder in ("broken", "other"):
+        places[folder] = tmp_path / folder
+        if f"{{{folder}}}" in named:
+            zoo.build("llama").save_pretrained(tmp_path / folder)
+            build_tokenizer().save_pretrained(tmp_path / folder)
+    if "{broken}" in named:
+        (tmp_path / "broken" / "model.safetensors").write_text("x")
+    before = sorted(tmp_path.iterdir())
+    filled = [argument.format(**places) if argument.startswith("{") else argument for argument in named]
+    refused(run("generate", *filled), message)
+    assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.slow
-def test_the_demo_shows_answers_side_by_side_and_writes_a_report(tmp_path):
-    done = run("demo", "--tokens", 1000, "--out", tmp_path / "report", "--samples", 2)
-    assert done.returncode == 0, done.stderr
-    for name, config in METHODS.items():
-        assert (name in done.stdout) == (name == "exact" or issubclass(config, BudgetedConfig)), name
-    shares = [float(share) for share in re.findall(r"(\d+\.\d)%", done.stdout)]
-    assert shares[0] > 99 > 50 > max(shares[1:])
-    assert "6 of 6" in done.stdout  # exact knows every line
-    assert (tmp_path / "report" / "report.html").is_file()
-    assert "report.html" in "".join(done.stderr.split())
+@pytest.mark.parametrize(("text", "message"), [(LATIN, "standard input is no text in UTF-8"), ("", "input is empty")])
+def test_mistakes_of_standard_input(text, message):
+    refused(run("generate", "--prompt-file", "-", text=text), message)
 
 
-@pytest.mark.slow
-def test_the_demo_without_a_folder_writes_nothing(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(Path(kvsketch.__file__).parent.parent)}
-    command = [sys.executable, "-m", "kvsketch", "demo", "--tokens", "500"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -153,46 +162,154 @@ def test_the_demo_without_a_folder_writes_nothing(tmp_path):
         (["lines", "--asked", "never"], "--asked must be before, after or both, got 'never'"),
         (["lines", "--wording", "loud"], "--wording must be one of official, compact, got 'loud'"),
         (["lines", "--lengths", "many"], "--lengths must be numbers with commas between them, got 'many'"),
-        (["needle", "--cases", "{book}"], "--cases are LongEval's lines, which the suite 'needle' has none of"),
-        (["lines", "--cases", "{book}"], "line 1: not a LongEval lines case"),
+        (["lines", "--lengths", 10**20], "--lengths must be numbers up to 1,000,000,000"),
+        (["lines", "--samples", 10**20], "--samples': Input should be less than"),
+        (["needle", "--cases", BOOK], "--cases are LongEval's lines, which the suite 'needle' has none of"),
+        (["lines", "--cases", BOOK], "line 1: not a LongEval lines case"),
         (["needle", "--haystack", "nowhere"], "there is no file nowhere"),
+        (["needle", "--haystack", "{latin}"], "is no text in UTF-8"),
         (["needle", "--depths", "2"], "a depth is a share of the document from 0 to 1, got 2.0"),
+        (["needle", "--depths", "nan"], "--depths must be numbers up to"),
         (["lines", "--methods", ";"], "name at least one method"),
         (["lines", "--methods", "unifrm"], "did you mean uniform?"),
         (["lines", "--lengths", "20"], "lines: 20 tokens are too few for one sample"),
     ],
 )
-def test_a_benchmark_that_cannot_be_ends_with_one_line(arguments, message, book, tmp_path):
-    filled = [argument.format(book=book) if "{" in argument else argument for argument in arguments]
-    done = run("bench", *filled, "--out", tmp_path / "out", "--samples", 1)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert message in " ".join(done.stderr.split())
-    assert "Traceback" not in done.stderr
+def test_mistakes_of_bench(arguments, message, book, tmp_path):
+    (tmp_path / "latin.txt").write_bytes(LATIN)
+    places = {"book": book, "latin": tmp_path / "latin.txt"}
+    filled = [str(argument).format(**places) for argument in arguments]
+    samples = [] if "--samples" in filled else ["--samples", 1]
+    refused(run("bench", *filled, "--out", tmp_path / "out", *samples), message)
     assert not (tmp_path / "out").exists()
+
+
+# -- the world around the command
+
+
+def test_a_cache_that_cannot_be_saved_does_not_cost_the_answer(book, tmp_path):
+    """Here the file may not be as large as that; a full disk ends the same way."""
+    options = ["--prompt-file", str(book), "--question", "Which month?", "--max-new-tokens", "5"]
+    saved = tmp_path / "c.safetensors"
+    limited = f"ulimit -f 20; exec {sys.executable} -m kvsketch generate {' '.join(map(repr, options))}"
+    done = subprocess.run(
+        ["bash", "-c", f"{limited} --save-cache {saved}"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert re.search(r"error: .*File too large, and nothing was written: '.*c.safetensors'", done.stderr)
+    assert done.stdout == run("generate", *options).stdout != ""
+    assert [path.name for path in tmp_path.iterdir()] == ["book.txt"]
+
+
+def test_a_text_comes_through_a_pipe(book):
+    """As the shell's <(command) gives it."""
+    read, write = os.pipe()
+    os.write(write, TEXT.encode())
+    os.close(write)
+    done = run("generate", "--prompt-file", f"/dev/fd/{read}", "--max-new-tokens", 3)
+    os.close(read)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == run("generate", "--prompt-file", book, "--max-new-tokens", 3).stdout
+
+
+@pytest.mark.slow
+def test_closed_streams(book):
+    command = f"{sys.executable} -m kvsketch generate --prompt-file {book} --max-new-tokens 2 >&- 2>&-"
+    assert subprocess.run(["bash", "-c", command], check=False).returncode == 0
+    nothing = f"{sys.executable} -m kvsketch generate --prompt-file - <&-"
+    done = subprocess.run(["bash", "-c", nothing], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "standard input is empty" in done.stderr
+
+
+@pytest.mark.slow
+def test_nobody_listens_any_more():
+    reader = process("sample", "lines", "--tokens", 30000, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    reader.stdout.close()
+    with reader.stderr:
+        said = reader.stderr.read().decode()
+    assert reader.wait(timeout=60) != 0
+    assert "Traceback" not in said
+    assert "Broken" not in said
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_reports_what_it_has(tmp_path):
+    """Ctrl-C; and after a kill, when nobody could report, a command does."""
+    rows = tmp_path / "rows.jsonl"
+    options = ["bench", "lines", "--lengths", "500", "--samples", "5000", "--batch", "1", "--asked", "after"]
+    running = process(*options, "--methods", "exact", "-o", tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while not rows.exists() or rows.read_bytes().count(b"\n") < 4:
+        assert running.poll() is None, running.stderr.read()
+        time.sleep(0.05)
+    running.send_signal(signal.SIGINT)
+    out, err = running.communicate(timeout=60)
+    assert running.returncode == 130, err
+    assert b"Traceback" not in err
+    assert b"stopped; what follows is from the rows that are there" in err
+    count = len(read_rows(rows)[1])
+    assert re.search(rf"exact +{count} ", out.decode())
+    page = tmp_path / "report.html"
+    assert f"n = {count}" in page.read_text()
+    page.unlink()
+    assert run("bench", "report", tmp_path).stdout == out.decode()
+    assert page.is_file()
+
+
+def test_a_report_of_nothing(tmp_path):
+    refused(run("bench", "report", tmp_path), "has no rows.jsonl")
+
+
+# -- the rest of it
+
+
+def test_the_demo_shows_answers_side_by_side_and_writes_a_report(tmp_path, monkeypatch):
+    command = importlib.import_module("kvsketch.cli.demo")
+    monkeypatch.setattr(command, "TASKS", ("lines",))
+    monkeypatch.setattr(command, "LENGTHS", (500,))
+    monkeypatch.chdir(tmp_path)
+    done = run("demo", "--tokens", 1000, "--out", tmp_path / "report", "--samples", 1)
+    assert done.returncode == 0, done.stderr
+    for name, config in METHODS.items():
+        assert (name in done.stdout) == (name == "exact" or issubclass(config, BudgetedConfig)), name
+    shares = [float(share) for share in re.findall(r"(\d+\.\d)%", done.stdout)]
+    assert shares[0] > 99 > 50 > max(shares[1:])
+    assert "6 of 6" in done.stdout  # exact knows every line
+    assert (tmp_path / "report" / "report.html").is_file()
+    assert "report.html" in done.said
+    assert [path.name for path in tmp_path.iterdir()] == ["report"]
 
 
 def test_the_benchmarks_are_listed_with_a_line_each():
     listed = run("bench", "--help").stdout
-    for name in ("lines", "needle", "ruler", "infinite", "error"):
-        assert re.search(rf"│ {name} +[A-Z].*\.", listed), name
+    for name in ("lines", "needle", "ruler", "infinite", "error", "report"):
+        assert re.search(rf"│ {name} +[A-Z].*\w", listed), name
 
 
-@pytest.mark.slow
-def test_a_benchmark_on_a_users_model_and_longevals_cases(tmp_path):
-    model, tokenizer = zoo.build("llama"), build_tokenizer()
-    model.resize_token_embeddings(len(tokenizer))
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+def test_a_benchmark_on_a_users_model_and_longevals_cases(small_model, tmp_path):
     sample = TASKS["lines"].make(random.Random(0), Setting(size=20))
     case = {"random_idx": ["x", 3], "num_lines": 20, "expected_number": int(sample.questions[0].answers[0])}
     (tmp_path / "20_lines.jsonl").write_text(json.dumps(case | {"prompt": sample.context + sample.questions[0].text}))
     options = ["--cases", tmp_path / "20_lines.jsonl", "--out", tmp_path / "out", "--max-new-tokens", 3]
-    done = run("bench", "lines", tmp_path / "model", "--methods", "exact", *options)
+    done = run("bench", "lines", small_model, "--methods", "exact", *options)
     assert done.returncode == 0, done.stderr
     assert "lines: 20_lines" in done.stdout
-    rows = (tmp_path / "out" / "rows.jsonl").read_text().splitlines()
-    assert len(rows) == 3  # the run, and one case both ways
-    assert json.loads(rows[1])["length"] == json.loads(rows[1])["tokens"]
+    _, rows = read_rows(tmp_path / "out" / "rows.jsonl")
+    assert len(rows) == 2  # one case, both ways
+    assert rows[0]["length"] == rows[0]["tokens"]
+
+
+def test_tables_say_what_was_counted_on_80_columns(tmp_path):
+    methods = "exact; random_buckets(buckets=16, window=64, probes=4); clustergen(keep=0.125, weights='none')"
+    options = ["--lengths", 500, "--samples", 2, "--asked", "after", "--out", tmp_path]
+    done = run("bench", "needle", "--methods", methods, *options)
+    assert done.returncode == 0, done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "clustergen(keep=0.125, weights='none')" in done.stdout
+    assert "probes=4, " in done.stdout
+    assert "buckets=16)" in done.stdout  # the longest name goes on in the next line
+    assert "1.000 [0.34, 1.00]" in done.stdout  # 2 of 2 is not certain
 
 
 @pytest.mark.slow
@@ -201,5 +318,9 @@ def test_training_from_the_command_line(tmp_path):
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
     again = run("train-demo", tmp_path / "run", "--tokens", 10000)
-    assert again.returncode == 2
-    assert "holds a run with another recipe" in " ".join(again.stderr.split())
+    refused(again, "holds a run with another recipe")
+
+
+def test_as_a_module_in_a_process_of_its_own():
+    done = finished("methods")
+    assert (done.returncode, done.stdout) == (0, run("methods").stdout)

@@ -161,7 +161,6 @@ def test_what_is_refused_has_moved_nothing(family):
         kvsketch.attach(model)
         with pytest.raises(ValueError, match=r"\w"), torch.no_grad():
             call(model, cache)
-            pytest.fail(f"{name} was let in")
         same(state(cache), before)
     assert torch.equal(go_on(model, cache), expected)
 

@@ -4,15 +4,14 @@ import dataclasses
 import io
 import math
 import statistics
-import subprocess
-import sys
 
 import pytest
 import torch
 from rich.console import Console
 
 import zoo
-from killed import kill_on_the_way
+from commands import refused
+from commands import run as command
 from kvsketch.attention import exact_attention, weighted_attention
 from kvsketch.caches.layer import LayerCache
 from kvsketch.cli.bench_error_tables import tables
@@ -382,15 +381,10 @@ def test_texts_that_are_too_short_are_refused():
 # -- the command
 
 
-def command(*arguments):
-    return [sys.executable, "-m", "kvsketch", "bench", "error", *map(str, arguments)]
-
-
 def called(*arguments):
-    return subprocess.run(command(*arguments), capture_output=True, text=True, check=False)
+    return command("bench", "error", *arguments)
 
 
-@pytest.mark.slow
 def test_the_command_prints_tables_and_draws(tmp_path):
     (tmp_path / "book.txt").write_text("It was a bright cold day in April, and the clocks were striking. " * 40)
     options = ["--exact", 64, "--rates", "0.5,0.25", "--seeds", 2, "--blocks", "32,64", "--layers", "1,2"]
@@ -416,35 +410,6 @@ def test_the_command_prints_tables_and_draws(tmp_path):
     assert {row["prompt"].split("#")[0] for row in rows} == {"book.txt"}
 
 
-@pytest.mark.slow
-def test_a_killed_study_goes_on(tmp_path):
-    options = [
-        "--tokens",
-        700,
-        "--prompts",
-        2,
-        "--exact",
-        64,
-        "--rates",
-        "0.5,0.25",
-        "--seeds",
-        20,
-        "--task",
-        "passkey",
-    ]
-    arguments = [*options, "--methods", "balancekv; uniform", "--blocks", 128, "--out", tmp_path]
-    total = 2 * 4 * 2 * (20 + 20)
-    path = tmp_path / "error.jsonl"
-    kill_on_the_way(command(*arguments), path, total)
-    done = called(*arguments)
-    assert done.returncode == 0, done.stderr
-    _, rows = read_rows(path, KEY)
-    keys = [key_of(row, KEY) for row in rows]
-    assert len(keys) == len(set(keys)) == total
-    assert {row["prompt"].split("#")[0] for row in rows} == {"passkey/700/0", "passkey/700/1"}
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -465,8 +430,5 @@ def test_a_killed_study_goes_on(tmp_path):
     ],
 )
 def test_a_study_that_cannot_be_ends_with_one_line(arguments, message, tmp_path):
-    done = called("--out", tmp_path / "out", *arguments)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert message in " ".join(done.stderr.split())
-    assert "Traceback" not in done.stderr
+    refused(called("--out", tmp_path / "out", *arguments), message)
     assert not (tmp_path / "out").exists()

@@ -1,13 +1,9 @@
 """The runner's answers are the model's own; interrupted runs lose and repeat nothing."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 import zoo
-from killed import kill_on_the_way
 from kvsketch.evaluation.embedded import load_embedded
 from kvsketch.evaluation.rows import RowsFile, key_of, read_rows
 from kvsketch.evaluation.runner import Plan, Runner
@@ -163,33 +159,6 @@ def test_a_models_own_generation_settings_do_not_matter():
 def test_models_with_sliding_layers_are_asked_one_prompt_at_a_time():
     assert Runner(tiny("gpt_oss"), TOKENIZER, plan()).batch == 1
     assert Runner(tiny("llama"), TOKENIZER, plan()).batch == 2
-
-
-@pytest.mark.slow
-def test_a_killed_benchmark_goes_on(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "kvsketch",
-        "bench",
-        "lines",
-        "--samples",
-        "24",
-        "--lengths",
-        "300",
-        "--batch",
-        "2",
-    ]
-    command += ["--methods", "exact; uniform(keep=200)", "--out", str(tmp_path)]
-    path = tmp_path / "rows.jsonl"
-    kill_on_the_way(command, path, 97, counts=(3, 30))
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    _, rows = read_rows(path)
-    keys = [key_of(row) for row in rows]
-    assert len(keys) == len(set(keys)) == 2 * 24 * 2
-    assert (tmp_path / "report.html").is_file()
-    assert "has no chat template" in done.stderr
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Weights are known wherever they are, and as they are when it matters: no right model is refused, no wrong one let in."""
+"""Weights are known wherever they are, and as they are when it matters: the right model is let in, and no other."""
 
 import copy
 import itertools
@@ -226,7 +226,7 @@ def test_adapters_that_put_tokens_before_the_text_are_refused_by_name():
     from peft import PrefixTuningConfig, get_peft_model
 
     model = get_peft_model(zoo.build("llama"), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
-    with pytest.raises(ValueError, match="adapter 'default' puts learnt tokens before the text.*such as LoRA"):
+    with pytest.raises(ValueError, match=r"adapter 'default' puts learnt tokens before the text.*such as LoRA"):
         kvsketch.make_cache(model, SPEC)
 
 

@@ -192,15 +192,28 @@ class Place:
 
 
 class TensorFile:
-    """A file that `write_tensors` wrote: its description, and its tensors when they are asked for."""
+    """A file that `write_tensors` wrote: its description, and its tensors when they are asked for.
+
+    It stays open, as the same file, whatever takes its place meanwhile: `with TensorFile(path) as file`.
+    """
 
     def __init__(self, path: str | Path) -> None:
-        """Read the header; refuse a file that is not whole."""
+        """Open a file and read its header; refuse one that is not whole."""
         self.path = Path(path)
         if not self.path.is_file():
             raise ValueError(f"there is no file {path}")
-        with self.path.open("rb") as file:
-            self._read_header(file)
+        self._file = self.path.open("rb")
+        try:
+            self._read_header(self._file)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> "TensorFile":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
 
     def _read_header(self, file: BinaryIO) -> None:
         length, size = file.read(8), os.fstat(file.fileno()).st_size
@@ -217,7 +230,9 @@ class TensorFile:
         try:
             header = json.loads(text)
             metadata = header.pop("__metadata__")
-            self.about: dict[str, Any] = dict(json.loads(metadata[ABOUT]))
+            self.about: dict[str, Any] = json.loads(metadata[ABOUT])
+            if not isinstance(self.about, dict):
+                raise TypeError(f"the description is {self.about!r:.40}")
             digests, self._begin, end = json.loads(metadata[DIGESTS]), 8 + count, 0
             self.places = dict[str, Place]()
             for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
@@ -239,20 +254,16 @@ class TensorFile:
 
     def read(self, prefix: str = "", device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """The tensors whose names begin so, without the beginning; refuses what is not as it was written."""
-        with self.path.open("rb") as file:
-            return {
-                name.removeprefix(prefix): self._tensor(file, name).to(device)
-                for name in self.places
-                if name.startswith(prefix)
-            }
+        names = [name for name in self.places if name.startswith(prefix)]
+        return {name.removeprefix(prefix): self._tensor(name).to(device) for name in names}
 
-    def _tensor(self, file: BinaryIO, name: str) -> Tensor:
+    def _tensor(self, name: str) -> Tensor:
         place = self.places[name]
         found = torch.empty(place.shape, dtype=place.dtype)
         room = _bytes_of(found)  # shares its memory
-        file.seek(self._begin + place.start)
+        self._file.seek(self._begin + place.start)
         got = 0
-        while got < len(room) and (more := file.readinto(room[got:])):  # type: ignore[attr-defined]
+        while got < len(room) and (more := self._file.readinto(room[got:])):
             got += more
         if got < len(room) or hashlib.sha256(room).hexdigest() != place.digest:
             raise self._damaged(f"{name} is not what was written; or the file was changed while it was read")
@@ -264,10 +275,10 @@ class TensorFile:
     def _foreign(self, text: bytes) -> ValueError:
         """What to say of a header that is not ours; versions before the first checksum began another way."""
         try:
-            known = json.loads(text)["__metadata__"].keys() & {ABOUT, "about"}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            known = json.loads(text).get("__metadata__", {}).keys()
+        except (ValueError, AttributeError, RecursionError):
             return self._damaged("its header cannot be read")
-        if known:
+        if known & {ABOUT, "about"}:
             return ValueError(
                 f"{self.path} was written by a version of kvsketch that kept no checksums, which this one does not "
                 "read: make it anew, or read it with the version that wrote it"
@@ -277,13 +288,15 @@ class TensorFile:
 
 def read_tensors(path: str | Path, device: torch.device | str = "cpu", prefix: str = "") -> dict[str, Tensor]:
     """The tensors of a file whose names begin so, without the beginning."""
-    return TensorFile(path).read(prefix, device)
+    with TensorFile(path) as file:
+        return file.read(prefix, device)
 
 
 def read_about(path: str | Path) -> dict[str, Any] | None:
     """The description of a file of tensors; None if there is no such file, or none that is whole."""
     try:
-        return TensorFile(path).about
+        with TensorFile(path) as file:
+            return file.about
     except (ValueError, OSError):
         return None
 

@@ -80,7 +80,8 @@ class KeyIndex:
                     f"the index {self.folder} has layers {self.layers}, but layer {number} is asked for: fit that "
                     "layer too, or leave it to be read in full (full_layers=)"
                 )
-            learnt = self._file(number).read(device=device)
+            with self._file(number) as file:
+                learnt = file.read(device=device)
             if not learnt.keys() <= {name.name for name in fields(LayerIndex)}:
                 raise ValueError(f"the index {self.folder} has something else in {layer_file(number)}: fit it again")
             self._layers[known] = LayerIndex(**learnt).classifying_in(dtype)
@@ -89,15 +90,17 @@ class KeyIndex:
     def check_files(self) -> None:
         """Refuse a folder that has lost a layer, or has another in its place."""
         for number in self.layers:
-            self._file(number)
+            with self._file(number):
+                pass  # it was looked at
 
     def _file(self, number: int) -> TensorFile:
-        """A layer's file; refused if it is not the one that the fit wrote."""
+        """A layer's file, opened; refused if it is not the one that the fit wrote."""
         path = self.folder / layer_file(number)
         if not path.is_file():
             raise ValueError(f"the index {self.folder} is incomplete: {path.name} is missing")
         file = TensorFile(path)
         if file.digest != self.description["layers"][str(number)].get(FILE):
+            file.__exit__()
             raise ValueError(
                 f"the index {self.folder} was changed: {path.name} is not the file that was fitted. Put that back, or "
                 "fit again in a new folder"
@@ -146,10 +149,10 @@ def read_index(folder: str | Path) -> KeyIndex:
 
 def write_index(folder: Path, description: Mapping[str, Any]) -> None:
     """Describe the layers in a folder, by which it is an index; their files are there by now."""
-    layers = {
-        number: {**about, FILE: TensorFile(folder / layer_file(int(number))).digest}
-        for number, about in description["layers"].items()
-    }
+    layers = dict[str, Any]()
+    for number, about in description["layers"].items():
+        with TensorFile(folder / layer_file(int(number))) as file:
+            layers[number] = {**about, FILE: file.digest}
     write_json(folder / DESCRIPTION, {"format": FORMAT, **description, "layers": layers})
 
 

@@ -414,6 +414,16 @@ class LayerCache:
             setattr(self, name, numbers[name])
         self.past.restore(with_prefix(tensors, "past."), numbers["past"])
         self.error, self.recall = tensors.get("error"), tensors.get("recall")
+        self._check_that_it_answers()
+
+    def _check_that_it_answers(self) -> None:
+        """Refuse parts that do not belong together: with them a query of zeros has no answer."""
+        held = self.window.columns
+        rows, heads, _, width = held.keys.shape
+        asking = Question(held.keys.new_zeros(rows, heads, 1, width), None, 1.0)
+        found = self._attend_all(asking)
+        if found is not None and found.out.shape != (rows, heads, 1, held.values.shape[3]):
+            raise ValueError(f"answers of shape {tuple(found.out.shape)}")
 
     @property
     def nbytes(self) -> int:
@@ -436,6 +446,9 @@ def _check_state(tensors: dict[str, Tensor], numbers: dict) -> None:
     shaped = keys.ndim == values.ndim == 4 and keys.shape[:3] == values.shape[:3] and keys.dtype == values.dtype
     if not shaped or ranks.shape != keys.shape[::2][:2] or ranks.dtype != torch.int64:
         raise ValueError(f"keys {tuple(keys.shape)}, values {tuple(values.shape)} and ranks {tuple(ranks.shape)}")
+    kinds = {name: x.dtype for name, x in tensors.items() if name.rpartition(".")[2] in ("keys", "values", "pairs")}
+    if not keys.is_floating_point() or set(kinds.values()) != {keys.dtype}:
+        raise ValueError(f"keys and values of several types: {kinds}")
     counted = all(type(number) is int and number >= 0 for number in (*lengths, *left, seen, numbers["measured_at"]))
     if not counted or len(lengths) != rows or len(left) != rows or max(lengths, default=0) > seen:
         raise ValueError(f"{rows} rows of {lengths} tokens, {left} of them not in the window, {seen} seen")

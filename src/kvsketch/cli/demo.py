@@ -13,6 +13,7 @@ from rich.text import Text
 from kvsketch.cli.app import notes, size_for_people
 
 TASKS = ("lines", "niah_single", "niah_multikey")  # of the report: one dense, two that are not
+LENGTHS = (1000, 2000)
 SHOWN = 7  # characters of an answer: a number has five, and six columns must fit a line
 
 
@@ -78,6 +79,6 @@ def _report(folder: Path, samples: int) -> None:
     from kvsketch.evaluation.runner import Plan
 
     model, tokenizer = load_embedded()
-    plan = Plan(tasks=TASKS, methods=demo_methods(), lengths=(1000, 2000), samples=samples, wording="compact", raw=True)
+    plan = Plan(tasks=TASKS, methods=demo_methods(), lengths=LENGTHS, samples=samples, wording="compact", raw=True)
     measure(plan, model, tokenizer, None, folder)
     write_report(folder)

@@ -59,7 +59,12 @@ class TextFile(Haystack):
     def __init__(self, path: str | Path) -> None:
         if not Path(path).is_file():
             raise ValueError(f"there is no file {path} to hide needles in")
-        text = Path(path).read_text(encoding="utf-8")
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{path} is no text in UTF-8 ({error}): convert it first, for example with iconv"
+            ) from error
         self.name = name_with_content(Path(path).name, text.encode())
         found = re.split(r"(?<=[.!?])[\"')\]]*\s+|\n\s*\n", text)
         self.sentences = [" ".join(sentence.split()) for sentence in found if sentence and sentence.strip()]

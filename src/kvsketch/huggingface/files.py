@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from kvsketch.huggingface.cache import SketchCache
 
 FORMAT = 2
+# What comes of a state in which no layer can be.
+NOT_POSSIBLE = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, AssertionError)
 # What a description has, and of which kind.
 KINDS: dict[str, type | tuple[type, ...]] = {
     "method": str,
@@ -71,37 +73,40 @@ def load_cache(model: nn.Module, path: str | Path) -> "SketchCache":
 
     Each layer's part goes to where that layer computes, and nothing of it is a view of the file.
     """
+    with TensorFile(path) as file:
+        cache = _restored(unwrapped(model), file)
+    cache.check_whole()
+    return cache
+
+
+def _restored(model: PreTrainedModel, file: TensorFile) -> "SketchCache":
     from kvsketch.huggingface.cache import SketchCache
     from kvsketch.huggingface.layer import SketchLayer
 
-    inner: PreTrainedModel = unwrapped(model)
-    file = TensorFile(path)
-    known = _described(file)
+    path, known = file.path, _described(file)
     config = _config(known, path)
-    _check_what_it_rests_on(config, inner, known["rests_on"], path)
-    if known["fingerprint"] != fingerprint(inner):
+    _check_what_it_rests_on(config, model, known["rests_on"], path)
+    if known["fingerprint"] != fingerprint(model):
         raise ValueError(
             f"{path} was saved for another model (a {known['model_type']!r:.40}): keys mean nothing to other weights. "
             "Load the model it was made with, in the same dtype and with the same adapters; this one is a "
-            f"{inner.config.model_type!r}"
+            f"{model.config.model_type!r}"
         )
-    cache = SketchCache(config, attach(inner, before_rotation=config.before_rotation))
-    devices, kinds = devices_of_layers(inner), [type(layer).__name__ for layer in cache.layers]
+    cache = SketchCache(config, attach(model, before_rotation=config.before_rotation))
+    devices, kinds = devices_of_layers(model), [type(layer).__name__ for layer in cache.layers]
     if [saved["type"] for saved in known["layers"]] != kinds:
         raise ValueError(f"{path} does not hold the layers that this model has: {', '.join(dict.fromkeys(kinds))}")
     for index, (layer, saved) in enumerate(zip(cache.layers, known["layers"], strict=True)):
-        held = file.read(f"{index}.", devices.get(index, inner.device))
+        held = file.read(f"{index}.", devices.get(index, model.device))
         try:
             if isinstance(layer, SketchLayer):
                 layer.restore(held, saved["state"])
             else:
                 stock.restore(layer, held, saved["state"])
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, AssertionError) as error:
-            raise ValueError(
-                f"{path} holds a state of layer {index} that {config} cannot be in: {error!r:.200}"
-            ) from error
+        except NOT_POSSIBLE as error:
+            what = f"{path} holds a state of layer {index} that {config} cannot be in"
+            raise ValueError(f"{what}: {error!r:.200}") from error
     cache.read_by = known["fingerprint"]
-    cache.check_whole()
     return cache
 
 

@@ -230,7 +230,9 @@ class SketchLayer(CacheLayerMixin):
         """Take back what `state` gave."""
         self.reset()
         self.held.restore(tensors, numbers)
-        self.offsets = numbers["offsets"]
+        self.offsets = offsets = numbers["offsets"]
+        if offsets is not None and [type(offset) for offset in offsets] != [int] * len(self.held.lengths):
+            raise ValueError(f"positions of {len(self.held.lengths)} rows begin at {offsets}")
         if "padding" in tensors:
             self.padding.append(tensors["padding"])
         self.lazy_initialization(tensors["keys"], tensors["values"])

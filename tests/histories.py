@@ -1,0 +1,477 @@
+"""Histories of a cache: whatever happens to it, in whatever order, what was promised holds.
+
+    python -m histories --histories 2000 --seed 7        in this folder: so many, from this seed on
+
+A history is a row of calls, copies, moves of rows, tokens taken back, files, and things that go wrong. At its end each
+row of the batch is played again alone, and against attention in double precision over all that it has read.
+"""
+
+import argparse
+import copy
+import random
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from functools import cache as once
+from pathlib import Path
+
+import torch
+import transformers
+from hypothesis import HealthCheck, Phase, assume, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+import kvsketch
+from kvsketch.caches.base import EntriesPast
+from kvsketch.caches.exact_first import ExactFirst
+from kvsketch.caches.registry import parse_spec
+from kvsketch.caches.subgen import SubGenPast
+from kvsketch.huggingface.model import unwrapped
+from made_index import make_index
+from states import difference, state_of
+
+VOCABULARY, LAYERS, KV_HEADS, WIDTH, MOST_ROWS = 31, 2, 2, 8, 4
+SLACK = 128  # entries per row, head and layer beyond 1.05 × the budget
+STEPS, EACH = 30, 20  # of a history, at most; histories of a seed
+INDEX = "INDEX"  # stands for the folder of an index of the model
+LOOK = "window=20, full_layers=0"
+SPECS = (
+    "exact",
+    "streaming_llm(keep=0.25)",
+    "streaming_llm(keep=140)",
+    "uniform(keep=0.25, window=16)",
+    "uniform(keep=120, window=16)",
+    "uniform(keep='80KB', window=16)",
+    "uniform(keep=0.25, window=16, prefill='streaming', chunk=40)",
+    "uniform(keep=0.25, window=16, weights='none', sinks=0)",
+    "clustergen(keep=0.25, window=16)",
+    "clustergen(keep=150)",
+    "subgen(keep=0.25, window=16)",
+    "subgen(keep=150, window=16, t=2)",
+    "balancekv(keep=0.25, window=16)",
+    "balancekv(keep=130, window=16, block=64)",
+    "balancekv(keep=0.25, window=16, augmented=True)",
+    "balancekv(keep=150, window=16, mode='faithful', block=64)",
+    f"saap(index='{INDEX}', probes=2, staging=24, {LOOK})",
+    f"saap(index='{INDEX}', probes=3, staging=24, estimate=True, prefer='density', visit=0.3, {LOOK})",
+    f"saap(index='{INDEX}', probes=3, staging=24, {LOOK}, prefill='streaming', chunk=40)",
+    f"kmeans(index='{INDEX}', probes=2, staging=24, rope=True, {LOOK})",
+    f"lsh(bins=6, staging=24, {LOOK})",
+    f"lsh(kind='reformer', bits=4, bins=6, staging=24, {LOOK})",
+    f"lsh(kind='magicpig', bits=4, tables=9, {LOOK})",
+    f"random_buckets(buckets=8, probes=2, staging=24, {LOOK})",
+    f"retrieval(top=0.1, {LOOK})",
+)
+
+
+@once
+def model():
+    """One model for all: random, its queries and keys sharpened."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=KV_HEADS, head_dim=WIDTH, max_position_embeddings=4096, pad_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    made = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "q_proj" in name or "k_proj" in name:
+                parameter.mul_(25)
+    return made
+
+
+@once
+def in_double_precision():
+    """The same, as transformers has it."""
+    exact = copy.deepcopy(unwrapped(model()))
+    kvsketch.detach(exact)
+    return exact.double()
+
+
+@once
+def index():
+    """The folder of an index for it."""
+    folder = Path(tempfile.mkdtemp(prefix="kvsketch-histories-"))
+    return make_index(folder, model(), heads=KV_HEADS, width=WIDTH, layers=range(LAYERS))
+
+
+@dataclass
+class Call:
+    """What a row was given in a call, and what came of it."""
+
+    tokens: list[int]
+    columns: list[bool]  # which places of the call are its own
+    before: list[int]  # all that it had read
+    logits: torch.Tensor
+    exact: bool  # nothing may have been lost by then
+
+
+@dataclass
+class Row:
+    """What happened to one row of the batch."""
+
+    events: list[Call | int] = field(default_factory=list)  # an int: so many tokens were taken back
+    tokens: list[int] = field(default_factory=list)
+    columns: list[bool] = field(default_factory=list)
+    exact: bool = True
+
+
+def said(cache, ids, new, rows):
+    """Give new tokens to a cache as `generate` does; the logits of all places."""
+    mask = new.long() if cache.seen == 0 else cache.new_tokens(ids, new.long())["attention_mask"]
+    positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+    with torch.no_grad():
+        return model()(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+
+
+def refusal_of(work):
+    """What was said against it; None if it was done."""
+    try:
+        work()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+class Interrupted(BaseException):
+    """Not an error that anybody catches."""
+
+
+def interrupt(work, lines):
+    """Do something, and stop it when so many lines of the library have run; whether that came to be."""
+    source, left = str(Path(kvsketch.__file__).parent), lines
+
+    def inside(frame, event, argument):
+        nonlocal left
+        if event == "line":
+            left -= 1
+            if left == 0:
+                raise Interrupted
+        return inside
+
+    def enter(frame, event, argument):
+        return inside if frame.f_code.co_filename.startswith(source) else None
+
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        work()
+    except Interrupted:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+class History(RuleBasedStateMachine):
+    """What may happen to a cache of `spec`."""
+
+    spec: str
+
+    def __init__(self):
+        super().__init__()
+        self.config = parse_spec(self.spec.replace(INDEX, index()))
+        self.cache = kvsketch.make_cache(model(), self.config)
+        self.rows = []
+        self.left_behind = []  # caches that nobody may change any more, with what they hold
+        self.folder = tempfile.TemporaryDirectory()
+
+    @property
+    def looks_up(self):
+        return "staging" in self.spec or "retrieval" in self.spec or "magicpig" in self.spec
+
+    @property
+    def streams(self):
+        return self.config.prefill == "streaming"
+
+    # -- what happens
+
+    @initialize(rows=st.sampled_from([3, 2, 1]), count=st.sampled_from([150, 260, 40, 5, 1]), data=st.data())
+    def first_call(self, rows, count, data):
+        self.rows = [Row() for _ in range(rows)]
+        self._call(count, data)
+
+    @rule(count=st.sampled_from([2, 3, 17, 33, 64, 130]), data=st.data())
+    def call(self, count, data):
+        self._call(count, data)
+
+    @rule(count=st.sampled_from([1, 2, 7, 31, 40]), data=st.data())
+    def single_tokens(self, count, data):
+        for _ in range(count):
+            self._call(1, data, some_are_padding=count == 1)
+
+    @rule(data=st.data())
+    def move_rows(self, data):
+        there = range(len(self.rows))
+        how = data.draw(st.sampled_from(["reorder", "repeat", "select"]))
+        if how == "repeat":
+            assume(2 * len(self.rows) <= MOST_ROWS)
+            index = [row for row in there for _ in range(2)]
+            self.cache.batch_repeat_interleave(2)
+        else:
+            least, most = (1, len(there)) if how == "select" else (len(there), len(there))
+            index = data.draw(st.lists(st.sampled_from(there), min_size=least, max_size=most))
+            move = self.cache.batch_select_indices if how == "select" else self.cache.reorder_cache
+            move(torch.tensor(index))
+        self.rows = [copy.deepcopy(self.rows[row]) for row in index]
+
+    @rule(count=st.integers(1, 12))
+    def take_back(self, count):
+        before, refusal = state_of(self.cache), refusal_of(lambda: self.cache.crop(-count))
+        if refusal is not None:
+            assert "cannot take back" in refusal
+            assert difference(state_of(self.cache), before) is None
+            return
+        for row in self.rows:
+            lost = sum(row.columns[-count:])
+            row.events.append(lost)
+            row.tokens, row.columns = row.tokens[: len(row.tokens) - lost], row.columns[:-count]
+
+    @rule()
+    def go_on_with_a_copy(self):
+        self.left_behind.append((self.cache, state_of(self.cache)))
+        self.cache = self.cache.fork()
+
+    @precondition(lambda self: self.cache.seen)
+    @rule()
+    def go_on_from_a_file(self):
+        path = Path(self.folder.name) / "cache"
+        self.cache.save(path)
+        loaded = kvsketch.load_cache(model(), path)
+        path.write_bytes(b"something else")  # in its place: what was read is nobody's but the cache's
+        assert difference(state_of(loaded), state_of(self.cache)) is None
+        self.cache = loaded
+
+    # -- what goes wrong
+
+    @precondition(lambda self: self.cache.seen)
+    @rule(place=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255), cut=st.booleans())
+    def meet_a_damaged_file(self, place, flip, cut):
+        path = Path(self.folder.name) / "cache"
+        self.cache.save(path)
+        content = bytearray(path.read_bytes())
+        at = int(place * len(content))
+        content[at] ^= flip
+        path.write_bytes(content[:at] if cut else content)
+        try:
+            loaded = kvsketch.load_cache(model(), path)
+        except ValueError:
+            return
+        assert difference(state_of(loaded), state_of(self.cache)) is None
+
+    @precondition(lambda self: self.cache.seen)
+    @rule(what=st.sampled_from(["rows", "positions", "mask", "weights", "token", "row"]))
+    def ask_for_what_cannot_be(self, what):
+        rows, seen, before = len(self.rows), self.cache.seen, state_of(self.cache)
+        ids = torch.ones(rows, 3, dtype=torch.long)
+        given = {
+            "rows": {"input_ids": torch.ones(rows + 1, 3, dtype=torch.long)},
+            "positions": {"input_ids": ids, "position_ids": torch.tensor([[seen + 7, 0, 1]])},
+            "mask": {"input_ids": ids, "attention_mask": torch.ones(rows, seen + 2, dtype=torch.long)},
+            "weights": {"input_ids": ids, "output_attentions": True},
+            "token": {"input_ids": ids * VOCABULARY},
+            "row": None,
+        }[what]
+        move = lambda: self.cache.batch_select_indices(torch.tensor([rows]))  # noqa: E731
+        ask = lambda: model()(**given, past_key_values=self.cache)  # noqa: E731
+        assert refusal_of(move if given is None else ask) is not None
+        assert difference(state_of(self.cache), before) is None
+
+    @precondition(lambda self: self.cache.seen)
+    @rule(what=st.sampled_from(["call", "token", "repeat", "select", "take back", "save"]), lines=st.integers(1, 900))
+    def be_interrupted(self, what, lines):
+        """A call that is stopped anywhere leaves a cache as it was, or as it would have been, or one that says so."""
+        before = state_of(self.cache)
+        done, victim, path = self.cache.fork(), self.cache.fork(), Path(self.folder.name) / "interrupted"
+        ids = torch.full((len(self.rows), 1 if what == "token" else 40), 5)
+        work = {
+            "call": lambda cache: said(cache, ids, torch.ones_like(ids).bool(), None),
+            "token": lambda cache: said(cache, ids, torch.ones_like(ids).bool(), None),
+            "repeat": lambda cache: cache.batch_repeat_interleave(2),
+            "select": lambda cache: cache.batch_select_indices(torch.tensor([0])),
+            "take back": lambda cache: cache.crop(-1),
+            "save": lambda cache: cache.save(path),
+        }[what]
+        if refusal_of(lambda: work(done)) is not None:
+            return
+        path.unlink(missing_ok=True)
+        stopped = interrupt(lambda: work(victim), lines)
+        assert difference(state_of(self.cache), before) is None, "copies share nothing that changes"
+        if what == "save":
+            assert not stopped or path.exists() or not list(Path(self.folder.name).glob(".*"))
+        refusal = refusal_of(victim.check_whole)
+        if refusal is not None:
+            assert stopped
+            assert "failed half-way" in refusal
+            return
+        after = state_of(victim)
+        assert None in (difference(after, before), difference(after, state_of(done)))
+
+    # -- what holds at any time
+
+    def _call(self, count, data, *, some_are_padding=True):
+        rows = len(self.rows)
+        drawn = data.draw(st.integers(0, 2**20), label="seed of the tokens")
+        draw = random.Random(drawn)
+        ways = ["none", "left"] if self.streams or self.cache.seen == 0 else ["none", "left", "right", "holes"]
+        way = draw.choice(ways) if some_are_padding and rows > 1 else "none"
+        ids = torch.tensor([[draw.randrange(1, VOCABULARY) for _ in range(count)] for _ in range(rows)])
+        new = torch.ones(rows, count, dtype=torch.bool)
+        for row in range(rows - 1):  # the last one has no padding
+            empty = draw.randrange(count + 1)
+            if way == "left":
+                new[row, :empty] = False
+            elif way == "right":
+                new[row, count - empty :] = False
+            elif way == "holes":
+                new[row, draw.sample(range(count), empty)] = False
+        nothing_lost = [
+            all(layer.held.left[row] == 0 for layer in self.cache.sketch_layers) if self.cache.seen else True
+            for row in range(rows)
+        ]
+        logits = said(self.cache, ids * new, new, rows)
+        assert logits[new].isfinite().all()
+        for number, row in enumerate(self.rows):
+            own = new[number]
+            all_is_read = nothing_lost[number] or self.config.name == "exact" or (self.looks_up and count > 1)
+            in_one_piece = not self.streams or count <= self.config.chunk
+            row.exact = row.exact and ((all_is_read and in_one_piece) or not bool(own.any()))
+            tokens = ids[number][own].tolist()
+            row.events.append(Call(tokens, own.tolist(), list(row.tokens), logits[number][own], row.exact))
+            row.tokens += tokens
+            row.columns += own.tolist()
+        self._check_what_is_held()
+
+    def _check_what_is_held(self):
+        lengths = [len(row.tokens) for row in self.rows]
+        assert self.cache.seen == len(self.rows[0].columns)
+        for layer in self.cache.sketch_layers:
+            held = layer.held
+            assert held.lengths == lengths
+            mass = mass_of(held.past, self.config)
+            if mass is not None:
+                left = torch.tensor(held.left)[:, None].expand_as(mass).double()
+                torch.testing.assert_close(mass, left, rtol=1e-5, atol=1e-4)
+        if self.config.budget_given != 1.0:
+            self._check_bytes(max(lengths))
+
+    def _check_bytes(self, longest):
+        rows, keep = len(self.rows), self.config.budget_given
+        entry = rows * KV_HEADS * 2 * WIDTH * 4 + rows * 12
+        if isinstance(keep, str):
+            fixed = self.cache.sketch_layers[0].held.budget.fixed
+        else:
+            fixed = keep if isinstance(keep, int) else max(keep * longest, self.config.least_entries())
+        for layer in self.cache.sketch_layers:
+            assert layer.held.nbytes <= (1.05 * fixed + SLACK) * entry
+
+    # -- and at the end
+
+    def teardown(self):
+        try:
+            if all(isinstance(row.events[-1:], list) for row in self.rows):
+                for number, row in enumerate(self.rows):
+                    self._play_again_alone(number, row)
+                    self._compare_with_exact_attention(number, row)
+            for cache, held in self.left_behind:
+                assert difference(state_of(cache), held) is None, "a copy changed what it was copied from"
+        finally:
+            self.folder.cleanup()
+
+    def _play_again_alone(self, number, row):
+        """A row answers as if it were alone, and as if there were no padding."""
+        if isinstance(self.config.budget_given, str):
+            return  # its share of the bytes was that of one of several rows
+        alone, seen = kvsketch.make_cache(model(), self.config), []
+        for place, event in enumerate(row.events):
+            if isinstance(event, int):
+                last = next(count for count in range(len(seen) + 1) if sum(seen[len(seen) - count :]) == event)
+                alone.crop(-last)
+                del seen[len(seen) - last :]
+                continue
+            if not event.tokens:
+                continue
+            columns = [True] * len(event.tokens)
+            if self.looks_up and len(event.tokens) == 1:
+                columns = event.columns  # one token by itself looks up; one in a longer call sees everything
+            new = torch.tensor([columns])
+            ids = torch.zeros_like(new, dtype=torch.long)
+            ids[new] = torch.tensor(event.tokens)
+            got = said(alone, ids, new, 1)[new]
+            seen += columns
+            what = f"row {number}, event {place}"
+            torch.testing.assert_close(got, event.logits, rtol=1e-3, atol=1e-4, msg=lambda m, w=what: f"{w}: {m}")
+
+    def _compare_with_exact_attention(self, number, row):
+        for place, event in enumerate(row.events):
+            if isinstance(event, Call) and event.exact and event.tokens:
+                with torch.no_grad():
+                    text = torch.tensor([event.before + event.tokens])
+                    expected = in_double_precision()(text).logits[0, -len(event.tokens) :]
+                what = f"row {number}, event {place}, exact"
+                torch.testing.assert_close(
+                    event.logits.double(), expected, rtol=1e-3, atol=1e-4, msg=lambda m, w=what: f"{w}: {m}"
+                )
+
+
+def mass_of(past, config):
+    """How many tokens what is held stands for, per row and head; None where a method does not promise that."""
+    if config.name == "balancekv" and config.mode == "faithful":
+        return None
+    if getattr(config, "weights", "count") == "none":
+        return None
+    if isinstance(past, EntriesPast):
+        entries = past.entries()
+        return None if entries is None else entries.log_mass.double().exp().sum(2).expand(-1, KV_HEADS)
+    if isinstance(past, ExactFirst) and past.groups:
+        found = torch.zeros(len(past.groups), KV_HEADS, dtype=torch.float64)
+        for group in set(past.groups):
+            rows = [row for row, number in enumerate(past.groups) if number == group]
+            if group < 0:
+                found[rows] = past.held.valid.sum(1).double()[:, None].expand(-1, KV_HEADS)
+            else:
+                assert isinstance(past.pasts[group], SubGenPast)
+                found[rows] = past.pasts[group].clusters.sizes.sum(2).double()
+        return found
+    return None
+
+
+def play(spec, *, histories, number=None, shrink=True):
+    """Play histories of a spec: always the same ones, or those of a seed."""
+    machine = type("HistoryOf", (History,), {"spec": spec})
+    chosen = settings(
+        max_examples=histories, stateful_step_count=STEPS, deadline=None, database=None, print_blob=False,
+        derandomize=number is None, suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
+    )  # fmt: skip
+    if number is not None:
+        machine = seed(number)(machine)
+    run_state_machine_as_test(machine, settings=chosen)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--histories", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0, help=f"of the first {EACH}; the others count on")
+    parser.add_argument("--spec", help="this one alone, and the shortest history that fails")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    numbers = range(given.seed, given.seed + max(1, given.histories // EACH))
+    failed = []
+    for number in numbers:
+        spec = given.spec or SPECS[number % len(SPECS)]
+        try:
+            play(spec, histories=EACH, number=number, shrink=given.spec is not None)
+        except Exception as error:
+            failed.append(number)
+            print(f"seed {number}, {spec}: {type(error).__name__}: {error}")
+            print(f"  again: python -m histories --histories {EACH} --seed {number} --spec {spec!r}")
+        if sys.stderr.isatty():
+            print(f"{number - given.seed + 1} of {len(numbers)} seeds, {len(failed)} failed", end="\r", file=sys.stderr)
+    what = f"{EACH * len(numbers):,} histories, seeds {numbers[0]} to {numbers[-1]}"
+    print(f"{what}: {f'failed with seeds {failed}' if failed else 'all as promised'}")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""A thousand damaged files are refused, or do no harm; and nothing is lost by kill -9, whenever it comes."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvsketch
+import zoo
+from commands import SOURCE
+from kvsketch.caches.key_index import read_index
+from kvsketch.evaluation.rows import RowsFile, read_rows
+from made_index import make_index
+from states import difference, state_of
+from test_rows import RUN, row
+
+CACHES = ("exact", "uniform(keep=0.25, window=16)", "clustergen(keep=0.5)", "subgen(keep=180, window=16)")
+
+
+def damaged(content, times, seed):
+    """So many forms of a file with a byte changed, or cut off."""
+    draw = random.Random(seed)
+    for number in range(times):
+        place = draw.randrange(len(content))
+        if number % 4 == 3:
+            yield content[:place]
+        else:
+            yield content[:place] + bytes([content[place] ^ draw.randrange(1, 256)]) + content[place + 1 :]
+
+
+def a_sentence(error):
+    """What was said is one sentence for people, and says where."""
+    text = str(error)
+    assert "\n" not in text
+    assert "Traceback" not in text
+    assert len(text) < 600
+    return text
+
+
+@pytest.mark.parametrize("spec", CACHES)
+def test_damaged_caches(spec, tmp_path):
+    model, path = zoo.build("gemma3"), tmp_path / "cache"
+    cache = kvsketch.prefill(model, zoo.tokens(2, 250), kvsketch.make_cache(model, spec))
+    cache.save(path)
+    whole, refused = path.read_bytes(), 0
+    for content in damaged(whole, 125, spec):
+        path.write_bytes(content)
+        try:
+            loaded = kvsketch.load_cache(model, path)
+        except ValueError as error:
+            assert str(path) in a_sentence(error)
+            refused += 1
+            continue
+        assert difference(state_of(loaded), state_of(cache)) is None
+    assert refused == 125, "every byte of a cache counts"
+
+
+def test_damaged_indexes(tmp_path):
+    model = zoo.build("llama")
+    folder = Path(make_index(tmp_path / "index", model))
+    whole = {path: path.read_bytes() for path in folder.iterdir()}
+    expected = {layer: read_index(folder).layer(layer).tensors() for layer in read_index(folder).layers}
+    refused, tried = 0, 0
+    for path, content in whole.items():
+        for other in damaged(content, 50, path.name):
+            path.write_bytes(other)
+            tried += 1
+            try:
+                kvsketch.make_cache(model, f"saap(index={str(folder)!r})")
+                found = {layer: read_index(folder).layer(layer).tensors() for layer in read_index(folder).layers}
+            except ValueError as error:
+                assert str(folder) in a_sentence(error)
+                refused += 1
+                continue
+            for layer, tensors in expected.items():
+                assert all(torch.equal(tensor, found[layer][name]) for name, tensor in tensors.items())
+        path.write_bytes(content)
+    assert tried == 250
+    assert refused >= 245  # of index.json some blanks do not matter
+
+
+def test_damaged_rows(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    file = RowsFile(path, RUN)
+    file.add([row(number, score=number / 40, output=f"it is “{number}”") for number in range(40)])
+    whole, expected = path.read_bytes(), read_rows(path)[1]
+    refused = 0
+    for content in damaged(whole, 250, "rows"):
+        path.write_bytes(content)
+        try:
+            _, found = read_rows(path)
+        except ValueError as error:
+            assert str(path) in a_sentence(error)
+            refused += 1
+            continue
+        assert found == expected[: len(found)], "what is read is what was written, from its beginning on"
+        assert len(found) >= whole[: len(content)].count(b"\n") - 2
+    assert refused > 150
+
+
+def test_a_damaged_line_is_named_and_its_row_is_made_again(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    RowsFile(path, RUN).add([row(number) for number in range(3)])
+    lines = path.read_bytes().split(b"\n")
+    lines[2] = lines[2].replace(b'"score": 1.0', b'"score": 0.0')
+    path.write_bytes(b"\n".join(lines))
+    with pytest.raises(ValueError, match=r"line 3: damaged, it is not what was written\. Remove that line"):
+        RowsFile(path, RUN)
+    path.write_bytes(b"\n".join(lines[:2] + lines[3:]))
+    RowsFile(path, RUN).add([row(number) for number in range(3)])
+    assert sorted(found["sample"] for found in read_rows(path)[1]) == [0, 1, 2]
+
+
+def test_fifty_kills_cost_nothing_and_leave_nothing(tmp_path):
+    """Of saving, fitting and measuring; in a process that may fork, for this one may have threads."""
+    here = Path(__file__).parent
+    environment = os.environ | {
+        "PYTHONPATH": f"{SOURCE}{os.pathsep}{here}", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, here / "kills.py", tmp_path], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert sum(json.loads(done.stdout).values()) == 50
