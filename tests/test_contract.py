@@ -400,3 +400,36 @@ def test_the_reported_error_is_the_error(name):
     expected = (got - exact).norm(dim=(2, 3)) / exact.norm(dim=(2, 3))
     torch.testing.assert_close(cache.error, expected)
     assert (cache.error > 0.05).all()  # something was dropped, and it shows
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_tokens_taken_back_are_counted_with_their_padding(name):
+    """Five places of which a row has three, and the next one a single one: as if these had never come."""
+    query, keys, values = stream(500, rows=3)
+    valid = torch.ones(3, 500, dtype=torch.bool)
+    valid[0, :61] = False
+    valid[1, 300:400:3] = False
+    cache, straight = LayerCache(small(name), 0), LayerCache(small(name), 0)
+    for one in (cache, straight):
+        feed(one, query, keys, values, [300, 93], valid)
+    wrong = [t.flip(2)[:, :, :5] for t in (query, keys, values)]
+    some = torch.tensor([[1, 0, 1, 1, 0], [0, 0, 0, 0, 1], [1, 1, 1, 1, 1]]).bool()
+    feed(cache, *wrong, [5], some)
+    assert cache.left == straight.left, "choose other counts: a block left the window in between"
+    cache.crop(5, some.sum(1).tolist())
+    assert (cache.seen, cache.lengths) == (straight.seen, straight.lengths)
+    rest = [t[:, :, 393:] for t in (query, keys, values)]
+    torch.testing.assert_close(feed(cache, *rest, [1] * 60), feed(straight, *rest, [1] * 60), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_a_step_looks_up_though_other_rows_are_padding_in_it(name):
+    query, keys, values = stream(401)
+    valid = torch.ones(2, 401, dtype=torch.bool)
+    valid[0, 400] = False
+    together, alone = LayerCache(small(name), 1), LayerCache(small(name), 1)
+    got = feed(together, query, keys, values, [400, 1], valid)[1:, :, -1:]
+    single = [t[1:] for t in (query, keys, values)]
+    torch.testing.assert_close(got, feed(alone, *single, [400, 1])[:, :, -1:], rtol=1e-4, atol=1e-5)
+    assert (alone.past.selectivity() < 1).all(), "something was left out"
+    torch.testing.assert_close(together.past.selectivity()[1], alone.past.selectivity()[0])

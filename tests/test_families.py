@@ -9,6 +9,8 @@ from transformers import DynamicCache
 import kvsketch
 import oracle
 import zoo
+from kvsketch.huggingface.attention import attention
+from states import difference, state_of
 
 ROWS, PROMPT, STEPS = 3, 150, 40
 COMPRESSED = [
@@ -239,3 +241,56 @@ def test_a_vision_language_model_has_only_its_text_attached():
     assert model.config.vision_config._attn_implementation == before
     kvsketch.detach(model)
     assert model.config.text_config._attn_implementation == before
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "phi3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_under_autocast_answers_are_as_near_as_stocks(family, dtype):
+    """Keys come in single precision then, and values in half."""
+    stock, ours = zoo.build(family), zoo.build(family)
+    calls, mask = calls_of(2, steps=8), padding_mask()[:2]
+    real = torch.cat([mask, mask.new_ones(2, 8)], 1).bool()
+    truth = logits(stock, DynamicCache(config=stock.config), calls, mask)
+    with torch.autocast("cpu", dtype):
+        expected = logits(stock, DynamicCache(config=stock.config), calls, mask)
+        got = logits(ours, kvsketch.make_cache(ours, "exact"), calls, mask)
+        detached = logits(ours, DynamicCache(config=ours.config), calls, mask)  # attached, with a cache of stock
+    limit = 2 * (expected.float() - truth)[real].norm()
+    assert (got.float() - truth)[real].norm() <= limit
+    assert (detached.float() - truth)[real].norm() <= limit
+
+
+AUTOCAST = [
+    "streaming_llm(keep=140)", "uniform(keep=0.25, window=16)", "clustergen(keep=0.25)", "subgen(keep=150, window=16)",
+    "balancekv(keep=0.25, window=16)", "balancekv(keep=0.25, window=16, augmented=True)",
+    "balancekv(keep=0.5, window=16, mode='faithful')", "lsh(bins=6, window=40, staging=50)",
+    "lsh(kind='magicpig', bits=4, tables=9, window=40)", "random_buckets(buckets=8, probes=2, window=40, staging=50)",
+    "retrieval(top=0.1, window=40)",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", AUTOCAST)
+def test_under_autocast_a_method_holds_what_it_holds_without(spec):
+    """Given the same keys and values: in half precision, for the model's own parts are computed otherwise."""
+    model, ids = zoo.build("llama", dtype=torch.bfloat16), zoo.tokens(2, 300)
+    states, texts = [], []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            cache = kvsketch.make_cache(model, spec)
+            keys = [torch.randn(2, 2, 300, 16, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(2)]
+            queries = torch.randn(2, 8, 300, 16, generator=torch.Generator().manual_seed(2)).bfloat16()
+            linked, values = cache.update(*keys, 0)
+            attention(model.model.layers[0].self_attn, queries, linked, values)
+            states.append(state_of(cache))
+            whole = kvsketch.make_cache(model, spec)
+            texts.append(model.generate(ids, past_key_values=whole, max_new_tokens=40, do_sample=False))
+    assert difference(*states) is None
+    assert texts[1].shape == (2, 340)
+
+
+def test_a_cache_filled_under_autocast_says_so_where_there_is_none():
+    model = zoo.build("llama")
+    with torch.autocast("cpu", torch.bfloat16):
+        cache = kvsketch.prefill(model, zoo.tokens(1, 40), kvsketch.make_cache(model, "exact"))
+    with pytest.raises(ValueError, match=r"in torch.bfloat16, but .* in torch.float32 came.*another torch.autocast"):
+        kvsketch.prefill(model, zoo.tokens(1, 3), cache)

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kvsketch.fitting.files import write_json, write_tensors
 
 from fitted import LAYERS, TOKENIZER, fitted, result_of, same, settings, tiny_model, write_corpus
 from kvsketch.algorithms import saap
 from kvsketch.caches.key_index import read_index
+from kvsketch.files import write_json, write_tensors
 from kvsketch.fitting.checkpoint import train_on
 from kvsketch.fitting.classifiers import train
 from kvsketch.fitting.corpus import read_corpus

@@ -98,8 +98,8 @@ def test_the_page_needs_no_other_file(tmp_path):
     assert not re.findall(r"""(?:src|href)=["'](?!data:)""", text)
     assert "http" not in text
     assert text.count("data:image/png;base64,") == 6
-    assert "0.250 ± 0.250" in text
-    assert "25.0 %" in text
+    assert "0.250 [0.05, 0.70]" in text  # 1 of 4
+    assert "n = 4, 25.0 %" in text
     assert "tiny 1" in text
     assert "weights=&#39;none&#39;" in text  # escaped
 
@@ -122,3 +122,37 @@ def test_no_rows_no_page(tmp_path):
     RowsFile(tmp_path / "rows.jsonl", {"model": "tiny", "fingerprint": "1", "kvsketch": "0.1.0"})
     with pytest.raises(ValueError, match="has no rows yet"):
         write_page(tmp_path / "rows.jsonl", tmp_path)
+
+
+def test_needles_in_other_texts_have_maps_of_their_own(tmp_path):
+    """A map over both would show neither."""
+    books = [row | {"haystack": "book.txt#12", "score": 0.0} for row in ROWS if row["task"] == "needle"]
+    pictures = {picture.path.stem: picture.caption for picture in draw_all([*ROWS, *books], tmp_path)}
+    maps = {name: caption for name, caption in pictures.items() if name.startswith("needle")}
+    assert maps.keys() == {f"needle-{asked}{end}" for asked in ("before", "after") for end in ("", "-2")}
+    assert maps["needle-after"].startswith("Found: needle (noise), question asked after compression; 1 prompts")
+    assert maps["needle-after-2"].startswith("Found: needle (book.txt)")
+
+
+def test_curves_that_lie_on_one_another_are_all_seen():
+    """Three methods with the same answers at the same bytes: dashed in turn, and none of the markers is hidden."""
+    twins = [row for row in ROWS if row["method"] == "uniform(keep=0.25)"]
+    twins += [row | {"method": f"{name}(keep=0.25)"} for row in twins for name in ("second", "third")]
+    lone = [row | {"method": "lone(keep=0.25)", "score": 0.0} for row in ROWS if row["method"] == "uniform(keep=0.25)"]
+    figure = score_against_bytes([mean for mean in summarise([*twins, *lone]) if mean.asked == "after"])
+    lines = {container.get_label(): container.lines[0] for container in figure.axes[0].containers}
+    sizes = [lines[name].get_markersize() for name in ("uniform", "second", "third")]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == 3
+    offsets = {lines[name]._unscaled_dash_pattern[0] for name in ("uniform", "second", "third")}
+    assert len(offsets) == 3
+    assert lines["lone"].get_linestyle() == "-"
+
+
+def test_a_dollar_in_a_name_is_no_mathematics(tmp_path):
+    odd = [row | {"method": row["method"].replace("'none'", r"'$\\frac$ $'"), "task": "needle"} for row in ROWS]
+    odd = [row | {"cases": "$a_{$ b$#12", "wording": "official"} for row in odd]
+    pictures = draw_all([row | {"depth": 0.5} for row in odd], tmp_path)
+    assert len(pictures) == 6
+    figure = score_against_bytes([mean for mean in summarise(odd) if mean.asked == "after"])
+    assert figure.axes[0].get_title(loc="left") == r"needle: \$a_{\$ b\$, 1,000 tokens"

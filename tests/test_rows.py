@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from kvsketch.evaluation.rows import FORMAT, KEY, RowsFile, read_rows
-from kvsketch.evaluation.summary import standard_error, summarise
+from kvsketch.evaluation.rows import FORMAT, KEY, RowsFile, read_rows, sealed
+from kvsketch.evaluation.summary import standard_error, summarise, wilson
 
 RUN = {"model": "a", "fingerprint": "123", "dtype": "float32", "kvsketch": "0.1.0"}
 
@@ -82,11 +82,12 @@ def test_a_file_may_have_a_key_of_its_own(tmp_path):
     ("text", "message"),
     [
         (json.dumps({"run": {"format": 99, "kvsketch": "9.0"}}), "made by another version of kvsketch: .*99.*9.0"),
-        (json.dumps({"run": {"format": FORMAT, "model": "b"}}), "holds rows of another model: b"),
+        (sealed({"run": {"format": FORMAT, "model": "b"}}).decode().strip(), "holds rows of another model: b"),
         ("hello", "line 1: not JSON"),
         ("[1", "line 1: not JSON"),
         ("[1]", "line 1: not a row"),
         (json.dumps({"a": 1}), "line 1: not a row of a kvsketch benchmark"),
+        (sealed({"a": 1}).decode().strip(), "line 1: not a row of a kvsketch benchmark"),
     ],
 )
 def test_other_files_are_refused_and_left_as_they_were(text, message, tmp_path):
@@ -107,7 +108,6 @@ def test_means_have_the_textbook_standard_error():
     assert (mean.count, mean.score, mean.share) == (100, 0.25, 0.25)
     assert mean.error == pytest.approx((0.25 * 0.75 / 99) ** 0.5)
     assert math.isnan(standard_error([1.0]))
-    assert str(summarise([row(0)])[0]) == "1.000"
     assert len(summarise([*rows, row(0, method="uniform"), row(0, length=2000)])) == 3
 
 
@@ -117,3 +117,26 @@ def test_rows_that_differ_in_their_making_are_not_averaged():
     assert titles == ["lines (compact)", "lines (official)", "needle (noise)", "needle (a.txt)"]
     ready = row(0, cases="200_lines#ab12", wording="official")
     assert [mean.task for mean in summarise([row(0), ready])] == ["lines", "lines: 200_lines"]
+
+
+def test_rows_of_ready_prompts_with_other_limits_are_not_averaged():
+    """As with --cases run twice, with another --max-new-tokens: each has its own number of prompts."""
+    ready = {"cases": "200_lines#ab12", "wording": "official"}
+    rows = [row(i, new_tokens=count, **ready) for count in (40, 100) for i in range(30 if count == 40 else 10)]
+    assert [(mean.task, mean.count) for mean in summarise(rows)] == [
+        ("lines: 200_lines (40 new tokens)", 30),
+        ("lines: 200_lines (100 new tokens)", 10),
+    ]
+
+
+def test_intervals_are_wilsons_and_never_say_that_all_is_certain():
+    """Against Wilson's own condition: a true share at an end lies 1.96 standard errors from what was found."""
+    for found, count in ((0, 12), (3, 12), (12, 12), (150, 200), (1, 1)):
+        score = found / count
+        low, high = wilson(score, count)
+        assert 0 <= low <= score <= high <= 1
+        assert high - low > 0
+        for end in {low, high} - {0.0, 1.0}:
+            assert abs(score - end) == pytest.approx(1.96 * (end * (1 - end) / count) ** 0.5)
+    assert str(summarise([row(i) for i in range(12)])[0]) == "1.000 [0.76, 1.00]"
+    assert str(summarise([row(0)])[0]) == "1.000 [0.21, 1.00]"

@@ -103,7 +103,9 @@ def _opened(line: bytes, where: str) -> Row:
             f"{where} was made by another version of kvsketch: it begins with {line[:60]!r}, and this version reads "
             f"and adds to format {FORMAT}. Write to another folder, or use the version that made it"
         )
-    check = found.pop(CHECK, None)
+    if CHECK not in found:
+        raise ValueError(f"{where}: not a row of a kvsketch benchmark")
+    check = found.pop(CHECK)
     if check != _check_of(found):
         raise ValueError(f"{where}: damaged, it is not what was written. {REMOVE}")
     return found
