@@ -377,6 +377,7 @@ class History(RuleBasedStateMachine):
                 assert difference(state_of(cache), held) is None, "a copy changed what it was copied from"
         finally:
             self.folder.cleanup()
+            kvsketch.detach(model())  # nothing of it is watched any more
 
     def _play_again_alone(self, number, row):
         """A row answers as if it were alone, and as if there were no padding."""

@@ -417,12 +417,11 @@ class LayerCache:
         self._check_that_it_answers()
 
     def _check_that_it_answers(self) -> None:
-        """Refuse parts that do not belong together: with them a query of zeros has no answer."""
+        """Refuse parts that do not belong together: even no queries at all have no answer then."""
         held = self.window.columns
         rows, heads, _, width = held.keys.shape
-        asking = Question(held.keys.new_zeros(rows, heads, 1, width), None, 1.0)
-        found = self._attend_all(asking)
-        if found is not None and found.out.shape != (rows, heads, 1, held.values.shape[3]):
+        found = self._attend_all(Question(held.keys.new_zeros(rows, heads, 0, width), None, 1.0))
+        if found is not None and found.out.shape != (rows, heads, 0, held.values.shape[3]):
             raise ValueError(f"answers of shape {tuple(found.out.shape)}")
 
     @property

@@ -234,8 +234,10 @@ class SketchCache(Cache):
 
     def check_whole(self) -> None:
         """Refuse to go on after a call, or a move of rows, that did not come to its end in all layers."""
-        lengths = {layer.get_seq_length() for layer in self._counting_layers}
-        if self.touched or len(lengths) > 1 or any(layer.broken or layer.pending for layer in self.sketch_layers):
+        seen = self.seen  # compared one by one: of a set the compiler would make a graph for every length
+        unequal = any(layer.get_seq_length() != seen for layer in self._counting_layers)
+        if self.touched or unequal or any(layer.broken or layer.pending for layer in self.sketch_layers):
+            lengths = [layer.get_seq_length() for layer in self._counting_layers]
             raise ValueError(
                 f"an earlier call failed half-way: layers hold between {min(lengths)} and {max(lengths)} tokens. "
                 "This cache cannot be used further; reset() it, or go on with a copy made before that call"
