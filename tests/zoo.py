@@ -121,10 +121,21 @@ EVERY = FAMILIES | HYBRIDS | WIDE | NO_FULL_LAYER | REFUSED
 PROJECTIONS = ("q_proj", "k_proj", "qkv_proj", "query_key_value")
 
 
-def build(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, attention: str | None = None):
-    """A model of the family; queries and keys are sharpened, for random ones attend almost uniformly."""
+def build(
+    family: str,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    attention: str | None = None,
+    layers: int | None = None,
+):
+    """A model of the family, or its first layers; queries and keys are sharpened: random ones attend almost alike."""
     torch.manual_seed(seed)
     model: PreTrainedModel = EVERY[family]()
+    if layers is not None:
+        model.model.layers, model.config.num_hidden_layers = model.model.layers[:layers], layers
+        if getattr(model.config, "layer_types", None):
+            model.config.layer_types = model.config.layer_types[:layers]
     model = model.to(dtype).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
