@@ -4,12 +4,16 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
-# Tests that import nothing but torch and the layers below huggingface/: once is enough.
-TORCH_ALONE := attention balancekv balancekv_cache balancekv_theorem buckets contract exact_first fitting indexed_attention kcenter lookup lsh saap sampling specs subgen uniform
+# Tests of what another version of transformers cannot change: once is enough.
+ONCE := attention balancekv balancekv_cache balancekv_theorem buckets contract exact_first fit_ray fitting \
+	indexed_attention kcenter lookup lsh pictures rows saap sampling scoring selectivity_keys specs structure subgen \
+	tasks training uniform
+SEED ?= 0
+HISTORIES ?= 2000
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test check format lint types test-fast test-oldest picture decode answers clustering balance lookup needle figures clean
+.PHONY: demo test check format lint types test-fast test-oldest soak power picture decode answers clustering balance lookup needle figures clean
 
 demo: $(VENV)/ready ## what kvsketch does, on the embedded model, side by side; and a report
 	$(BIN)/kvsketch demo --out demo-report
@@ -32,7 +36,13 @@ test-fast: $(VENV)/ready
 	$(PYTEST) -m "not slow"
 
 test-oldest: ## all tests that have to do with transformers, on the oldest supported one
-	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt WITHOUT="$(TORCH_ALONE)"
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt WITHOUT="$(ONCE)"
+
+soak: $(VENV)/ready ## 2,000 histories of caches; `make soak SEED=7` plays others. What fails is said with its seed
+	cd tests && ../$(BIN)/python -m histories --histories $(HISTORIES) --seed $(SEED)
+
+power: $(VENV)/ready ## put 60 small faults into the code, one at a time: do the tests notice?
+	$(BIN)/python benchmarks/power.py --out docs/results/power.jsonl
 
 picture: $(VENV)/ready ## the picture of the README: memory while 200,000 tokens are read
 	$(BIN)/python benchmarks/long_prompt.py

@@ -88,8 +88,11 @@ def test_with_padding_and_nothing_dropped_logits_equal_stock(family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", COMPRESSED)
-@pytest.mark.parametrize("family", zoo.FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "spec"),
+    [(family, COMPRESSED[0]) for family in zoo.FAMILIES]
+    + [(family, spec) for family in ("llama", "gemma2", "gpt_oss") for spec in COMPRESSED[1:]],
+)
 def test_compressed_padded_batches_follow_the_oracle(family, spec):
     """Prompt, decoding across several blocks, and a second turn, for rows of different lengths."""
     ours, slow = zoo.build(family), zoo.build(family)

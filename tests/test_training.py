@@ -17,7 +17,7 @@ from kvsketch.evaluation.training.tokenizer import build_tokenizer
 from kvsketch.evaluation.training.train import reply_logits, train
 
 TOKENIZER = build_tokenizer()
-SMALL = {"tokens": 20_000, "batch": 512}
+SMALL = {"tokens": 8_000, "batch": 512}
 
 
 def new_model(**shape):
@@ -185,7 +185,7 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path):
     assert [row["step"] for row in logs[0]] == list(range(1, len(logs[0]) + 1))
     assert len(list(parts.glob("*.safetensors"))) == 1  # old checkpoints are gone
     with pytest.raises(ValueError, match="holds a run with another recipe"):
-        train(parts, Recipe(tokens=30_000, batch=512))
+        train(parts, Recipe(tokens=9_000, batch=512))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "log.jsonl").write_text("precious")
     with pytest.raises(ValueError, match="has files in it, and none of a training run"):
@@ -195,12 +195,12 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path):
 
 @pytest.mark.slow
 def test_training_teaches(tmp_path):
-    """40 steps on short documents: what was not known before is known."""
+    """28 steps on short documents: what was not known before is known."""
     documents = Documents(TOKENIZER, 0)
     model = new_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0)
     losses = []
-    for step in range(40):
+    for step in range(28):
         batch = documents.batch(step, 128, 1024)
         logits, places = reply_logits(model, batch)
         loss = F.cross_entropy(logits, batch.labels[places])
