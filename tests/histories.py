@@ -65,7 +65,7 @@ SPECS = (
 
 
 @once
-def model():
+def model(dtype=torch.float32):
     """One model for all: random, its queries and keys sharpened."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -77,15 +77,15 @@ def model():
         for name, parameter in made.named_parameters():
             if "q_proj" in name or "k_proj" in name:
                 parameter.mul_(25)
-    return made
+    return made.to(dtype)
 
 
 @once
 def in_double_precision():
     """The same, as transformers has it."""
-    exact = copy.deepcopy(unwrapped(model()))
+    exact = copy.deepcopy(unwrapped(model(torch.float64)))
     kvsketch.detach(exact)
-    return exact.double()
+    return exact
 
 
 @once
@@ -116,12 +116,12 @@ class Row:
     exact: bool = True
 
 
-def said(cache, ids, new, rows):
+def said(model, cache, ids, new):
     """Give new tokens to a cache as `generate` does; the logits of all places."""
     mask = new.long() if cache.seen == 0 else cache.new_tokens(ids, new.long())["attention_mask"]
     positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
     with torch.no_grad():
-        return model()(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+        return model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
 
 
 def refusal_of(work):
@@ -171,7 +171,11 @@ class History(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.config = parse_spec(self.spec.replace(INDEX, index()))
-        self.cache = kvsketch.make_cache(model(), self.config)
+        # Rotated keys are equally far from one another wherever the places between them are as many. Which one is
+        # farthest is then decided by the last bits of the model's products, and these differ between a batch and a row.
+        distances = self.config.name in ("clustergen", "subgen")
+        self.model = model(torch.float64 if distances else torch.float32)
+        self.cache = kvsketch.make_cache(self.model, self.config)
         self.rows = []
         self.left_behind = []  # caches that nobody may change any more, with what they hold
         self.folder = tempfile.TemporaryDirectory()
@@ -237,7 +241,7 @@ class History(RuleBasedStateMachine):
     def go_on_from_a_file(self):
         path = Path(self.folder.name) / "cache"
         self.cache.save(path)
-        loaded = kvsketch.load_cache(model(), path)
+        loaded = kvsketch.load_cache(self.model, path)
         path.write_bytes(b"something else")  # in its place: what was read is nobody's but the cache's
         assert difference(state_of(loaded), state_of(self.cache)) is None
         self.cache = loaded
@@ -254,7 +258,7 @@ class History(RuleBasedStateMachine):
         content[at] ^= flip
         path.write_bytes(content[:at] if cut else content)
         try:
-            loaded = kvsketch.load_cache(model(), path)
+            loaded = kvsketch.load_cache(self.model, path)
         except ValueError:
             return
         assert difference(state_of(loaded), state_of(self.cache)) is None
@@ -273,7 +277,7 @@ class History(RuleBasedStateMachine):
             "row": None,
         }[what]
         move = lambda: self.cache.batch_select_indices(torch.tensor([rows]))  # noqa: E731
-        ask = lambda: model()(**given, past_key_values=self.cache)  # noqa: E731
+        ask = lambda: self.model(**given, past_key_values=self.cache)  # noqa: E731
         assert refusal_of(move if given is None else ask) is not None
         assert difference(state_of(self.cache), before) is None
 
@@ -285,8 +289,8 @@ class History(RuleBasedStateMachine):
         done, victim, path = self.cache.fork(), self.cache.fork(), Path(self.folder.name) / "interrupted"
         ids = torch.full((len(self.rows), 1 if what == "token" else 40), 5)
         work = {
-            "call": lambda cache: said(cache, ids, torch.ones_like(ids).bool(), None),
-            "token": lambda cache: said(cache, ids, torch.ones_like(ids).bool(), None),
+            "call": lambda cache: said(self.model, cache, ids, torch.ones_like(ids).bool()),
+            "token": lambda cache: said(self.model, cache, ids, torch.ones_like(ids).bool()),
             "repeat": lambda cache: cache.batch_repeat_interleave(2),
             "select": lambda cache: cache.batch_select_indices(torch.tensor([0])),
             "take back": lambda cache: cache.crop(-1),
@@ -329,7 +333,7 @@ class History(RuleBasedStateMachine):
             all(layer.held.left[row] == 0 for layer in self.cache.sketch_layers) if self.cache.seen else True
             for row in range(rows)
         ]
-        logits = said(self.cache, ids * new, new, rows)
+        logits = said(self.model, self.cache, ids * new, new)
         assert logits[new].isfinite().all()
         for number, row in enumerate(self.rows):
             own = new[number]
@@ -357,7 +361,7 @@ class History(RuleBasedStateMachine):
 
     def _check_bytes(self, longest):
         rows, keep = len(self.rows), self.config.budget_given
-        entry = rows * KV_HEADS * 2 * WIDTH * 4 + rows * 12
+        entry = rows * KV_HEADS * 2 * WIDTH * self.model.dtype.itemsize + rows * 12
         if isinstance(keep, str):
             fixed = self.cache.sketch_layers[0].held.budget.fixed
         else:
@@ -377,13 +381,13 @@ class History(RuleBasedStateMachine):
                 assert difference(state_of(cache), held) is None, "a copy changed what it was copied from"
         finally:
             self.folder.cleanup()
-            kvsketch.detach(model())  # nothing of it is watched any more
+            kvsketch.detach(self.model)  # nothing of it is watched any more
 
     def _play_again_alone(self, number, row):
         """A row answers as if it were alone, and as if there were no padding."""
         if isinstance(self.config.budget_given, str):
             return  # its share of the bytes was that of one of several rows
-        alone, seen = kvsketch.make_cache(model(), self.config), []
+        alone, seen = kvsketch.make_cache(self.model, self.config), []
         for place, event in enumerate(row.events):
             if isinstance(event, int):
                 last = next(count for count in range(len(seen) + 1) if sum(seen[len(seen) - count :]) == event)
@@ -398,7 +402,7 @@ class History(RuleBasedStateMachine):
             new = torch.tensor([columns])
             ids = torch.zeros_like(new, dtype=torch.long)
             ids[new] = torch.tensor(event.tokens)
-            got = said(alone, ids, new, 1)[new]
+            got = said(self.model, alone, ids, new)[new]
             seen += columns
             what = f"row {number}, event {place}"
             torch.testing.assert_close(got, event.logits, rtol=1e-3, atol=1e-4, msg=lambda m, w=what: f"{w}: {m}")
