@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 import kvsketch
 import zoo
+from made_index import make_index
 
 COMPRESSED = "uniform(keep=0.5, window=16)"
 GREEDY = {"max_new_tokens": 10, "do_sample": False}
@@ -126,7 +127,13 @@ def unknown_token(model, cache):
     model(torch.full((2, 3), zoo.VOCABULARY), past_key_values=cache)
 
 
+def under_autocast(model, cache):
+    with torch.autocast("cpu", torch.bfloat16):
+        model(zoo.tokens(2, 3), past_key_values=cache)
+
+
 REFUSED = {
+    "autocast": under_autocast,
     "attention weights": lambda m, c: m(zoo.tokens(2, 3), past_key_values=c, output_attentions=True),
     "4-D mask": lambda m, c: m(zoo.tokens(2, 3), past_key_values=c, attention_mask=torch.ones(2, 1, 3, 103).bool()),
     "short mask": lambda m, c: m(zoo.tokens(2, 3), past_key_values=c, attention_mask=torch.ones(2, 5)),
@@ -146,6 +153,9 @@ REFUSED = {
     "tokens taken back": lambda m, c: c.crop(-1),
     "rows that are not there": lambda m, c: c.batch_select_indices(torch.tensor([0, 2])),
     "no rows": lambda m, c: c.batch_repeat_interleave(0),
+    "none of the rows": lambda m, c: c.batch_select_indices(torch.zeros(2, dtype=torch.bool)),
+    "rows as numbers with a point": lambda m, c: c.batch_select_indices(torch.tensor([0.0, 1.0])),
+    "a mask of other rows": lambda m, c: c.batch_select_indices(torch.ones(3, dtype=torch.bool)),
 }
 
 
@@ -192,6 +202,38 @@ def test_a_call_that_fails_half_way_leaves_a_cache_that_says_so(family, layer):
     cache.reset()
     kvsketch.prefill(model, zoo.tokens(2, 100), cache)
     same(state(cache), before)
+
+
+@pytest.mark.parametrize("family", zoo.HYBRIDS)
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("uniform(keep='30KB', window=16)", "give more bytes"),
+        ("saap(index='INDEX', window=16)", r"attach\(model, before_rotation=True\)"),
+    ],
+    ids=["bytes", "unwatched"],
+)
+def test_what_a_method_refuses_at_the_first_tokens_has_moved_nothing(family, spec, message, tmp_path):
+    model = zoo.build(family)
+    cache = kvsketch.make_cache(model, spec.replace("INDEX", make_index(tmp_path / "index", model)))
+    kvsketch.detach(model)
+    kvsketch.attach(model)
+    before = state(cache)
+    with pytest.raises(ValueError, match=message), torch.no_grad():
+        model(zoo.tokens(2, 40), past_key_values=cache)
+    same(state(cache), before)
+    cache.check_whole()
+
+
+@pytest.mark.parametrize("family", [*zoo.HYBRIDS, *zoo.WIDE])
+def test_no_state_keeps_the_history_of_a_call_with_gradients(family):
+    model = zoo.build(family)
+    cache = kvsketch.make_cache(model, COMPRESSED)
+    model(zoo.tokens(2, 40), past_key_values=cache)
+    assert not any(x.requires_grad for x in state(cache).values() if isinstance(x, torch.Tensor))
+    with torch.no_grad():
+        expected = kvsketch.prefill(model, zoo.tokens(2, 40), kvsketch.make_cache(model, COMPRESSED))
+    same(state(cache), state(expected))
 
 
 def test_a_model_without_any_attention_is_refused_by_name():

@@ -57,6 +57,18 @@ def test_offloaded_weights_count_in_a_fingerprint(away):
     assert fingerprint_of_weights(away(other), rounded=True) != fingerprint_of_weights(zoo.build("llama"), rounded=True)
 
 
+@pytest.mark.parametrize("rounded", [True, False])
+def test_the_sample_of_a_matrix_is_not_one_of_its_columns(rounded):
+    """64 numbers at equal steps of a matrix of 64 columns are."""
+    model = zoo.build("llama")
+    before = fingerprint_of_weights(model, rounded=rounded)
+    for lines in ((slice(None), slice(1, None)), (slice(1, None), slice(None))):
+        other = zoo.build("llama")
+        with torch.no_grad():
+            other.model.layers[0].self_attn.o_proj.weight[:, :64][lines].add_(1)
+        assert fingerprint_of_weights(other, rounded=rounded) != before
+
+
 def test_a_cache_of_an_offloaded_model_is_loaded_to_where_its_layers_compute(away, tmp_path):
     model = zoo.build("llama")
     cache = read(model)
@@ -119,12 +131,14 @@ def test_what_counts_are_the_weights_that_read(change, tmp_path):
         kvsketch.load_cache(before, path)
 
 
+@pytest.mark.parametrize("spec", ["exact", SPEC])
 @pytest.mark.parametrize("change", [halve, train])
-def test_a_cache_is_not_saved_for_weights_that_did_not_read_it(change, tmp_path):
+def test_a_cache_is_not_saved_for_weights_that_did_not_read_it(change, spec, tmp_path):
     model = zoo.build("llama")
-    cache = read(model)
+    cache = read(model, spec)
+    compressed = [cache.compress(SPEC)] if spec == "exact" else []
     change(model)
-    for twin in (cache, cache.fork()):
+    for twin in (cache, cache.fork(), *compressed):
         with pytest.raises(ValueError, match="have changed since this cache began to read"):
             twin.save(tmp_path / "c.safetensors")
     assert not list(tmp_path.iterdir())

@@ -178,8 +178,13 @@ class LayerCache:
 
     def _start(self, new: NewTokens) -> None:
         rows, heads, _, width = new.keys.shape
-        entry_bytes = rows * heads * (width + new.values.shape[-1]) * new.keys.element_size()
-        entry_bytes += rows * 12  # its rank and its weight
+        self.budget = self.budget_for(rows, heads * (width + new.values.shape[-1]) * new.keys.element_size())
+        self.past = self.config.new_past(self.budget, self.layer)
+        self.lengths, self.left = [0] * rows, [0] * rows
+
+    def budget_for(self, rows: int, token_bytes: int) -> Budget:
+        """What so many rows may hold, whose keys and values take so many bytes a token; refuses less than is needed."""
+        entry_bytes = rows * (token_bytes + 12)  # its rank and its weight too
         share = None if self.layer_bytes is None else self.layer_bytes(rows, entry_bytes)
         fixed = fixed_entries(self.config.budget_given, share, entry_bytes)
         least = self.config.least_entries()
@@ -190,9 +195,7 @@ class LayerCache:
                 "give more bytes, or fewer sinks or a smaller window"
             )
         fraction = self.config.budget_given if isinstance(self.config.budget_given, float) else None
-        self.budget = Budget(fraction, fixed, least)
-        self.past = self.config.new_past(self.budget, self.layer)
-        self.lengths, self.left = [0] * rows, [0] * rows
+        return Budget(fraction, fixed, least)
 
     @property
     def started(self) -> bool:

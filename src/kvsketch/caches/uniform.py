@@ -73,7 +73,7 @@ class UniformPast(EntriesPast):
 
         first_slot = self._first_open_slot()
         self.counts = list(tokens.counts)
-        slots = max(self.plan.slots_for(count) for count in self.counts)
+        slots = self._slots()
         most = self.plan.slots if self.plan.first is None else None
         first_new = self.keys.length
         for rows, new in ((self.keys, tokens.keys), (self.values, tokens.values)):
@@ -111,9 +111,16 @@ class UniformPast(EntriesPast):
         self.counts = list(numbers["counts"])
         self.keys, self.values, self.log_mass = Rows(dim=2), Rows(dim=2), None
         if tensors:
-            self.keys.append(tensors["keys"])
-            self.values.append(tensors["values"])
+            slots = self._slots()  # a row that has gone may have had more
+            self.keys.append(tensors["keys"][:, :, :slots])
+            self.values.append(tensors["values"][:, :, :slots])
+            if self.keys.length != slots:
+                raise ValueError(f"{self.keys.length} entries of rows that have {slots}")
             self._weigh(tensors["keys"].device)
+
+    def _slots(self) -> int:
+        """As many as the longest row needs."""
+        return max(self.plan.slots_for(count) for count in self.counts)
 
     def _first_open_slot(self) -> int:
         """The first slot that a coming token may still take: those of finished strata are settled."""

@@ -112,12 +112,15 @@ def attention(
         return _output(part, s_aux, query), None
 
 
+def autocast_of(device: torch.device) -> torch.dtype | None:
+    """The precision of `torch.autocast`; None outside of it."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
 def as_autocast(x: Tensor) -> Tensor:
     """As stock's attention would take it: under `torch.autocast` keys come in another precision than values."""
-    kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
-        return x
-    return x.to(torch.get_autocast_dtype(kind))
+    wanted = autocast_of(x.device)
+    return x if wanted is None or x.dtype == torch.float64 else x.to(wanted)
 
 
 def without_autocast(like: Tensor) -> AbstractContextManager[Any]:

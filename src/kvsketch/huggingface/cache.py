@@ -23,10 +23,12 @@ from kvsketch.caches.exact import Exact
 from kvsketch.caches.question import LookupPast
 from kvsketch.caches.registry import parse_spec
 from kvsketch.huggingface import stock
-from kvsketch.huggingface.attention import check_mask, refuse_weights
+from kvsketch.huggingface.attention import autocast_of, check_mask, refuse_weights
 from kvsketch.huggingface.layer import HybridSketchLayer, SketchLayer
 from kvsketch.huggingface.model import ModelLink
+from kvsketch.huggingface.modules import attention_modules, heads_of
 from kvsketch.huggingface.report import LayerReport, Report
+from kvsketch.huggingface.weights import device_of
 
 
 class SketchCache(Cache):
@@ -46,6 +48,7 @@ class SketchCache(Cache):
         """Forget everything, a call that failed half-way included."""
         self.underway = self.touched = False
         self.read_by: str | None = None  # the fingerprint of the model whose keys are held, taken when the first came
+        self.dtype: torch.dtype | None = None  # that of autocast, or of the model, when the first came
         # New layers: stock ones do not always forget that they recorded, or their length.
         types, options = get_layer_types_and_kwargs(self.model.config)
         options = [options] * len(types) if isinstance(options, dict) else options  # one dict up to transformers 5.17
@@ -55,6 +58,7 @@ class SketchCache(Cache):
         # (linear attention and the like do not).
         self.sketch_layers = [layer for layer in self.layers if isinstance(layer, SketchLayer)]
         self._counting_layers = [layer for layer in self.layers if isinstance(layer, CacheLayerMixin)]
+        self._summing_layers = [layer for layer in self.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
         for layer in self.sketch_layers[:1]:
             layer.is_first = True
 
@@ -69,16 +73,19 @@ class SketchCache(Cache):
     def _layer_bytes(self, rows: int, entry_bytes: int) -> int:
         """One sketch layer's share of a budget in bytes: what sliding layers leave, in equal parts."""
         total = parse_bytes(str(self.config.budget_given))
-        sliding = [layer for layer in self.layers if getattr(layer, "sliding_window", None)]
-        # Heads of sliding layers may be of another width; those before the first layer of ours have keys by now.
-        each = next(filter(None, map(stock.bytes_of_token, sliding)), entry_bytes)
-        needed = sum(layer.sliding_window for layer in sliding) * each
+        sliding = [(i, layer) for i, layer in enumerate(self.layers) if getattr(layer, "sliding_window", None)]
+        needed = sum(layer.sliding_window * rows * self._token_bytes(index) for index, layer in sliding)
         if total <= needed:
             raise ValueError(
                 f"keep={self.config.budget_given!r} is less than the sliding layers alone need: "
                 f"{needed:,} bytes for {rows} rows"
             )
         return (total - needed) // len(self.sketch_layers)
+
+    def _token_bytes(self, index: int) -> int:
+        """Bytes that keys and values of a token take in a layer, by the model's config."""
+        heads, width = (found[index] if isinstance(found, list) else found for found in heads_of(self.model.config))
+        return 2 * heads * width * (self.dtype or torch.float32).itemsize
 
     # -- what transformers calls
 
@@ -98,11 +105,14 @@ class SketchCache(Cache):
             check_mask(mask, count, self.seen)
         if not torch.compiler.is_compiling():
             self._look_at(module, new, mask, given.get("position_ids"))
+            self._check_layers(module, rows)
         self._recognise()
         self.underway = True
 
     def end_call(self) -> None:
         """All layers have taken what came."""
+        for layer in self._summing_layers:
+            stock.let_go_of_history(layer)
         self.underway = self.touched = False
 
     def _look_at(self, module: Any, new: Tensor, mask: Tensor | None, positions: Tensor | None) -> None:
@@ -124,6 +134,23 @@ class SketchCache(Cache):
                 valid = mask[:, -count:].bool()
                 valid = None if bool(valid.all()) else valid
             self.sketch_layers[0].check_positions(positions, valid, new.shape[0])
+
+    def _check_layers(self, decoder: Any, rows: int) -> None:
+        """Refuse what layers of ours could not take, before others have taken their part of it."""
+        module = next(attention_modules(decoder))
+        dtype = autocast_of(device_of(module) or decoder.device) or decoder.dtype
+        if self.seen == 0:
+            self.dtype = dtype
+            if isinstance(self.config.budget_given, str):
+                for layer in self.sketch_layers:
+                    layer.held.budget_for(rows, self._token_bytes(layer.held.layer))
+        elif self.dtype not in (None, dtype):
+            raise ValueError(
+                f"this cache was filled in {self.dtype}, and tokens came in {dtype}: stay with the torch.autocast, and "
+                "with the model's precision, that it began with, or have a new cache read the text"
+            )
+        for layer in self.sketch_layers if self.config.before_rotation else ():
+            layer.check_watched(module)
 
     def _recognise(self) -> None:
         """Note down which weights make the first keys, and refuse a method that does not fit them."""
@@ -323,9 +350,16 @@ class SketchCache(Cache):
         self.touched = False
 
     def _move_rows(self, indices: Tensor, move: Callable[[Any], None]) -> None:
-        """Have each row become what another one was, in all layers."""
-        if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < max(1, self.rows):
-            raise ValueError(f"rows {indices.tolist()} were asked for, but the cache holds rows 0 to {self.rows - 1}")
+        """Have each row become what another one was, in all layers; before the first call there are none."""
+        self.check_whole()
+        if self.rows == 0:
+            return
+        whole = indices.ndim == 1 and not indices.is_floating_point() and not indices.is_complex()
+        if not whole or not indices.numel() or not 0 <= int(indices.min()) <= int(indices.max()) < self.rows:
+            raise ValueError(
+                f"rows {indices.tolist()!s:.60} were asked for, but the cache holds rows 0 to {self.rows - 1}: name "
+                "one of them, or several, by their numbers"
+            )
         with self._in_one_piece():
             for layer in self.layers:
                 move(layer)
@@ -344,7 +378,11 @@ class SketchCache(Cache):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Only these rows, by their numbers or by a mask."""
         indices = torch.as_tensor(indices)
-        rows = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
+        rows = indices
+        if indices.dtype == torch.bool:
+            if self.rows and indices.shape != (self.rows,):
+                raise ValueError(f"a mask of rows must be {self.rows} booleans, got shape {tuple(indices.shape)}")
+            rows = indices.nonzero()[:, 0]
         self._move_rows(rows, lambda layer: stock.select_rows(layer, rows))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SketchCache":
@@ -382,6 +420,7 @@ class SketchCache(Cache):
         if any(layer.held.recording for layer in self.sketch_layers):
             self.end_recording()
         twin = SketchCache(config, self.model)
+        twin.read_by, twin.dtype = self.read_by, self.dtype
         for old, new in zip(self.layers, twin.layers, strict=True):
             if isinstance(new, SketchLayer):
                 new.read_again(old)

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from kvsketch.huggingface.modules import said_of
+from kvsketch.huggingface.modules import heads_of
 from kvsketch.huggingface.weights import fingerprint_of_weights
 
 
@@ -15,13 +15,13 @@ def facts(model: PreTrainedModel) -> dict[str, Any]:
     But for a checkpoint in float32: what is loaded from it in float16 was rounded otherwise, and counts as another.
     """
     text = model.config.get_text_config(decoder=True)
-    heads = text.num_attention_heads
+    kv_heads, width = heads_of(text)
     found = {
         "model_type": text.model_type,
         "layers": text.num_hidden_layers,
-        "heads": heads,
-        "kv_heads": said_of(text, "num_key_value_heads") or heads,
-        "head_width": said_of(text, "head_dim") or text.hidden_size // heads,
+        "heads": text.num_attention_heads,
+        "kv_heads": kv_heads,
+        "head_width": width,
         "rope": getattr(text, "rope_parameters", None),
         "fingerprint": fingerprint_of_weights(model, rounded=True),
     }

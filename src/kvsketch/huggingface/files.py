@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kvsketch.caches.base import MethodConfig
 from kvsketch.caches.registry import METHODS
-from kvsketch.files import TensorFile, write_tensors
+from kvsketch.files import DTYPES, NAMES, TensorFile, write_tensors
 from kvsketch.huggingface import stock
 from kvsketch.huggingface.facts import facts
 from kvsketch.huggingface.model import attach, fingerprint, unwrapped
@@ -30,6 +30,7 @@ KINDS: dict[str, type | tuple[type, ...]] = {
     "rests_on": (str, type(None)),
     "model_type": str,
     "fingerprint": str,
+    "dtype": (str, type(None)),
     "layers": list,
 }
 
@@ -63,6 +64,7 @@ def save_cache(cache: "SketchCache", path: str | Path) -> None:
         "rests_on": cache.config.rests_on(),
         "model_type": cache.model.config.model_type,
         "fingerprint": before,
+        "dtype": None if cache.dtype is None else NAMES[cache.dtype],
         "layers": layers,
     }
     write_tensors(path, tensors, description)
@@ -106,7 +108,7 @@ def _restored(model: PreTrainedModel, file: TensorFile) -> "SketchCache":
         except NOT_POSSIBLE as error:
             what = f"{path} holds a state of layer {index} that {config} cannot be in"
             raise ValueError(f"{what}: {error!r:.200}") from error
-    cache.read_by = known["fingerprint"]
+    cache.read_by, cache.dtype = known["fingerprint"], None if known["dtype"] is None else DTYPES[known["dtype"]]
     return cache
 
 
@@ -123,6 +125,8 @@ def _described(file: TensorFile) -> dict[str, Any]:
     for name, kind in KINDS.items():
         if name not in known or not isinstance(known[name], kind):
             raise ValueError(f"{file.path} does not describe a cache: its {name} is {known.get(name)!r:.60}")
+    if known["dtype"] not in (None, *DTYPES):
+        raise ValueError(f"{file.path} does not describe a cache: its dtype is {known['dtype']!r:.60}")
     for layer in known["layers"]:
         kinds = [type(layer.get(name)) for name in ("type", "state")] if isinstance(layer, dict) else []
         if kinds != [str, dict]:

@@ -127,16 +127,20 @@ class SketchLayer(CacheLayerMixin):
         self.pending = 0
         self.model.check_module(module)
 
-    def before_rotation(self, module: nn.Module, queries: Tensor, keys: Tensor) -> Unrotated | None:
-        """Queries and keys of the call as they were before rotation, where the method asks for them."""
-        if not self.held.config.before_rotation:
-            return None
-        watch: BeforeRotation | None = getattr(module, WATCH, None)
-        if watch is None:
+    def check_watched(self, module: nn.Module) -> None:
+        """Refuse an attention module of which nobody knows what it rotates, where the method asks for that."""
+        if self.held.config.before_rotation and getattr(module, WATCH, None) is None:
             raise ValueError(
                 f"{self.held.config.name} needs queries and keys as they are before rotation, and the model was "
                 "attached without that: kvsketch.attach(model, before_rotation=True)"
             )
+
+    def before_rotation(self, module: nn.Module, queries: Tensor, keys: Tensor) -> Unrotated | None:
+        """Queries and keys of the call as they were before rotation, where the method asks for them."""
+        if not self.held.config.before_rotation:
+            return None
+        self.check_watched(module)
+        watch: BeforeRotation = getattr(module, WATCH)
         return Unrotated(*watch.take(self.held.layer, queries, keys, check=queries.shape[2] > 1))
 
     def check(self, keys: Tensor) -> None:

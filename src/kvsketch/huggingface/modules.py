@@ -19,3 +19,9 @@ def said_of(config: Any, name: str) -> Any:
     if name in (getattr(config, "per_layer_attributes", None) or ()):
         return [getattr(layer, name, None) for layer in config.per_layer_config]
     return getattr(config, name, None)
+
+
+def heads_of(config: Any) -> tuple[Any, Any]:
+    """KV heads and the width of their keys; lists of them, a number for each layer, where layers differ."""
+    heads = config.num_attention_heads
+    return said_of(config, "num_key_value_heads") or heads, said_of(config, "head_dim") or config.hidden_size // heads

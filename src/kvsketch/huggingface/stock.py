@@ -29,6 +29,15 @@ def let_go(layer: Any, prompt: bool) -> None:
         setattr(layer, name, tensor)
 
 
+def let_go_of_history(layer: Any) -> None:
+    """The same for what is summed up."""
+    for name in STATES.values():
+        states = getattr(layer, name)
+        for number, state in states.items():
+            if state is not None and state.requires_grad:
+                states[number] = state.detach()
+
+
 def check_can_go_back(layer: Any, index: int) -> None:
     """Refuse to take tokens back in a layer that has dropped what it would need."""
     if isinstance(layer, LinearAttentionCacheLayerMixin):
@@ -62,13 +71,6 @@ def bytes_held(layer: Any) -> int:
     for name in STATES.values():
         found += list(getattr(layer, name, {}).values())
     return storage_bytes(value for value in found if isinstance(value, Tensor))
-
-
-def bytes_of_token(layer: Any) -> int | None:
-    """Bytes of one token of all rows, where a layer holds some."""
-    if not isinstance(getattr(layer, "keys", None), Tensor) or layer.keys.ndim != 4:
-        return None
-    return sum(x.shape[0] * x.shape[1] * x.shape[3] * x.element_size() for x in (layer.keys, layer.values))
 
 
 def state_of(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -5,6 +5,7 @@ may be trained, merged or converted at any time.
 """
 
 import hashlib
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,9 @@ from transformers import PreTrainedModel
 from kvsketch.huggingface.modules import attention_modules
 
 SAMPLED = 64  # numbers of every tensor that go into a fingerprint
+# Where they lie in as many equal parts of it: the multiples of the golden ratio, so that no two are of one column
+# where a matrix can have it.
+PLACES = torch.arange(SAMPLED, dtype=torch.float64).mul((math.sqrt(5) - 1) / 2).frac() + torch.arange(SAMPLED)
 TINY = torch.finfo(torch.float16).tiny  # float16 has fewer bits for what is smaller than bfloat16 has
 ADAPTER = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")  # what a peft layer computes by
 
@@ -41,8 +45,10 @@ def fingerprint_of_weights(model: PreTrainedModel, *, rounded: bool) -> str:
 
 def _sample(tensor: Tensor, rounded: bool) -> Tensor:
     """The bytes of a few numbers of a tensor, evenly from all of it."""
-    step = max(1, tensor.numel() // SAMPLED)
-    sample = tensor.detach().reshape(-1)[::step][:SAMPLED].contiguous()
+    sample, count = tensor.detach().reshape(-1), tensor.numel()
+    if count > SAMPLED:
+        sample = sample[(PLACES * (count / SAMPLED)).long().to(sample.device)]
+    sample = sample.contiguous()
     if rounded and sample.is_floating_point():
         sample = sample.to(torch.bfloat16)
         sample = sample.where(sample.abs() >= TINY, 0)
@@ -105,13 +111,13 @@ def devices_of_layers(model: PreTrainedModel) -> dict[int, torch.device]:
     """Where each attention layer computes."""
     found = dict[int, torch.device]()
     for module in attention_modules(model):
-        device = _device_of(module)
+        device = device_of(module)
         if device is not None:
             found.setdefault(int(module.layer_idx), device)  # type: ignore[arg-type]
     return found
 
 
-def _device_of(module: nn.Module) -> torch.device | None:
+def device_of(module: nn.Module) -> torch.device | None:
     """Where a module computes: where accelerate brings its weights, or where they are."""
     for part in module.modules():
         for hook in _hooks(part):
