@@ -488,7 +488,8 @@ def do_something(cache, rows, choose):
             valid = torch.arange(count) >= torch.tensor([choose(range(count)) for _ in range(rows)])[:, None]
         cache.read(query, NewTokens(keys, values, valid), SCALE)
     elif kind == "crop":
-        cache.crop(min(cache.seen - cache.left[0] - 1, choose(range(1, 7))))
+        there = min(length - left - 1 for length, left in zip(cache.lengths, cache.left, strict=True))
+        cache.crop(max(0, min(there, choose(range(1, 7)))))
     elif kind == "rows":
         new = [choose(range(rows)) for _ in range(choose([1, 2, 3]))]
         cache.map_rows(lambda x: x[new], new)

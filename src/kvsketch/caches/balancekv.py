@@ -35,7 +35,7 @@ from kvsketch.caches.base import (
     check_seed,
 )
 from kvsketch.caches.budget import Budget
-from kvsketch.caches.storage import KeyValues, columns, in_front, side_by_side, storage_bytes
+from kvsketch.caches.storage import KeyValues, columns, in_front, made_of, side_by_side, storage_bytes
 from kvsketch.kernels.balanced_walk import keep_half
 
 NUMBERED = ("held", "halved")  # what Levels knows of every level
@@ -328,7 +328,10 @@ class BalanceKVPast(EntriesPast):
             apart = numbers.get("apart", [0] * len(self.counts))
             held, halved = ([tuple(_column(numbers, name, row)) for row in range(len(apart))] for name in NUMBERED)
             levels = [Levels(*row) for row in zip(held, halved, apart, strict=True)]
-            self.held = Held(KeyValues(tensors["keys"], tensors["values"]), levels)
+            self.held = Held(made_of(KeyValues, {name: tensors[name] for name in ("keys", "values")}), levels)
+            longest = max(row.total for row in levels)
+            if longest != self.held.tokens.count or len(levels) != len(self.held.tokens.keys):
+                raise ValueError(f"{self.held.tokens.count} entries of rows that hold up to {longest}")
             self._weigh()
 
 

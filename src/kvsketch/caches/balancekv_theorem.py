@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from kvsketch.algorithms.draws import uniforms
 from kvsketch.attention import NO_MASS, Partial, WeightedTokens
 from kvsketch.caches.base import BLOCK, EntriesPast, LeavingTokens
-from kvsketch.caches.storage import chosen, columns, in_front
+from kvsketch.caches.storage import chosen, columns, in_front, made_of
 from kvsketch.kernels.balanced_walk import keep_smaller
 
 LOG_2 = 0.6931471805599453
@@ -201,7 +201,7 @@ class TheoremPast(EntriesPast):
 
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, list[int]]) -> None:
         self.counts = list(numbers["counts"])
-        self.sets = Sets(**tensors) if tensors else None
+        self.sets = made_of(Sets, tensors) if tensors else None
 
 
 def joined(sets: Sets | None, tokens: LeavingTokens, most: int) -> Sets:

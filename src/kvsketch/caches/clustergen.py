@@ -24,7 +24,7 @@ from kvsketch.caches.base import (
     check_count,
 )
 from kvsketch.caches.budget import Budget
-from kvsketch.caches.storage import in_front
+from kvsketch.caches.storage import in_front, made_of
 from kvsketch.kernels.kcenter import Clustering, k_center
 
 
@@ -189,7 +189,7 @@ class ClusterGenPast(EntriesPast):
 
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, list[int]]) -> None:
         self.counts = list(numbers["counts"])
-        self.centres = Centres(**tensors) if tensors else None
+        self.centres = made_of(Centres, tensors) if tensors else None
 
 
 def _no_centres(like: LeavingTokens) -> Centres:

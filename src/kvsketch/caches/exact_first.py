@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvsketch.attention import Partial, WeightedTokens, log_mass_of
 from kvsketch.caches.base import LeavingTokens, Past
-from kvsketch.caches.storage import columns, in_front, storage_bytes, with_prefix
+from kvsketch.caches.storage import check_groups, columns, in_front, made_of, storage_bytes, with_prefix
 from kvsketch.kernels.weighted_attention import weighted_attention
 
 HELD = -1  # the group of a row whose tokens are still held
@@ -172,9 +172,10 @@ class ExactFirst(Past):
 
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, list[int]]) -> None:
         self.counts, self.groups = list(numbers["counts"]), list(numbers["groups"])
-        self.held = Held(tensors["keys"], tensors["values"], tensors["valid"]) if HELD in self.groups else None
+        held: dict[str, Tensor] = {name: tensors[name] for name in ("keys", "values", "valid") if name in tensors}
+        self.held = made_of(Held, held) if HELD in self.groups else None
         self.pasts = []
-        for number in range(max(self.groups, default=HELD) + 1):
+        for number in range(check_groups(self.groups, len(self.counts), HELD)):
             past = self.new_past()
             prefix = f"{number}."
             past.restore(with_prefix(tensors, prefix), with_prefix(numbers, prefix))

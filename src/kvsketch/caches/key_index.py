@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvsketch.caches.storage import made_of
 from kvsketch.files import DamagedError, TensorFile, digest_of, read_json, write_json
 
 FORMAT = 2
@@ -39,9 +40,9 @@ class LayerIndex:
         named = {name.name: getattr(self, name.name) for name in fields(self)}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
-    def classifying_in(self, dtype: torch.dtype) -> "LayerIndex":
-        """The same with the classifier in a model's precision: a step reads all of it."""
-        weights = {name: x if "centroids" in name else x.to(dtype) for name, x in self.tensors().items()}
+    def brought_to(self, device: torch.device | str, dtype: torch.dtype) -> "LayerIndex":
+        """The same on a device, with the classifier in a model's precision: a step reads all of it."""
+        weights = {name: x.to(device, x.dtype if "centroids" in name else dtype) for name, x in self.tensors().items()}
         return LayerIndex(**weights)
 
 
@@ -51,6 +52,7 @@ class KeyIndex:
 
     folder: Path
     description: dict[str, Any]
+    _written: dict[int, LayerIndex] = field(default_factory=dict, repr=False, compare=False)
     _layers: dict[tuple[int, str, torch.dtype], LayerIndex] = field(default_factory=dict, repr=False, compare=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KeyIndex":
@@ -75,23 +77,43 @@ class KeyIndex:
         """What was learnt for a layer, on a device, with the classifier in the precision of the queries."""
         known = (number, str(device), dtype)
         if known not in self._layers:
-            if number not in self.layers:
-                raise ValueError(
-                    f"the index {self.folder} has layers {self.layers}, but layer {number} is asked for: fit that "
-                    "layer too, or leave it to be read in full (full_layers=)"
-                )
-            with self._file(number) as file:
-                learnt = file.read(device=device)
-            if not learnt.keys() <= {name.name for name in fields(LayerIndex)}:
-                raise ValueError(f"the index {self.folder} has something else in {layer_file(number)}: fit it again")
-            self._layers[known] = LayerIndex(**learnt).classifying_in(dtype)
+            self._layers[known] = self._read(number).brought_to(device, dtype)
         return self._layers[known]
 
+    def _read(self, number: int) -> LayerIndex:
+        """The same as it was written; read once, so that a folder that goes later is not missed in the middle."""
+        if number not in self.layers:
+            raise ValueError(
+                f"the index {self.folder} has layers {self.layers}, but layer {number} is asked for: fit that "
+                "layer too, or leave it to be read in full (full_layers=)"
+            )
+        if number not in self._written:
+            with self._file(number) as file:
+                self._written[number] = self._checked(number, file.read())
+        return self._written[number]
+
+    def _checked(self, number: int, learnt: dict[str, Tensor]) -> LayerIndex:
+        """What a layer's file holds, if that can be looked up in."""
+        what = f"the index {self.folder} has something else in {layer_file(number)}, fit it again: "
+        try:
+            found = made_of(LayerIndex, learnt)
+        except ValueError as error:
+            raise ValueError(f"{what}{error}") from error
+        fitted = self.description["model"]
+        for name, size in (("kv_heads", 0), ("head_width", 2)):
+            wanted = fitted.get(name)
+            wanted = wanted[number] if isinstance(wanted, list) else wanted
+            if wanted not in (None, found.centroids.shape[size]):
+                raise ValueError(f"{what}{name} {found.centroids.shape[size]} and not {wanted}")
+        if found.centroids.shape[1] != self.buckets or not all(bool(x.isfinite().all()) for x in learnt.values()):
+            raise ValueError(f"{what}not {self.buckets} buckets, or numbers that are none")
+        return found
+
     def check_files(self) -> None:
-        """Refuse a folder that has lost a layer, or has another in its place."""
+        """Refuse a folder that has lost a layer, or has another in its place; read those that are there."""
         for number in self.layers:
             with self._file(number):
-                pass  # it was looked at
+                self._read(number)
 
     def _file(self, number: int) -> TensorFile:
         """A layer's file, opened; refused if it is not the one that the fit wrote."""
@@ -141,10 +163,15 @@ def read_index(folder: str | Path) -> KeyIndex:
             "again, or install the version that made it"
         )
     buckets, layers, model = (description.get(name) for name in ("buckets", "layers", "model"))
-    numbered = isinstance(layers, dict) and all(name.isdecimal() and isinstance(layers[name], dict) for name in layers)
+    numbered = isinstance(layers, dict) and all(map(_numbers_a_layer, layers.items()))
     if not (type(buckets) is int and buckets > 0 and numbered and isinstance(model, dict) and "fingerprint" in model):
         raise ValueError(f"{path} does not describe an index: it lacks buckets, layers or the model. Fit it again")
     return KeyIndex(folder, description)
+
+
+def _numbers_a_layer(item: tuple[str, object]) -> bool:
+    name, about = item
+    return len(name) < 6 and name.isdecimal() and name == str(int(name)) and isinstance(about, dict)
 
 
 def write_index(folder: Path, description: Mapping[str, Any]) -> None:

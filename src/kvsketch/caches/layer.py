@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvsketch.attention import Partial, WeightedTokens, log_mass_of, merge, one_after_another
 from kvsketch.caches.base import BLOCK, LeavingTokens, MethodConfig, Past
-from kvsketch.caches.budget import Budget, fixed_entries
+from kvsketch.caches.budget import MOST, Budget, fixed_entries
 from kvsketch.caches.question import Arriving, LookupPast, Question, Unrotated
 from kvsketch.caches.storage import with_prefix
 from kvsketch.caches.window import Columns, Window
@@ -408,8 +408,8 @@ class LayerCache:
         self.reset()
         if not numbers:
             return
-        _check_state(tensors, numbers)
-        self.budget = Budget(*numbers["budget"])
+        _check_state(tensors, numbers, self.config.sinks)
+        self.budget = self._restored_budget(*numbers["budget"])
         self.past = self.config.new_past(self.budget, self.layer)
         self.window.append(Columns(tensors["keys"], tensors["values"], tensors["ranks"], tensors.get("labels")))
         self.window.ragged = numbers["ragged"]
@@ -418,6 +418,18 @@ class LayerCache:
         self.past.restore(with_prefix(tensors, "past."), numbers["past"])
         self.error, self.recall = tensors.get("error"), tensors.get("recall")
         self._check_that_it_answers()
+
+    def _restored_budget(self, fraction: float | None, fixed: int | None, least: int) -> Budget:
+        """The budget, which follows from the config but where bytes were divided by rows."""
+        given = self.config.budget_given
+        if isinstance(given, str):
+            right = fraction is None and type(fixed) is int and least == self.config.least_entries() <= fixed <= MOST
+        else:
+            expected = self.budget_for(1, 0)
+            right = (fraction, fixed, least) == (expected.fraction, expected.fixed, expected.least)
+        if not right:
+            raise ValueError(f"a budget of {(fraction, fixed, least)!s:.80} for keep={given!r}")
+        return Budget(fraction, fixed, least)
 
     def _check_that_it_answers(self) -> None:
         """Refuse parts that do not belong together: even no queries at all have no answer then."""
@@ -441,7 +453,7 @@ class LayerCache:
         return window if past is None else window + past
 
 
-def _check_state(tensors: dict[str, Tensor], numbers: dict) -> None:
+def _check_state(tensors: dict[str, Tensor], numbers: dict, sinks: int) -> None:
     """Refuse what no layer can be in."""
     keys, values, ranks = (tensors[name] for name in ("keys", "values", "ranks"))
     rows, lengths, left, seen = keys.shape[0], numbers["lengths"], numbers["left"], numbers["seen"]
@@ -451,8 +463,25 @@ def _check_state(tensors: dict[str, Tensor], numbers: dict) -> None:
     kinds = {name: x.dtype for name, x in tensors.items() if name.rpartition(".")[2] in ("keys", "values", "pairs")}
     if not keys.is_floating_point() or set(kinds.values()) != {keys.dtype}:
         raise ValueError(f"keys and values of several types: {kinds}")
-    counted = all(type(number) is int and number >= 0 for number in (*lengths, *left, seen, numbers["measured_at"]))
-    if not counted or len(lengths) != rows or len(left) != rows or max(lengths, default=0) > seen:
-        raise ValueError(f"{rows} rows of {lengths} tokens, {left} of them not in the window, {seen} seen")
+    counted = all(map(_is_count, (*lengths, *left, seen, numbers["measured_at"])))
+    if not rows or not counted or len(lengths) != rows or len(left) != rows or max(lengths) > seen:
+        raise ValueError(f"{rows} rows of {lengths!s:.60} tokens, {left!s:.60} of them not in the window, {seen} seen")
     if any(gone > length for gone, length in zip(left, lengths, strict=True)) or type(numbers["ragged"]) is not bool:
-        raise ValueError(f"rows of {lengths} tokens, {left} of them not in the window")
+        raise ValueError(f"rows of {lengths!s:.60} tokens, {left!s:.60} of them not in the window")
+    for row, (length, gone) in enumerate(zip(lengths, left, strict=True)):
+        there = ranks[row][ranks[row] >= 0].tolist()
+        whole = len(there) == length - gone  # or they would be more than there is memory for
+        if not whole or there != [*range(min(sinks, length)), *range(sinks + gone, length)]:
+            raise ValueError(f"row {row} of {length} tokens, {gone} of them not in the window, has others there")
+    for name, of_rows in numbers["past"].items():
+        if not isinstance(of_rows, list) or len(of_rows) > rows or not all(_is_count(x + 1) for x in of_rows):
+            raise ValueError(f"the past's {name} are {of_rows!s:.60}")
+    if numbers["past"].get("counts") not in (None, [], left) or (numbers["past"].get("counts") == [] and any(left)):
+        raise ValueError(f"{left!s:.60} tokens were written, and the past has {numbers['past']['counts']!s:.60}")
+    measured = [tensors[name] for name in ("error", "recall") if name in tensors]
+    if any(x.ndim != 2 or len(x) != rows or not x.is_floating_point() for x in measured):
+        raise ValueError("errors that are not of these rows")
+
+
+def _is_count(number: object) -> bool:
+    return type(number) is int and 0 <= number <= MOST

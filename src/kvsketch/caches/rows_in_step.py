@@ -14,7 +14,7 @@ from kvsketch.attention import NO_MASS, Partial
 from kvsketch.caches.base import LeavingTokens
 from kvsketch.caches.question import Arriving, LookedUp, LookupPast, Question
 from kvsketch.caches.slots import SlotsPast
-from kvsketch.caches.storage import columns, in_front, with_prefix
+from kvsketch.caches.storage import check_groups, columns, in_front, with_prefix
 
 
 class RowsInStep(LookupPast):
@@ -143,7 +143,7 @@ class RowsInStep(LookupPast):
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, list[int]]) -> None:
         self.counts, self.groups = list(numbers["counts"]), list(numbers["groups"])
         self.pasts = []
-        for group in range(max(self.groups, default=-1) + 1):
+        for group in range(check_groups(self.groups, len(self.counts), 0)):
             past = self.new_slots()
             past.restore(with_prefix(tensors, f"{group}."), {})
             self.pasts.append(past)

@@ -98,6 +98,10 @@ class SlotsPast(LookupPast):
         self.pairs, self.labels = Rows(dim=2), Rows(dim=2)
         self.read, self.asked = tensors.get("read"), tensors.get("asked")
         if tensors:
+            if len(tensors["pairs"]) != len(tensors["key_widths"]) or tensors["labels"].dtype != torch.int64:
+                raise ValueError("pairs, their widths and their labels are not of the same rows")
             self.key_width = int(tensors["key_widths"][0])
             self.pairs.adopt(tensors["pairs"])
             self.labels.adopt(tensors["labels"])
+            if tensors["labels"].shape[:3] != tensors["pairs"].shape[:3]:
+                raise ValueError(f"labels {tuple(tensors['labels'].shape)} of {tuple(tensors['pairs'].shape)} pairs")

@@ -115,5 +115,7 @@ class SortedPast(SlotsPast):
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, list[int]]) -> None:
         super().restore(tensors, numbers)
         *self.runs, self.sorted_to = tensors["runs"][0].tolist() if tensors else [0]
+        if self.runs != self._wanted(self.sorted_to) or self.sorted_to != self.count // self.staging * self.staging:
+            raise ValueError(f"runs of {self.count} tokens that begin at {self.runs!s:.60} and end at {self.sorted_to}")
         if self.runs:
             self.sorted_in()

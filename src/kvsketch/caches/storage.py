@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Int64, jaxtyped
 from torch import Tensor
 
 T = TypeVar("T")
@@ -163,6 +163,26 @@ class KeyValues:
 def side_by_side(parts: Sequence[KeyValues]) -> KeyValues:
     """All tokens, in this order."""
     return KeyValues(torch.cat([part.keys for part in parts], 2), torch.cat([part.values for part in parts], 2))
+
+
+def made_of(kind: type[T], tensors: dict[str, Tensor]) -> T:
+    """A dataclass of tensors, if these are the ones that its annotations ask for: kinds, and sizes that agree."""
+    allowed = {field.name: get_args(field.type) or (field.type,) for field in fields(kind)}  # type: ignore[arg-type]
+    given: dict[str, Any] = {name: tensors.get(name) for name in allowed}
+    with jaxtyped("context"):  # a letter is one number throughout
+        right = all(any(isinstance(given[name], one) for one in allowed[name]) for name in allowed)
+    if not right or not tensors.keys() <= allowed.keys():
+        shapes = {name: (tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in tensors.items()}
+        raise ValueError(f"{kind.__name__} of {shapes!s:.150}")
+    return kind(**given)
+
+
+def check_groups(groups: list[int], rows: int, least: int) -> int:
+    """How many groups there are, numbered without a gap; -1, where `least` allows it, is none of them."""
+    numbers = {number for number in groups if number >= 0}
+    if len(groups) != rows or numbers != set(range(len(numbers))) or min(groups, default=0) < least:
+        raise ValueError(f"{rows} rows in groups {groups!s:.60}")
+    return len(numbers)
 
 
 def with_prefix(named: dict[str, T], prefix: str) -> dict[str, T]:

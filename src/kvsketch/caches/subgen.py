@@ -27,7 +27,7 @@ from kvsketch.caches.budget import Budget
 from kvsketch.caches.clusters import Clusters
 from kvsketch.caches.exact_first import ExactFirst
 from kvsketch.caches.lanes import Draws, blocks
-from kvsketch.caches.storage import storage_bytes, with_prefix
+from kvsketch.caches.storage import made_of, storage_bytes, with_prefix
 from kvsketch.caches.value_samples import ValueSamples
 from kvsketch.kernels.weighted_attention import log_normalizer, weighted_attention
 
@@ -247,8 +247,8 @@ class SubGenPast(Past):
         self.counts, self.longest_query = list(numbers["counts"]), tensors.get("longest_query")
         self.clusters = self.samples = None
         if tensors:
-            self.clusters = Clusters(**_part(tensors, "clusters."))
-            self.samples = ValueSamples(**_part(tensors, "samples."))
+            self.clusters = made_of(Clusters, _part(tensors, "clusters."))
+            self.samples = made_of(ValueSamples, _part(tensors, "samples."))
             self._weigh()
 
 
