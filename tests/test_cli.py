@@ -108,7 +108,7 @@ MISTAKES = [
     (["--prompt-file", "."], "Is a directory"),
     (["--prompt-file", "{empty}"], "is empty"),
     (["--prompt-file", "{latin}"], "is no text in UTF-8: byte 3 is 0xe9. Convert it first"),
-    (["--prompt-file", BOOK, "--question", "caf\udce9"], "--question is no text in UTF-8"),
+    (["--prompt-file", BOOK, "--question", "caf\udce9"], r"the argument 'caf\udce9' is no text in UTF-8"),
     (["--prompt-file", BOOK, "--method", "unifrm"], "did you mean uniform?"),
     (["--prompt-file", BOOK, "--method", "uniform(keep='12 parsecs')"], "'12 parsecs' is not a size"),
     (["--prompt-file", BOOK, "--method", f"uniform(keep='{'9' * 400}MB')"], "is more memory than there is"),

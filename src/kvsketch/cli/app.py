@@ -1,7 +1,6 @@
 """The command `kvsketch` itself, and what its parts share."""
 
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 import kvsketch
+from kvsketch.cli.ending import stop_at_once, stop_in_order, was_stopped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,34 +23,10 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 notes = Console(stderr=True)  # everything but the answer, so that the answer can be piped
 MOST = 10**9  # of whatever can be counted; more is a slip of the keyboard, and would run for ever
 
-NO_MEMORY = ("out of memory", "allocate memory", "DefaultCPUAllocator")  # how torch says it
 EMBEDDED_MODEL = (
     "No model was named: this is the small one inside the package. It was trained to look things up in records and "
     "texts of a few thousand tokens; it cannot write prose."
 )
-
-
-def main() -> None:
-    """Run the command line; bad input ends with one line and exit code 2, Ctrl-C with 130."""
-    for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the shell: libraries write there without asking
-            setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))  # noqa: SIM115 (for as long as we run)
-    try:
-        app()
-    except (ValueError, OSError) as error:
-        _end_with(str(error))
-    except (MemoryError, RuntimeError) as error:
-        lines = str(error).splitlines() or [""]
-        if not isinstance(error, MemoryError) and not any(part in str(error) for part in NO_MEMORY):
-            raise  # a fault of ours
-        _end_with(
-            f"there is not enough memory: {lines[0]:.200}. Read less at a time (--chunk, --batch), or a shorter text"
-        )
-
-
-def _end_with(text: str) -> None:
-    notes.print(f"[red]error:[/red] {escape(text)}", highlight=False, soft_wrap=True)
-    sys.exit(2)
 
 
 def _show_version(wanted: bool) -> None:
@@ -90,6 +65,7 @@ def say_no_pictures(missing: str, rows: Path) -> None:
 
 def progress_bar(*more: ProgressColumn, transient: bool = True) -> Progress:
     """A bar with its times, for anything that takes longer than a moment."""
+    stop_in_order()
     columns = (TextColumn("{task.description}"), BarColumn(), *more, TimeElapsedColumn(), TimeRemainingColumn())
     return Progress(*columns, console=notes, transient=transient)
 
@@ -97,14 +73,18 @@ def progress_bar(*more: ProgressColumn, transient: bool = True) -> Progress:
 @contextmanager
 def reported(report: Callable[[], None]) -> Iterator[None]:
     """Measure here; then the report, also of a run that is stopped in between, from the rows that it has by then."""
+    stop_in_order()
     try:
         yield
-    except KeyboardInterrupt:
+    except BaseException as error:
+        if not was_stopped(error):
+            raise
+        stop_at_once()  # who asks again means it
         say("stopped; what follows is from the rows that are there. Run the same command again to go on")
         try:
             report()
-        except ValueError as error:
-            say(f"no report: {error}")
+        except (ValueError, OSError) as wrong:
+            say(f"no report: {wrong}")
         raise
     report()
 
@@ -169,12 +149,6 @@ def read_text(path: Path) -> str:
     if not text.strip():
         raise ValueError(f"{name} is empty: there is nothing to read")
     return text
-
-
-def check_text(option: str, text: str) -> None:
-    """Refuse what the shell gave us that is no text."""
-    if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise ValueError(f"{option} is no text in UTF-8: {text!r:.60}")
 
 
 def made_text(task: str, tokens: int, seed: str, tokenizer: "PreTrainedTokenizerBase", questions: int = 0) -> str:

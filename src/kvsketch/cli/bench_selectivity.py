@@ -11,7 +11,6 @@ from rich.progress import MofNCompleteColumn
 
 from kvsketch.cli.app import progress_bar, reported, say, say_no_pictures, some_numbers
 from kvsketch.cli.bench_error_inputs import Inputs, Texts, given, shares, specs
-from kvsketch.cli.bench_selectivity_tables import NOTE, tables
 
 if TYPE_CHECKING:
     from kvsketch.caches.key_index import KeyIndex
@@ -80,6 +79,7 @@ def read_options(
 
 def run(options: Options, inputs: Inputs) -> None:
     """Measure what is missing, with a bar; then tables and pictures of all that was asked for."""
+    from kvsketch.cli.bench_selectivity_tables import NOTE, tables
     from kvsketch.evaluation import selectivity
     from kvsketch.evaluation.selectivity_plan import index_name
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvsketch.cli.app import notes, size_for_people
+from kvsketch.cli.ending import stop_in_order
 
 TASKS = ("lines", "niah_single", "niah_multikey")  # of the report: one dense, two that are not
 LENGTHS = (1000, 2000)
@@ -37,6 +38,7 @@ def demo(
     costs.add_column("method", overflow="fold")
     for heading in ("cache", "of full", "error", "read/s", "write/s"):
         costs.add_column(heading, justify="right", no_wrap=True)
+    stop_in_order()
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), console=notes, transient=True) as bar:
         task = bar.add_task("", total=len(demo_methods()))
         rows = []
