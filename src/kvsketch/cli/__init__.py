@@ -14,4 +14,4 @@ def main() -> None:
             return
         from kvsketch.cli.commands import app
 
-        app()
+        sys.exit(app(standalone_mode=False))  # mistakes come as exceptions: `ending` says them in a line

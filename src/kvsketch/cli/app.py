@@ -1,6 +1,7 @@
 """The command `kvsketch` itself, and what its parts share."""
 
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 N = TypeVar("N", int, float)
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-notes = Console(stderr=True)  # everything but the answer, so that the answer can be piped
+notes = Console(stderr=True, markup=False, emoji=False)  # everything but the answer, so that the answer can be piped
 MOST = 10**9  # of whatever can be counted; more is a slip of the keyboard, and would run for ever
 
 EMBEDDED_MODEL = (
@@ -50,12 +51,17 @@ def methods() -> None:
     table = Table("method", "what it keeps", box=None, pad_edge=False)
     for name, line in kvsketch.methods().items():
         table.add_row(name, line)
-    Console().print(table)
+    output().print(table)
 
 
 def say(text: str) -> None:
     """A note, as it is: not wrapped, and no markup."""
-    notes.print(text, highlight=False, soft_wrap=True, markup=False)
+    notes.print(text, highlight=False, soft_wrap=True)
+
+
+def output() -> Console:
+    """Standard output, for tables: names are shown as they are, whatever brackets they have."""
+    return Console(markup=False, emoji=False)
 
 
 def say_no_pictures(missing: str, rows: Path) -> None:
@@ -66,7 +72,13 @@ def say_no_pictures(missing: str, rows: Path) -> None:
 def progress_bar(*more: ProgressColumn, transient: bool = True) -> Progress:
     """A bar with its times, for anything that takes longer than a moment."""
     stop_in_order()
-    columns = (TextColumn("{task.description}"), BarColumn(), *more, TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        *more,
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     return Progress(*columns, console=notes, transient=transient)
 
 
@@ -89,13 +101,22 @@ def reported(report: Callable[[], None]) -> Iterator[None]:
     report()
 
 
+def check_folder(what: str, folder: Path) -> None:
+    """Refuse what cannot be a folder to write to, before there is any work."""
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise ValueError(f"{what} must name a folder, a new one or one that is there, got {folder}: {there} is a file")
+    if not os.access(there, os.W_OK):
+        raise ValueError(f"{what} must name a folder that can be written to, got {folder}: {there} cannot")
+
+
 def check_device(device: str | None) -> str:
     """Where to run: what was named, if it is there, or the best there is."""
     import torch
 
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(0, device=place)
+        torch.zeros(1, device=place).item()  # a device without memory, such as meta, is there but of no use
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {place!r} is not there: {str(error).splitlines()[0]}") from error
     return place
@@ -114,7 +135,7 @@ def load_model(name: str | None, dtype: str, device: str | None) -> "tuple[PreTr
     place = check_device(device)
     wanted = "auto" if dtype == "auto" else kinds[dtype]
     if name is None:
-        notes.print(f"[yellow]{EMBEDDED_MODEL}[/yellow]", soft_wrap=True)
+        notes.print(EMBEDDED_MODEL, style="yellow", soft_wrap=True)
         model, tokenizer = load_embedded(wanted)
     else:
         try:
@@ -122,30 +143,24 @@ def load_model(name: str | None, dtype: str, device: str | None) -> "tuple[PreTr
             safe: dict[str, Any] = {"trust_remote_code": False, "use_safetensors": True}
             model = AutoModelForCausalLM.from_pretrained(name, dtype=wanted, **safe)
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        except (MemoryError, OSError, ValueError):
+        except MemoryError:
             raise
         except Exception as error:  # a folder can be broken in any way, and transformers says it in as many
-            what = f"{type(error).__name__}: {error!s:.300}"
+            what = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
             raise ValueError(f"{name} cannot be loaded as a model with its tokenizer ({what})") from error
     return model.to(place).eval(), tokenizer
 
 
 def read_text(path: Path) -> str:
     """A text file, or what comes through a pipe; standard input where the path is -."""
+    from kvsketch.files import as_text, read_file
+
     if str(path) == "-":
         stream = getattr(sys.stdin, "buffer", None)
         content, name = (sys.stdin.read().encode() if stream is None else stream.read()), "standard input"
-    elif not path.exists():
-        raise ValueError(f"there is no file {path}")
     else:
-        content, name = path.read_bytes(), str(path)
-    try:
-        text = content.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{name} is no text in UTF-8: byte {error.start:,} is {content[error.start]:#04x}. Convert it first, for "
-            "example with iconv -f LATIN1 -t UTF-8"
-        ) from error
+        content, name = read_file(path), str(path)
+    text = as_text(content, name)
     if not text.strip():
         raise ValueError(f"{name} is empty: there is nothing to read")
     return text

@@ -9,10 +9,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
+from itertools import pairwise
 from types import FrameType
-from typing import TextIO
+from typing import Any, TextIO
 
 WRONG, STOPPED = 2, 130  # exit codes
+LONGEST = 1000  # letters of what is said to be wrong: a spec may have thousands
 NO_MEMORY = ("out of memory", "allocate memory", "DefaultCPUAllocator")  # how torch says it
 
 
@@ -86,21 +88,39 @@ def _check_arguments() -> None:
 
 def _explained(error: BaseException) -> str | None:
     """What to say of an error that is not a fault of ours."""
+    if hasattr(error, "format_message"):  # typer's, on how a command is called
+        return _called_wrongly(error)
     if isinstance(error, ValueError | OSError):
         return str(error)
     known = isinstance(error, RuntimeError) and any(part in str(error) for part in NO_MEMORY)
     if known or isinstance(error, MemoryError):
-        what = (str(error).splitlines() or [""])[0]
-        return f"there is not enough memory: {what:.200}. Read less at a time (--chunk, --batch), or a shorter text"
+        what = (str(error).splitlines() or ["for what was asked"])[0]
+        return f"there is not enough memory ({what:.200}). Read less at a time (--chunk, --batch), or a shorter text"
     return None
+
+
+def _called_wrongly(error: Any) -> str:
+    """What is wrong, what was given, and where to look."""
+    given = [*sys.argv[1:], ""]
+    names = getattr(getattr(error, "param", None), "opts", ())
+    came = [value for name, value in pairwise(given) if name in names]
+    came += [part.partition("=")[2] for part in given if part.partition("=")[0] in names and "=" in part]
+    got = f", got {came[-1]!r:.60}" if came else ""
+    command = error.ctx.command_path if getattr(error, "ctx", None) else "kvsketch"
+    said = error.format_message().strip().removesuffix(".")
+    return f"{said}{got}. See {command} --help" if said else ""  # nothing: help was shown instead
 
 
 def _say(text: str) -> None:
     from kvsketch.cli.app import notes, say
 
+    line = " ".join(text.splitlines())
+    if len(line) > LONGEST:
+        line = f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
     with suppress(OSError):
-        notes.print("[red]error:[/red] ", end="")
-        say(text)
+        if line:
+            notes.print("error: ", style="red", end="")
+            say(line)
     for stream in (sys.stdout, sys.stderr):
         _give_up_what_cannot_be_written(stream)
 

@@ -1,6 +1,7 @@
 """Pictures of rows, and of nothing else: needle maps, score against bytes, score against length."""
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -245,5 +246,7 @@ def _save(figure: Figure, folder: Path, name: str, caption: str) -> Picture:
 def save(figure: Figure, path: Path) -> Path:
     """Write a picture, and the folder if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, bbox_inches="tight")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # a letter of some name that the font lacks: it is drawn as a box
+        figure.savefig(path, bbox_inches="tight")
     return path
