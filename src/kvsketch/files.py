@@ -186,6 +186,11 @@ def read_file(path: str | Path) -> bytes:
     return path.read_bytes()
 
 
+def name_of(path: str | Path) -> str:
+    """A file's name; that of a pipe would be a number, another one each time."""
+    return Path(path).name if Path(path).is_file() else "pipe"
+
+
 def as_text(content: bytes, name: str | Path) -> str:
     """The text that bytes are, in UTF-8."""
     try:

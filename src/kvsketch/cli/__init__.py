@@ -14,4 +14,6 @@ def main() -> None:
             return
         from kvsketch.cli.commands import app
 
-        sys.exit(app(standalone_mode=False))  # mistakes come as exceptions: `ending` says them in a line
+        sys.exit(
+            app(prog_name="kvsketch", standalone_mode=False)
+        )  # mistakes come as exceptions: `ending` says them in a line
