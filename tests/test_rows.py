@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,21 @@ def test_rows_stay_where_they_began(tmp_path, monkeypatch):
     file.add([row(0)])
     assert len(read_rows(tmp_path / "out" / "rows.jsonl")[1]) == 1
     assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_full_disk_costs_only_the_rows_that_found_no_room(tmp_path):
+    """Here the file may not be larger; what was cut off is dropped when it is opened again."""
+    file = RowsFile(tmp_path / "rows.jsonl", RUN)
+    file.add([row(0)])
+    limits, room = resource.getrlimit(resource.RLIMIT_FSIZE), file.path.stat().st_size + 100
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+        with pytest.raises(OSError, match=r"rows that were written stay.*rows\.jsonl"):
+            file.add([row(1)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    RowsFile(file.path, RUN).add([row(1)])
+    assert [found["sample"] for found in read_rows(file.path)[1]] == [0, 1]
 
 
 def test_what_is_no_file_gets_no_rows(tmp_path):

@@ -33,7 +33,6 @@ def bench_error(
     seeds: Annotated[
         int | None,
         typer.Option(
-            min=1,
             max=MOST_SEEDS,
             help=f"So many seeds, for methods that draw at random ({rate.SEEDS}, or {selectivity.SEEDS}).",
         ),

@@ -55,10 +55,14 @@ class RowsFile:
         self.done.update(key_of(row, self.key) for row in new)
 
     def _write(self, lines: list[Row]) -> None:
-        with self.path.open("ab") as file:
-            file.write(b"".join(map(sealed, lines)))
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with self.path.open("ab") as file:
+                file.write(b"".join(map(sealed, lines)))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            what = f"{error.strerror}; rows that were written stay. Make room, and run the same command again to go on"
+            raise OSError(error.errno, what, str(self.path)) from error
 
 
 def sealed(line: Row) -> bytes:
