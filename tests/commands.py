@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -33,6 +34,7 @@ class Done:
 def run(*arguments, text: str | bytes = "", columns: int = 80) -> Done:
     """Run `kvsketch` with these arguments and this standard input."""
     content = text.encode() if isinstance(text, str) else text
+    interrupted = signal.getsignal(signal.SIGINT)
     out, err, code = io.StringIO(), io.StringIO(), 0
     with (
         patch.object(sys, "argv", ["kvsketch", *map(str, arguments)]),
@@ -48,6 +50,8 @@ def run(*arguments, text: str | bytes = "", columns: int = 80) -> Done:
         except Exception:
             code = 1
             traceback.print_exc()
+        finally:
+            signal.signal(signal.SIGINT, interrupted)
     return Done(code, out.getvalue(), err.getvalue())
 
 

@@ -1,5 +1,6 @@
 """The command line, as a user sees it."""
 
+import html
 import importlib
 import json
 import os
@@ -15,11 +16,12 @@ from safetensors import safe_open
 
 import kvsketch
 import zoo
-from commands import finished, process, refused, run
+from commands import SOURCE, finished, process, refused, run
 from kvsketch.caches.base import BudgetedConfig
 from kvsketch.caches.registry import METHODS
+from kvsketch.cli.ending import ending, stop_at_once, stop_in_order
 from kvsketch.evaluation.embedded import load_embedded
-from kvsketch.evaluation.rows import read_rows
+from kvsketch.evaluation.rows import RowsFile, read_rows
 from kvsketch.evaluation.tasks import TASKS, Setting
 from kvsketch.evaluation.training.tokenizer import build_tokenizer
 
@@ -105,10 +107,10 @@ MISTAKES = [
     (["--load-cache", "x", "--question", "?", "--method", "exact"], "keeps the one it was made with"),
     (["--prompt-file", "nowhere"], "there is no file nowhere"),
     (["--prompt-file", "[/x]"], "there is no file [/x]"),
-    (["--prompt-file", "."], "Is a directory"),
+    (["--prompt-file", "."], ". is a folder: name a file"),
     (["--prompt-file", "{empty}"], "is empty"),
     (["--prompt-file", "{latin}"], "is no text in UTF-8: byte 3 is 0xe9. Convert it first"),
-    (["--prompt-file", BOOK, "--question", "caf\udce9"], "--question is no text in UTF-8"),
+    (["--prompt-file", BOOK, "--question", "caf\udce9"], r"the argument 'caf\udce9' is no text in UTF-8"),
     (["--prompt-file", BOOK, "--method", "unifrm"], "did you mean uniform?"),
     (["--prompt-file", BOOK, "--method", "uniform(keep='12 parsecs')"], "'12 parsecs' is not a size"),
     (["--prompt-file", BOOK, "--method", f"uniform(keep='{'9' * 400}MB')"], "is more memory than there is"),
@@ -124,6 +126,13 @@ MISTAKES = [
     (["--prompt-file", BOOK, "--save-cache", "no/such/folder/c"], "there is no folder"),
     (["--prompt-file", BOOK, "--save-cache", "/dev/null"], "/dev/null is no regular file"),
     (["--prompt-file", BOOK, "--dtype", "int3"], "--dtype must be auto or one of"),
+    (["--prompt-file", BOOK, "--device", "meta"], "--device 'meta' is not there"),
+    (["--prompt-file", BOOK, "--temperature=-1"], "greater than or equal to 0, got '-1'. See kvsketch generate --help"),
+    (["--prompt-file", BOOK, "--method", "(" * 5000], "cannot read the spec"),
+    (["--prompt-file", BOOK, "--method", "[/]"], "cannot read the spec '[/]'"),
+    (["--prompt-file", BOOK, "--[red]"], "No such option: --[red]. See kvsketch generate --help"),
+    (["[/]", "--prompt-file", BOOK], "[/] cannot be loaded as a model with its tokenizer"),
+    (["caf\udce9", "--prompt-file", BOOK], r"the argument 'caf\udce9' is no text in UTF-8"),
     (["--prompt-file", BOOK, "--device", "abacus"], "--device 'abacus' is not there"),
     (["{broken}", "--prompt-file", BOOK], "cannot be loaded as a model with its tokenizer (SafetensorError"),
     (["{other}", "--prompt-file", BOOK], "the model has tokens 0 to 96: is this another model's tokenizer?"),
@@ -166,6 +175,13 @@ def test_mistakes_of_standard_input(text, message):
         (["lines", "--samples", 10**20], "--samples': Input should be less than"),
         (["needle", "--cases", BOOK], "--cases are LongEval's lines, which the suite 'needle' has none of"),
         (["lines", "--cases", BOOK], "line 1: not a LongEval lines case"),
+        (["lines", "--cases", "."], ". is a folder: name a file"),
+        (["lines", "--cases", "{latin}"], "is no text in UTF-8: byte 3"),
+        (["lines", "--tasks", "caf\udce9"], r"the argument 'caf\udce9' is no text in UTF-8"),
+        (["lines", "--out", BOOK], "--out must name a folder, a new one or one that is there"),
+        (["error", "--seeds", 10**9], "--seeds': Input should be less than"),
+        (["error", "--against", "selectivity", "--buckets", 0], "buckets must be a whole number of at least 1, got 0"),
+        (["error", "--against", "selectivity", "--tables", 10**9], "tables must be at most 65,536"),
         (["needle", "--haystack", "nowhere"], "there is no file nowhere"),
         (["needle", "--haystack", "{latin}"], "is no text in UTF-8"),
         (["needle", "--depths", "2"], "a depth is a share of the document from 0 to 1, got 2.0"),
@@ -179,12 +195,138 @@ def test_mistakes_of_bench(arguments, message, book, tmp_path):
     (tmp_path / "latin.txt").write_bytes(LATIN)
     places = {"book": book, "latin": tmp_path / "latin.txt"}
     filled = [str(argument).format(**places) for argument in arguments]
-    samples = [] if "--samples" in filled else ["--samples", 1]
-    refused(run("bench", *filled, "--out", tmp_path / "out", *samples), message)
+    samples = [] if "--samples" in filled or filled[0] == "error" else ["--samples", 1]
+    out = [] if "--out" in filled else ["--out", tmp_path / "out"]
+    refused(run("bench", *filled, *out, *samples), message)
     assert not (tmp_path / "out").exists()
 
 
+def test_a_mistake_is_told_in_one_line():
+    for arguments in (["generate", "--chunk", 0], ["nope"], ["bench", "lines"], ["generate", "--method", "x" * 10_000]):
+        done = run(*arguments)
+        refused(done, "error: ")
+        assert done.stderr.count("\n") == 1
+        assert len(done.stderr) < 1100
+    shown = run("bench")  # which says nothing of what to do: help is what is wanted
+    assert (shown.returncode, shown.stderr) == (2, "")
+    assert "Usage: kvsketch bench" in shown.stdout
+
+
+ODD = "[/] [red]$x_1^{$ \\frac :smile:"  # rich's markup, and matplotlib's mathematics
+
+
+def test_names_are_shown_as_they_are(tmp_path):
+    """In the table, in the pictures and on the page."""
+    row = {"task": "lines", "wording": "official", "haystack": "noise", "cases": f"{ODD}#12", "template": False}
+    row |= {"asked": "after", "length": 900, "depth": None, "new_tokens": 9, "tokens": 900, "sample": 0, "score": 1.0}
+    row |= {"nbytes": 5, "full_nbytes": 9, "seconds": 0.1, "looked_up": None, "method": f"saap(index='{ODD}')"}
+    RowsFile(tmp_path / "rows.jsonl", {"model": ODD, "fingerprint": "1", "kvsketch": "0"}).add(
+        [row, row | {"length": 500}]
+    )
+    done = run("bench", "report", tmp_path, columns=120)
+    assert done.returncode == 0, done.stderr
+    assert f"saap(index='{ODD}')" in done.stdout
+    assert f"lines: {ODD}, 900 tokens" in done.stdout
+    assert html.escape(ODD) in (tmp_path / "report.html").read_text()
+    assert (tmp_path / "length-after.png").is_file()
+
+
 # -- the world around the command
+
+LOADED = """
+import sys
+sys.argv = {argv}
+try:
+    {start}
+except SystemExit as stop:
+    assert not stop.code, stop.code
+heavy = {{name.split(".")[0] for name in sys.modules}} & {{
+    "torch", "transformers", "scipy", "matplotlib", "numpy", "sklearn", "jinja2", "tokenizers", "safetensors", "triton"
+}}
+assert not heavy, heavy
+"""
+
+
+@pytest.mark.parametrize("argument", [None, "--version", "--help", "bench --help", "bench error --help"])
+def test_what_needs_no_model_loads_nothing_heavy(argument):
+    start = "import kvsketch" if argument is None else "from kvsketch.cli import main; main()"
+    script = LOADED.format(argv=["kvsketch", *(argument or "").split()], start=start)
+    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert argument is None or done.stdout
+
+
+@pytest.mark.parametrize(
+    "sign",
+    [
+        "torch.storage",  # in the middle of torch's import
+        pytest.param("transformers.utils", marks=pytest.mark.slow),
+        pytest.param("No model was named", marks=pytest.mark.slow),
+        pytest.param("Loading weights", marks=pytest.mark.slow),
+    ],
+)
+def test_ctrl_c_is_quiet_while_things_are_loaded(sign, book):
+    environment = os.environ | {"PYTHONPATH": str(SOURCE), "PYTHONPROFILEIMPORTTIME": "1"}  # imports are told
+    command = [sys.executable, "-m", "kvsketch", "generate", "--prompt-file", book, "--max-new-tokens", "500"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as child:
+        assert any(sign in line for line in child.stderr)
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert out == ""
+    said = [line for line in err.splitlines() if not line.startswith(("import time", "Loading weights"))]
+    assert not [line for line in said if "Traceback" in line or "rror" in line or "Interrupt" in line], err
+
+
+def test_ctrl_c_that_a_library_takes_for_something_else_is_still_ctrl_c(capsys, monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda *handler: None)  # this process is not a command
+    monkeypatch.setattr(sys, "argv", ["kvsketch"])
+
+    def load():
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            raise ValueError("the model cannot be read") from error
+
+    with pytest.raises(SystemExit) as stop, ending():
+        load()
+    assert stop.value.code == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_ctrl_c_stays_what_somebody_chose():
+    """As nohup and a script's & choose that it does nothing."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        stop_at_once()
+        stop_in_order()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        stop_at_once()
+        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        stop_in_order()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("option", ["--version", "--help"])
+def test_a_full_disk_behind_the_output(option):
+    with open("/dev/full", "w") as full:
+        running = process(option, stdout=full, stderr=subprocess.PIPE)
+        _, err = running.communicate(timeout=60)
+    assert (running.returncode, err) == (2, b"error: [Errno 28] No space left on device\n")
+
+
+def test_nobody_reads_the_help():
+    read, write = os.pipe()
+    os.close(read)
+    running = process("--help", stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    _, err = running.communicate(timeout=60)
+    assert (running.returncode, err) == (1, b"")
 
 
 def test_a_cache_that_cannot_be_saved_does_not_cost_the_answer(book, tmp_path):

@@ -50,7 +50,9 @@ def test_what_is_left_out_is_said(tmp_path):
     [
         ("no.txt", None, "there is no file .*no.txt"),
         ("book.pdf", b"", r"book.pdf: a corpus is made of .txt files \(a text each\) and .jsonl files"),
-        ("latin.txt", b"caf\xe9", "latin.txt cannot be read: 'utf-8' codec"),
+        ("latin.txt", b"caf\xe9", "latin.txt is no text in UTF-8: byte 3 is 0xe9"),
+        ("deep.jsonl", b"[" * 100_000, "deep.jsonl:1: not JSON"),
+        ("half.jsonl", b'{"text": "\\ud800"}', "half.jsonl:1: expected an object"),
         ("cut.jsonl", b'{"text": "a"}\n{"text": ', "cut.jsonl:2: not JSON"),
         ("other.jsonl", b'{"body": "a"}', 'other.jsonl:1: expected an object with a string named "text", got {"body"'),
         ("list.jsonl", b"[1]", r"list.jsonl:1: expected an object .* got \[1\]"),

@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import resource
+from pathlib import Path
 
 import pytest
 
@@ -117,6 +120,61 @@ def test_rows_that_differ_in_their_making_are_not_averaged():
     assert titles == ["lines (compact)", "lines (official)", "needle (noise)", "needle (a.txt)"]
     ready = row(0, cases="200_lines#ab12", wording="official")
     assert [mean.task for mean in summarise([row(0), ready])] == ["lines", "lines: 200_lines"]
+
+
+def test_files_of_the_same_name_are_not_averaged():
+    """Their content makes them others; the digest of it is shown where the name alone would not tell them apart."""
+    cases = [row(i, cases=f"200_lines#{digest}") for i, digest in enumerate(("ab12", "cd34"))]
+    texts = [row(i, task="needle", haystack=f"a#b.txt#{digest}") for i, digest in enumerate(("ab12", "cd34"))]
+    found = summarise([*cases, *texts, row(0, task="needle", haystack="c.txt#ab12")])
+    assert [(mean.task, mean.count) for mean in found] == [
+        ("lines: 200_lines#ab12", 1),
+        ("lines: 200_lines#cd34", 1),
+        ("needle (a#b.txt#ab12)", 1),
+        ("needle (a#b.txt#cd34)", 1),
+        ("needle (c.txt)", 1),
+    ]
+
+
+def test_given_depths_are_not_averaged_with_drawn_ones():
+    rows = [row(0, task="needle", depth=depth) for depth in (None, 0.0, 0.5)]
+    assert [(mean.task, mean.count) for mean in summarise(rows)] == [
+        ("needle (depths drawn at random)", 1),
+        ("needle (given depths)", 2),
+    ]
+
+
+def test_rows_stay_where_they_began(tmp_path, monkeypatch):
+    """In the folder that a relative path meant then."""
+    monkeypatch.chdir(tmp_path)
+    file = RowsFile(Path("out") / "rows.jsonl", RUN)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    file.add([row(0)])
+    assert len(read_rows(tmp_path / "out" / "rows.jsonl")[1]) == 1
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_full_disk_costs_only_the_rows_that_found_no_room(tmp_path):
+    """Here the file may not be larger; what was cut off is dropped when it is opened again."""
+    file = RowsFile(tmp_path / "rows.jsonl", RUN)
+    file.add([row(0)])
+    limits, room = resource.getrlimit(resource.RLIMIT_FSIZE), file.path.stat().st_size + 100
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+        with pytest.raises(OSError, match=r"rows that were written stay.*rows\.jsonl"):
+            file.add([row(1)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    RowsFile(file.path, RUN).add([row(1)])
+    assert [found["sample"] for found in read_rows(file.path)[1]] == [0, 1]
+
+
+def test_what_is_no_file_gets_no_rows(tmp_path):
+    os.mkfifo(tmp_path / "rows.jsonl")  # to open it would be to wait for ever
+    for place in (tmp_path / "rows.jsonl", tmp_path):
+        with pytest.raises(ValueError, match="is no file: rows are written there"):
+            RowsFile(place, RUN)
 
 
 def test_rows_of_ready_prompts_with_other_limits_are_not_averaged():

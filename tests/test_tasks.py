@@ -3,6 +3,8 @@
 import gzip
 import itertools
 import json
+import math
+import os
 import random
 import re
 import statistics
@@ -14,7 +16,7 @@ from kvsketch.evaluation.haystack import SENTENCES, TextFile
 from kvsketch.evaluation.tasks import TASKS, WORDINGS, Setting
 from kvsketch.evaluation.tasks.fit import Fitter
 from kvsketch.evaluation.tasks.lines import HEADER
-from kvsketch.evaluation.tasks.longeval_files import name_of_file, read_cases
+from kvsketch.evaluation.tasks.longeval_files import read_cases
 from kvsketch.evaluation.training.tokenizer import build_tokenizer
 from kvsketch.evaluation.words import ADJECTIVES, NOUNS, names
 
@@ -240,6 +242,24 @@ def test_a_text_of_the_users_can_be_the_haystack(tmp_path):
         TextFile(tmp_path / "empty.txt")
     with pytest.raises(ValueError, match="there is no file"):
         TextFile(tmp_path / "nowhere.txt")
+    with pytest.raises(ValueError, match="is a folder: name a file"):
+        TextFile(tmp_path)
+
+
+def test_a_haystack_may_come_through_a_pipe(tmp_path):
+    """As the shell's <(command) gives it; what is read is there once, and the pipe has another number each time."""
+    book, names = tmp_path / "book.txt", set()
+    book.write_text("A horse ran.\r\n\r\nIt rained.")
+    for _ in range(2):
+        read, write = os.pipe()
+        os.write(write, book.read_bytes())
+        os.close(write)
+        piped = TextFile(f"/dev/fd/{read}")
+        names.add(piped.name)
+        assert piped.sentences == TextFile(book).sentences == ["A horse ran.", "It rained."]
+        os.dup(read)  # so that the next one is another
+        os.close(read)
+    assert names == {TextFile(book).name.replace("book.txt", "pipe")}
 
 
 def case(number=2416, key="torpid-kid"):
@@ -252,13 +272,15 @@ def test_longevals_files_are_read(tmp_path):
     plain, packed = tmp_path / "1_lines.jsonl", tmp_path / "1_lines.jsonl.gz"
     plain.write_text(json.dumps(case()) + "\n" + json.dumps(case(7, "red-fox")) + "\n")
     packed.write_bytes(gzip.compress(plain.read_bytes()))
-    samples = read_cases(plain)
-    assert read_cases(packed) == samples
+    name, samples = read_cases(plain)
+    packed_name, again = read_cases(packed)
+    assert again == samples
     assert [sample.questions[0].answers for sample in samples] == [("2416",), ("7",)]
     assert samples[0].context + samples[0].questions[0].text == case()["prompt"]
-    assert name_of_file(plain) != name_of_file(packed)
+    assert name.startswith("1_lines#")
+    assert name != packed_name
     packed.write_bytes(packed.read_bytes()[:30])
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match="cannot be unpacked"):
         read_cases(packed)
 
 
@@ -272,6 +294,11 @@ def case_without_text():
         ("{", "line 1: not a LongEval lines case"),
         (json.dumps(case_without_text()), "line 1: not a LongEval lines case"),
         (json.dumps({"prompt": "x"}), "line 1: not a LongEval lines case"),
+        (json.dumps(case() | {"num_lines": math.inf}), "line 1: not a LongEval lines case"),
+        (json.dumps(case() | {"random_idx": ["x", 10**400]}), "line 1: not a LongEval lines case"),
+        (json.dumps(case() | {"random_idx": ["x", -1]}), r"not a LongEval lines case .*line -1 of 1"),
+        (json.dumps(case()).replace("torpid", r"\ud800"), "letters that UTF-8 does not have"),
+        ("[" * 100_000, "line 1: not a LongEval lines case"),
         (json.dumps(case() | {"prompt": "Which line?"}), "has no 'Now the record is over.'"),
     ],
 )

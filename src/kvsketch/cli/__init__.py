@@ -1,25 +1,19 @@
 """The command line: one file for each command."""
 
-from kvsketch.cli.app import app, main
-from kvsketch.cli.bench import SUITES, bench, bench_suite, report
-from kvsketch.cli.bench_error import bench_error
-from kvsketch.cli.demo import demo
-from kvsketch.cli.fit import fit
-from kvsketch.cli.generate import generate
-from kvsketch.cli.inspect import inspect
-from kvsketch.cli.sample import sample
-from kvsketch.cli.train import train_demo
+import sys
 
-app.command()(generate)
-app.command()(demo)
-for suite, line in SUITES.items():
-    bench.command(suite, help=f"{line}\n\n{bench_suite.__doc__}")(bench_suite)
-bench.command("error")(bench_error)
-bench.command("report")(report)
-app.add_typer(bench, name="bench", help="Measure what methods do to a model: its answers, or single layers.")
-app.command()(inspect)
-app.command()(fit)
-app.command()(sample)
-app.command("train-demo")(train_demo)
+import kvsketch
+from kvsketch.cli.ending import ending
 
-__all__ = ["app", "main"]
+
+def main() -> None:
+    """Run the command line; bad input ends with one line and exit code 2, Ctrl-C with 130."""
+    with ending():
+        if sys.argv[1:] == ["--version"]:  # at once: programs ask for it
+            print(f"kvsketch {kvsketch.__version__}")
+            return
+        from kvsketch.cli.commands import app
+
+        sys.exit(
+            app(prog_name="kvsketch", standalone_mode=False)
+        )  # mistakes come as exceptions: `ending` says them in a line

@@ -10,48 +10,24 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 import kvsketch
+from kvsketch.cli.ending import stop_at_once, stop_in_order, was_stopped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 N = TypeVar("N", int, float)
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-notes = Console(stderr=True)  # everything but the answer, so that the answer can be piped
+notes = Console(stderr=True, markup=False, emoji=False)  # everything but the answer, so that the answer can be piped
 MOST = 10**9  # of whatever can be counted; more is a slip of the keyboard, and would run for ever
 
-NO_MEMORY = ("out of memory", "allocate memory", "DefaultCPUAllocator")  # how torch says it
 EMBEDDED_MODEL = (
     "No model was named: this is the small one inside the package. It was trained to look things up in records and "
     "texts of a few thousand tokens; it cannot write prose."
 )
-
-
-def main() -> None:
-    """Run the command line; bad input ends with one line and exit code 2, Ctrl-C with 130."""
-    for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the shell: libraries write there without asking
-            setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))  # noqa: SIM115 (for as long as we run)
-    try:
-        app()
-    except (ValueError, OSError) as error:
-        _end_with(str(error))
-    except (MemoryError, RuntimeError) as error:
-        lines = str(error).splitlines() or [""]
-        if not isinstance(error, MemoryError) and not any(part in str(error) for part in NO_MEMORY):
-            raise  # a fault of ours
-        _end_with(
-            f"there is not enough memory: {lines[0]:.200}. Read less at a time (--chunk, --batch), or a shorter text"
-        )
-
-
-def _end_with(text: str) -> None:
-    notes.print(f"[red]error:[/red] {escape(text)}", highlight=False, soft_wrap=True)
-    sys.exit(2)
 
 
 def _show_version(wanted: bool) -> None:
@@ -75,12 +51,17 @@ def methods() -> None:
     table = Table("method", "what it keeps", box=None, pad_edge=False)
     for name, line in kvsketch.methods().items():
         table.add_row(name, line)
-    Console().print(table)
+    output().print(table)
 
 
 def say(text: str) -> None:
     """A note, as it is: not wrapped, and no markup."""
-    notes.print(text, highlight=False, soft_wrap=True, markup=False)
+    notes.print(text, highlight=False, soft_wrap=True)
+
+
+def output() -> Console:
+    """Standard output, for tables: names are shown as they are, whatever brackets they have."""
+    return Console(markup=False, emoji=False)
 
 
 def say_no_pictures(missing: str, rows: Path) -> None:
@@ -90,23 +71,43 @@ def say_no_pictures(missing: str, rows: Path) -> None:
 
 def progress_bar(*more: ProgressColumn, transient: bool = True) -> Progress:
     """A bar with its times, for anything that takes longer than a moment."""
-    columns = (TextColumn("{task.description}"), BarColumn(), *more, TimeElapsedColumn(), TimeRemainingColumn())
+    stop_in_order()
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        *more,
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     return Progress(*columns, console=notes, transient=transient)
 
 
 @contextmanager
 def reported(report: Callable[[], None]) -> Iterator[None]:
     """Measure here; then the report, also of a run that is stopped in between, from the rows that it has by then."""
+    stop_in_order()
     try:
         yield
-    except KeyboardInterrupt:
+    except BaseException as error:
+        if not was_stopped(error):
+            raise
+        stop_at_once()  # who asks again means it
         say("stopped; what follows is from the rows that are there. Run the same command again to go on")
         try:
             report()
-        except ValueError as error:
-            say(f"no report: {error}")
+        except (ValueError, OSError) as wrong:
+            say(f"no report: {wrong}")
         raise
     report()
+
+
+def check_folder(what: str, folder: Path) -> None:
+    """Refuse what cannot be a folder to write to, before there is any work."""
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise ValueError(f"{what} must name a folder, a new one or one that is there, got {folder}: {there} is a file")
+    if not os.access(there, os.W_OK):
+        raise ValueError(f"{what} must name a folder that can be written to, got {folder}: {there} cannot")
 
 
 def check_device(device: str | None) -> str:
@@ -115,7 +116,7 @@ def check_device(device: str | None) -> str:
 
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(0, device=place)
+        torch.zeros(1, device=place).item()  # a device without memory, such as meta, is there but of no use
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {place!r} is not there: {str(error).splitlines()[0]}") from error
     return place
@@ -134,7 +135,7 @@ def load_model(name: str | None, dtype: str, device: str | None) -> "tuple[PreTr
     place = check_device(device)
     wanted = "auto" if dtype == "auto" else kinds[dtype]
     if name is None:
-        notes.print(f"[yellow]{EMBEDDED_MODEL}[/yellow]", soft_wrap=True)
+        notes.print(EMBEDDED_MODEL, style="yellow", soft_wrap=True)
         model, tokenizer = load_embedded(wanted)
     else:
         try:
@@ -142,39 +143,27 @@ def load_model(name: str | None, dtype: str, device: str | None) -> "tuple[PreTr
             safe: dict[str, Any] = {"trust_remote_code": False, "use_safetensors": True}
             model = AutoModelForCausalLM.from_pretrained(name, dtype=wanted, **safe)
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        except (MemoryError, OSError, ValueError):
+        except MemoryError:
             raise
         except Exception as error:  # a folder can be broken in any way, and transformers says it in as many
-            what = f"{type(error).__name__}: {error!s:.300}"
+            what = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
             raise ValueError(f"{name} cannot be loaded as a model with its tokenizer ({what})") from error
     return model.to(place).eval(), tokenizer
 
 
 def read_text(path: Path) -> str:
     """A text file, or what comes through a pipe; standard input where the path is -."""
+    from kvsketch.files import as_text, read_file
+
     if str(path) == "-":
         stream = getattr(sys.stdin, "buffer", None)
         content, name = (sys.stdin.read().encode() if stream is None else stream.read()), "standard input"
-    elif not path.exists():
-        raise ValueError(f"there is no file {path}")
     else:
-        content, name = path.read_bytes(), str(path)
-    try:
-        text = content.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{name} is no text in UTF-8: byte {error.start:,} is {content[error.start]:#04x}. Convert it first, for "
-            "example with iconv -f LATIN1 -t UTF-8"
-        ) from error
+        content, name = read_file(path), str(path)
+    text = as_text(content, name)
     if not text.strip():
         raise ValueError(f"{name} is empty: there is nothing to read")
     return text
-
-
-def check_text(option: str, text: str) -> None:
-    """Refuse what the shell gave us that is no text."""
-    if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise ValueError(f"{option} is no text in UTF-8: {text!r:.60}")
 
 
 def made_text(task: str, tokens: int, seed: str, tokenizer: "PreTrainedTokenizerBase", questions: int = 0) -> str:

@@ -7,13 +7,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.progress import MofNCompleteColumn
 from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
-from kvsketch.cli.app import MOST, load_model, numbers, progress_bar, reported, say, say_no_pictures
+from kvsketch.cli.app import (
+    MOST,
+    check_folder,
+    load_model,
+    numbers,
+    output,
+    progress_bar,
+    reported,
+    say,
+    say_no_pictures,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -75,11 +85,12 @@ def bench_suite(
 ) -> None:
     """Measure what methods do to a model's answers. Run it again to go on after an interruption."""
     suite = str(context.command.name)
+    check_folder("--out", out)
 
     from kvsketch.evaluation.haystack import Noise, TextFile
     from kvsketch.evaluation.runner import Plan
     from kvsketch.evaluation.tasks import WORDINGS
-    from kvsketch.evaluation.tasks.longeval_files import name_of_file, read_cases
+    from kvsketch.evaluation.tasks.longeval_files import read_cases
 
     if asked not in MODES:
         raise ValueError(f"--asked must be before, after or both, got {asked!r}")
@@ -100,7 +111,7 @@ def bench_suite(
         seed=seed,
         batch=batch,
         max_new_tokens=max_new_tokens,
-        cases=None if cases is None else (name_of_file(cases), read_cases(cases)),
+        cases=None if cases is None else read_cases(cases),
         raw=raw,
     )
     language_model, tokenizer = load_model(model, dtype, device)
@@ -126,7 +137,7 @@ def show(folder: Path, tasks: Sequence[str] | None = None) -> None:
     wanted = [row for row in rows if tasks is None or row["task"] in tasks]
     if not wanted:
         raise ValueError(f"{folder / ROWS} has no rows yet")
-    Console().print(tables_of(summarise(wanted)))
+    output().print(tables_of(summarise(wanted)))
     say(NOTE)
     write_report(folder)
 

@@ -8,10 +8,11 @@ import typer
 
 from kvsketch.cli import bench_error_rate as rate
 from kvsketch.cli import bench_selectivity as selectivity
-from kvsketch.cli.app import MOST, load_model, some_numbers
+from kvsketch.cli.app import MOST, check_folder, load_model, some_numbers
 from kvsketch.cli.bench import describe
 from kvsketch.cli.bench_error_inputs import PROMPTS, TASK, TOKENS, Inputs, Texts
 
+MOST_SEEDS = 10_000
 RATE: dict[str, Any] = {"rich_help_panel": "Options of --against rate"}
 SELECTIVITY: dict[str, Any] = {"rich_help_panel": "Options of --against selectivity"}
 
@@ -31,7 +32,10 @@ def bench_error(
     ] = None,
     seeds: Annotated[
         int | None,
-        typer.Option(help=f"So many seeds, for methods that draw at random ({rate.SEEDS}, or {selectivity.SEEDS})."),
+        typer.Option(
+            max=MOST_SEEDS,
+            help=f"So many seeds, for methods that draw at random ({rate.SEEDS}, or {selectivity.SEEDS}).",
+        ),
     ] = None,
     layers: Annotated[str | None, typer.Option(help="These layers, with commas; all if left out.")] = None,
     prompt_file: Annotated[
@@ -73,7 +77,8 @@ def bench_error(
     ] = None,
     asking: Annotated[int | None, typer.Option(help="So many last tokens ask; 64.", **SELECTIVITY)] = None,
     top: Annotated[
-        int | None, typer.Option(help="Keys whose share of the attention is shown; 256.", **SELECTIVITY)
+        int | None,
+        typer.Option(min=1, max=MOST, help="Keys whose share of the attention is shown; 256.", **SELECTIVITY),
     ] = None,
     heads: Annotated[
         str | None,
@@ -97,6 +102,7 @@ def bench_error(
             "window": window, "asking": asking, "top": top, "heads": heads,
         },
     }  # fmt: skip
+    check_folder("--out", out)
     _check_options(against, own)
     texts = Texts(files=tuple(prompt_file or ()), task=task, prompts=prompts, tokens=tokens)
     wanted = None if layers is None else some_numbers("--layers", layers, int)

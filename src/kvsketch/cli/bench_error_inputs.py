@@ -40,7 +40,9 @@ class Texts:
     @cached_property
     def contents(self) -> list[tuple[str, str]]:
         """The files, by name."""
-        return [(path.name, read_text(path)) for path in self.files]
+        from kvsketch.files import name_of
+
+        return [(name_of(path), read_text(path)) for path in self.files]
 
     def read(self, tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedModel") -> "list[Prompt]":
         """All of them, cut to the tokens wanted, on the model's device."""

@@ -5,10 +5,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.progress import MofNCompleteColumn
 
-from kvsketch.cli.app import numbers, progress_bar, reported, say, say_no_pictures
+from kvsketch.cli.app import numbers, output, progress_bar, reported, say, say_no_pictures
 from kvsketch.cli.bench_error_inputs import Inputs, given, shares, specs
 from kvsketch.cli.bench_error_tables import NOTE, tables
 
@@ -54,7 +53,7 @@ def run(study: "Study", inputs: Inputs) -> None:
         if not rows:
             raise ValueError(f"{out / ROWS} has no rows yet")
         for table in tables(rows, norms_rows):
-            Console().print(table)
+            output().print(table)
         say(NOTE)
         _draw(rows, out)
 

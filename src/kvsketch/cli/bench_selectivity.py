@@ -6,12 +6,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.progress import MofNCompleteColumn
 
-from kvsketch.cli.app import progress_bar, reported, say, say_no_pictures, some_numbers
+from kvsketch.cli.app import MOST, output, progress_bar, reported, say, say_no_pictures, some_numbers
 from kvsketch.cli.bench_error_inputs import Inputs, Texts, given, shares, specs
-from kvsketch.cli.bench_selectivity_tables import NOTE, tables
 
 if TYPE_CHECKING:
     from kvsketch.caches.key_index import KeyIndex
@@ -54,8 +52,15 @@ def read_options(
     top: int | None, heads: str | None,
 ) -> Options:  # fmt: skip
     """The options with their defaults; without an index, what learns about queries is left out."""
+    from kvsketch.caches.base import check_count
+    from kvsketch.caches.lsh import MOST_PARTS
+
     if index and buckets:
         raise ValueError("--buckets are made where there is no index: give --index or --buckets")
+    made = list(dict.fromkeys(some_numbers("--buckets", given(buckets, BUCKETS), int)))
+    counted = some_numbers("--tables", given(tables, TABLES), int)
+    for name, count, most in [*(("buckets", x, MOST) for x in made), *(("tables", x, MOST_PARTS) for x in counted)]:
+        check_count(name, count, least=1, most=most)
     named = specs(given(methods, METHODS))
     if not index and methods is None:
         named.remove(LEARNT)
@@ -65,10 +70,10 @@ def read_options(
     return Options(
         methods=named,
         rates=shares(given(rates, RATES)),
-        tables=some_numbers("--tables", given(tables, TABLES), int),
+        tables=counted,
         seeds=given(seeds, SEEDS),
         folders=index or (),
-        buckets=list(dict.fromkeys(some_numbers("--buckets", given(buckets, BUCKETS), int))),
+        buckets=made,
         training=train_file or (),
         sinks=given(sinks, 1),
         window=window,
@@ -80,6 +85,7 @@ def read_options(
 
 def run(options: Options, inputs: Inputs) -> None:
     """Measure what is missing, with a bar; then tables and pictures of all that was asked for."""
+    from kvsketch.cli.bench_selectivity_tables import NOTE, tables
     from kvsketch.evaluation import selectivity
     from kvsketch.evaluation.selectivity_plan import index_name
 
@@ -91,7 +97,7 @@ def run(options: Options, inputs: Inputs) -> None:
         if not rows["lookups"]:
             raise ValueError(f"{inputs.out} has no rows of lookups yet")
         for table in tables(rows, indexes):
-            Console().print(table)
+            output().print(table)
         say(NOTE)
         _draw(rows, indexes, inputs.out)
 

@@ -5,12 +5,12 @@ from typing import Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from kvsketch.cli.app import notes, size_for_people
+from kvsketch.cli.app import MOST, check_folder, notes, output, size_for_people
+from kvsketch.cli.ending import stop_in_order
 
 TASKS = ("lines", "niah_single", "niah_multikey")  # of the report: one dense, two that are not
 LENGTHS = (1000, 2000)
@@ -22,12 +22,14 @@ def demo(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Also run a few tasks, and write a report to this folder.")
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Prompts for each task and length of the report.")] = 5,
+    samples: Annotated[int, typer.Option(min=1, max=MOST, help="Prompts for each task and length of the report.")] = 5,
 ) -> None:
     """Compare methods on one record of lines: bytes, speed, and the answers to six questions."""
     from kvsketch.evaluation.demo import demo_methods, run_demo
 
-    console = Console()
+    if out is not None:
+        check_folder("--out", out)
+    console = output()
     console.print(
         f"The model inside the package reads a record of lines, {tokens:,} tokens. Then it is asked for six of them, "
         "the first near the start of the record, the last near its end.",
@@ -37,7 +39,10 @@ def demo(
     costs.add_column("method", overflow="fold")
     for heading in ("cache", "of full", "error", "read/s", "write/s"):
         costs.add_column(heading, justify="right", no_wrap=True)
-    with Progress(SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), console=notes, transient=True) as bar:
+    stop_in_order()
+    with Progress(
+        SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), console=notes, transient=True
+    ) as bar:
         task = bar.add_task("", total=len(demo_methods()))
         rows = []
         for row in run_demo(tokens, lambda method: bar.update(task, description=method)):

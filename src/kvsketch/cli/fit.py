@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from kvsketch.cli.app import check_device, load_model, progress_bar, say, some_numbers
+from kvsketch.cli.app import check_device, check_folder, load_model, output, progress_bar, say, some_numbers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -91,6 +90,7 @@ def fit(
     from kvsketch.fitting.settings import RECIPES, FitSettings, ShardSettings
     from kvsketch.fitting.spread import RayCluster
 
+    check_folder("--out", out)
     if recipe not in RECIPES:
         raise ValueError(f"--recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
     given: dict[str, Any] = {"steps": steps, "batch": batch, "rate": rate}
@@ -124,7 +124,7 @@ def fit(
             about=provenance(), show=show, note=say,
         )  # fmt: skip
     probes = max(count for count in PROBES if count <= max(1, min(SHOWN_PROBES, buckets // 4)))
-    Console().print(_table(index, probes))
+    output().print(_table(index, probes))
     window = "" if apart == APART else f", window={apart}"
     say(f"use it: saap(index='{out}', probes={probes}{window})")
 

@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 import kvsketch
-from kvsketch.cli.app import MOST, check_text, load_model, notes, progress_bar, read_text, say, size_for_people
+from kvsketch.cli.app import MOST, load_model, notes, progress_bar, read_text, say, size_for_people
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +45,6 @@ def generate(
     _check_sources(prompt_file, question, load_cache, save_cache, method)
     if temperature and not LEAST_TEMPERATURE <= temperature < math.inf:
         raise ValueError(f"--temperature must be 0, or a number from {LEAST_TEMPERATURE:g} on, got {temperature}")
-    check_text("--question", question or "")
     config = kvsketch.parse_spec(method or "uniform(keep=0.25)")
     text = None if prompt_file is None else read_text(prompt_file)
     language_model, tokenizer = load_model(model, dtype, device)

@@ -7,10 +7,20 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from kvsketch.cli.app import MOST, load_model, made_text, numbers, progress_bar, read_text, say, some_numbers
+from kvsketch.cli.app import (
+    MOST,
+    check_folder,
+    load_model,
+    made_text,
+    numbers,
+    output,
+    progress_bar,
+    read_text,
+    say,
+    some_numbers,
+)
 
 if TYPE_CHECKING:
     from kvsketch.evaluation.inspection import Row
@@ -38,6 +48,7 @@ def inspect(
     ] = None,
 ) -> None:
     """Show how a model's keys, values and queries are spread: clusters against length, norms, and maps."""
+    check_folder("--out", out)
     wanted_layers = None if layers is None else some_numbers("--layers", layers, int)
     wanted_heads = some_numbers("--heads", heads, int)
     wanted_shares = numbers("--shares", shares, float)
@@ -74,7 +85,7 @@ def inspect(
     about = {"model": model or "embedded", "text": str(prompt_file or "a record of lines"), "tokens": ids.shape[1]}
     save_rows(rows, out / "inspect.jsonl", about | provenance())
     for table in _tables(rows):
-        Console().print(table)
+        output().print(table)
     say(
         "δ in shares of the median distance between keys. In brackets 2δr: SubGen's theorem asks for samples in "
         f"proportion to its exponential. Rows: {out}"

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvsketch.cli.app import MOST, check_device, progress_bar, say
+from kvsketch.cli.app import MOST, check_device, check_folder, progress_bar, say
 
 if TYPE_CHECKING:
     from kvsketch.evaluation.training.recipe import Progress as Training
@@ -16,13 +16,14 @@ def train_demo(
     tokens: Annotated[
         int | None, typer.Option(min=1, max=MOST, help="How many tokens to train on; the recipe's if left out.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Another seed is another model.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MOST, help="Another seed is another model.")] = 0,
     device: Annotated[str | None, typer.Option(help="Where to train; the default is the best there is.")] = None,
 ) -> None:
     """Train the small model that this package contains; run it again to go on after an interruption."""
     from kvsketch.evaluation.training.recipe import LENGTHS, Recipe
     from kvsketch.evaluation.training.train import train
 
+    check_folder("the folder", folder)
     recipe = Recipe(seed=seed) if tokens is None else Recipe(tokens=tokens, seed=seed)
     with progress_bar(transient=False) as bar:
         task = bar.add_task("starting", total=recipe.tokens)

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 
 from kvsketch.evaluation.rows import name_with_content
+from kvsketch.files import as_text, name_of, read_file
 
 SENTENCES = (
     "The kettle sings and the window is open.",
@@ -57,15 +58,9 @@ class TextFile(Haystack):
     joint = " "
 
     def __init__(self, path: str | Path) -> None:
-        if not Path(path).is_file():
-            raise ValueError(f"there is no file {path} to hide needles in")
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{path} is no text in UTF-8 ({error}): convert it first, for example with iconv"
-            ) from error
-        self.name = name_with_content(Path(path).name, text.encode())
+        content = read_file(path)  # once: what comes through a pipe does not come again
+        text = as_text(content, path).replace("\r\n", "\n").replace("\r", "\n")
+        self.name = name_with_content(name_of(path), text.encode())
         found = re.split(r"(?<=[.!?])[\"')\]]*\s+|\n\s*\n", text)
         self.sentences = [" ".join(sentence.split()) for sentence in found if sentence and sentence.strip()]
         if not self.sentences:

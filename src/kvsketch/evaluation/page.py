@@ -52,7 +52,7 @@ def _table(means: Sequence[Mean], asked: str, title: str) -> dict[str, object]:
 
 
 def _place(task: str) -> tuple[int, str]:
-    name = task.split(":")[0]
+    name = task.split(":")[0].split(" (")[0]
     return (list(TASKS).index(name) if name in TASKS else len(TASKS), task)
 
 

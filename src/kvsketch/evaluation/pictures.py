@@ -1,10 +1,15 @@
 """Pictures of rows, and of nothing else: needle maps, score against bytes, score against length."""
 
 import math
+import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from textwrap import wrap
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -32,7 +37,16 @@ class Picture:
 
 def draw_all(rows: Sequence[Row], folder: Path) -> list[Picture]:
     """Every picture that the rows allow."""
-    return [*draw_scores(summarise(rows), folder), *draw_needles(rows, folder)]
+    with _boxes_for_letters_without_a_glyph():
+        return [*draw_scores(summarise(rows), folder), *draw_needles(rows, folder)]
+
+
+@contextmanager
+def _boxes_for_letters_without_a_glyph() -> Iterator[None]:
+    """A name may have letters that the font lacks: they are drawn as boxes, and no warning says so."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")
+        yield
 
 
 def draw_scores(means: Sequence[Mean], folder: Path) -> list[Picture]:
@@ -102,7 +116,7 @@ def score_against_bytes(means: Sequence[Mean]) -> Figure:
             means_of = sorted((m for m in here if family(m.method) == name), key=lambda m: m.share)
             curves.append(Curve(name, colours[name], [100 * m.share for m in means_of], means_of))
         _draw_curves(axes, curves)
-        axes.set_title(plain(f"{task}, {length:,} tokens"), loc="left", fontsize=10)
+        axes.set_title(heading(f"{task}, {length:,} tokens"), loc="left", fontsize=10)
         axes.set_xlabel("bytes of a full cache (%)")
         axes.set_xlim(0, 106 * max(m.share for m in here if m.method != "exact"))
     return _finish(figure, panels, colours)
@@ -120,7 +134,7 @@ def score_against_length(means: Sequence[Mean]) -> Figure:
             means_of = sorted((m for m in here if m.method == name), key=lambda m: m.length)
             curves.append(Curve(name, colours[name], [float(m.length) for m in means_of], means_of))
         _draw_curves(axes, curves)
-        axes.set_title(plain(task), loc="left", fontsize=10)
+        axes.set_title(heading(task), loc="left", fontsize=10)
         lengths = sorted({mean.length for mean in here})
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
@@ -149,7 +163,7 @@ def needle_map(rows: Sequence[Row]) -> Figure:
                 if not math.isnan(value):
                     axes.text(x, y, f"{value:.2f}".removeprefix("0"), ha="center", va="center", fontsize=7)
         share = sum(row["nbytes"] for row in theirs) / sum(row["full_nbytes"] for row in theirs)
-        axes.set_title(plain(f"{method}\n{share:.0%} of the bytes"), loc="left", fontsize=9)
+        axes.set_title(heading(f"{method}\n{share:.0%} of the bytes"), loc="left", fontsize=9)
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=8)
         axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=8)
         axes.set_xlabel("tokens in the prompt")
@@ -199,32 +213,56 @@ class Curve:
 
 
 def _draw_curves(axes: Axes, curves: Sequence[Curve]) -> None:
-    """Curves with their intervals; those that lie on one another are dashed in turn, and their markers are rings."""
+    """Curves with their intervals; lines that lie on one another are dashed in turn, and their markers are rings."""
+    wide = max((abs(place) for curve in curves for place in curve.places), default=0.0)
+    same_place = partial(_near, wide=wide)
     for number, curve in enumerate(curves):
-        alike = [other for other in curves if _coincide(curve, other)]
+        alike = _alike(curve, curves, same_place)
         place = alike.index(curve)
         dashes = (place * DASH, (DASH, DASH * (len(alike) - 1))) if len(alike) > 1 else "-"
         scores = [mean.score for mean in curve.means]
         below = [max(0.0, mean.score - mean.interval[0]) for mean in curve.means]
         above = [max(0.0, mean.interval[1] - mean.score) for mean in curve.means]
         axes.errorbar(
-            curve.places, scores, yerr=[below, above], color=curve.colour, lw=1.8, ls=dashes, marker="o",
-            ms=4 + 3 * (len(alike) - 1 - place), elinewidth=0.8, capsize=2, label=plain(curve.name), zorder=2 + number,
+            curve.places, scores, yerr=[below, above], color=curve.colour, lw=1.8, ls=dashes, elinewidth=0.8,
+            capsize=2, label=plain(curve.name), zorder=2 + number,
         )  # fmt: skip
+        later = [
+            sum(any(same_place(one, o) for o in other.points) for other in curves[number + 1 :]) for one in curve.points
+        ]
+        sizes = [(4 + 3 * count) ** 2 for count in later]
+        axes.scatter(curve.places, scores, s=sizes, color=curve.colour, lw=0, zorder=2 + number, clip_on=False)
 
 
-def _coincide(one: Curve, other: Curve) -> bool:
-    """Whether two curves cannot be told apart: a percent of the picture at the most."""
-    if len(one.points) != len(other.points):
-        return False
-    wide = max(map(abs, one.places), default=0.0)
-    pairs = zip(one.points, other.points, strict=True)
-    return all(abs(a[0] - b[0]) <= 0.01 * wide and abs(a[1] - b[1]) <= 0.01 for a, b in pairs)
+def _near(one: tuple[float, float], other: tuple[float, float], wide: float) -> bool:
+    """Whether two points of a picture cannot be told apart: their markers are as large as this."""
+    return abs(one[0] - other[0]) <= 0.02 * wide and abs(one[1] - other[1]) <= 0.02
+
+
+def _alike(curve: Curve, curves: Sequence[Curve], same_place: Callable[[Any, Any], bool]) -> list[Curve]:
+    """The curves that lie on this one, on one of those, and so on: itself too, in the order that they are drawn in."""
+    found, new = [curve], [curve]
+    while new:
+        last, new = new, []
+        for other in curves:
+            if other not in found and any(_coincide(one, other, same_place) for one in last):
+                found.append(other)
+                new.append(other)
+    return [other for other in curves if other in found]
+
+
+def _coincide(one: Curve, other: Curve, same_place: Callable[[Any, Any], bool]) -> bool:
+    return len(one.points) == len(other.points) and all(map(same_place, one.points, other.points))
 
 
 def plain(text: str) -> str:
     """Text as it is: matplotlib takes what stands between two $ for mathematics."""
     return text.replace("$", r"\$")
+
+
+def heading(text: str, width: int = 40) -> str:
+    """The same above a panel, in as many lines as it needs not to run into the next one."""
+    return plain("\n".join(part for line in text.split("\n") for part in wrap(line, width)))
 
 
 def _finish(figure: Figure, panels: Sequence[Axes], colours: dict[str, str]) -> Figure:
@@ -245,5 +283,6 @@ def _save(figure: Figure, folder: Path, name: str, caption: str) -> Picture:
 def save(figure: Figure, path: Path) -> Path:
     """Write a picture, and the folder if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, bbox_inches="tight")
+    with _boxes_for_letters_without_a_glyph():
+        figure.savefig(path, bbox_inches="tight")
     return path

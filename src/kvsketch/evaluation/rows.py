@@ -27,6 +27,8 @@ class RowsFile:
 
     def __init__(self, path: Path, run: Mapping[str, Any], key: Sequence[str] = KEY) -> None:
         """Open or begin the file; `run` says what made the rows: model, fingerprint, version and more."""
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} is no file: rows are written there. Remove it, or write to another folder")
         self.path, self.key = path.absolute(), key
         run = {"format": FORMAT, **run}
         runs, rows = read_rows(path, key) if path.is_file() else ([], [])
@@ -53,10 +55,14 @@ class RowsFile:
         self.done.update(key_of(row, self.key) for row in new)
 
     def _write(self, lines: list[Row]) -> None:
-        with self.path.open("ab") as file:
-            file.write(b"".join(map(sealed, lines)))
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with self.path.open("ab") as file:
+                file.write(b"".join(map(sealed, lines)))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            what = f"{error.strerror}; rows that were written stay. Make room, and run the same command again to go on"
+            raise OSError(error.errno, what, str(self.path)) from error
 
 
 def sealed(line: Row) -> bytes:
@@ -118,7 +124,7 @@ def name_with_content(name: str, content: bytes) -> str:
 
 def name_alone(name: str) -> str:
     """What `name_with_content` was given, for people."""
-    return name.split("#")[0]
+    return name.rpartition("#")[0] or name
 
 
 def key_of(row: Row, key: Sequence[str] = KEY) -> tuple[Any, ...]:

@@ -2,15 +2,15 @@
 
 import math
 import statistics
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from kvsketch.evaluation.rows import Row, name_alone
 
 ASKED = {"before": "question known before compression", "after": "question asked after compression"}
-APART = ("wording", "haystack", "template", "new_tokens")  # rows that differ in one of these are not averaged
+APART = ("wording", "haystack", "template", "new_tokens", "depth")  # rows that differ in one of these are not averaged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,24 +52,38 @@ def summarise(rows: Iterable[Row]) -> list[Mean]:
 
 def titles(rows: Iterable[Row]) -> Callable[[Row], str]:
     """Names for people of what each row belongs to: its task, with whatever keeps it apart from others of these."""
+    rows = list(rows)
     values = defaultdict[tuple[str, str | None, str], set[Any]](set)
     for row in rows:
         for name in APART:
-            values[row["task"], row["cases"], name].add(row[name])
+            values[row["task"], row["cases"], name].add(_apart(row, name))
+    file_of = _file_names({row[name] for row in rows for name in ("cases", "haystack") if row[name] is not None})
 
     def title(row: Row) -> str:
         task, cases = row["task"], row["cases"]
         words = {
             "wording": row["wording"],
-            "haystack": name_alone(row["haystack"]),
+            "haystack": file_of[row["haystack"]],
             "template": "chat template" if row["template"] else "raw",
             "new_tokens": f"{row['new_tokens']} new tokens",
+            "depth": "depths drawn at random" if row["depth"] is None else "given depths",
         }
         said = [words[name] for name in APART if len(values[task, cases, name]) > 1]
-        named = task if cases is None else f"{task}: {name_alone(cases)}"
+        named = task if cases is None else f"{task}: {file_of[cases]}"
         return f"{named} ({', '.join(said)})" if said else named
 
     return title
+
+
+def _apart(row: Row, name: str) -> Any:
+    """What keeps a row apart from others; depths belong together if all are given."""
+    return row[name] is None if name == "depth" else row[name]
+
+
+def _file_names(names: Collection[str]) -> dict[str, str]:
+    """Names of files without the digest of their content, where they are still different names then."""
+    times = Counter(map(name_alone, names))
+    return {name: name if times[name_alone(name)] > 1 else name_alone(name) for name in names}
 
 
 def wilson(score: float, count: int, z: float = 1.96) -> tuple[float, float]:

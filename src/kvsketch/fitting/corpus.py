@@ -11,6 +11,8 @@ from jaxtyping import Int64
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from kvsketch.files import as_text, is_text
+
 
 @dataclass(frozen=True)
 class Text:
@@ -76,10 +78,7 @@ def _texts_of(path: Path) -> Iterator[str]:
         raise ValueError(f"{path}: a corpus is made of .txt files (a text each) and .jsonl files (a text a line)")
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
-    try:
-        content = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+    content = as_text(path.read_bytes(), path).replace("\r\n", "\n").replace("\r", "\n")
     if path.suffix == ".txt":
         yield content
         return
@@ -91,9 +90,9 @@ def _texts_of(path: Path) -> Iterator[str]:
 def _text_of_line(line: str, where: str) -> str:
     try:
         found = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON ({error})") from error
-    if not isinstance(found, dict) or not isinstance(found.get("text"), str):
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not JSON ({error!s:.100})") from error
+    if not isinstance(found, dict) or not isinstance(found.get("text"), str) or not is_text(found["text"]):
         raise ValueError(f'{where}: expected an object with a string named "text", got {line[:60]}')
     return str(found["text"])
 

@@ -7,27 +7,23 @@ from pathlib import Path
 
 from kvsketch.evaluation.rows import name_with_content
 from kvsketch.evaluation.tasks.base import Question, Sample
+from kvsketch.files import as_text, is_text, name_of, read_file
 
 MARK = "\nNow the record is over."
 
 
-def name_of_file(path: str | Path) -> str:
-    """A name that is another one for another content."""
+def read_cases(path: str | Path) -> tuple[str, list[Sample]]:
+    """A name that is another one for another content; and the cases, split where the question begins."""
     path = Path(path)
-    return name_with_content(path.name.split(".")[0], path.read_bytes())
-
-
-def read_cases(path: str | Path) -> list[Sample]:
-    """The cases of a file, split where the record ends and the question begins."""
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"there is no file {path}")
-    try:
-        packed = path.read_bytes()
-        text = (gzip.decompress(packed) if path.suffix == ".gz" else packed).decode("utf-8")
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    return [_case(line, path, number) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    packed = content = read_file(path)
+    if path.suffix == ".gz":
+        try:
+            content = gzip.decompress(packed)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"{path} cannot be unpacked: {error}") from error
+    lines = enumerate(as_text(content, path).split("\n"), 1)
+    name = name_with_content(name_of(path).split(".")[0] or path.name, packed)
+    return name, [_case(line, path, number) for number, line in lines if line.strip()]
 
 
 def _case(line: str, path: Path, number: int) -> Sample:
@@ -35,8 +31,10 @@ def _case(line: str, path: Path, number: int) -> Sample:
         case = json.loads(line)
         context, mark, question = case["prompt"].rpartition(MARK)
         answer, count, place = str(case["expected_number"]), int(case["num_lines"]), int(case["random_idx"][1])
-    except (json.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
-        raise ValueError(f"{path}, line {number}: not a LongEval lines case ({error!r})") from error
+        if not 0 <= place < count or not is_text(case["prompt"] + answer):
+            raise ValueError(f"line {place} of {count}, or letters that UTF-8 does not have")
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{path}, line {number}: not a LongEval lines case ({error!r:.100})") from error
     if not mark:
         raise ValueError(
             f"{path}, line {number}: the prompt has no {MARK.strip()!r}, so it is not a LongEval lines case"

@@ -1,0 +1,25 @@
+"""All commands, by name."""
+
+from kvsketch.cli.app import app
+from kvsketch.cli.bench import SUITES, bench, bench_suite, report
+from kvsketch.cli.bench_error import bench_error
+from kvsketch.cli.demo import demo
+from kvsketch.cli.fit import fit
+from kvsketch.cli.generate import generate
+from kvsketch.cli.inspect import inspect
+from kvsketch.cli.sample import sample
+from kvsketch.cli.train import train_demo
+
+app.command()(generate)
+app.command()(demo)
+for suite, line in SUITES.items():
+    bench.command(suite, help=f"{line}\n\n{bench_suite.__doc__}")(bench_suite)
+bench.command("error")(bench_error)
+bench.command("report")(report)
+app.add_typer(bench, name="bench", help="Measure what methods do to a model: its answers, or single layers.")
+app.command()(inspect)
+app.command()(fit)
+app.command()(sample)
+app.command("train-demo")(train_demo)
+
+__all__ = ["app"]

@@ -1,0 +1,145 @@
+"""How a command ends: well, with one line on what was wrong and exit code 2, or with 130 by Ctrl-C.
+
+Nothing heavy is imported here: it is loaded before everything else.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import TextIOWrapper
+from itertools import pairwise
+from types import FrameType
+from typing import Any, TextIO
+
+WRONG, STOPPED = 2, 130  # exit codes
+LONGEST = 1000  # letters of what is said to be wrong: a spec may have thousands
+NO_MEMORY = ("out of memory", "allocate memory", "DefaultCPUAllocator")  # how torch says it
+
+
+@contextmanager
+def ending() -> Iterator[None]:
+    """Run a command here, and the process ends as it should."""
+    stop_at_once()
+    _mend_streams()
+    try:
+        try:
+            _check_arguments()
+            yield
+        finally:
+            sys.stdout.flush()  # a full disk shows here, and not when nobody can say so any more
+    except BaseException as error:
+        stop_at_once()  # also while Python itself comes to its end
+        if was_stopped(error):
+            sys.exit(STOPPED)
+        said = _explained(error)
+        if said is None:
+            raise
+        _say(said)
+        sys.exit(WRONG)
+
+
+# -- Ctrl-C
+
+
+def stop_at_once() -> None:
+    """From now on Ctrl-C ends the process where it stands: there is nothing to put in order.
+
+    While modules are imported and models are loaded, an exception would be printed, or be taken for another one, by
+    whatever library it passes through. Where somebody has chosen that Ctrl-C shall do nothing, as nohup does, it stays
+    so.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _stop)
+
+
+def stop_in_order() -> None:
+    """From now on Ctrl-C is an exception again: there is work to report, or a bar to take from the terminal."""
+    if signal.getsignal(signal.SIGINT) is _stop:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def was_stopped(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is what an exception comes from; libraries make others of it."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    os._exit(STOPPED)
+
+
+# -- what was wrong
+
+
+def _check_arguments() -> None:
+    """Refuse what the shell gave us that is no text: it could not be written down beside what was measured."""
+    for argument in sys.argv[1:]:
+        if any("\ud800" <= letter <= "\udfff" for letter in argument):
+            raise ValueError(
+                f"the argument {argument!r:.60} is no text in UTF-8: type it in a terminal that writes UTF-8, and "
+                "rename a file whose name is not"
+            )
+
+
+def _explained(error: BaseException) -> str | None:
+    """What to say of an error that is not a fault of ours."""
+    if hasattr(error, "format_message"):  # typer's, on how a command is called
+        return _called_wrongly(error)
+    if isinstance(error, ValueError | OSError):
+        return str(error)
+    known = isinstance(error, RuntimeError) and any(part in str(error) for part in NO_MEMORY)
+    if known or isinstance(error, MemoryError):
+        what = (str(error).splitlines() or ["for what was asked"])[0]
+        return f"there is not enough memory ({what:.200}). Read less at a time (--chunk, --batch), or a shorter text"
+    return None
+
+
+def _called_wrongly(error: Any) -> str:
+    """What is wrong, what was given, and where to look."""
+    given = [*sys.argv[1:], ""]
+    names = getattr(getattr(error, "param", None), "opts", ())
+    came = [value for name, value in pairwise(given) if name in names]
+    came += [part.partition("=")[2] for part in given if part.partition("=")[0] in names and "=" in part]
+    got = f", got {came[-1]!r:.60}" if came else ""
+    command = error.ctx.command_path if getattr(error, "ctx", None) else "kvsketch"
+    said = error.format_message().strip().removesuffix(".")
+    return f"{said}{got}. See {command} --help" if said else ""  # nothing: help was shown instead
+
+
+def _say(text: str) -> None:
+    from kvsketch.cli.app import notes, say
+
+    line = " ".join(text.splitlines())
+    if len(line) > LONGEST:
+        line = f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
+    with suppress(OSError):
+        if line:
+            notes.print("error: ", style="red", end="")
+            say(line)
+    for stream in (sys.stdout, sys.stderr):
+        _give_up_what_cannot_be_written(stream)
+
+
+# -- streams
+
+
+def _mend_streams() -> None:
+    """Streams that the shell has closed are empty ones; a letter that a terminal cannot show does not end a command."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # libraries write there without asking
+            setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))  # noqa: SIM115 (for as long as we run)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error has it
+
+
+def _give_up_what_cannot_be_written(stream: TextIO) -> None:
+    """Python would try again when it ends, and say so at length."""
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
