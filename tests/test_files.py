@@ -86,7 +86,7 @@ def test_the_file_holds_what_the_cache_holds(saved):
     assert path.stat().st_size < 1.1 * cache.nbytes + 16_384
     with safe_open(path, "pt") as file:
         header = json.loads(file.metadata()["kvsketch"])
-    assert header["format"] == 2
+    assert header["format"] == 3
     assert header["method"] == "uniform"
     assert header["options"]["keep"] == 0.25  # defaults too: they may be others when the file is read
     assert header["model_type"] == "llama"
@@ -156,7 +156,7 @@ def changed(layers, **state):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 99}, "has format 99, this version of kvsketch reads format 2: have a new cache read the text"),
+        ({"format": 99}, "has format 99, this version of kvsketch reads format 3: have a new cache read the text"),
         ({"format": None}, "has format None"),
         ({"method": "quantum"}, "a method 'quantum', which this version of kvsketch does not have; it has exact"),
         ({"method": 3}, "does not describe a cache: its method is 3"),

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 import kvsketch
 import zoo
+from kvsketch.huggingface.facts import facts
 from made_index import make_index
 
 COMPRESSED = "uniform(keep=0.5, window=16)"
@@ -215,7 +216,9 @@ def test_a_call_that_fails_half_way_leaves_a_cache_that_says_so(family, layer):
 )
 def test_what_a_method_refuses_at_the_first_tokens_has_moved_nothing(family, spec, message, tmp_path):
     model = zoo.build(family)
-    cache = kvsketch.make_cache(model, spec.replace("INDEX", make_index(tmp_path / "index", model)))
+    known = facts(model)
+    index = make_index(tmp_path / "index", model, heads=known["kv_heads"], width=known["head_width"])
+    cache = kvsketch.make_cache(model, spec.replace("INDEX", index))
     kvsketch.detach(model)
     kvsketch.attach(model)
     before = state(cache)

@@ -35,6 +35,7 @@ BEGIN = b'{"__metadata__":{"checksum":"'  # of every header; behind it stand the
 BLANK = b"0" * 64
 ABOUT, DIGESTS = "kvsketch", "digests"  # of the metadata: the description, and the tensors' digests
 LARGEST_HEADER = 16 << 20  # bytes
+MOST_DIMENSIONS = 8  # of a tensor
 UNFINISHED = ".kvsketch-"  # how the names of files begin that are not whole yet, where they need one
 NO_UNNAMED_FILES = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}
 
@@ -50,6 +51,8 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
     symbolic link is followed. A file that was there keeps its mode; a new one gets what the umask gives.
     """
     target = Path(os.path.realpath(path))
+    if target.is_symlink():
+        raise ValueError(f"{path} is a symbolic link that leads to itself: name a file, one that is there or a new one")
     if target.exists() and not target.is_file():
         raise ValueError(f"{path} is no regular file: name a file, one that is there or a new one")
     if not target.parent.is_dir():
@@ -57,8 +60,7 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
     # The lock is held until the end. A file of this name without a lock is one whose writer was killed.
     prefix = f"{UNFINISHED}{hashlib.sha256(target.name.encode()).hexdigest()[:12]}-"
     _remove_left_over(target.parent, prefix)
-    unfinished = target.with_name(f"{prefix}{secrets.token_hex(8)}")
-    handle, named = _open_new(unfinished)
+    handle, unfinished, named = _open_new(target.parent / prefix)
     try:
         with os.fdopen(handle, "wb") as file:
             if target.exists():
@@ -78,23 +80,34 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
             unfinished.unlink(missing_ok=True)
 
 
-def _open_new(path: Path) -> tuple[int, bool]:
-    """A new locked file, without a name if the system can do that; and whether it has the name."""
+def _open_new(prefix: Path) -> tuple[int, Path, bool]:
+    """A new locked file, the name that it has or will have, and whether it has it: not, if the system can do that."""
     if hasattr(os, "O_TMPFILE") and os.path.isdir("/proc/self/fd"):
         try:
-            handle = os.open(path.parent, os.O_TMPFILE | os.O_WRONLY, 0o666)
+            handle = os.open(prefix.parent, os.O_TMPFILE | os.O_WRONLY, 0o666)
         except OSError as error:
             if error.errno not in NO_UNNAMED_FILES:
                 raise
         else:
             _lock(handle)
-            return handle, False
+            return handle, _another(prefix), False
     while True:
+        path = _another(prefix)
         handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-        _lock(handle)
-        if path.exists():  # nobody took it for one that was left over before the lock was there
-            return handle, True
+        if _is_ours(handle, path):
+            return handle, path, True
         os.close(handle)
+
+
+def _another(prefix: Path) -> Path:
+    return prefix.with_name(prefix.name + secrets.token_hex(8))
+
+
+def _is_ours(handle: int, path: Path) -> bool:
+    """Whether a new file has our lock: another writer may have taken it for one that was left over, just before."""
+    if fcntl is None:
+        return True
+    return _lock(handle) and path.exists() and os.path.samestat(os.fstat(handle), path.stat())
 
 
 def _give_name(handle: int, path: Path) -> None:
@@ -121,7 +134,7 @@ def _remove_left_over(folder: Path, prefix: str) -> None:
     """Remove what writers have left who were killed."""
     for path in folder.glob(f"{prefix}*"):
         with suppress(OSError):
-            handle = os.open(path, os.O_WRONLY)
+            handle = os.open(path, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0))
             try:
                 if _lock(handle):
                     path.unlink()
@@ -136,6 +149,8 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], about: Mappin
     digests, end = dict[str, str](), 0
     for name in order:
         x = tensors[name]
+        if x.dtype not in NAMES:
+            raise ValueError(f"{name} is of {x.dtype}, which a file cannot hold: expected one of {', '.join(DTYPES)}")
         start, end = end, end + x.numel() * x.element_size()
         header[name] = {"dtype": NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [start, end]}
         digests[name] = hashlib.sha256(_bytes_of(x)).hexdigest()
@@ -279,6 +294,7 @@ class TensorFile:
         """An entry of the header: tensors lie one behind another."""
         dtype, shape, (begin, end) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
         whole = all(type(number) is int and 0 <= number < 1 << 48 for number in (*shape, begin, end))
+        whole = whole and len(shape) <= MOST_DIMENSIONS and math.prod(max(1, number) for number in shape) < 1 << 48
         if not whole or begin != start or end - begin != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{entry} does not fit")
         return Place(dtype, shape, begin, end, digest)

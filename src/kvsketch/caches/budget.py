@@ -33,7 +33,7 @@ def check_keep(keep: Keep) -> None:
         parse_bytes(keep)
     elif isinstance(keep, int) and keep > MOST:
         raise ValueError(f"keep must be at most {MOST:,} entries, got {keep!s:.40}")
-    elif (isinstance(keep, float) and not 0.0 < keep <= 1.0) or keep <= 0:
+    elif (isinstance(keep, float) and not 1 / MOST <= keep <= 1.0) or keep <= 0:
         raise ValueError(f"keep must be {expected}, got {keep!r}")
 
 

@@ -51,11 +51,7 @@ def mask(
     **kwargs: Any,
 ) -> Tensor | None:
     """Plain causal layers get the padding mask as it is (None if nothing is padded), all others a stock 4-D mask."""
-    if q_length == 0:
-        raise ValueError(
-            "the call brought no new tokens. To continue from a filled cache pass the whole text again, or only "
-            "the new tokens with the mask of all: model.generate(**cache.new_tokens(ids), past_key_values=cache)"
-        )
+    check_some(q_length)
     plain = mask_function is causal_mask_function and local_size is None
     if plain and not isinstance(q_offset, Tensor) and kv_length + kv_offset == q_offset + q_length:
         if attention_mask is None or torch.compiler.is_compiling():
@@ -105,7 +101,7 @@ def attention(
     with without_autocast(query):
         if layer is None:
             return _unlinked(module, query, key, value, attention_mask, dropout, scale, softcap, s_aux, kwargs)
-        new = NewTokens(key, value, _valid(attention_mask, query.shape[2], layer.held.seen), unrotated)
+        new = NewTokens(key, value, _valid(attention_mask, query, layer.held.seen), unrotated)
         if not torch.compiler.is_compiling():
             layer.check_positions_once(kwargs.get("position_ids"), new)
         part = layer.read(query, new, scale, softcap, lse=s_aux is not None)
@@ -129,6 +125,15 @@ def without_autocast(like: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
+def check_some(count: int) -> None:
+    """Refuse a call without tokens."""
+    if count == 0:
+        raise ValueError(
+            "the call brought no new tokens. To continue from a filled cache pass the whole text again, or only "
+            "the new tokens with the mask of all: model.generate(**cache.new_tokens(ids), past_key_values=cache)"
+        )
+
+
 def refuse_weights() -> None:
     """Say that there are no attention weights to give out."""
     raise ValueError(
@@ -142,13 +147,15 @@ def _linked_layer(key: Tensor) -> "SketchLayer | None":
     return None if reference_to_layer is None else reference_to_layer()
 
 
-def check_mask(attention_mask: Tensor, new: int, seen: int) -> None:
+def check_mask(attention_mask: Tensor, rows: int, new: int, seen: int) -> None:
     """Refuse a mask that is not for all tokens."""
     if attention_mask.ndim != 2:
         raise ValueError(
             f"a kvsketch cache takes a 2-D padding mask, rows × tokens, got shape {tuple(attention_mask.shape)}: "
             "custom 4-D masks and packed sequences are not supported, give each sequence a row of its own"
         )
+    if attention_mask.shape[0] != rows:
+        raise ValueError(f"the attention mask is for {attention_mask.shape[0]} rows, but {rows} came")
     if attention_mask.shape[1] != seen + new:
         raise ValueError(
             f"the attention mask covers {attention_mask.shape[1]} tokens, but there are {seen + new}: {seen} in the "
@@ -156,11 +163,12 @@ def check_mask(attention_mask: Tensor, new: int, seen: int) -> None:
         )
 
 
-def _valid(attention_mask: Tensor | None, new: int, seen: int) -> Tensor | None:
+def _valid(attention_mask: Tensor | None, query: Tensor, seen: int) -> Tensor | None:
     """Which of the new tokens are real; None if all are."""
     if attention_mask is None:
         return None
-    check_mask(attention_mask, new, seen)
+    rows, new = query.shape[0], query.shape[2]
+    check_mask(attention_mask, rows, new, seen)
     if hasattr(attention_mask, "_kvsketch_new"):
         return attention_mask._kvsketch_new
     if new == 1 and torch.compiler.is_compiling():

@@ -23,7 +23,7 @@ from kvsketch.caches.exact import Exact
 from kvsketch.caches.question import LookupPast
 from kvsketch.caches.registry import parse_spec
 from kvsketch.huggingface import stock
-from kvsketch.huggingface.attention import autocast_of, check_mask, refuse_weights
+from kvsketch.huggingface.attention import autocast_of, check_mask, check_some, refuse_weights
 from kvsketch.huggingface.layer import HybridSketchLayer, SketchLayer
 from kvsketch.huggingface.model import ModelLink
 from kvsketch.huggingface.modules import attention_modules, heads_of
@@ -96,24 +96,30 @@ class SketchCache(Cache):
         if not isinstance(new, Tensor):
             return  # the decoder will say so
         rows, count = new.shape[:2]
+        check_some(count)
         self.model.check_module(module)
         self._check_call(rows, count)
         if given.get("output_attentions"):
             refuse_weights()
         mask = given.get("attention_mask")
         if isinstance(mask, Tensor):
-            check_mask(mask, count, self.seen)
+            check_mask(mask, rows, count, self.seen)
         if not torch.compiler.is_compiling():
             self._look_at(module, new, mask, given.get("position_ids"))
             self._check_layers(module, rows)
         self._recognise()
+        for layer in self._summing_layers:
+            stock.make_writable(layer)
         self.underway = True
 
-    def end_call(self) -> None:
-        """All layers have taken what came."""
+    def end_call(self, *, failed: bool = False) -> None:
+        """All layers have taken what came; or the call failed, and some have if any was touched."""
+        self.underway = False
+        if failed:
+            return
         for layer in self._summing_layers:
             stock.let_go_of_history(layer)
-        self.underway = self.touched = False
+        self.touched = False
 
     def _look_at(self, module: Any, new: Tensor, mask: Tensor | None, positions: Tensor | None) -> None:
         """Refuse numbers that cannot be read; the compiler cannot trace this."""
@@ -128,12 +134,19 @@ class SketchCache(Cache):
                     f"token ids are from {least} to {most}, and the model has tokens 0 to {known - 1}: is this another "
                     "model's tokenizer? Nothing of them was read"
                 )
-        if isinstance(positions, Tensor) and self.sketch_layers:
-            valid = None
-            if mask is not None:
-                valid = mask[:, -count:].bool()
-                valid = None if bool(valid.all()) else valid
-            self.sketch_layers[0].check_positions(positions, valid, new.shape[0])
+        if not self.sketch_layers:
+            return
+        first, valid = self.sketch_layers[0], None
+        if mask is not None:
+            first.check_hidden(mask.bool(), count)
+            valid = mask[:, -count:].bool()
+            valid = None if bool(valid.all()) else valid
+        if isinstance(positions, Tensor) and positions.ndim < 3:
+            if positions.ndim != 2 or positions.shape[0] not in (1, new.shape[0]) or positions.shape[1] != count:
+                raise ValueError(
+                    f"positions of {new.shape[0]} rows × {count} tokens are wanted, got shape {tuple(positions.shape)}"
+                )
+            first.check_positions(positions, valid, new.shape[0])
 
     def _check_layers(self, decoder: Any, rows: int) -> None:
         """Refuse what layers of ours could not take, before others have taken their part of it."""
@@ -259,6 +272,12 @@ class SketchCache(Cache):
                         "Look for an overflow in the model (float16?) or in its inputs"
                     )
 
+    def check_alike(self, layer: SketchLayer) -> None:
+        """Refuse a layer that has read other tokens than the first one."""
+        ours, first = layer.held, self.sketch_layers[0].held
+        if (ours.seen, ours.lengths) != (first.seen, first.lengths):
+            raise ValueError(f"{ours.lengths!s:.60} tokens were read here, {first.lengths!s:.60} in the first layer")
+
     def check_whole(self) -> None:
         """Refuse to go on after a call, or a move of rows, that did not come to its end in all layers."""
         seen = self.seen  # compared one by one: of a set the compiler would make a graph for every length
@@ -301,6 +320,13 @@ class SketchCache(Cache):
                 )
         super().activate_past_recording()
 
+    @property
+    def recording(self) -> bool:
+        """Whether compression is held back, as assisted decoding asks."""
+        return any(layer.held.recording for layer in self.sketch_layers) or any(
+            getattr(layer, "record_past", False) for layer in self.layers
+        )
+
     def end_recording(self) -> None:
         """Compress what assisted decoding held back, now that it has ended."""
         for layer in self.layers:
@@ -310,6 +336,7 @@ class SketchCache(Cache):
                 if self.seen:
                     layer.crop(0)  # back to the size of its window
                 layer.record_past = False
+                stock.fill_up(layer)
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Take back the last tokens, padding included, given as a number below zero: all layers do, or none does."""
@@ -354,7 +381,7 @@ class SketchCache(Cache):
         self.check_whole()
         if self.rows == 0:
             return
-        whole = indices.ndim == 1 and not indices.is_floating_point() and not indices.is_complex()
+        whole = indices.ndim == 1 and indices.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
         if not whole or not indices.numel() or not 0 <= int(indices.min()) <= int(indices.max()) < self.rows:
             raise ValueError(
                 f"rows {indices.tolist()!s:.60} were asked for, but the cache holds rows 0 to {self.rows - 1}: name "
@@ -366,12 +393,13 @@ class SketchCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row `beam_idx[i]` was."""
-        self._move_rows(beam_idx, lambda layer: layer.reorder_cache(beam_idx))
+        rows = torch.as_tensor(beam_idx)
+        self._move_rows(rows, lambda layer: layer.reorder_cache(rows.long()))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times."""
-        if repeats < 1:
-            raise ValueError(f"rows can be repeated once or more often, got {repeats}")
+        if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+            raise ValueError(f"rows can be repeated once or more often, got {repeats!r:.40}")
         rows = torch.arange(self.rows).repeat_interleave(repeats)
         self._move_rows(rows, lambda layer: stock.repeat_rows(layer, repeats, rows))
 
@@ -383,7 +411,7 @@ class SketchCache(Cache):
             if self.rows and indices.shape != (self.rows,):
                 raise ValueError(f"a mask of rows must be {self.rows} booleans, got shape {tuple(indices.shape)}")
             rows = indices.nonzero()[:, 0]
-        self._move_rows(rows, lambda layer: stock.select_rows(layer, rows))
+        self._move_rows(rows, lambda layer: stock.select_rows(layer, rows.long()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SketchCache":
         """An independent copy, for the same model."""
@@ -417,7 +445,7 @@ class SketchCache(Cache):
                 "cache of this method read the text itself"
             )
         self.check_whole()
-        if any(layer.held.recording for layer in self.sketch_layers):
+        if self.recording:
             self.end_recording()
         twin = SketchCache(config, self.model)
         twin.read_by, twin.dtype = self.read_by, self.dtype
@@ -487,7 +515,7 @@ class SketchCache(Cache):
                 "no layer of this model is kvsketch's, so the padding of its rows is not known: pass generate the new "
                 "tokens with an attention_mask that covers all tokens"
             )
-        if any(layer.held.recording for layer in self.sketch_layers):
+        if self.recording:
             self.end_recording()
         new = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         if self.sketch_layers and self.sketch_layers[0].padding.length:

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -14,15 +15,17 @@ from kvsketch.caches.registry import METHODS
 from kvsketch.files import DTYPES, NAMES, TensorFile, write_tensors
 from kvsketch.huggingface import stock
 from kvsketch.huggingface.facts import facts
-from kvsketch.huggingface.model import attach, fingerprint, unwrapped
+from kvsketch.huggingface.model import attach, detach, fingerprint, is_attached, unwrapped
 from kvsketch.huggingface.weights import devices_of_layers
 
 if TYPE_CHECKING:
     from kvsketch.huggingface.cache import SketchCache
 
-FORMAT = 2
+FORMAT = 3
 # What comes of a state in which no layer can be.
-NOT_POSSIBLE = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, AssertionError)
+NOT_POSSIBLE = (
+    KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, AssertionError, ArithmeticError,
+)  # fmt: skip
 # What a description has, and of which kind.
 KINDS: dict[str, type | tuple[type, ...]] = {
     "method": str,
@@ -42,6 +45,8 @@ def save_cache(cache: "SketchCache", path: str | Path) -> None:
     if cache.seen == 0:
         raise ValueError("the cache is empty: there is nothing to save before it has read a prompt")
     cache.check_whole()
+    if cache.recording:
+        cache.end_recording()
     now = cache.model.fingerprint()
     before = cache.read_by or now
     if now is not None and now != before:
@@ -75,17 +80,25 @@ def load_cache(model: nn.Module, path: str | Path) -> "SketchCache":
 
     Each layer's part goes to where that layer computes, and nothing of it is a view of the file.
     """
+    from kvsketch.huggingface.cache import SketchCache
+
+    inner: PreTrainedModel = unwrapped(model)
     with TensorFile(path) as file:
-        cache = _restored(unwrapped(model), file)
-    cache.check_whole()
+        known = _described(file)
+        config = _checked_config(known, inner, file.path)
+        was_attached = is_attached(inner)
+        try:
+            cache = SketchCache(config, attach(inner, before_rotation=config.before_rotation))
+            _restore(cache, known, file, devices_of_layers(inner), inner.device)
+        except BaseException:
+            if not was_attached:
+                detach(inner)
+            raise
     return cache
 
 
-def _restored(model: PreTrainedModel, file: TensorFile) -> "SketchCache":
-    from kvsketch.huggingface.cache import SketchCache
-    from kvsketch.huggingface.layer import SketchLayer
-
-    path, known = file.path, _described(file)
+def _checked_config(known: dict[str, Any], model: PreTrainedModel, path: Path) -> MethodConfig:
+    """The config of a cache that was saved for this model."""
     config = _config(known, path)
     _check_what_it_rests_on(config, model, known["rests_on"], path)
     if known["fingerprint"] != fingerprint(model):
@@ -94,22 +107,37 @@ def _restored(model: PreTrainedModel, file: TensorFile) -> "SketchCache":
             "Load the model it was made with, in the same dtype and with the same adapters; this one is a "
             f"{model.config.model_type!r}"
         )
-    cache = SketchCache(config, attach(model, before_rotation=config.before_rotation))
-    devices, kinds = devices_of_layers(model), [type(layer).__name__ for layer in cache.layers]
+    return config
+
+
+def _restore(
+    cache: "SketchCache",
+    known: dict[str, Any],
+    file: TensorFile,
+    devices: Mapping[int, torch.device],
+    elsewhere: torch.device,
+) -> None:
+    """Fill a new cache from a file: layers of ours first, which know how much of what was read is padding."""
+    from kvsketch.huggingface.layer import SketchLayer
+
+    kinds = [type(layer).__name__ for layer in cache.layers]
     if [saved["type"] for saved in known["layers"]] != kinds:
-        raise ValueError(f"{path} does not hold the layers that this model has: {', '.join(dict.fromkeys(kinds))}")
-    for index, (layer, saved) in enumerate(zip(cache.layers, known["layers"], strict=True)):
-        held = file.read(f"{index}.", devices.get(index, model.device))
+        raise ValueError(f"{file.path} does not hold the layers that this model has: {', '.join(dict.fromkeys(kinds))}")
+    order = sorted(range(len(kinds)), key=lambda index: not isinstance(cache.layers[index], SketchLayer))
+    for index in order:
+        layer, state = cache.layers[index], known["layers"][index]["state"]
+        held = file.read(f"{index}.", devices.get(index, elsewhere))
         try:
             if isinstance(layer, SketchLayer):
-                layer.restore(held, saved["state"])
+                layer.restore(held, state)
+                cache.check_alike(layer)
             else:
-                stock.restore(layer, held, saved["state"])
+                stock.restore(layer, held, state, cache.sketch_layers[0].held if cache.sketch_layers else None)
         except NOT_POSSIBLE as error:
-            what = f"{path} holds a state of layer {index} that {config} cannot be in"
+            what = f"{file.path} holds a state of layer {index} that {cache.config} cannot be in"
             raise ValueError(f"{what}: {error!r:.200}") from error
     cache.read_by, cache.dtype = known["fingerprint"], None if known["dtype"] is None else DTYPES[known["dtype"]]
-    return cache
+    cache.check_whole()
 
 
 def _described(file: TensorFile) -> dict[str, Any]:

@@ -84,6 +84,19 @@ class SketchLayer(CacheLayerMixin):
         real = torch.ones(rows, count, dtype=torch.bool, device=device) if new.valid is None else new.valid
         self.padding.append(real)
 
+    def check_hidden(self, mask: Tensor, new: int) -> None:
+        """Refuse a mask that hides what was read, or shows what was padding; single tokens are not looked at."""
+        seen = self.held.seen
+        if new == 1 or not seen:
+            return
+        before = mask[:, :seen]
+        same = torch.equal(before, self.padding.view.to(before)) if self.padding.length else bool(before.all())
+        if not same:
+            raise ValueError(
+                "the attention mask says otherwise which of the tokens read so far are padding: they cannot be hidden "
+                "any more. Pass the mask of cache.new_tokens(ids)"
+            )
+
     def check_positions_once(self, positions: Tensor | None, new: NewTokens) -> None:
         """The same, where the call has not told its positions at its beginning: the model has made them since."""
         if self.is_first and not self.positions_known and positions is not None:
@@ -239,7 +252,19 @@ class SketchLayer(CacheLayerMixin):
             raise ValueError(f"positions of {len(self.held.lengths)} rows begin at {offsets}")
         if "padding" in tensors:
             self.padding.append(tensors["padding"])
+        self._check_lengths()
         self.lazy_initialization(tensors["keys"], tensors["values"])
+
+    def _check_lengths(self) -> None:
+        """Refuse padding of other tokens than were read."""
+        seen, lengths = self.held.seen, self.held.lengths
+        if not self.padding.length:
+            if self.is_first and any(length != seen for length in lengths):
+                raise ValueError(f"{seen} tokens were read, and rows have {lengths}")
+            return
+        found = self.padding.view
+        if found.dtype != torch.bool or found.shape != (len(lengths), seen) or found.sum(1).tolist() != lengths:
+            raise ValueError(f"padding of shape {tuple(found.shape)} for rows of {lengths} tokens, {seen} places")
 
     def offload(self) -> None:
         """Not supported; `make_cache` never asks for it."""
@@ -279,7 +304,7 @@ class HybridSketchLayer(SketchLayer, LinearAttentionAndFullAttentionLayer):
 
     def read_again(self, exact: SketchLayer) -> None:
         SketchLayer.read_again(self, exact)
-        stock.restore_linear(self, *stock.linear_state(exact))
+        stock.restore_linear(self, *stock.linear_state(exact), len(self.held.lengths))
 
     @property
     def nbytes(self) -> int:
@@ -292,4 +317,4 @@ class HybridSketchLayer(SketchLayer, LinearAttentionAndFullAttentionLayer):
 
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         SketchLayer.restore(self, tensors, numbers)
-        stock.restore_linear(self, tensors, numbers)
+        stock.restore_linear(self, tensors, numbers, len(self.held.lengths))

@@ -127,6 +127,7 @@ def attach(model: nn.Module, *, before_rotation: bool = False) -> ModelLink:
     inner: PreTrainedModel = unwrapped(model)
     text = _check_supported(inner)
     modules = list(attention_modules(inner))
+    _check_layers_are_found(inner, text, modules)
     watch = BeforeRotation(inner) if before_rotation and not _own_watch(modules) else None
     if watch is not None:
         watch.check()
@@ -146,7 +147,7 @@ def attach(model: nn.Module, *, before_rotation: bool = False) -> ModelLink:
     decoder = _decoder_of(inner, modules)
     if decoder is not None and not hasattr(decoder, CALLS):
         begun = decoder.register_forward_pre_hook(_begin_call, with_kwargs=True)
-        setattr(decoder, CALLS, (begun, decoder.register_forward_hook(_end_call, with_kwargs=True)))
+        setattr(decoder, CALLS, (begun, decoder.register_forward_hook(_end_call, with_kwargs=True, always_call=True)))
     rope = _changing_rotation(text)
     guard = None
     if rope is not None and rope.kind == "longrope":
@@ -159,6 +160,11 @@ def attach(model: nn.Module, *, before_rotation: bool = False) -> ModelLink:
             setattr(module, WATCH, watch)
     known = None if decoder is None else id(decoder)
     return ModelLink(text, frozenset(map(id, modules)), known, rope, guard, weakref.ref(inner))
+
+
+def is_attached(model: PreTrainedModel) -> bool:
+    """Whether it computes attention with kvsketch."""
+    return bool(model.config.get_text_config(decoder=True)._attn_implementation == NAME)
 
 
 def detach(model: nn.Module) -> None:
@@ -228,10 +234,10 @@ def _begin_call(module: nn.Module, arguments: tuple[Any, ...], options: dict[str
 
 
 def _end_call(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
-    """Tell it that all layers have seen them; after a failure nobody is told."""
+    """Tell it that all layers have seen them; there is no output after a failure."""
     for value in (*arguments, *options.values()):
         if isinstance(value, Cache) and hasattr(value, "end_call"):
-            value.end_call()
+            value.end_call(failed=output is None)
 
 
 def _own_watch(modules: Sequence[nn.Module]) -> bool:
@@ -278,6 +284,19 @@ def _check_supported(model: PreTrainedModel) -> Any:
             stacklevel=4,
         )
     return text
+
+
+def _check_layers_are_found(model: PreTrainedModel, text: Any, modules: Sequence[nn.Module]) -> None:
+    """Refuse a model whose attention layers do not know their numbers (Zamba), or that takes no cache of ours."""
+    kinds, _ = get_layer_types_and_kwargs(text)
+    found = {module.layer_idx for module in modules if hasattr(module, "is_causal")}  # others sum tokens up
+    missing = [i for i, kind in enumerate(kinds) if kind in ("full_attention", "hybrid") and i not in found]
+    name = type(model).__name__
+    if missing:
+        raise ValueError(
+            f"layer {missing[0]} of {name} has attention that does not know its number (it may be shared): kvsketch "
+            "does not serve it, use transformers' own cache"
+        )
 
 
 def _changing_rotation(text: Any) -> Rotation | None:

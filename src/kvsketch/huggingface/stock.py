@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
-from kvsketch.caches.storage import storage_bytes, with_prefix
+from kvsketch.caches.layer import LayerCache
+from kvsketch.caches.storage import storage_bytes, with_prefix, writable
 
 STATES = {"conv": "conv_states", "recurrent": "recurrent_states"}  # of layers with linear attention or a convolution
 SAVED = {  # layers whose state is known: what their class is called
@@ -36,6 +38,23 @@ def let_go_of_history(layer: Any) -> None:
         for number, state in states.items():
             if state is not None and state.requires_grad:
                 states[number] = state.detach()
+
+
+def make_writable(layer: Any) -> None:
+    """Have what is summed up where it can be written to, if it was made in inference mode."""
+    for name in STATES.values():
+        states = getattr(layer, name)
+        for number, state in states.items():
+            if state is not None:
+                states[number] = writable(state)
+
+
+def fill_up(layer: Any) -> None:
+    """Have states of convolutions as wide as their kernels, also after fewer tokens."""
+    for number, state in getattr(layer, STATES["conv"], {}).items():
+        if state is not None:
+            missing = layer.conv_kernel_size[number] - state.shape[-1]
+            layer.conv_states[number] = F.pad(state, (max(0, missing), 0))
 
 
 def check_can_go_back(layer: Any, index: int) -> None:
@@ -100,25 +119,50 @@ def linear_state(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     }
 
 
-def restore(layer: Any, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-    """Take back what `state_of` gave."""
-    if "keys" in tensors:
-        layer.lazy_initialization(tensors["keys"], tensors["values"])
-        layer.keys, layer.values = tensors["keys"], tensors["values"]
+def restore(layer: Any, tensors: dict[str, Tensor], numbers: dict[str, Any], beside: LayerCache | None) -> None:
+    """Take back what `state_of` gave, beside a layer of ours if there is one; refuses what cannot be."""
+    if beside is None:
+        rows, seen = len(tensors["keys"]), numbers["cumulative_length"]
+    else:
+        rows, seen = len(beside.lengths), beside.seen
+    kinds = {tensor.dtype for name, tensor in tensors.items() if name in ("keys", "values")}
+    if isinstance(layer, DynamicLayer):
+        keys, values = tensors["keys"], tensors["values"]
+        held = seen if not layer.is_sliding else min(seen, layer.sliding_window - 1)
+        if keys.ndim != 4 or keys.shape != values.shape or keys.shape[::2][:2] != (rows, held) or len(kinds) != 1:
+            raise ValueError(f"keys {tuple(keys.shape)} and values {tuple(values.shape)} of {rows} rows, {held} tokens")
+        if not keys.is_floating_point():
+            raise ValueError(f"keys of {keys.dtype}")
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
     if isinstance(layer, DynamicSlidingWindowLayer):
-        layer.cumulative_length = int(numbers["cumulative_length"])
+        if numbers["cumulative_length"] != seen:
+            raise ValueError(f"{numbers['cumulative_length']!r:.40} tokens were read, and {seen} by other layers")
+        layer.cumulative_length = seen
     if isinstance(layer, LinearAttentionCacheLayerMixin):
-        restore_linear(layer, tensors, numbers)
+        restore_linear(layer, tensors, numbers, rows)
 
 
-def restore_linear(layer: Any, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-    """Take back what `linear_state` gave."""
-    for i, kernel in enumerate(numbers["kernels"]):
+def restore_linear(layer: Any, tensors: dict[str, Tensor], numbers: dict[str, Any], rows: int) -> None:
+    """Take back what `linear_state` gave of so many rows."""
+    kernels, had = numbers["kernels"], numbers["had"]
+    if not len(kernels) == len(had) == layer.number_of_states:
+        raise ValueError(f"{len(kernels)} and {len(had)} states, and not {layer.number_of_states}")
+    for i, kernel in enumerate(kernels):
         conv, recurrent = (with_prefix(tensors, f"{short}.").get(str(i)) for short in STATES)
+        for state in (conv, recurrent):
+            if state is not None and not (state.ndim >= 2 and len(state) == rows and bool(state.isfinite().all())):
+                raise ValueError(f"a state of shape {tuple(state.shape)} for {rows} rows, or one that is no number")
+        if (conv is not None or recurrent is not None) != had[i] or kernel != (
+            None if conv is None else conv.shape[-1]
+        ):
+            raise ValueError(
+                f"a convolution of {kernel!r:.40} for states {'that are' if had[i] else 'that are not'} there"
+            )
         if conv is not None:
             layer.lazy_initialization(conv_states=conv, state_idx=i, conv_kernel_size=kernel)
             layer.conv_states[i].copy_(conv)
         if recurrent is not None:
             layer.lazy_initialization(recurrent_states=recurrent, state_idx=i)
             layer.recurrent_states[i].copy_(recurrent)
-        layer.has_previous_state[i] = bool(numbers["had"][i])
+        layer.has_previous_state[i] = had[i]

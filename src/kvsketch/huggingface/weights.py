@@ -5,6 +5,7 @@ may be trained, merged or converted at any time.
 """
 
 import hashlib
+import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ SAMPLED = 64  # numbers of every tensor that go into a fingerprint
 # where a matrix can have it.
 PLACES = torch.arange(SAMPLED, dtype=torch.float64).mul((math.sqrt(5) - 1) / 2).frac() + torch.arange(SAMPLED)
 TINY = torch.finfo(torch.float16).tiny  # float16 has fewer bits for what is smaller than bfloat16 has
+_PLAIN = nn.Module._save_to_state_dict
+NO_MATTER = ("path", "dropout", "init", "inference_mode", "task_type", "revision", "version", "mapping")  # in a config
 ADAPTER = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")  # what a peft layer computes by
 
 
@@ -38,9 +41,29 @@ def fingerprint_of_weights(model: PreTrainedModel, *, rounded: bool) -> str:
     for content in _on_cpu(samples).values():
         digest.update(content.numpy().tobytes())
     for name, module in model.named_modules():
-        if hasattr(module, "active_adapters") and hasattr(module, "disable_adapters"):
+        if isinstance(getattr(type(module), "active_adapters", None), property):  # models have methods of that name
+            _refuse_adapters_by_row(name, module)
             digest.update(f"{name} {[repr(getattr(module, what, None)) for what in ADAPTER]}".encode())
+    for name, adapter in sorted(getattr(model, "peft_config", {}).items()):
+        digest.update(f"{name} {json.dumps(_computed_by(adapter), sort_keys=True, default=str)}".encode())
     return digest.hexdigest()
+
+
+def _computed_by(adapter: Any) -> dict[str, Any]:
+    """What an adapter's config says that its answers depend on."""
+    known = adapter.to_dict() if hasattr(adapter, "to_dict") else {}
+    sets = {name: sorted(value, key=str) if isinstance(value, set) else value for name, value in known.items()}
+    return {name: sets[name] for name in sets if not any(part in name for part in NO_MATTER)}
+
+
+def _refuse_adapters_by_row(name: str, module: nn.Module) -> None:
+    """Refuse a call in which rows go through different adapters: they would be keys of several models."""
+    for hook in module._forward_pre_hooks.values():
+        if "adapter_names" in (getattr(hook, "keywords", None) or {}):
+            raise ValueError(
+                f"adapter_names lets rows of {name} go through different adapters, which a cache cannot tell apart: "
+                "read the rows of each adapter with a cache of their own"
+            )
 
 
 def _sample(tensor: Tensor, rounded: bool) -> Tensor:
@@ -86,7 +109,32 @@ def _weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
                     "known which weights these are: load the weights first"
                 )
             weights, place = away[name]
-            yield name, weights[place]
+            yield name, weights[place].to(tensor.dtype)  # as accelerate brings it
+    yield from _packed(model)
+
+
+def _packed(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """What is saved with a model beside its parameters and buffers, as some quantized layers have it."""
+    for prefix, module in model.named_modules():
+        known = {**module._parameters, **module._buffers}
+        if type(module)._save_to_state_dict is _PLAIN:
+            continue
+        kept = dict[str, Any]()
+        module._save_to_state_dict(kept, "", True)
+        for key, value in kept.items():
+            if key not in known:
+                yield from _tensors_in(f"{prefix}.{key}", value)
+
+
+def _tensors_in(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Those in what a module saves; refuses what may be weights in a form that is not known here."""
+    if isinstance(value, Tensor):
+        yield name, value.dequantize() if value.is_quantized else value
+    elif isinstance(value, tuple | list):
+        for number, part in enumerate(value):
+            yield from _tensors_in(f"{name}.{number}", part)
+    elif not isinstance(value, int | float | str | bytes | torch.dtype | None):
+        raise ValueError(f"{name} is a {type(value).__name__}, so it cannot be known which weights these are")
 
 
 def _offloaded(model: PreTrainedModel) -> Iterator[tuple[str, Any, str]]:
