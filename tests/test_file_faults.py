@@ -1,5 +1,6 @@
 """A thousand damaged files are refused, or do no harm; and nothing is lost by kill -9, whenever it comes."""
 
+import copy
 import json
 import os
 import random
@@ -13,8 +14,10 @@ import torch
 import kvsketch
 import zoo
 from commands import SOURCE
+from histories import VOCABULARY, model
 from kvsketch.caches.key_index import read_index
 from kvsketch.evaluation.rows import RowsFile, read_rows
+from kvsketch.files import TensorFile, write_tensors
 from made_index import make_index
 from states import difference, state_of
 from test_rows import RUN, row
@@ -58,6 +61,68 @@ def test_damaged_caches(spec, tmp_path):
             continue
         assert difference(state_of(loaded), state_of(cache)) is None
     assert refused == 125, "every byte of a cache counts"
+
+
+FORGED = (
+    "uniform(keep=120, window=16)",
+    "clustergen(keep=150)",
+    "subgen(keep=150, window=16, t=2)",
+    "balancekv(keep=0.25, window=16, augmented=True)",
+    "balancekv(keep=150, window=16, mode='faithful', block=64)",
+    "random_buckets(buckets=8, probes=2, staging=24, window=20, full_layers=0)",
+)
+
+
+def places_in(state, place=()):
+    """Where there is something in a description, from the outside in."""
+    yield place
+    inside = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
+    for name, part in inside:
+        yield from places_in(part, (*place, name))
+
+
+def with_other(state, place, value):
+    """The same, with something else at this place."""
+    if not place:
+        return value
+    other = copy.copy(state)
+    other[place[0]] = with_other(state[place[0]], place[1:], value)
+    return other
+
+
+@pytest.mark.parametrize("spec", FORGED)
+def test_numbers_that_no_layer_has_are_refused_or_serve(spec, tmp_path):
+    """In files that are whole, with right checksums. Nothing hangs, fills the memory or fails later."""
+    ids, mask = torch.randint(1, VOCABULARY, (2, 200)), torch.ones(2, 200, dtype=torch.long)
+    mask[0, :90] = 0
+    cache = kvsketch.prefill(model(), ids * mask, kvsketch.make_cache(model(), spec), attention_mask=mask)
+    cache.save(tmp_path / "cache")
+    with TensorFile(tmp_path / "cache") as file:
+        tensors, about = file.read(), file.about
+    before, (first, layer) = about["layers"][1]["state"], about["layers"]
+    served = set()
+    for place in places_in(before):
+        for value in (10**18, -1, 0, None, "x", []):
+            state = with_other(before, place, value)
+            if state == before:
+                continue
+            write_tensors(tmp_path / "cache", tensors, about | {"layers": [first, {**layer, "state": state}]})
+            try:
+                loaded = kvsketch.load_cache(model(), tmp_path / "cache")
+            except ValueError as error:
+                a_sentence(error)
+                continue
+            served.add(place)
+            for count in (40, 1):
+                new = loaded.new_tokens(torch.ones(2, count, dtype=torch.long))
+                kvsketch.prefill(model(), new["input_ids"], loaded)
+            loaded.report()
+    # What follows from nothing else: when errors were measured, how often a row was halved (which draws come next); and
+    # a level of which a row has none may be there or not.
+    levels = ("held", "halved")
+    assert all(place == ("measured_at",) or (len(place) == 3 and place[1].startswith(levels)) for place in served), (
+        served
+    )
 
 
 def test_damaged_indexes(tmp_path):

@@ -1,6 +1,7 @@
 """Files are whole or refused, and what was read from one is a cache's own."""
 
 import fcntl
+import hashlib
 import json
 import os
 import resource
@@ -208,7 +209,6 @@ def test_tensors_that_no_cache_has(name, change, saved):
 
 def header_of(text, path):
     """A file with this header, its checksum right."""
-    import hashlib
 
     from kvsketch.files import BEGIN, BLANK
 
@@ -233,6 +233,8 @@ DIGESTS = rb'","kvsketch":"{}","digests":"{\"x\":\"0\"}"},'
         DIGESTS + TENSOR.replace(b"[1]", b"[-1]") + b"}",
         DIGESTS + TENSOR.replace(b"[1]", b"[true]") + b"}",
         DIGESTS + TENSOR.replace(b"[1]", b"[1" + b"0" * 30 + b"]") + b"}",
+        DIGESTS + TENSOR.replace(b"[1]", b"[" + b"281474976710655," * 10**5 + b"0]").replace(b"4]", b"0]") + b"}",
+        DIGESTS + TENSOR.replace(b"[1]", b"[0,281474976710655,281474976710655]").replace(b"4]", b"0]") + b"}",
         DIGESTS + TENSOR.replace(b"[0,4]", b"[4,8]") + b"}",
         DIGESTS + TENSOR.replace(b"[0,4]", b"[0]") + b"}",
         DIGESTS + TENSOR + b"}",  # and no data behind it
@@ -324,6 +326,41 @@ def test_a_symbolic_link_is_followed_and_not_replaced(tmp_path):
         assert link.is_symlink()
         assert read_json(tmp_path / "far" / "file") == {"n": number}
     assert [path.name for path in (tmp_path / "far").iterdir()] == ["file"]
+
+
+def test_links_in_a_circle_and_pipes_of_others_are_left_alone(tmp_path):
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    with pytest.raises(ValueError, match="a symbolic link that leads to itself"):
+        write_json(tmp_path / "a", {})
+    assert (tmp_path / "a").is_symlink()
+    prefix = f"{UNFINISHED}{hashlib.sha256(b'x').hexdigest()[:12]}-"
+    os.mkfifo(tmp_path / f"{prefix}pipe")
+    write_json(tmp_path / "x", {})
+    assert (tmp_path / f"{prefix}pipe").exists()
+    with pytest.raises(ValueError, match=r"x is of torch.complex64, which a file cannot hold: expected one of F64"):
+        write_tensors(tmp_path / "x", {"x": torch.zeros(1, dtype=torch.complex64)}, {})
+
+
+def test_a_new_file_that_another_writer_looks_at_gets_another_name(tmp_path, monkeypatch):
+    """Two writers where files have names: one looks for files that were left over when the other has made its own."""
+    monkeypatch.delattr(os, "O_TMPFILE")
+    opened, make = [], os.open
+
+    def open_and_be_taken_for_left_over(path, flags, *mode):
+        handle = make(path, flags, *mode)
+        if flags & os.O_CREAT and not opened:
+            opened.append(make(path, os.O_WRONLY))
+            fcntl.flock(opened[0], fcntl.LOCK_EX)
+        return handle
+
+    monkeypatch.setattr(os, "open", open_and_be_taken_for_left_over)
+    with replacing(tmp_path / "x") as file:
+        for left in [one for one in tmp_path.iterdir() if os.path.samestat(one.stat(), os.fstat(opened[0]))]:
+            left.unlink()  # what the other writer does next
+        file.write(b"whole")
+    os.close(opened[0])
+    assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [("x", b"whole")]
 
 
 def test_what_is_no_file_is_not_replaced(tmp_path):

@@ -7,10 +7,11 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, ZambaConfig, ZambaForCausalLM
 
 import kvsketch
 import zoo
+from kvsketch.files import TensorFile, write_tensors
 from kvsketch.huggingface.facts import facts
 from made_index import make_index
 
@@ -136,6 +137,12 @@ def under_autocast(model, cache):
 REFUSED = {
     "autocast": under_autocast,
     "attention weights": lambda m, c: m(zoo.tokens(2, 3), past_key_values=c, output_attentions=True),
+    "mask of one row": lambda m, c: m(zoo.tokens(2, 3), past_key_values=c, attention_mask=torch.ones(1, 103)),
+    "mask that hides": lambda m, c: m(
+        zoo.tokens(2, 3), past_key_values=c, attention_mask=(torch.arange(103) > 50).long().expand(2, -1)
+    ),
+    "positions in a row": lambda m, c: m(zoo.tokens(2, 3), past_key_values=c, position_ids=torch.arange(100, 103)),
+    "more positions": lambda m, c: m(zoo.tokens(2, 3), past_key_values=c, position_ids=torch.arange(100, 105)[None]),
     "4-D mask": lambda m, c: m(zoo.tokens(2, 3), past_key_values=c, attention_mask=torch.ones(2, 1, 3, 103).bool()),
     "short mask": lambda m, c: m(zoo.tokens(2, 3), past_key_values=c, attention_mask=torch.ones(2, 5)),
     "other rows": lambda m, c: m(zoo.tokens(3, 3), past_key_values=c),
@@ -155,6 +162,7 @@ REFUSED = {
     "rows that are not there": lambda m, c: c.batch_select_indices(torch.tensor([0, 2])),
     "no rows": lambda m, c: c.batch_repeat_interleave(0),
     "none of the rows": lambda m, c: c.batch_select_indices(torch.zeros(2, dtype=torch.bool)),
+    "rows as booleans": lambda m, c: c.reorder_cache(torch.tensor([True, False])),
     "rows as numbers with a point": lambda m, c: c.batch_select_indices(torch.tensor([0.0, 1.0])),
     "a mask of other rows": lambda m, c: c.batch_select_indices(torch.ones(3, dtype=torch.bool)),
 }
@@ -237,6 +245,96 @@ def test_no_state_keeps_the_history_of_a_call_with_gradients(family):
     with torch.no_grad():
         expected = kvsketch.prefill(model, zoo.tokens(2, 40), kvsketch.make_cache(model, COMPRESSED))
     same(state(cache), state(expected))
+
+
+@pytest.mark.parametrize("family", zoo.HYBRIDS)
+def test_a_call_that_fails_before_the_first_layer_has_moved_nothing_and_let_nobody_in(family):
+    model = zoo.build(family)
+    cache = kvsketch.prefill(model, zoo.tokens(2, 60), kvsketch.make_cache(model, COMPRESSED))
+    before = state(cache)
+    with pytest.raises(IndexError):
+        model(torch.full((2, 1), zoo.VOCABULARY), past_key_values=cache)  # one token alone is not looked at
+    with pytest.raises(ValueError, match="that it was not made for, or that is not attached"), torch.no_grad():
+        zoo.build(family, seed=1)(zoo.tokens(2, 3), past_key_values=cache)
+    same(state(cache), before)
+    go_on(model, cache)
+
+
+@pytest.mark.parametrize("family", [*zoo.HYBRIDS, "gemma3", "llama"])
+@pytest.mark.parametrize("count", [1, 60])
+def test_what_is_saved_while_tokens_may_be_taken_back_is_whole(family, count, tmp_path):
+    model = zoo.build(family)
+    cache = kvsketch.make_cache(model, COMPRESSED)
+    if family in ("qwen3_next", "falcon_h1"):
+        with pytest.raises(ValueError, match="takes tokens back"):
+            cache.activate_past_recording()
+        return
+    cache.activate_past_recording()
+    kvsketch.prefill(model, zoo.tokens(2, count), cache)
+    cache.save(tmp_path / "c.safetensors")
+    loaded = kvsketch.load_cache(model, tmp_path / "c.safetensors")
+    assert torch.equal(go_on(model, loaded), go_on(model, cache))
+
+
+@pytest.mark.parametrize("family", zoo.HYBRIDS)
+def test_what_was_read_in_inference_mode_goes_on_outside_of_it(family):
+    model, again = zoo.build(family), zoo.build(family)
+    with torch.inference_mode():
+        cache = kvsketch.prefill(model, zoo.tokens(2, 60), kvsketch.make_cache(model, COMPRESSED))
+    other = kvsketch.prefill(again, zoo.tokens(2, 60), kvsketch.make_cache(again, COMPRESSED))
+    assert torch.equal(go_on(model, cache), go_on(again, other))
+
+
+def forged(saved, change):
+    with TensorFile(saved) as file:
+        tensors, about = file.read(), file.about
+    change(tensors, about["layers"])
+    write_tensors(saved, tensors, about)
+
+
+def drop_states(tensors, layers):
+    for name in [name for name in tensors if ".conv." in name or ".recurrent." in name]:
+        del tensors[name]
+
+
+def no_numbers(tensors, layers):
+    for name in tensors:
+        if ".conv." in name:
+            tensors[name] = tensors[name] * torch.nan
+
+
+def large_kernel(tensors, layers):
+    for layer in layers:
+        if "kernels" in layer["state"]:
+            layer["state"]["kernels"] = [10**9]
+
+
+def other_rows(tensors, layers):
+    for name in tensors:
+        if ".conv." in name:
+            tensors[name] = tensors[name][:1].clone()
+
+
+@pytest.mark.parametrize("family", zoo.HYBRIDS)
+@pytest.mark.parametrize("change", [drop_states, no_numbers, large_kernel, other_rows])
+def test_states_that_no_layer_has_are_refused_and_the_model_left_alone(family, change, tmp_path):
+    model = zoo.build(family)
+    cache = kvsketch.prefill(model, zoo.tokens(2, 60), kvsketch.make_cache(model, COMPRESSED))
+    cache.save(tmp_path / "c.safetensors")
+    forged(tmp_path / "c.safetensors", change)
+    fresh = zoo.build(family)
+    with pytest.raises(ValueError, match=r"holds a state of layer \d that"):
+        kvsketch.load_cache(fresh, tmp_path / "c.safetensors")
+    assert fresh.config._attn_implementation == "sdpa"
+
+
+def test_attention_that_does_not_know_its_number_is_refused_by_name():
+    config = ZambaConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=4,
+        num_hidden_layers=8, attn_layer_period=4, attn_layer_offset=2,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="layer 2 of ZambaForCausalLM has attention that does not know its number"):
+        kvsketch.make_cache(ZambaForCausalLM(config), COMPRESSED)
 
 
 def test_a_model_without_any_attention_is_refused_by_name():

@@ -183,6 +183,7 @@ def test_a_copy_of_a_watched_model_is_watched_by_itself(first):
 
 
 def test_a_watched_model_can_be_pickled_and_freed_though_a_copy_lives():
+    gc.collect()  # so that no model of another test is watched
     model = build("llama")
     name = getattr(file_of(model), ROTATION)
     kvsketch.attach(model, before_rotation=True)

@@ -102,6 +102,38 @@ def test_weights_that_are_not_there_are_said_to_be(tmp_path):
         kvsketch.load_cache(model, tmp_path / "c.safetensors")
 
 
+@pytest.mark.parametrize("way", ["cpu", "disk"])  # accelerate converts none that is in both
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_offloaded_weights_count_as_they_are_brought(way, dtype, tmp_path):
+    model = offloaded(zoo.build("llama"), way, tmp_path / "weights")
+    model.to(dtype)
+    read(model).save(tmp_path / "c.safetensors")
+    with pytest.raises(ValueError, match=OTHER):
+        kvsketch.load_cache(zoo.build("llama"), tmp_path / "c.safetensors")
+    kvsketch.load_cache(zoo.build("llama").to(dtype), tmp_path / "c.safetensors")
+
+
+@pytest.mark.filterwarnings("ignore:.*quantiz:DeprecationWarning", "ignore:torch.quantize_per_tensor:UserWarning")
+def test_packed_weights_are_weights(tmp_path):
+    def quantized(more):
+        model = zoo.build("llama")
+        with torch.no_grad():
+            model.model.layers[1].self_attn.k_proj.weight.mul_(1 + more)
+        return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+
+    read(quantized(0)).save(tmp_path / "c.safetensors")
+    kvsketch.load_cache(quantized(0), tmp_path / "c.safetensors")
+    with pytest.raises(ValueError, match=OTHER):
+        kvsketch.load_cache(quantized(0.5), tmp_path / "c.safetensors")
+
+
+def test_what_is_no_weight_does_not_count():
+    model = zoo.build("llama")
+    before = fingerprint_of_weights(model, rounded=False)
+    model.note = torch.nn.Dropout(0.5)
+    assert fingerprint_of_weights(model, rounded=False) == before
+
+
 # -- changes after make_cache
 
 
@@ -234,6 +266,41 @@ def test_an_adapter_merged_while_the_cache_holds_text_is_noticed(tmp_path):
     with pytest.raises(ValueError, match="weights, or its adapters, have changed"):
         cache.save(tmp_path / "c.safetensors")
     model.unmerge_adapter()
+
+
+@pytest.mark.filterwarnings("ignore:Specified to not save vera_A:UserWarning")
+def test_what_an_adapter_computes_with_counts_also_where_it_is_not_saved(tmp_path):
+    from peft import VeraConfig, get_peft_model
+
+    def drawn_with(key):
+        config = VeraConfig(r=4, target_modules=["q_proj"], projection_prng_key=key, save_projection=False)
+        model = get_peft_model(zoo.build("llama"), config)
+        torch.manual_seed(7)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(torch.randn_like(parameter))
+        return model.eval()
+
+    read(drawn_with(1)).save(tmp_path / "c.safetensors")
+    kvsketch.load_cache(drawn_with(1), tmp_path / "c.safetensors")
+    with pytest.raises(ValueError, match=OTHER):
+        kvsketch.load_cache(drawn_with(2), tmp_path / "c.safetensors")
+    model = with_adapter(zoo.build("llama"), lora_dropout=0.1).eval()
+    cache = read(model)
+    cache.save(tmp_path / "d.safetensors")
+    kvsketch.load_cache(with_adapter(zoo.build("llama")).eval(), tmp_path / "d.safetensors")
+
+
+def test_rows_of_different_adapters_are_refused():
+    from peft import LoraConfig
+
+    model = with_adapter(zoo.build("llama")).eval()
+    model.add_adapter("other", LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    cache = kvsketch.make_cache(model, SPEC)
+    with pytest.raises(ValueError, match="read the rows of each adapter with a cache of their own"):
+        model(zoo.tokens(2, 9), past_key_values=cache, adapter_names=["default", "other"])
+    assert cache.seen == 0
 
 
 def test_adapters_that_put_tokens_before_the_text_are_refused_by_name():

@@ -115,6 +115,11 @@ class Levels:
         """Tokens held."""
         return self.apart + sum(self.held)
 
+    @property
+    def mass(self) -> int:
+        """Tokens that these stand for."""
+        return self.apart + sum(held << level for level, held in enumerate(self.held))
+
     def place_of(self, level: int) -> tuple[int, int]:
         """Where a level begins and ends; one that is not there is empty."""
         start = self.apart + sum(self.held[level + 1 :])
@@ -330,8 +335,9 @@ class BalanceKVPast(EntriesPast):
             levels = [Levels(*row) for row in zip(held, halved, apart, strict=True)]
             self.held = Held(made_of(KeyValues, {name: tensors[name] for name in ("keys", "values")}), levels)
             longest = max(row.total for row in levels)
-            if longest != self.held.tokens.count or len(levels) != len(self.held.tokens.keys):
-                raise ValueError(f"{self.held.tokens.count} entries of rows that hold up to {longest}")
+            alike = all(len(row.held) == len(row.halved) and row.apart >= 0 for row in levels)
+            if not alike or longest != self.held.tokens.count or [row.mass for row in levels] != self.counts:
+                raise ValueError(f"{self.held.tokens.count} entries of rows that hold {levels!s:.80}")
             self._weigh()
 
 

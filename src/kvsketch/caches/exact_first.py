@@ -179,6 +179,9 @@ class ExactFirst(Past):
             past = self.new_past()
             prefix = f"{number}."
             past.restore(with_prefix(tensors, prefix), with_prefix(numbers, prefix))
+            counts = [self.counts[row] for row in self._rows_of(number, self.groups)]
+            if numbers[f"{prefix}counts"] != counts:
+                raise ValueError(f"{counts!s:.60} tokens were written, and group {number} has others")
             self.pasts.append(past)
 
     def map_rows(self, move: Callable[[Tensor], Tensor], rows: list[int]) -> None:

@@ -146,6 +146,11 @@ class RowsInStep(LookupPast):
         for group in range(check_groups(self.groups, len(self.counts), 0)):
             past = self.new_slots()
             past.restore(with_prefix(tensors, f"{group}."), {})
+            rows = self._rows_of(group)
+            if any(self.counts[row] != past.count for row in rows) or (past.count and len(past.keys) != len(rows)):
+                raise ValueError(
+                    f"rows {rows!s:.60} wrote {self.counts!s:.60} tokens, and group {group} has {past.count}"
+                )
             self.pasts.append(past)
 
     def map_rows(self, move: Callable[[Tensor], Tensor], rows: list[int]) -> None:
