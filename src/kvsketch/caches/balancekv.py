@@ -333,11 +333,13 @@ class BalanceKVPast(EntriesPast):
             apart = numbers.get("apart", [0] * len(self.counts))
             held, halved = ([tuple(_column(numbers, name, row)) for row in range(len(apart))] for name in NUMBERED)
             levels = [Levels(*row) for row in zip(held, halved, apart, strict=True)]
-            self.held = Held(made_of(KeyValues, {name: tensors[name] for name in ("keys", "values")}), levels)
+            tokens = made_of(KeyValues, {name: tensors[name] for name in ("keys", "values")})
             longest = max(row.total for row in levels)
             alike = all(len(row.held) == len(row.halved) and row.apart >= 0 for row in levels)
-            if not alike or longest != self.held.tokens.count or [row.mass for row in levels] != self.counts:
-                raise ValueError(f"{self.held.tokens.count} entries of rows that hold {levels!s:.80}")
+            if not alike or longest > tokens.count or [row.mass for row in levels] != self.counts:
+                raise ValueError(f"{tokens.count} entries of rows that hold {levels!s:.80}")
+            kept = tokens.part(0, max(1, longest))  # a row that has gone may have held more
+            self.held = Held(KeyValues(kept.keys.contiguous(), kept.values.contiguous()), levels)
             self._weigh()
 
 
