@@ -138,7 +138,7 @@ class SketchCache(Cache):
             return
         first, valid = self.sketch_layers[0], None
         if mask is not None:
-            first.check_hidden(mask.bool(), count)
+            first.check_hidden(mask, count)
             valid = mask[:, -count:].bool()
             valid = None if bool(valid.all()) else valid
         if isinstance(positions, Tensor) and positions.ndim < 3:

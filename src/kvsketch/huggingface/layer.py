@@ -89,7 +89,7 @@ class SketchLayer(CacheLayerMixin):
         seen = self.held.seen
         if new == 1 or not seen:
             return
-        before = mask[:, :seen]
+        before = mask[:, :seen].bool()
         same = torch.equal(before, self.padding.view.to(before)) if self.padding.length else bool(before.all())
         if not same:
             raise ValueError(

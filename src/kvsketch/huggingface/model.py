@@ -287,7 +287,7 @@ def _check_supported(model: PreTrainedModel) -> Any:
 
 
 def _check_layers_are_found(model: PreTrainedModel, text: Any, modules: Sequence[nn.Module]) -> None:
-    """Refuse a model whose attention layers do not know their numbers (Zamba), or that takes no cache of ours."""
+    """Refuse a model whose attention layers do not know their numbers (Zamba)."""
     kinds, _ = get_layer_types_and_kwargs(text)
     found = {module.layer_idx for module in modules if hasattr(module, "is_causal")}  # others sum tokens up
     missing = [i for i, kind in enumerate(kinds) if kind in ("full_attention", "hybrid") and i not in found]

@@ -1,5 +1,6 @@
 """What there is to know about the layers of a cache that stay transformers' own."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
@@ -33,20 +34,20 @@ def let_go(layer: Any, prompt: bool) -> None:
 
 def let_go_of_history(layer: Any) -> None:
     """The same for what is summed up."""
-    for name in STATES.values():
-        states = getattr(layer, name)
-        for number, state in states.items():
-            if state is not None and state.requires_grad:
-                states[number] = state.detach()
+    _change_states(layer, lambda state: state.detach() if state.requires_grad else state)
 
 
 def make_writable(layer: Any) -> None:
     """Have what is summed up where it can be written to, if it was made in inference mode."""
+    _change_states(layer, writable)
+
+
+def _change_states(layer: Any, change: Callable[[Tensor], Tensor]) -> None:
     for name in STATES.values():
         states = getattr(layer, name)
         for number, state in states.items():
             if state is not None:
-                states[number] = writable(state)
+                states[number] = change(state)
 
 
 def fill_up(layer: Any) -> None:
