@@ -1,14 +1,50 @@
 """Every test runs with new memory full of NaN, so that a buffer read before it is written shows at once."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import jaxtyping
 import pytest
 import torch
 
 torch.set_num_threads(1)  # one worker a core: two threads each would wait for one another
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what is started in the background ignores it, children too
+
+
+class SomeCalls(type(jaxtyping.config)):
+    """Shapes and types of a test's first calls are checked, and those of some of the others.
+
+    To check them all takes longer than all else.
+    """
+
+    FIRST, ONE_IN = 300, 499
+    calls = 0
+
+    @property
+    def jaxtyping_disable(self) -> bool:
+        self.calls += 1
+        return self.calls > self.FIRST and self.calls % self.ONE_IN != 0
+
+    @jaxtyping_disable.setter
+    def jaxtyping_disable(self, value: bool) -> None:
+        raise AttributeError("how many calls are checked is set here")
+
+
+jaxtyping.config.__class__ = SomeCalls
+
+
+@pytest.fixture(autouse=True)
+def _the_same_calls_are_checked_in_every_run() -> None:
+    jaxtyping.config.calls = 0
+
+
+@pytest.fixture
+def as_users_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call is checked: what is refused is refused by the library."""
+    monkeypatch.setattr(SomeCalls, "jaxtyping_disable", True)
 
 
 @pytest.fixture(autouse=True)

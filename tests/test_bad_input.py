@@ -11,6 +11,7 @@ from transformers import DynamicCache
 import kvsketch
 import zoo
 
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
 COMPRESSED = "uniform(keep=0.5, window=16)"
 
 

@@ -25,12 +25,12 @@ def compiled(model):
     return torch.compile(model.forward, backend="eager", dynamic=True)
 """
 STEP = """
-for family in ("llama", "qwen3", "gemma2", "gpt_oss", "lfm2"):
-    for spec in sys.argv[1:]:
-        torch._dynamo.reset()
-        model = zoo.build(family, layers=2)  # more would be compiled like these
-        cache = kvsketch.prefill(model, zoo.tokens(1, 200), kvsketch.make_cache(model, spec))
-        unbroken(model, input_ids=torch.tensor([[5]]), past_key_values=cache)
+for case in sys.argv[1:]:
+    family, spec = case.split(": ")
+    torch._dynamo.reset()
+    model = zoo.build(family, layers=2)  # more would be compiled like these
+    cache = kvsketch.prefill(model, zoo.tokens(1, 200), kvsketch.make_cache(model, spec))
+    unbroken(model, input_ids=torch.tensor([[5]]), past_key_values=cache)
 """
 WITH_A_MASK = """
 for spec in sys.argv[1:]:
@@ -48,28 +48,25 @@ for spec in sys.argv[1:]:
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 """
 DECODE = """
-SPECS = ["exact", "uniform(keep=0.5, window=16)", "streaming_llm(keep=128)"]
 for spec in sys.argv[1:]:
     model = zoo.build("llama", layers=1)
     cache = kvsketch.prefill(model, zoo.tokens(1, 200), kvsketch.make_cache(model, spec))
     twin, before = cache.fork(), cache.sketch_layers[0].held.left
     step = compiled(model)
     with torch.no_grad():
-        for token in zoo.tokens(1, 40 if spec in SPECS else 14, seed=5).split(1, 1):
+        for token in zoo.tokens(1, 14, seed=5).split(1, 1):
             expected = model(token, past_key_values=cache).logits
             torch.testing.assert_close(step(token, past_key_values=twin).logits, expected, rtol=1e-4, atol=1e-5)
     layers = [cache.sketch_layers[0].held, twin.sketch_layers[0].held]
     assert layers[0].left == layers[1].left
     assert layers[0].left > before or spec == "exact", "no block left the window: choose other counts"
 """
-SPECS = ["exact", "uniform(keep=0.5, window=16)", "streaming_llm(keep=128)"]
-MORE = ["clustergen(keep=160)", "subgen(keep=160, window=16)", "balancekv(keep=160, window=16)"]
 pytestmark = pytest.mark.slow
 
 
-def run(script, specs):
+def run(script, *given):
     done = subprocess.run(
-        [sys.executable, "-c", SETTING + script, *specs],
+        [sys.executable, "-c", SETTING + script, *given],
         cwd=Path(__file__).parent, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -77,13 +74,15 @@ def run(script, specs):
 
 
 def test_a_decode_step_has_no_graph_break():
-    run(STEP, SPECS)
+    every = [f"llama: {spec}" for spec in ("exact", "uniform(keep=0.5, window=16)", "streaming_llm(keep=128)")]
+    run(STEP, *every, *(f"{family}: uniform(keep=0.5)" for family in ("qwen3", "gemma2", "gpt_oss", "lfm2")))
 
 
 def test_a_decode_step_with_a_padding_mask_has_no_graph_break():
-    run(WITH_A_MASK, [*SPECS, *MORE])
+    run(WITH_A_MASK, "streaming_llm(keep=128)", "subgen(keep=160, window=16)", "balancekv(keep=160, window=16)")
 
 
-@pytest.mark.parametrize("specs", [SPECS, MORE], ids=["dropping", "clustering and balancing"])
-def test_compiled_decoding_equals_eager_across_blocks(specs):
-    run(DECODE, specs)
+@pytest.mark.parametrize("spec", ["uniform(keep=0.5, window=16)", "clustergen(keep=160)"])
+def test_compiled_decoding_equals_eager_across_a_block(spec):
+    """The step in which a block leaves the window takes torch half a minute: two methods must do."""
+    run(DECODE, "exact", spec)

@@ -18,9 +18,8 @@ SPECS = [f"{name}(keep=0.25)" for name, config in METHODS.items() if issubclass(
 SPECS += ["exact", "uniform(keep='300KB', window=16)", *LOOKUPS]
 # Of the queries that came, not of what is held.
 ASKED = ("error", "longest_query", "recall", ".read", ".asked")
-OTHERS = ["uniform(keep=0.25)", "balancekv(keep=0.25)", LOOKUPS[0]]  # on the families that differ from llama
-CASES = [("llama", spec, True) for spec in SPECS] + [("llama", spec, False) for spec in OTHERS]
-CASES += [(family, spec, True) for family in ("gemma3", "gpt_oss", "qwen3") for spec in OTHERS]
+CASES = [("llama", spec, True) for spec in SPECS] + [("llama", SPECS[-1], False)]
+CASES += [(family, SPECS[0], True) for family in ("gemma3", "gpt_oss", "qwen3")]
 
 
 def read(model, spec, ids, mask):
@@ -45,7 +44,7 @@ def counted_bytes(cache):
 
 @pytest.mark.parametrize(("family", "spec", "padded"), CASES)
 def test_it_holds_what_the_method_holds_after_reading_itself(family, spec, padded):
-    model, ids = zoo.build(family), zoo.tokens(3, 400)
+    model, ids = zoo.build(family, layers=2), zoo.tokens(3, 400)
     mask = torch.ones_like(ids)
     if padded:
         mask[0, :150], mask[2, :33] = 0, 0

@@ -1,6 +1,5 @@
 """What every method promises; a new line in the registry is tested without a word here."""
 
-import copy
 from functools import partial
 
 import pytest
@@ -162,8 +161,8 @@ def test_the_same_seed_gives_the_same_bytes_and_leaves_global_randomness_alone(n
 @pytest.mark.parametrize("name", BUDGETED)
 @pytest.mark.parametrize(
     ("keep", "sizes"),
-    [(0.125, [4000]), (0.5, [500] * 8), (2000, [4000]), (512, [500] * 8), (0.25, [3500, *[1] * 150])],
-    ids=["an eighth at once", "half in chunks", "2,000 at once", "512 in chunks", "a quarter and decoding"],
+    [(2000, [4000]), (512, [500] * 8), (0.25, [3500, *[1] * 70])],
+    ids=["2,000 at once", "512 in chunks", "a quarter and decoding"],
 )
 def test_bytes_stay_within_the_budget(name, keep, sizes):
     query, keys, values = stream(sum(sizes), rows=1)
@@ -181,7 +180,7 @@ def test_bytes_stay_within_the_budget(name, keep, sizes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BUDGETED)
-@pytest.mark.parametrize(("keep", "side"), [(0.25, "left"), (0.25, "right"), (0.25, "holes"), (512, "left")])
+@pytest.mark.parametrize(("keep", "side"), [(0.25, "right"), (512, "holes")])
 def test_bytes_stay_within_the_budget_of_the_longest_row(name, keep, side):
     """Whatever the padding: buffers are as wide as the fullest row needs."""
     lengths, count = [150, 450, 750, 1200], 1200
@@ -200,7 +199,7 @@ def test_bytes_stay_within_the_budget_of_the_longest_row(name, keep, side):
     budget = keep if isinstance(keep, int) else keep * count
     assert cache.nbytes <= (1.05 * budget + FIXED_SLACK) * entry
     rest = [t[:, :, count:] for t in (query, keys, values)]
-    feed(cache, *rest, [1] * 100, valid[:, count:])
+    feed(cache, *rest, [1] * 40 + [60], valid[:, count:])
     budget = keep if isinstance(keep, int) else keep * (count + 100)
     assert cache.nbytes <= (1.05 * budget + FIXED_SLACK) * entry
 
@@ -252,7 +251,7 @@ def test_rows_of_every_length_are_served(name):
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
 def test_half_precision_follows_single_precision(name, dtype):
     query, keys, values = stream(400, dtype=dtype)
     config = small(name)
@@ -294,77 +293,6 @@ def test_reset_forgets_everything(name):
     )
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_a_copy_lives_its_own_life(name):
-    query, keys, values = stream(500)
-    original = LayerCache(small(name), 0)
-    feed(original, query, keys, values, [400])
-    before = held(original)
-    twin = copy.deepcopy(original)
-    rest = [t[:, :, 400:] for t in (query, keys, values)]
-    answers = feed(twin, *rest, [50, *[1] * 50])
-    assert_same(held(original), before)
-    torch.testing.assert_close(feed(original, *rest, [50, *[1] * 50]), answers, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_rows_can_be_moved_repeated_and_dropped(name):
-    query, keys, values = stream(500, rows=3)
-    valid = torch.ones(3, 500, dtype=torch.bool)
-    valid[1, :77] = False
-    cache = LayerCache(small(name), 0)
-    feed(cache, query, keys, values, [400], valid)
-    index = torch.tensor([2, 1, 1, 0])
-    cache.map_rows(lambda tensor: tensor.index_select(0, index), index.tolist())
-    rest = [t[index][:, :, 400:] for t in (query, keys, values)]
-    got = feed(cache, *rest, [1] * 40)
-    for row, source in enumerate(index.tolist()):
-        alone = LayerCache(small(name), 0)
-        skip = 77 if source == 1 else 0
-        single = [t[source : source + 1, :, skip:] for t in (query, keys, values)]
-        expected = feed(alone, *single, [400 - skip, *[1] * 40])[:, :, 400 - skip :]
-        torch.testing.assert_close(got[row : row + 1], expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_rows_can_be_moved_before_anything_has_left_the_window(name):
-    query, keys, values = stream(20, rows=2)
-    cache = LayerCache(small(name), 0)
-    feed(cache, query, keys, values, [20])
-    cache.map_rows(lambda tensor: tensor.flip(0), [1, 0])
-    got = cache.attend(query[:, :, -1:].flip(0), SCALE).out
-    torch.testing.assert_close(got, exact_attention(query[:, :, -1:], keys, values, SCALE).out.flip(0))
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_state_can_be_taken_out_and_put_back(name):
-    query, keys, values = stream(400)
-    valid = padded_in_front(400, 30)
-    cache = LayerCache(small(name), 2)
-    feed(cache, query, keys, values, [300, *[1] * 20], valid)
-    tensors, numbers = cache.state()
-    twin = LayerCache(small(name), 2)
-    twin.restore({name: tensor.clone() for name, tensor in tensors.items()}, copy.deepcopy(numbers))
-    assert_same(held(twin), held(cache))
-    rest = [t[:, :, 320:] for t in (query, keys, values)]
-    sizes = [1] * 40 + [40]
-    torch.testing.assert_close(feed(twin, *rest, sizes), feed(cache, *rest, sizes), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_the_uncompressed_tail_can_be_taken_back(name):
-    query, keys, values = stream(440)
-    cache, straight = LayerCache(small(name), 0), LayerCache(small(name), 0)
-    for one in (cache, straight):
-        feed(one, query, keys, values, [400])
-    wrong = [t.flip(2)[:, :, :5] for t in (query, keys, values)]
-    feed(cache, *wrong, [5])
-    assert cache.left == straight.left, "choose other counts: a block left the window in between"
-    cache.crop(5)
-    rest = [t[:, :, 400:] for t in (query, keys, values)]
-    torch.testing.assert_close(feed(cache, *rest, [1] * 40), feed(straight, *rest, [1] * 40), rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("name", BUDGETED)
 def test_what_has_left_the_window_cannot_be_taken_back(name):
     query, keys, values = stream(600)
@@ -398,26 +326,6 @@ def test_the_reported_error_is_the_error(name):
     expected = (got - exact).norm(dim=(2, 3)) / exact.norm(dim=(2, 3))
     torch.testing.assert_close(cache.error, expected)
     assert (cache.error > 0.05).all()  # something was dropped, and it shows
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_tokens_taken_back_are_counted_with_their_padding(name):
-    """Five places of which a row has three, and the next one a single one: as if these had never come."""
-    query, keys, values = stream(433, rows=3)
-    valid = torch.ones(3, 433, dtype=torch.bool)
-    valid[0, :61] = False
-    valid[1, 300:400:3] = False
-    cache, straight = LayerCache(small(name), 0), LayerCache(small(name), 0)
-    for one in (cache, straight):
-        feed(one, query, keys, values, [300, 93], valid)
-    wrong = [t.flip(2)[:, :, :5] for t in (query, keys, values)]
-    some = torch.tensor([[1, 0, 1, 1, 0], [0, 0, 0, 0, 1], [1, 1, 1, 1, 1]]).bool()
-    feed(cache, *wrong, [5], some)
-    assert cache.left == straight.left, "choose other counts: a block left the window in between"
-    cache.crop(5, some.sum(1).tolist())
-    assert (cache.seen, cache.lengths) == (straight.seen, straight.lengths)
-    rest = [t[:, :, 393:] for t in (query, keys, values)]
-    torch.testing.assert_close(feed(cache, *rest, [1] * 40), feed(straight, *rest, [1] * 40), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", LOOKUPS)

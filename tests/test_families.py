@@ -20,6 +20,11 @@ COMPRESSED = [
 ]
 
 
+def build(family, **given):
+    """As many layers as there are kinds."""
+    return zoo.build(family, layers=4 if family == "cohere2" else 2, **given)
+
+
 def padding_mask(rows=ROWS, count=PROMPT):
     """Left padding: 60 tokens in the first row, 3 in the second, none in the others."""
     mask = torch.ones(rows, count, dtype=torch.long)
@@ -50,7 +55,7 @@ def calls_of(rows, prompt=PROMPT, steps=STEPS):
 
 @pytest.mark.parametrize("family", zoo.FAMILIES)
 def test_with_nothing_dropped_logits_equal_stock(family):
-    stock, ours = zoo.build(family), zoo.build(family)
+    stock, ours = build(family), build(family)
     cache = kvsketch.make_cache(ours, "exact")
     calls = calls_of(2)
     expected = logits(stock, DynamicCache(config=stock.config), calls)
@@ -68,7 +73,7 @@ def test_with_nothing_dropped_logits_equal_stock(family):
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gemma2"])
 @pytest.mark.parametrize("spec", ["exact", "uniform(keep=0.5, window=16)"])
 def test_models_in_double_precision_take_the_road_of_devices_without_a_kernel_of_ours(family, spec):
-    ours, slow = zoo.build(family, dtype=torch.float64), zoo.build(family, dtype=torch.float64)
+    ours, slow = build(family, dtype=torch.float64), build(family, dtype=torch.float64)
     config = kvsketch.parse_spec(spec)
     oracle.install(slow, config)
     calls = [*calls_of(2), zoo.tokens(2, 30, seed=3)]
@@ -78,7 +83,7 @@ def test_models_in_double_precision_take_the_road_of_devices_without_a_kernel_of
 
 @pytest.mark.parametrize("family", zoo.FAMILIES)
 def test_with_padding_and_nothing_dropped_logits_equal_stock(family):
-    stock, ours = zoo.build(family), zoo.build(family)
+    stock, ours = build(family), build(family)
     mask = padding_mask()
     calls = calls_of(ROWS, steps=6)
     expected = logits(stock, DynamicCache(config=stock.config), calls, mask)
@@ -95,7 +100,7 @@ def test_with_padding_and_nothing_dropped_logits_equal_stock(family):
 )
 def test_compressed_padded_batches_follow_the_oracle(family, spec):
     """Prompt, decoding across several blocks, and a second turn, for rows of different lengths."""
-    ours, slow = zoo.build(family), zoo.build(family)
+    ours, slow = build(family), build(family)
     config = kvsketch.parse_spec(spec)
     oracle.install(slow, config)
     cache = kvsketch.make_cache(ours, config)
@@ -105,7 +110,7 @@ def test_compressed_padded_batches_follow_the_oracle(family, spec):
     got = logits(ours, cache, calls, mask)
     real = torch.cat([mask, mask.new_ones(ROWS, got.shape[1] - PROMPT)], 1).bool()
     torch.testing.assert_close(got[real], expected[real], rtol=1e-4, atol=1e-5)
-    exact = zoo.build(family)
+    exact = build(family)
     dropped = logits(exact, DynamicCache(config=exact.config), calls, mask)
     assert (got[:, -1] - dropped[:, -1]).abs().max() > 1e-3, "compression should have had an effect"
 
@@ -165,7 +170,7 @@ def test_encoder_decoder_models_are_refused():
 @pytest.mark.parametrize("padded", [False, True])
 def test_an_attached_model_without_our_cache_answers_as_before(family, padded):
     """No cache, a stock cache in one call, in chunks, and token by token."""
-    stock, ours = zoo.build(family), zoo.build(family)
+    stock, ours = build(family), build(family)
     kvsketch.attach(ours)
     mask = padding_mask() if padded else None
     real = padding_mask().bool() if padded else torch.ones(ROWS, PROMPT, dtype=torch.bool)
@@ -183,7 +188,7 @@ def test_an_attached_model_without_our_cache_answers_as_before(family, padded):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_an_attached_model_still_works_with_a_static_cache(family):
-    stock, ours = zoo.build(family), zoo.build(family)
+    stock, ours = build(family), build(family)
     kvsketch.attach(ours)
     ids = zoo.tokens(2, 30)
     options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static", "disable_compile": True}
@@ -192,7 +197,7 @@ def test_an_attached_model_still_works_with_a_static_cache(family):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
 def test_training_an_attached_model_gives_the_same_gradients(family):
-    stock, ours = zoo.build(family), zoo.build(family)
+    stock, ours = build(family), build(family)
     kvsketch.attach(ours)
     ids = zoo.tokens(2, 30)
     for model in (stock, ours):
@@ -204,7 +209,7 @@ def test_training_an_attached_model_gives_the_same_gradients(family):
 
 def test_detach_restores_the_model():
     for family in ("llama", "gemma2", "gpt_oss"):
-        model = zoo.build(family)
+        model = build(family)
         before = {name: value for name, value in vars(model).items() if not name.startswith("_")}
         attention, config = model.config._attn_implementation, model.config.to_dict()
         attributes = [set(vars(module)) for module in model.modules()]
@@ -250,7 +255,7 @@ def test_a_vision_language_model_has_only_its_text_attached():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_under_autocast_answers_are_as_near_as_stocks(family, dtype):
     """Keys come in single precision then, and values in half."""
-    stock, ours = zoo.build(family), zoo.build(family)
+    stock, ours = build(family), build(family)
     calls, mask = calls_of(2, steps=8), padding_mask()[:2]
     real = torch.cat([mask, mask.new_ones(2, 8)], 1).bool()
     truth = logits(stock, DynamicCache(config=stock.config), calls, mask)

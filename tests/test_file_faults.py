@@ -22,6 +22,7 @@ from made_index import make_index
 from states import difference, state_of
 from test_rows import RUN, row
 
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
 CACHES = ("exact", "uniform(keep=0.25, window=16)", "clustergen(keep=0.5)", "subgen(keep=180, window=16)")
 
 

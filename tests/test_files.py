@@ -30,6 +30,7 @@ from kvsketch.files import (
 from made_index import make_index
 from states import difference, state_of
 
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
 SPECS = [
     "exact", "uniform(keep=0.25, window=16)", "uniform(keep='400KB', window=16)", "streaming_llm(keep=128)",
     "clustergen(keep=0.5)", "subgen(keep=180, window=16)", "balancekv(keep=0.5, window=16)",

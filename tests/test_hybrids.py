@@ -15,6 +15,7 @@ from kvsketch.files import TensorFile, write_tensors
 from kvsketch.huggingface.facts import facts
 from made_index import make_index
 
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
 COMPRESSED = "uniform(keep=0.5, window=16)"
 GREEDY = {"max_new_tokens": 10, "do_sample": False}
 

@@ -162,13 +162,14 @@ def test_models_with_sliding_layers_are_asked_one_prompt_at_a_time():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asked", ["before", "after"])
-def test_the_embedded_model_answers_and_dropping_costs_answers(asked):
+def test_the_embedded_model_answers_and_dropping_costs_answers():
     """24 pass keys in 1,000 tokens: known with everything held; without the middle only those near its ends."""
     model, tokenizer = load_embedded(torch.float32)
     methods = ("exact", "streaming_llm(keep=0.25)")
     found = rows_of(
-        Runner(model, tokenizer, plan(tasks=("passkey",), methods=methods, lengths=(1000,), samples=24, asked=(asked,)))
+        Runner(
+            model, tokenizer, plan(tasks=("passkey",), methods=methods, lengths=(1000,), samples=24, asked=("after",))
+        )
     )
     scores = {m: [row["score"] for row in found if row["method"] == m] for m in methods}
     assert sum(scores["exact"]) >= 23

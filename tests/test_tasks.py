@@ -69,8 +69,8 @@ def test_the_same_seed_gives_the_same_document_and_another_another(name, wording
 @pytest.mark.parametrize("name", TASKS)
 def test_documents_of_any_length_are_filled_and_never_too_long(name, wording):
     fitter = Fitter(TASKS[name], Setting(size=1, wording=wording), tokens_in)
-    for length in (1500, 2000, 6000):
-        for seed in range(3):
+    for length in (1500, 6000):
+        for seed in range(2):
             found = tokens_in(fitter.sample(length, str(seed)))
             # Common words come 3 or 30 times each: a list grows by jumps.
             assert (0.6 if name == "cwe" else 0.9) * length <= found <= length, (length, found)

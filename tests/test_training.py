@@ -17,7 +17,7 @@ from kvsketch.evaluation.training.tokenizer import build_tokenizer
 from kvsketch.evaluation.training.train import reply_logits, train
 
 TOKENIZER = build_tokenizer()
-SMALL = {"tokens": 8_000, "batch": 512}
+SMALL = {"tokens": 3_500, "batch": 512}
 
 
 def new_model(**shape):
@@ -168,7 +168,7 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path):
     whole = train(tmp_path / "whole", recipe)
 
     def stop(progress):
-        if progress.step in (3, 9):
+        if progress.step in (2, 5):
             raise KeyboardInterrupt
 
     parts = tmp_path / "parts"
@@ -197,7 +197,7 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path):
 def test_training_teaches(tmp_path):
     """28 steps on short documents: what was not known before is known."""
     documents = Documents(TOKENIZER, 0)
-    model = new_model()
+    model = new_model(layers=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0)
     losses = []
     for step in range(28):

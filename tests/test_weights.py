@@ -14,7 +14,10 @@ from kvsketch.huggingface.facts import facts
 from kvsketch.huggingface.weights import devices_of_layers, fingerprint_of_weights
 from made_index import make_index
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's
+pytestmark = [
+    pytest.mark.usefixtures("as_users_run_it"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # peft's
+]
 SPEC = "uniform(keep=0.5, window=16)"
 OTHER = "saved for another model"
 

@@ -174,13 +174,17 @@ class ExactFirst(Past):
         self.counts, self.groups = list(numbers["counts"]), list(numbers["groups"])
         held: dict[str, Tensor] = {name: tensors[name] for name in ("keys", "values", "valid") if name in tensors}
         self.held = made_of(Held, held) if HELD in self.groups else None
+        there = [] if self.held is None else self.held.valid.sum(1).tolist()
+        if there != [self.counts[row] for row in self._rows_of(HELD, self.groups)]:
+            raise ValueError(f"{self.counts!s:.60} tokens were written, and rows of {there!s:.60} are held exactly")
         self.pasts = []
         for number in range(check_groups(self.groups, len(self.counts), HELD)):
             past = self.new_past()
             prefix = f"{number}."
             past.restore(with_prefix(tensors, prefix), with_prefix(numbers, prefix))
             counts = [self.counts[row] for row in self._rows_of(number, self.groups)]
-            if numbers[f"{prefix}counts"] != counts:
+            entries = past.count_entries()
+            if numbers[f"{prefix}counts"] != counts or entries is None or len(entries) != len(counts):
                 raise ValueError(f"{counts!s:.60} tokens were written, and group {number} has others")
             self.pasts.append(past)
 
