@@ -258,7 +258,7 @@ def copied(folder: Path) -> Path:
     """A copy of what the tests need."""
     for name in ("src", "tests", "docs", "benchmarks"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "figures"))
-    for name in ("pyproject.toml", "README.md", "Makefile"):
+    for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md", "Makefile"):
         shutil.copy(ROOT / name, folder / name)
     return folder
 
