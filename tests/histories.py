@@ -356,7 +356,8 @@ class History(RuleBasedStateMachine):
         assert logits[new].isfinite().all()
         for number, row in enumerate(self.rows):
             own = new[number]
-            all_is_read = nothing_lost[number] or self.config.name == "exact" or (self.looks_up and count > 1)
+            reads_all = self.looks_up and count > 1 and not self.streams  # a chunk that streams looks up too
+            all_is_read = nothing_lost[number] or self.config.name == "exact" or reads_all
             in_one_piece = not self.streams or count <= self.config.chunk
             row.exact = row.exact and ((all_is_read and in_one_piece) or not bool(own.any()))
             tokens = ids[number][own].tolist()
