@@ -225,6 +225,23 @@ def test_detach_restores_the_model():
         kvsketch.detach(model)  # a second time is harmless
 
 
+def test_inside_a_with_block_a_model_is_attached_and_afterwards_as_it_was():
+    model = zoo.build("llama", attention="eager")
+    with kvsketch.attached(model) as same:
+        assert same is model
+        kvsketch.prefill(model, zoo.tokens(1, 50), kvsketch.make_cache(model, kvsketch.Uniform(keep=0.5)))
+        assert model.config._attn_implementation == "kvsketch"
+    assert model.config._attn_implementation == "eager"
+    kvsketch.attach(model)
+    with kvsketch.attached(model):
+        pass
+    assert model.config._attn_implementation == "kvsketch"
+
+
+def test_a_cache_without_a_method_is_exact():
+    assert kvsketch.make_cache(zoo.build("llama")).config == kvsketch.Exact()
+
+
 def test_attaching_twice_keeps_the_first_attention_for_detach():
     model = zoo.build("llama", attention="eager")
     kvsketch.make_cache(model, "uniform")

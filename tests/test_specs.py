@@ -4,6 +4,7 @@ import pytest
 
 import kvsketch
 from kvsketch.caches.budget import Budget, parse_bytes
+from kvsketch.caches.registry import METHODS
 from kvsketch.caches.uniform import Uniform
 
 
@@ -20,6 +21,11 @@ def test_a_spec_shows_the_budget_and_what_differs_from_the_defaults():
     assert str(Uniform(sinks=2)) == "uniform(keep=0.25, sinks=2)"
     assert str(Uniform(keep="512MB", seed=3)) == "uniform(keep='512MB', seed=3)"
     assert kvsketch.parse_spec(" uniform ( keep = 4096 ) ") == Uniform(keep=4096)
+
+
+def test_every_config_has_a_public_name():
+    for config in METHODS.values():
+        assert getattr(kvsketch, config.__name__) is config
 
 
 def test_methods_are_listed_with_one_line_each():

@@ -8,24 +8,64 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvsketch.attention import Partial, WeightedTokens, exact_attention, merge, weighted_attention
-    from kvsketch.caches.registry import methods, parse_spec
-    from kvsketch.huggingface import SketchCache, attach, detach, load_cache, make_cache, prefill
+    from kvsketch.caches.registry import (
+        LSH,
+        BalanceKV,
+        ClusterGen,
+        Exact,
+        KMeans,
+        RandomBuckets,
+        Retrieval,
+        Saap,
+        StreamingLLM,
+        SubGen,
+        Uniform,
+        methods,
+        parse_spec,
+    )
+    from kvsketch.huggingface import SketchCache, attach, attached, detach, load_cache, make_cache, prefill
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "kvsketch.attention": ("Partial", "WeightedTokens", "exact_attention", "merge", "weighted_attention"),
-    "kvsketch.caches.registry": ("methods", "parse_spec"),
-    "kvsketch.huggingface": ("SketchCache", "attach", "detach", "load_cache", "make_cache", "prefill"),
+    "kvsketch.caches.registry": (
+        "BalanceKV",
+        "ClusterGen",
+        "Exact",
+        "KMeans",
+        "LSH",
+        "RandomBuckets",
+        "Retrieval",
+        "Saap",
+        "StreamingLLM",
+        "SubGen",
+        "Uniform",
+        "methods",
+        "parse_spec",
+    ),
+    "kvsketch.huggingface": ("SketchCache", "attach", "attached", "detach", "load_cache", "make_cache", "prefill"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "LSH",
+    "BalanceKV",
+    "ClusterGen",
+    "Exact",
+    "KMeans",
     "Partial",
+    "RandomBuckets",
+    "Retrieval",
+    "Saap",
     "SketchCache",
+    "StreamingLLM",
+    "SubGen",
+    "Uniform",
     "WeightedTokens",
     "__version__",
     "attach",
+    "attached",
     "detach",
     "exact_attention",
     "load_cache",

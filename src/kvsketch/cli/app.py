@@ -15,13 +15,13 @@ from rich.table import Table
 
 import kvsketch
 from kvsketch.cli.ending import stop_at_once, stop_in_order, was_stopped
+from kvsketch.cli.notes import notes, say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 N = TypeVar("N", int, float)
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-notes = Console(stderr=True, markup=False, emoji=False)  # everything but the answer, so that the answer can be piped
 MOST = 10**9  # of whatever can be counted; more is a slip of the keyboard, and would run for ever
 
 EMBEDDED_MODEL = (
@@ -52,11 +52,6 @@ def methods() -> None:
     for name, line in kvsketch.methods().items():
         table.add_row(name, line)
     output().print(table)
-
-
-def say(text: str) -> None:
-    """A note, as it is: not wrapped, and no markup."""
-    notes.print(text, highlight=False, soft_wrap=True)
 
 
 def output() -> Console:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from rich.progress import MofNCompleteColumn
 
-from kvsketch.cli.app import numbers, output, progress_bar, reported, say, say_no_pictures
+from kvsketch.cli.app import numbers, output, progress_bar, reported, say_no_pictures
 from kvsketch.cli.bench_error_inputs import Inputs, given, shares, specs
 from kvsketch.cli.bench_error_tables import NOTE, tables
+from kvsketch.cli.notes import say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from rich.progress import MofNCompleteColumn
 
-from kvsketch.cli.app import MOST, output, progress_bar, reported, say, say_no_pictures, some_numbers
+from kvsketch.cli.app import MOST, output, progress_bar, reported, say_no_pictures, some_numbers
 from kvsketch.cli.bench_error_inputs import Inputs, Texts, given, shares, specs
+from kvsketch.cli.notes import say
 
 if TYPE_CHECKING:
     from kvsketch.caches.key_index import KeyIndex

@@ -9,8 +9,9 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from kvsketch.cli.app import MOST, check_folder, notes, output, size_for_people
+from kvsketch.cli.app import MOST, check_folder, output, size_for_people
 from kvsketch.cli.ending import stop_in_order
+from kvsketch.cli.notes import notes
 
 TASKS = ("lines", "niah_single", "niah_multikey")  # of the report: one dense, two that are not
 LENGTHS = (1000, 2000)

@@ -112,7 +112,7 @@ def _called_wrongly(error: Any) -> str:
 
 
 def _say(text: str) -> None:
-    from kvsketch.cli.app import notes, say
+    from kvsketch.cli.notes import notes, say
 
     line = " ".join(text.splitlines())
     if len(line) > LONGEST:

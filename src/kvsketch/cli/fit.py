@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from kvsketch.cli.app import check_device, check_folder, load_model, output, progress_bar, say, some_numbers
+from kvsketch.cli.app import check_device, check_folder, load_model, output, progress_bar, some_numbers
+from kvsketch.cli.notes import say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -8,7 +8,8 @@ import typer
 from rich.table import Table
 
 import kvsketch
-from kvsketch.cli.app import MOST, load_model, notes, progress_bar, read_text, say, size_for_people
+from kvsketch.cli.app import MOST, load_model, progress_bar, read_text, size_for_people
+from kvsketch.cli.notes import notes, say
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,9 +18,9 @@ from kvsketch.cli.app import (
     output,
     progress_bar,
     read_text,
-    say,
     some_numbers,
 )
+from kvsketch.cli.notes import say
 
 if TYPE_CHECKING:
     from kvsketch.evaluation.inspection import Row

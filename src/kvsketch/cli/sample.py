@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvsketch.cli.app import MOST, say
+from kvsketch.cli.app import MOST
+from kvsketch.cli.notes import say
 
 if TYPE_CHECKING:
     from kvsketch.evaluation.tasks import Sample

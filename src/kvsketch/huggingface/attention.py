@@ -7,7 +7,7 @@ without a link (sliding layers, other caches, no cache) get ordinary attention, 
 
 import weakref
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,30 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from transformers.modeling_utils import AttentionInterface
 
 from kvsketch.attention import Partial, WeightedTokens, merge
-from kvsketch.caches.layer import NewTokens
+from kvsketch.caches.layer import LayerCache, NewTokens
+from kvsketch.caches.question import Unrotated
 from kvsketch.kernels.weighted_attention import reference
 
-if TYPE_CHECKING:
-    from kvsketch.huggingface.layer import SketchLayer
-
 NAME = "kvsketch"  # must not contain "flash": transformers looks for that word
+
+
+@runtime_checkable
+class Linked(Protocol):
+    """The layer of a cache that keys lead to; `huggingface/layer.py` has it."""
+
+    held: LayerCache
+
+    def meet(self, module: nn.Module) -> None:
+        """Refuse another model's module."""
+
+    def before_rotation(self, module: nn.Module, queries: Tensor, keys: Tensor) -> Unrotated | None:
+        """Queries and keys as they were before they were rotated, where the method asks for them."""
+
+    def check_positions_once(self, positions: Tensor | None, new: NewTokens) -> None:
+        """Refuse positions that do not go on where the cache stands."""
+
+    def read(self, query: Tensor, new: NewTokens, scale: float, softcap: float | None, lse: bool) -> Partial:
+        """Take in new tokens, and answer their queries."""
 
 
 def register() -> None:
@@ -31,7 +48,7 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, mask)
 
 
-def link(keys: Tensor, layer: "SketchLayer") -> Tensor:
+def link(keys: Tensor, layer: Linked) -> Tensor:
     """The keys, as a new tensor object that leads to the layer they were given to."""
     linked = keys.view_as(keys)
     linked._kvsketch_layer = weakref.ref(layer)  # type: ignore[attr-defined]
@@ -142,7 +159,7 @@ def refuse_weights() -> None:
     )
 
 
-def _linked_layer(key: Tensor) -> "SketchLayer | None":
+def _linked_layer(key: Tensor) -> Linked | None:
     reference_to_layer = getattr(key, "_kvsketch_layer", None)
     return None if reference_to_layer is None else reference_to_layer()
 

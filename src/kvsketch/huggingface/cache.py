@@ -24,6 +24,7 @@ from kvsketch.caches.question import LookupPast
 from kvsketch.caches.registry import parse_spec
 from kvsketch.huggingface import stock
 from kvsketch.huggingface.attention import autocast_of, check_mask, check_some, refuse_weights
+from kvsketch.huggingface.files import write_cache
 from kvsketch.huggingface.layer import HybridSketchLayer, SketchLayer
 from kvsketch.huggingface.model import ModelLink
 from kvsketch.huggingface.modules import attention_modules, heads_of
@@ -525,10 +526,26 @@ class SketchCache(Cache):
         return {"input_ids": input_ids, "attention_mask": torch.cat([old, new], 1)}
 
     def save(self, path: str | Path) -> None:
-        """Write everything held to a safetensors file; `kvsketch.load_cache` reads it back."""
-        from kvsketch.huggingface.files import save_cache
+        """Write everything held to a safetensors file; `kvsketch.load_cache` reads it back.
 
-        save_cache(self, path)
+        The file appears whole or not at all.
+        """
+        if self.seen == 0:
+            raise ValueError("the cache is empty: there is nothing to save before it has read a prompt")
+        self.check_whole()
+        if self.recording:
+            self.end_recording()
+        now = self.model.fingerprint()
+        read_by = self.read_by or now
+        if now is not None and now != read_by:
+            raise ValueError(
+                "the model's weights, or its adapters, have changed since this cache began to read: what it holds was "
+                "made by others, and a file would say that it fits these. Have a new cache read the text"
+            )
+        if read_by is None:
+            raise ValueError("the model that this cache was made for is gone, so a file could not say whose it is")
+        model_type = self.model.config.model_type
+        write_cache(path, self.config, self.layers, model_type=model_type, read_by=read_by, dtype=self.dtype)
 
 
 def _per_head(measured: Tensor | None) -> list[float] | None:

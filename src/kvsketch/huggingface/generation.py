@@ -16,10 +16,11 @@ from kvsketch.huggingface.facts import facts
 from kvsketch.huggingface.model import attach, unwrapped
 
 
-def make_cache(model: nn.Module, method: str | MethodConfig = "uniform(keep=0.25)") -> SketchCache:
+def make_cache(model: nn.Module, method: str | MethodConfig = "exact") -> SketchCache:
     """An empty cache for `model.generate(..., past_key_values=cache)`; also attaches the model.
 
-    `method` is a spec: see `kvsketch.methods()`. `kvsketch.detach(model)` undoes the attaching.
+    `method` is a spec such as "uniform(keep=0.25)" (see `kvsketch.methods()`), or a config such as
+    `kvsketch.Uniform(keep=0.25)`. `kvsketch.detach(model)` undoes the attaching.
     """
     config = parse_spec(method)
     config.check_model(partial(facts, unwrapped(model)))

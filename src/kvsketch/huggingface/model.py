@@ -5,10 +5,11 @@ import inspect
 import json
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -21,6 +22,7 @@ from kvsketch.huggingface.modules import attention_modules, said_of
 from kvsketch.huggingface.rotation import WATCH, BeforeRotation
 from kvsketch.huggingface.weights import fingerprint_of_weights
 
+M = TypeVar("M", bound=nn.Module)
 CALLS = "_kvsketch_calls"  # on the decoder: the hooks that tell a cache where a call begins and ends
 BEFORE = "_kvsketch_before"  # on attention modules: the attention they had
 GUARD = "_kvsketch_guard"  # on attention modules of models that may drop a cache
@@ -187,6 +189,18 @@ def detach(model: nn.Module) -> None:
         for note in (BEFORE, GUARD, WATCH):
             if hasattr(module, note):
                 delattr(module, note)
+
+
+@contextmanager
+def attached(model: M) -> Iterator[M]:
+    """Attach inside a `with` block, whatever caches are made there; one that was attached before stays so."""
+    was_attached = is_attached(unwrapped(model))
+    attach(model)
+    try:
+        yield model
+    finally:
+        if not was_attached:
+            detach(model)
 
 
 def unwrapped(model: nn.Module) -> Any:

@@ -1,0 +1,70 @@
+"""Caches that were saved, ready to go on."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from kvsketch.files import DTYPES, TensorFile
+from kvsketch.huggingface import stock
+from kvsketch.huggingface.cache import SketchCache
+from kvsketch.huggingface.files import config_for, read_description
+from kvsketch.huggingface.layer import SketchLayer
+from kvsketch.huggingface.model import attach, detach, is_attached, unwrapped
+from kvsketch.huggingface.weights import devices_of_layers
+
+# What comes of a state in which no layer can be.
+NOT_POSSIBLE = (
+    KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, AssertionError, ArithmeticError,
+)  # fmt: skip
+
+
+def load_cache(model: nn.Module, path: str | Path) -> SketchCache:
+    """The cache that `cache.save(path)` wrote, for the same model; also attaches the model.
+
+    Each layer's part goes to where that layer computes, and nothing of it is a view of the file.
+    """
+    inner: PreTrainedModel = unwrapped(model)
+    with TensorFile(path) as file:
+        known = read_description(file)
+        config = config_for(known, inner, file.path)
+        was_attached = is_attached(inner)
+        try:
+            cache = SketchCache(config, attach(inner, before_rotation=config.before_rotation))
+            _restore(cache, known, file, devices_of_layers(inner), inner.device)
+        except BaseException:
+            if not was_attached:
+                detach(inner)
+            raise
+    return cache
+
+
+def _restore(
+    cache: SketchCache,
+    known: dict[str, Any],
+    file: TensorFile,
+    devices: Mapping[int, torch.device],
+    elsewhere: torch.device,
+) -> None:
+    """Fill a new cache from a file: layers of ours first, which know how much of what was read is padding."""
+    kinds = [type(layer).__name__ for layer in cache.layers]
+    if [saved["type"] for saved in known["layers"]] != kinds:
+        raise ValueError(f"{file.path} does not hold the layers that this model has: {', '.join(dict.fromkeys(kinds))}")
+    order = sorted(range(len(kinds)), key=lambda index: not isinstance(cache.layers[index], SketchLayer))
+    for index in order:
+        layer, state = cache.layers[index], known["layers"][index]["state"]
+        held = file.read(f"{index}.", devices.get(index, elsewhere))
+        try:
+            if isinstance(layer, SketchLayer):
+                layer.restore(held, state)
+                cache.check_alike(layer)
+            else:
+                stock.restore(layer, held, state, cache.sketch_layers[0].held if cache.sketch_layers else None)
+        except NOT_POSSIBLE as error:
+            what = f"{file.path} holds a state of layer {index} that {cache.config} cannot be in"
+            raise ValueError(f"{what}: {error!r:.200}") from error
+    cache.read_by, cache.dtype = known["fingerprint"], None if known["dtype"] is None else DTYPES[known["dtype"]]
+    cache.check_whole()

@@ -1,0 +1,83 @@
+"""What README and docs show can be pasted: code runs, commands and their options exist. Specs: see test_golden."""
+
+import re
+import shlex
+from pathlib import Path
+
+import torch
+from typer.main import get_command
+
+import kvsketch
+from kvsketch.cli.commands import app
+from kvsketch.evaluation.embedded import load_embedded
+from kvsketch.evaluation.tasks import TASKS, Setting
+from kvsketch.evaluation.tasks.fit import Fitter
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page, language):
+    text = page.read_text(encoding="utf-8")
+    found = re.findall(rf"^( *)```{language}\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE)
+    return ["\n".join(line.removeprefix(indent) for line in code.split("\n")) for indent, code in found]
+
+
+def commands():
+    """Lines of code, and code in sentences, that begin with `kvsketch`."""
+    for page in PAGES:
+        for line in page.read_text(encoding="utf-8").split("\n"):
+            shown = [line.strip()] if line.startswith("    kvsketch ") else re.findall(r"`(kvsketch [^`]+)`", line)
+            yield from ((page.name, one) for one in shown)
+
+
+def test_the_code_of_the_readme_runs_as_it_stands(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    model, tokenizer = load_embedded(torch.float32)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    count = lambda sample: len(tokenizer(sample.context)["input_ids"])  # noqa: E731
+    sample = Fitter(TASKS["passkey"], Setting(size=1), count).sample(600, "0")
+    ids = tokenizer(sample.context, return_tensors="pt")["input_ids"]
+    questions = [
+        tokenizer(q.text, add_special_tokens=False, return_tensors="pt")["input_ids"] for q in sample.questions
+    ]
+    known = {"name": str(tmp_path / "model"), "text": sample.context, "ids": ids, "questions": questions}
+    first, second = blocks(ROOT / "README.md", "python")
+    exec(first, known)
+    assert "bytes" in capsys.readouterr().out
+    assert known["out"].shape[1] > ids.shape[1]
+    assert known["model"].config._attn_implementation != "kvsketch"
+    exec(second, known)
+    assert known["cache"].get_seq_length() == ids.shape[1]
+    assert (tmp_path / "book.safetensors").exists()
+
+
+def test_other_code_of_the_docs_runs(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    found = [code for page in PAGES[1:] for code in blocks(page, "python")]
+    assert found
+    for code in found:
+        exec("from transformers import AutoModelForCausalLM, AutoTokenizer\n" + code, {"kvsketch": kvsketch})
+
+
+def options_that_are_missing(line):
+    """Of a command as it is shown; and the command itself, where there is none of this name."""
+    words = shlex.split(line, comments=True)[1:]
+    command = get_command(app)
+    while hasattr(command, "commands") and words and not words[0].startswith("-"):
+        name = words.pop(0)
+        if name.isupper():  # it stands for any
+            return set()
+        if name not in command.commands:
+            return {name}
+        command = command.commands[name]
+    known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    return {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)} - known - {"--help"}
+
+
+def test_commands_and_their_options_exist():
+    shown = list(commands())
+    assert len(shown) > 20
+    assert not [(page, line, missing) for page, line in shown if (missing := options_that_are_missing(line))]
+    assert options_that_are_missing("kvsketch generate --wrong 1") == {"--wrong"}
