@@ -79,7 +79,7 @@ lookup: $(VENV)/ready ## what Saap does: time of a step, answers and errors of l
 	$(BIN)/python benchmarks/lookup.py --hidden 256
 	$(BIN)/python benchmarks/looked_up_answers.py lookup-report
 	$(BIN)/python benchmarks/looked_up_answers.py needles-lookup-report --lengths 4000 --samples 24 --fitted-to needles
-	$(BIN)/kvsketch bench error --against selectivity --index lookup-report/own --window 255 --out selectivity-report
+	$(BIN)/python -m benchmarks.selectivity --index lookup-report/own --window 255 --out selectivity-report
 
 figures: $(VENV)/ready ## draw docs/figures from the rows in docs/results
 	$(BIN)/python benchmarks/figures.py

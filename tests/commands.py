@@ -31,8 +31,8 @@ class Done:
         return " ".join(self.stderr.replace("│", " ").split())
 
 
-def run(*arguments, text: str | bytes = "", columns: int = 80) -> Done:
-    """Run `kvsketch` with these arguments and this standard input."""
+def run(*arguments, text: str | bytes = "", columns: int = 80, main=main) -> Done:
+    """Run `kvsketch`, or another command, with these arguments and this standard input."""
     content = text.encode() if isinstance(text, str) else text
     interrupted = signal.getsignal(signal.SIGINT)
     out, err, code = io.StringIO(), io.StringIO(), 0

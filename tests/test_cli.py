@@ -180,8 +180,6 @@ def test_mistakes_of_standard_input(text, message):
         (["lines", "--tasks", "caf\udce9"], r"the argument 'caf\udce9' is no text in UTF-8"),
         (["lines", "--out", BOOK], "--out must name a folder, a new one or one that is there"),
         (["error", "--seeds", 10**9], "--seeds': Input should be less than"),
-        (["error", "--against", "selectivity", "--buckets", 0], "buckets must be a whole number of at least 1, got 0"),
-        (["error", "--against", "selectivity", "--tables", 10**9], "tables must be at most 65,536"),
         (["needle", "--haystack", "nowhere"], "there is no file nowhere"),
         (["needle", "--haystack", "{latin}"], "is no text in UTF-8"),
         (["needle", "--depths", "2"], "a depth is a share of the document from 0 to 1, got 2.0"),

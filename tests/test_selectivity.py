@@ -7,6 +7,15 @@ import math
 
 import pytest
 import torch
+from benchmarks.selectivity import pictures as pictures
+from benchmarks.selectivity.__main__ import main
+from benchmarks.selectivity.attention_span import Cut, span
+from benchmarks.selectivity.lookups import case_of, filled, measure
+from benchmarks.selectivity.plan import KEY, WINDOW_ALONE, Study, Trial, index_name
+from benchmarks.selectivity.random_tokens import RandomTokens
+from benchmarks.selectivity.study import KEYS, Asked, Files, run
+from benchmarks.selectivity.summary import at_read, label, summarise, with_first_index
+from benchmarks.selectivity.tables import tables
 from rich.console import Console
 
 import zoo
@@ -16,15 +25,7 @@ from kvsketch.algorithms import lsh, saap
 from kvsketch.attention import exact_attention
 from kvsketch.caches.key_index import read_index
 from kvsketch.caches.registry import parse_spec
-from kvsketch.cli.bench_selectivity_tables import tables
-from kvsketch.evaluation import selectivity_pictures as pictures
-from kvsketch.evaluation.attention_span import Cut, span
-from kvsketch.evaluation.lookups import case_of, filled, measure
-from kvsketch.evaluation.random_tokens import RandomTokens
 from kvsketch.evaluation.rows import key_of, read_rows
-from kvsketch.evaluation.selectivity import KEYS, Asked, Files, run
-from kvsketch.evaluation.selectivity_plan import KEY, WINDOW_ALONE, Study, Trial, index_name
-from kvsketch.evaluation.selectivity_summary import at_read, label, summarise, with_first_index
 from made_index import make_index
 from test_selectivity_keys import GROUP, HEADS, TOKENS, WIDTH, captured, text
 
@@ -457,10 +458,10 @@ def test_a_layer_without_errors_says_so():
 
 
 def called(*arguments):
-    return command("bench", "error", *arguments)
+    return command(*arguments, main=main)
 
 
-SHORT = ("--against", "selectivity", "--tokens", 500, "--window", 100, "--layers", "1,2", "--rates", "0.5,0.1")
+SHORT = ("--tokens", 500, "--window", 100, "--layers", "1,2", "--rates", "0.5,0.1")
 
 
 def test_the_command_makes_its_own_buckets_prints_tables_and_draws(tmp_path):
@@ -502,18 +503,17 @@ def test_the_command_takes_indexes_and_files(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--against", "all"], "--against must be one of rate, selectivity, got 'all'"),
-        (["--against", "selectivity", "--exact", 3], "--exact: only for --against rate, and this is --against selec"),
-        (["--window", 3, "--train-file", "x"], "--train-file, --window: only for --against selectivity, and this is"),
-        (["--against", "selectivity", "--rates", "2"], "a rate is the share of the past that is read"),
-        (["--against", "selectivity", "--heads", "2"], "--heads must be such as 2:0, a layer and one of its query"),
-        (["--against", "selectivity", "--heads", "9:0"], "--heads 9:0 is not there: layers [0, 1, 2, 3] are read"),
-        (["--against", "selectivity", "--methods", "saap"], "saap looks things up by an index: give one with --index"),
-        (["--against", "selectivity", "--index", "nowhere"], "nowhere is no index: it has no index.json"),
-        (["--against", "selectivity", "--index", "x", "--buckets", "8"], "give --index or --buckets"),
-        (["--against", "selectivity", "--window", 9000], "the study needs at least 9,097: 1 first ones, a window of"),
-        (["--against", "selectivity", "--prompt-file", "{book}"], "buckets are made of other texts: name some with"),
-        (["--against", "selectivity", "--buckets", "90000"], "90000 buckets need as many keys, the texts have"),
+        (["--rates", "2"], "a rate is the share of the past that is read"),
+        (["--buckets", 0], "buckets must be a whole number of at least 1, got 0"),
+        (["--tables", 10**9], "tables must be at most 65,536"),
+        (["--heads", "2"], "--heads must be such as 2:0, a layer and one of its query"),
+        (["--heads", "9:0"], "--heads 9:0 is not there: layers [0, 1, 2, 3] are read"),
+        (["--methods", "saap"], "saap looks things up by an index: give one with --index"),
+        (["--index", "nowhere"], "nowhere is no index: it has no index.json"),
+        (["--index", "x", "--buckets", "8"], "give --index or --buckets"),
+        (["--window", 9000], "the study needs at least 9,097: 1 first ones, a window of"),
+        (["--prompt-file", "{book}"], "buckets are made of other texts: name some with"),
+        (["--buckets", "90000"], "90000 buckets need as many keys, the texts have"),
     ],
 )
 def test_a_study_that_cannot_be_ends_with_one_line(arguments, message, tmp_path):

@@ -4,14 +4,9 @@ import math
 
 import pytest
 import torch
-
-import zoo
-from kvsketch.algorithms import saap
-from kvsketch.attention import NO_MASS
-from kvsketch.caches.key_index import read_index
-from kvsketch.evaluation import key_pictures as pictures
-from kvsketch.evaluation.attention_span import Cut, logits_by_head, span
-from kvsketch.evaluation.bucket_sizes import (
+from benchmarks.selectivity import key_pictures as pictures
+from benchmarks.selectivity.attention_span import Cut, logits_by_head, span
+from benchmarks.selectivity.bucket_sizes import (
     KINDS,
     bucket_sizes,
     deviation,
@@ -20,7 +15,7 @@ from kvsketch.evaluation.bucket_sizes import (
     even_deviation,
     pools_of,
 )
-from kvsketch.evaluation.key_query_spread import (
+from benchmarks.selectivity.key_query_spread import (
     RECENT,
     evenly,
     key_query_spread,
@@ -29,8 +24,13 @@ from kvsketch.evaluation.key_query_spread import (
     principal_map,
     shares,
 )
+from benchmarks.selectivity.own_buckets import cluster, folder_of, keys_of, make_buckets
+
+import zoo
+from kvsketch.algorithms import saap
+from kvsketch.attention import NO_MASS
+from kvsketch.caches.key_index import read_index
 from kvsketch.evaluation.layer_error_plan import Prompt
-from kvsketch.evaluation.own_buckets import cluster, folder_of, keys_of, make_buckets
 from kvsketch.huggingface.capture import Captured, capture
 
 HEADS, GROUP, WIDTH = 2, 3, 8

@@ -1,130 +1,159 @@
-"""`kvsketch bench error`: how far single layers are from exact attention, methods side by side."""
+"""`kvsketch bench error`: how far single layers are from exact attention when they keep few tokens."""
 
-from functools import partial
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.progress import MofNCompleteColumn
 
-from kvsketch.cli import bench_error_rate as rate
-from kvsketch.cli import bench_selectivity as selectivity
-from kvsketch.cli.app import MOST, check_folder, load_model, some_numbers
-from kvsketch.cli.bench import describe
-from kvsketch.cli.bench_error_inputs import PROMPTS, TASK, TOKENS, Inputs, Texts
+from kvsketch.cli.app import numbers, output, progress_bar, reported, say_no_pictures
+from kvsketch.cli.bench_error_inputs import (
+    Device,
+    Inputs,
+    Layers,
+    Methods,
+    ModelName,
+    Out,
+    Precision,
+    PromptFiles,
+    Prompts,
+    Task,
+    Texts,
+    Tokens,
+    given,
+    ready,
+    shares,
+    specs,
+)
+from kvsketch.cli.bench_error_tables import NOTE, tables
+from kvsketch.cli.notes import say
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from kvsketch.evaluation.layer_error_plan import Prompt, Study
+    from kvsketch.evaluation.rows import Row, RowsFile
 
 MOST_SEEDS = 10_000
-RATE: dict[str, Any] = {"rich_help_panel": "Options of --against rate"}
-SELECTIVITY: dict[str, Any] = {"rich_help_panel": "Options of --against selectivity"}
+ROWS, NORMS = "error.jsonl", "norms.jsonl"
+METHODS = "balancekv; uniform; uniform(weights='none'); streaming_llm; clustergen; subgen"
+RATES, BLOCKS, SEEDS, EXACT = "0.5,0.25,0.125,0.0625", "64,128,256", 10, 256
 
 
 def bench_error(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Rows and pictures go to this folder.")],
-    model: Annotated[str | None, typer.Argument(help="A model's folder or name; the embedded one if left out.")] = None,
-    against: Annotated[
-        str, typer.Option(help="rate: of tokens that are kept; selectivity: the share of the past that is read.")
-    ] = "rate",
-    methods: Annotated[
-        str | None, typer.Option("--methods", "-m", help="Specs without budgets, with ; between; all if left out.")
-    ] = None,
-    rates: Annotated[
-        str | None,
-        typer.Option(help=f"Shares to keep ({rate.RATES}), or those that methods aim to read ({selectivity.RATES})."),
-    ] = None,
+    out: Out,
+    model: ModelName = None,
+    methods: Methods = None,
+    rates: Annotated[str | None, typer.Option(help=f"Shares of the tokens to keep ({RATES}).")] = None,
     seeds: Annotated[
-        int | None,
-        typer.Option(
-            max=MOST_SEEDS,
-            help=f"So many seeds, for methods that draw at random ({rate.SEEDS}, or {selectivity.SEEDS}).",
-        ),
+        int | None, typer.Option(max=MOST_SEEDS, help=f"Seeds for methods that draw at random; {SEEDS}.")
     ] = None,
-    layers: Annotated[str | None, typer.Option(help="These layers, with commas; all if left out.")] = None,
-    prompt_file: Annotated[
-        list[Path] | None, typer.Option(help="A text to read; once for each. Left out: documents of a task.")
-    ] = None,
-    task: Annotated[str | None, typer.Option(help=f"Documents of this task, {TASK} if left out.")] = None,
-    prompts: Annotated[
-        int | None, typer.Option(min=1, max=MOST, help=f"So many documents, {PROMPTS} if left out.")
-    ] = None,
-    tokens: Annotated[
-        int | None,
-        typer.Option(min=1, max=MOST, help=f"Tokens of a document, {TOKENS:,} if left out; and the most of a file."),
-    ] = None,
-    blocks: Annotated[
-        str | None, typer.Option(help=f"Sizes of block, for methods that have such; {rate.BLOCKS}.", **RATE)
-    ] = None,
+    layers: Layers = None,
+    prompt_file: PromptFiles = None,
+    task: Task = None,
+    prompts: Prompts = None,
+    tokens: Tokens = None,
+    blocks: Annotated[str | None, typer.Option(help=f"Sizes of block, for methods that have such; {BLOCKS}.")] = None,
     exact: Annotated[
-        int | None, typer.Option(help=f"Tokens kept at either end; so many queries are asked; {rate.EXACT}.", **RATE)
+        int | None, typer.Option(help=f"Tokens kept at either end; so many queries are asked; {EXACT}.")
     ] = None,
-    index: Annotated[
-        list[Path] | None,
-        typer.Option(help="A folder of kvsketch fit; again for other numbers of buckets, to compare.", **SELECTIVITY),
-    ] = None,
-    buckets: Annotated[
-        str | None,
-        typer.Option(help=f"Without an index: numbers of buckets to make; {selectivity.BUCKETS}.", **SELECTIVITY),
-    ] = None,
-    train_file: Annotated[
-        list[Path] | None,
-        typer.Option(help="A .txt or .jsonl file whose keys buckets are made of; once for each.", **SELECTIVITY),
-    ] = None,
-    tables: Annotated[
-        str | None, typer.Option(help=f"Numbers of MagicPIG's tables; {selectivity.TABLES}.", **SELECTIVITY)
-    ] = None,
-    sinks: Annotated[int | None, typer.Option(help="First tokens that are read in full; 1.", **SELECTIVITY)] = None,
-    window: Annotated[
-        int | None,
-        typer.Option(help="Latest tokens that are read in full; 2047, or an eighth of a short text.", **SELECTIVITY),
-    ] = None,
-    asking: Annotated[int | None, typer.Option(help="So many last tokens ask; 64.", **SELECTIVITY)] = None,
-    top: Annotated[
-        int | None,
-        typer.Option(min=1, max=MOST, help="Keys whose share of the attention is shown; 256.", **SELECTIVITY),
-    ] = None,
-    heads: Annotated[
-        str | None,
-        typer.Option(help="LAYER:HEAD, with commas: whose keys and queries are shown; one if left out.", **SELECTIVITY),
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto for the checkpoint's own.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="Where to run; the default is the best there is.")] = None,
+    dtype: Precision = "auto",
+    device: Device = None,
 ) -> None:
-    """Compare single layers with exact attention.
+    """Compare single layers with exact attention: BalanceKV's study of how many tokens are kept.
 
-    BalanceKV's study of rates (how many tokens are kept), or Saap's of selectivity (how many of them are read).
-
-    Rate: the first and the last tokens of a text are kept, methods compress those between, and the last ones ask.
-    Selectivity: all are kept, first and latest ones are read in full, and methods look up some of those between.
+    The first and the last tokens of a text are kept, methods compress those between, and the last ones ask.
     Run it again to go on after an interruption.
     """
-    own: dict[str, dict[str, Any]] = {
-        "rate": {"blocks": blocks, "exact": exact},
-        "selectivity": {
-            "index": index, "buckets": buckets, "train_file": train_file, "tables": tables, "sinks": sinks,
-            "window": window, "asking": asking, "top": top, "heads": heads,
-        },
-    }  # fmt: skip
-    check_folder("--out", out)
-    _check_options(against, own)
+    study = read_study(methods, rates, seeds, blocks, exact)
     texts = Texts(files=tuple(prompt_file or ()), task=task, prompts=prompts, tokens=tokens)
-    wanted = None if layers is None else some_numbers("--layers", layers, int)
-    if against == "rate":
-        measure = partial(rate.run, rate.read_study(methods, rates, seeds, **own["rate"]))
-    else:
-        measure = partial(selectivity.run, selectivity.read_options(methods, rates, seeds, **own["selectivity"]))
-
-    from kvsketch.huggingface import make_cache
-    from kvsketch.huggingface.capture import choose_layers
-
-    language_model, tokenizer = load_model(model, dtype, device)
-    cache = make_cache(language_model, "exact")
-    about = describe(language_model, model, str(cache.model.fingerprint()))
-    measure(Inputs(language_model, tokenizer, texts, choose_layers(cache, wanted), out, about))
+    run(study, ready(out, model, layers, texts, dtype, device))
 
 
-def _check_options(against: str, own: dict[str, dict[str, Any]]) -> None:
-    """Refuse an unknown study, and options of the other one."""
-    if against not in own:
-        raise ValueError(f"--against must be one of {', '.join(own)}, got {against!r}")
-    for study, options in own.items():
-        said = [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]
-        if said and study != against:
-            raise ValueError(f"{', '.join(said)}: only for --against {study}, and this is --against {against}")
+def read_study(
+    methods: str | None, rates: str | None, seeds: int | None, blocks: str | None, exact: int | None
+) -> "Study":
+    """The study that the options name."""
+    from kvsketch.evaluation.layer_error_plan import Study
+
+    return Study(
+        methods=specs(given(methods, METHODS)),
+        rates=shares(given(rates, RATES)),
+        blocks=numbers("--blocks", given(blocks, BLOCKS), int),
+        seeds=given(seeds, SEEDS),
+        exact=given(exact, EXACT),
+    )
+
+
+def run(study: "Study", inputs: Inputs) -> None:
+    """Measure what is missing, with a bar; then tables and pictures of all that was asked for."""
+    from kvsketch.evaluation.layer_error import NORMS_KEY
+    from kvsketch.evaluation.layer_error_plan import KEY
+    from kvsketch.evaluation.rows import RowsFile, name_alone
+
+    prompts, layers, out = inputs.texts.read(inputs.tokenizer, inputs.model), inputs.layers, inputs.out
+    for prompt in prompts:
+        study.check_text(name_alone(prompt.name), prompt.ids.shape[1])
+    errors, norms = RowsFile(out / ROWS, inputs.about, KEY), RowsFile(out / NORMS, inputs.about, NORMS_KEY)
+
+    def report() -> None:
+        rows, norms_rows = _asked_for(study, prompts, layers, out)
+        if not rows:
+            raise ValueError(f"{out / ROWS} has no rows yet")
+        for table in tables(rows, norms_rows):
+            output().print(table)
+        say(NOTE)
+        _draw(rows, out)
+
+    with reported(report):
+        _measure(study, inputs.model, prompts, layers, errors, norms)
+
+
+def _measure(
+    study: "Study",
+    model: "PreTrainedModel",
+    prompts: "Sequence[Prompt]",
+    layers: Sequence[int],
+    errors: "RowsFile",
+    norms: "RowsFile",
+) -> None:
+    """Run the study, with a bar."""
+    from kvsketch.evaluation.layer_error import run
+
+    with progress_bar(MofNCompleteColumn()) as bar:
+        task = bar.add_task("reading", total=len(prompts) * len(layers) * len(study.trials))
+        for label, settled in run(model, prompts, layers, study, errors, norms):
+            bar.update(task, advance=settled, description=label)
+
+
+def _asked_for(
+    study: "Study", prompts: "Sequence[Prompt]", layers: Sequence[int], out: Path
+) -> "tuple[list[Row], list[Row]]":
+    """The folder's rows of errors and of norms that belong to this study, whenever they were made."""
+    from kvsketch.evaluation.layer_error import NORMS_KEY
+    from kvsketch.evaluation.layer_error_plan import KEY
+    from kvsketch.evaluation.rows import key_of, read_rows
+
+    read = [(prompt, layer) for prompt in prompts for layer in layers]
+    asked = {key_of(study.labels(prompt, layer, trial), KEY) for prompt, layer in read for trial in study.trials}
+    places = {(prompt.name, layer) for prompt, layer in read}
+    return (
+        [row for row in read_rows(out / ROWS, KEY)[1] if key_of(row, KEY) in asked],
+        [row for row in read_rows(out / NORMS, NORMS_KEY)[1] if (row["prompt"], row["layer"]) in places],
+    )
+
+
+def _draw(rows: "Sequence[Row]", out: Path) -> None:
+    """Pictures, where matplotlib is."""
+    if find_spec("matplotlib") is None:
+        say_no_pictures("matplotlib", out / ROWS)
+        return
+    from kvsketch.evaluation import layer_error_pictures as pictures
+    from kvsketch.evaluation.pictures import save
+
+    made = [save(pictures.errors_picture(rows), out / "error.png")]
+    if any(row["block"] is not None for row in rows):
+        made.append(save(pictures.blocks_picture(rows), out / "blocks.png"))
+    say(f"rows in {out / ROWS}, pictures in {', '.join(map(str, made))}")

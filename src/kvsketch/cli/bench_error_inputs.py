@@ -1,4 +1,4 @@
-"""What both studies of `kvsketch bench error` are given: a model, its layers, and texts."""
+"""What studies of single layers are given: a model, its layers, and texts."""
 
 import json
 from collections.abc import Sequence
@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from kvsketch.cli.app import made_text, read_text, some_numbers
+import typer
+
+from kvsketch.cli.app import MOST, check_folder, load_model, made_text, read_text, some_numbers
+from kvsketch.cli.bench import describe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -17,6 +20,27 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 TASK, PROMPTS, TOKENS = "lines", 3, 4000  # the documents that are made
+
+# Options that all of them have.
+Out = Annotated[Path, typer.Option("--out", "-o", help="Rows and pictures go to this folder.")]
+ModelName = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help="A model's folder or name; the embedded one if left out.")
+]
+Methods = Annotated[
+    str | None, typer.Option("--methods", "-m", help="Specs without budgets, with ; between; all if left out.")
+]
+Layers = Annotated[str | None, typer.Option(help="These layers, with commas; all if left out.")]
+PromptFiles = Annotated[
+    list[Path] | None, typer.Option(help="A text to read; once for each. Left out: documents of a task.")
+]
+Task = Annotated[str | None, typer.Option(help=f"Documents of this task, {TASK} if left out.")]
+Prompts = Annotated[int | None, typer.Option(min=1, max=MOST, help=f"So many documents, {PROMPTS} if left out.")]
+Tokens = Annotated[
+    int | None,
+    typer.Option(min=1, max=MOST, help=f"Tokens of a document, {TOKENS:,} if left out; and the most of a file."),
+]
+Precision = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto for the checkpoint's own.")]
+Device = Annotated[str | None, typer.Option(help="Where to run; the default is the best there is.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,3 +118,17 @@ def _share(text: str) -> float:
         return float(Fraction(text.strip()))
     except ZeroDivisionError as error:
         raise ValueError(f"{text} is no number") from error
+
+
+def ready(out: Path, model: str | None, layers: str | None, texts: Texts, dtype: str, device: str | None) -> Inputs:
+    """The model, loaded, with everything else that a study is given."""
+    check_folder("--out", out)
+    wanted = None if layers is None else some_numbers("--layers", layers, int)
+
+    from kvsketch.huggingface import make_cache
+    from kvsketch.huggingface.capture import choose_layers
+
+    language_model, tokenizer = load_model(model, dtype, device)
+    cache = make_cache(language_model)
+    about = describe(language_model, model, str(cache.model.fingerprint()))
+    return Inputs(language_model, tokenizer, texts, choose_layers(cache, wanted), out, about)

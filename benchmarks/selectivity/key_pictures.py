@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from statistics import fmean
 
+from benchmarks.selectivity.bucket_sizes import KINDS, even_deviation
+from benchmarks.selectivity.key_query_spread import RECENT
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, PercentFormatter
 
-from kvsketch.evaluation.bucket_sizes import KINDS, even_deviation
-from kvsketch.evaluation.key_query_spread import RECENT
 from kvsketch.evaluation.pictures import COLOURS, EXACT, panels_for
 from kvsketch.evaluation.rows import Row
 

@@ -5,6 +5,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from benchmarks.selectivity.attention_span import Cut
+from benchmarks.selectivity.random_tokens import RandomTokens
+
 from kvsketch.caches.base import check_count
 from kvsketch.caches.bucketed import BucketedConfig
 from kvsketch.caches.key_index import KeyIndex
@@ -13,9 +16,7 @@ from kvsketch.caches.lsh import LSH
 from kvsketch.caches.random_buckets import RandomBuckets
 from kvsketch.caches.registry import METHODS, parse_spec, read_call
 from kvsketch.caches.saap import IndexedConfig
-from kvsketch.evaluation.attention_span import Cut
 from kvsketch.evaluation.layer_error_plan import Prompt
-from kvsketch.evaluation.random_tokens import RandomTokens
 from kvsketch.evaluation.rows import Row, name_with_content
 
 # What a measurement depends on, but the model.

@@ -8,6 +8,8 @@ what a cache's past finds. All numbers are in float32 at least, so that the erro
 from dataclasses import dataclass, replace
 
 import torch
+from benchmarks.selectivity.attention_span import Cut
+from benchmarks.selectivity.plan import Trial
 from jaxtyping import Float
 from torch import Tensor
 
@@ -17,9 +19,7 @@ from kvsketch.caches.lookup import LookupConfig
 from kvsketch.caches.question import Arriving, Question
 from kvsketch.caches.slots import SlotsPast
 from kvsketch.caches.sorted_runs import SortedConfig
-from kvsketch.evaluation.attention_span import Cut
 from kvsketch.evaluation.rows import Row
-from kvsketch.evaluation.selectivity_plan import Trial
 from kvsketch.huggingface.capture import Captured
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 
+from benchmarks.selectivity.plan import WINDOW_ALONE
+
 from kvsketch.evaluation.rows import Row
-from kvsketch.evaluation.selectivity_plan import WINDOW_ALONE
 
 MEASURES = ("mse", "error", "recall")
 NAMES = {

@@ -7,17 +7,17 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from benchmarks.selectivity.attention_span import span
+from benchmarks.selectivity.bucket_sizes import deviations
+from benchmarks.selectivity.key_query_spread import key_query_spread
+from benchmarks.selectivity.lookups import Case, case_of, measure
+from benchmarks.selectivity.plan import KEY, Study, Trial, index_name
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvsketch.caches.key_index import KeyIndex
-from kvsketch.evaluation.attention_span import span
-from kvsketch.evaluation.bucket_sizes import deviations
-from kvsketch.evaluation.key_query_spread import key_query_spread
 from kvsketch.evaluation.layer_error_plan import Prompt
-from kvsketch.evaluation.lookups import Case, case_of, measure
 from kvsketch.evaluation.rows import Row, RowsFile, key_of, name_with_content, read_rows
-from kvsketch.evaluation.selectivity_plan import KEY, Study, Trial, index_name
 from kvsketch.huggingface.capture import Captured, capture
 from kvsketch.kernels.buckets import assign
 

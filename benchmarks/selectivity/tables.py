@@ -1,14 +1,14 @@
-"""The tables of `kvsketch bench error --against selectivity`."""
+"""The tables that the command prints."""
 
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
+from benchmarks.selectivity.plan import WINDOW_ALONE
+from benchmarks.selectivity.summary import Curve, Point, at_read, label, summarise, with_first_index
 from rich.console import Group
 
 from kvsketch.cli.bench_error_tables import table_of
 from kvsketch.evaluation.rows import Row
-from kvsketch.evaluation.selectivity_plan import WINDOW_ALONE
-from kvsketch.evaluation.selectivity_summary import Curve, Point, at_read, label, summarise, with_first_index
 
 READS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 NOTE = (

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.selectivity.key_query_spread import evenly
 from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvsketch.algorithms.draws import uniforms
 from kvsketch.caches.key_index import DESCRIPTION, LayerIndex, layer_file, read_index, write_index
-from kvsketch.evaluation.key_query_spread import evenly
 from kvsketch.evaluation.layer_error_plan import Prompt
 from kvsketch.files import write_tensors
 from kvsketch.huggingface.capture import capture

@@ -1,4 +1,4 @@
-"""`kvsketch bench error --against selectivity`: how far layers are from exact attention when they read few tokens."""
+"""What the command asks for, measures, prints and draws."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,10 +13,11 @@ from kvsketch.cli.bench_error_inputs import Inputs, Texts, given, shares, specs
 from kvsketch.cli.notes import say
 
 if TYPE_CHECKING:
+    from benchmarks.selectivity.study import Asked
+
     from kvsketch.caches.key_index import KeyIndex
     from kvsketch.evaluation.layer_error_plan import Prompt
     from kvsketch.evaluation.rows import Row
-    from kvsketch.evaluation.selectivity import Asked
 
 LEARNT = "saap"  # needs an index: nothing learns about queries here
 METHODS = (
@@ -86,12 +87,12 @@ def read_options(
 
 def run(options: Options, inputs: Inputs) -> None:
     """Measure what is missing, with a bar; then tables and pictures of all that was asked for."""
-    from kvsketch.cli.bench_selectivity_tables import NOTE, tables
-    from kvsketch.evaluation import selectivity
-    from kvsketch.evaluation.selectivity_plan import index_name
+    from benchmarks.selectivity import study as measuring
+    from benchmarks.selectivity.plan import index_name
+    from benchmarks.selectivity.tables import NOTE, tables
 
     asked = _asked(options, inputs)
-    files = selectivity.Files(inputs.out, inputs.about)
+    files = measuring.Files(inputs.out, inputs.about)
 
     def report() -> None:
         rows, indexes = files.rows(asked), [index_name(index) for index in asked.study.indexes]
@@ -104,16 +105,17 @@ def run(options: Options, inputs: Inputs) -> None:
 
     with reported(report), progress_bar(MofNCompleteColumn()) as bar:
         task = bar.add_task("reading", total=asked.total)
-        for label, settled in selectivity.run(inputs.model, asked, files):
+        for label, settled in measuring.run(inputs.model, asked, files):
             bar.update(task, advance=settled, description=label)
 
 
 def _asked(options: Options, inputs: Inputs) -> "Asked":
     """Everything to find out, now that there is a model; with buckets, which may have to be made."""
-    from kvsketch.evaluation.attention_span import Cut
+    from benchmarks.selectivity.attention_span import Cut
+    from benchmarks.selectivity.plan import Study
+    from benchmarks.selectivity.study import Asked
+
     from kvsketch.evaluation.rows import name_alone
-    from kvsketch.evaluation.selectivity import Asked
-    from kvsketch.evaluation.selectivity_plan import Study
 
     given_indexes = _given_indexes(options, inputs)
     if given_indexes:
@@ -182,8 +184,9 @@ def _layers_of(indexes: "Sequence[KeyIndex]", layers: Sequence[int]) -> list[int
 
 def _own_indexes(options: Options, training: "Sequence[Prompt]", inputs: Inputs) -> "list[KeyIndex]":
     """Buckets made with a bar, or found where they were made before."""
+    from benchmarks.selectivity.own_buckets import folder_of, make_buckets
+
     from kvsketch.caches.key_index import read_index
-    from kvsketch.evaluation.own_buckets import folder_of, make_buckets
 
     steps = make_buckets(inputs.model, training, inputs.layers, options.buckets, inputs.out, options.sinks)
     with progress_bar() as bar:
@@ -217,8 +220,9 @@ def _draw(rows: "dict[str, list[Row]]", indexes: Sequence[str], out: Path) -> No
     if find_spec("matplotlib") is None:
         say_no_pictures("matplotlib", out)
         return
-    from kvsketch.evaluation import key_pictures as of_keys
-    from kvsketch.evaluation import selectivity_pictures as of_lookups
+    from benchmarks.selectivity import key_pictures as of_keys
+    from benchmarks.selectivity import pictures as of_lookups
+
     from kvsketch.evaluation.pictures import save
 
     pictures = {

@@ -1,0 +1,92 @@
+"""Compare layers that read few tokens with exact attention: `python -m benchmarks.selectivity -o FOLDER`.
+
+All tokens are kept, the first and the latest are read in full, and methods look up some of those between. Run it again
+to go on after an interruption.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from benchmarks.selectivity import command
+
+from kvsketch.cli.app import MOST
+from kvsketch.cli.bench_error_inputs import (
+    Device,
+    Layers,
+    Methods,
+    ModelName,
+    Out,
+    Precision,
+    PromptFiles,
+    Prompts,
+    Task,
+    Texts,
+    Tokens,
+    ready,
+)
+from kvsketch.cli.ending import ending
+
+MOST_SEEDS = 10_000
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command(help=__doc__)
+def selectivity(
+    out: Out,
+    model: ModelName = None,
+    methods: Methods = None,
+    rates: Annotated[
+        str | None, typer.Option(help=f"Shares of the past that methods aim to read ({command.RATES}).")
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(max=MOST_SEEDS, help=f"Seeds for methods that draw at random; {command.SEEDS}.")
+    ] = None,
+    layers: Layers = None,
+    prompt_file: PromptFiles = None,
+    task: Task = None,
+    prompts: Prompts = None,
+    tokens: Tokens = None,
+    index: Annotated[
+        list[Path] | None,
+        typer.Option(help="A folder of kvsketch fit; again for other numbers of buckets, to compare."),
+    ] = None,
+    buckets: Annotated[
+        str | None, typer.Option(help=f"Without an index: numbers of buckets to make; {command.BUCKETS}.")
+    ] = None,
+    train_file: Annotated[
+        list[Path] | None, typer.Option(help="A .txt or .jsonl file whose keys buckets are made of; once for each.")
+    ] = None,
+    tables: Annotated[str | None, typer.Option(help=f"Numbers of MagicPIG's tables; {command.TABLES}.")] = None,
+    sinks: Annotated[int | None, typer.Option(help="First tokens that are read in full; 1.")] = None,
+    window: Annotated[
+        int | None, typer.Option(help="Latest tokens that are read in full; 2047, or an eighth of a short text.")
+    ] = None,
+    asking: Annotated[int | None, typer.Option(help="So many last tokens ask; 64.")] = None,
+    top: Annotated[
+        int | None, typer.Option(min=1, max=MOST, help="Keys whose share of the attention is shown; 256.")
+    ] = None,
+    heads: Annotated[
+        str | None,
+        typer.Option(help="LAYER:HEAD, with commas: whose keys and queries are shown; one if left out."),
+    ] = None,
+    dtype: Precision = "auto",
+    device: Device = None,
+) -> None:
+    options = command.read_options(
+        methods, rates, seeds, index=index, buckets=buckets, train_file=train_file, tables=tables, sinks=sinks,
+        window=window, asking=asking, top=top, heads=heads,
+    )  # fmt: skip
+    texts = Texts(files=tuple(prompt_file or ()), task=task, prompts=prompts, tokens=tokens)
+    command.run(options, ready(out, model, layers, texts, dtype, device))
+
+
+def main() -> None:
+    """As `kvsketch` ends: bad input with one line and exit code 2, Ctrl-C with 130."""
+    with ending():
+        sys.exit(app(prog_name="python -m benchmarks.selectivity", standalone_mode=False))
+
+
+if __name__ == "__main__":
+    main()
