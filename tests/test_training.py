@@ -15,6 +15,7 @@ from kvsketch.evaluation.training.recipe import LENGTHS, SOLVED, WATCHED, Progre
 from kvsketch.evaluation.training.start import Shape, start_model
 from kvsketch.evaluation.training.tokenizer import build_tokenizer
 from kvsketch.evaluation.training.train import reply_logits, train
+from kvsketch.files import write_tensors
 
 TOKENIZER = build_tokenizer()
 SMALL = {"tokens": 3_500, "batch": 512}
@@ -184,6 +185,12 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path):
     assert logs[0] == logs[1]
     assert [row["step"] for row in logs[0]] == list(range(1, len(logs[0]) + 1))
     assert len(list(parts.glob("*.safetensors"))) == 1  # old checkpoints are gone
+    [checkpoint] = parts.glob("*.safetensors")
+    write_tensors(checkpoint, load_file(checkpoint) | {"first.x": torch.zeros(1)}, {})
+    train(parts, recipe)  # there is nothing left to do, and what is not known is left alone
+    write_tensors(checkpoint, {"first.x": torch.zeros(1)}, {})
+    with pytest.raises(ValueError, match=r"no checkpoint that this version .* go on from: model\..* is missing"):
+        train(parts, recipe)
     with pytest.raises(ValueError, match="holds a run with another recipe"):
         train(parts, Recipe(tokens=9_000, batch=512))
     (tmp_path / "mine").mkdir()

@@ -10,11 +10,10 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from kvsketch.files import read_about, read_tensors, write_tensors
+from kvsketch.fitting import adam as adam_state
 from kvsketch.fitting.classifiers import Classifiers, train
 from kvsketch.fitting.pool import Pool
 from kvsketch.fitting.settings import Recipe
-
-MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # what Adam knows of a parameter
 
 
 def train_on(
@@ -70,9 +69,7 @@ def _batches(pool: Pool, recipe: Recipe, draw: torch.Generator) -> Iterator[Int6
 def _save(
     path: Path, classifiers: Classifiers, adam: torch.optim.Adam, draw: torch.Generator, step: int, seconds: float
 ) -> None:
-    tensors = {f"model.{name}": tensor for name, tensor in classifiers.state_dict().items()}
-    for name, parameter in classifiers.named_parameters():
-        tensors |= {f"{moment}.{name}": adam.state[parameter][moment] for moment in MOMENTS}
+    tensors = adam_state.state_of(classifiers, adam)
     write_tensors(path, {**tensors, "draw": draw.get_state()}, {"step": step, "seconds": seconds})
 
 
@@ -82,9 +79,6 @@ def _load(path: Path, classifiers: Classifiers, adam: torch.optim.Adam, draw: to
     if about is None:
         return 0, 0.0
     tensors = read_tensors(path)
-    classifiers.load_state_dict({name: tensors[f"model.{name}"] for name in classifiers.state_dict()})
-    for name, parameter in classifiers.named_parameters():
-        moments = {moment: tensors[f"{moment}.{name}"] for moment in MOMENTS}
-        adam.state[parameter] = {k: v if k == "step" else v.to(parameter.device) for k, v in moments.items()}
+    adam_state.restore(classifiers, adam, tensors, path)
     draw.set_state(tensors["draw"])
     return int(about["step"]), float(about["seconds"])

@@ -17,6 +17,7 @@ from kvsketch.evaluation.training.recipe import LENGTHS, Progress, Recipe
 from kvsketch.evaluation.training.start import Shape, start_model
 from kvsketch.evaluation.training.tokenizer import build_tokenizer
 from kvsketch.files import read_json, read_tensors, write_json, write_tensors
+from kvsketch.fitting import adam
 
 STATE, WEIGHTS, LOG = "state.json", "checkpoint.safetensors", "log.jsonl"
 
@@ -101,7 +102,7 @@ def _batches(documents: Documents, recipe: Recipe, progress: Progress) -> list[B
 
 
 def _step(
-    model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, batches: list[Batch], device: str
+    model: LlamaForCausalLM, optimizer: torch.optim.Adam, batches: list[Batch], device: str
 ) -> tuple[float, Mapping[str, float]]:
     optimizer.zero_grad()
     total, right, asked = 0.0, dict[str, float](), dict[str, float]()
@@ -132,19 +133,11 @@ def _row(progress: Progress) -> dict[str, object]:
 
 
 def _save(
-    folder: Path, recipe: Recipe, progress: Progress, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer
+    folder: Path, recipe: Recipe, progress: Progress, model: LlamaForCausalLM, optimizer: torch.optim.Adam
 ) -> None:
     """Weights and optimizer first, each under its step, then the state that names them: any moment can be the last."""
-    tensors = {f"model.{name}": tensor.detach() for name, tensor in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        state = optimizer.state[parameter]
-        tensors |= {
-            f"first.{name}": state["exp_avg"],
-            f"second.{name}": state["exp_avg_sq"],
-            f"step.{name}": state["step"],
-        }
     weights = folder / f"{progress.step}.{WEIGHTS}"
-    write_tensors(weights, tensors, {})
+    write_tensors(weights, adam.state_of(model, optimizer), {})
     _write_state(folder, recipe, progress, weights.name)
     for old in folder.glob(f"*.{WEIGHTS}"):
         if old != weights:
@@ -156,7 +149,7 @@ def _write_state(folder: Path, recipe: Recipe, progress: Progress, weights: str 
     write_json(folder / STATE, state)
 
 
-def _resume(folder: Path, recipe: Recipe, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer) -> Progress:
+def _resume(folder: Path, recipe: Recipe, model: LlamaForCausalLM, optimizer: torch.optim.Adam) -> Progress:
     if not (folder / STATE).is_file():
         _write_state(folder, recipe, Progress(accuracy={}), None)
     state = read_json(folder / STATE)
@@ -169,13 +162,6 @@ def _resume(folder: Path, recipe: Recipe, model: LlamaForCausalLM, optimizer: to
     (folder / LOG).write_text("".join(f"{row}\n" for row in rows[: progress.step]), encoding="utf-8")
     if state["weights"] is None:  # stopped before the first checkpoint
         return progress
-    tensors = read_tensors(folder / state["weights"])
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(tensors[f"model.{name}"])
-            optimizer.state[parameter] = {
-                "exp_avg": tensors[f"first.{name}"].to(parameter.device),
-                "exp_avg_sq": tensors[f"second.{name}"].to(parameter.device),
-                "step": tensors[f"step.{name}"],
-            }
+    weights = folder / state["weights"]
+    adam.restore(model, optimizer, read_tensors(weights), weights)
     return progress
