@@ -119,6 +119,16 @@ def test_products_are_finite_whatever_the_norms(size):
     assert kept.sum(1).tolist() == [16, 15]
 
 
+def test_products_have_at_least_single_precision():
+    """Those of 16-bit keys lose nothing to their sum, and those in float64 nothing at all."""
+    keys, values = normal(2, 32, 8), normal(2, 32, 8, seed=1)
+    assert reference.products(keys.bfloat16(), values.bfloat16(), 1.0).dtype == torch.float32
+    precise = reference.products(keys.double(), values.double(), 1.0)
+    centred = keys.double() - keys.double().mean(1, keepdim=True)
+    expected = torch.exp(centred @ centred.mT) * (values.double() @ values.double().mT + reference.ONES)
+    torch.testing.assert_close(precise / precise[:, :1, :1], expected / expected[:, :1, :1], rtol=1e-12, atol=0)
+
+
 # -- levels
 
 

@@ -7,6 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import kvsketch
+import zoo
 from kvsketch.algorithms.draws import uniforms
 from kvsketch.algorithms.subgen import (
     log_normalizer,
@@ -582,3 +584,13 @@ def test_values_of_zero_are_answered_with_zero_by_the_cache_too():
     answer = cache.attend(keys[:, :, :5], 1.0)
     assert (answer.out == 0).all()
     assert answer.lse.isfinite().all()
+
+
+def test_a_report_says_which_layers_keys_do_not_cluster():
+    """Random keys, sharpened: they lie far from one another."""
+    model = zoo.build("llama", layers=2)
+    cache = kvsketch.prefill(model, zoo.tokens(1, 700), kvsketch.make_cache(model, "subgen(keep=200)"))
+    model(zoo.tokens(1, 1), past_key_values=cache)
+    warned = [layer.layer for layer in cache.report().layers if layer.warning]
+    assert warned, "choose sharper keys"
+    assert f"warning (layers {', '.join(map(str, warned))}): keys do not cluster" in str(cache.report())
