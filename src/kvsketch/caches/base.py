@@ -249,12 +249,13 @@ def check_count(name: str, value: int, *, least: int, most: int = MOST) -> None:
         raise ValueError(f"{name} must be at most {most:,}, got {value!s:.40}")
 
 
-def check_number(name: str, value: float | int, *, above: int, below: float | int = math.inf) -> None:
+def check_number(name: str, value: float | int, *, above: float | int, below: float | int = math.inf) -> None:
     """Refuse anything but a number between these two, themselves left out."""
     try:
         right = not isinstance(value, bool) and isinstance(value, int | float) and above < float(value) < below
     except OverflowError:
         right = False
     if not right:
-        least = "a positive number" if above == 0 else f"a number above {above}"
-        raise ValueError(f"{name} must be {least}{'' if below == math.inf else f' below {below:g}'}, got {value!r}")
+        least = "a positive number" if above == 0 else f"a number above {above:g}"
+        most = "" if below == math.inf else f" {'and ' if above else ''}below {below:g}"
+        raise ValueError(f"{name} must be {least}{most}, got {value!r}")

@@ -148,8 +148,8 @@ class KeyIndex:
 
 
 def read_index(folder: str | Path) -> KeyIndex:
-    """The index in a folder; its layers are read when they are asked for."""
-    folder = Path(folder)
+    """The index in a folder, wherever a program goes from there; its layers are read when they are asked for."""
+    folder = Path(folder).absolute()
     path = folder / DESCRIPTION
     if not path.is_file():
         raise ValueError(f"{folder} is no index: it has no {DESCRIPTION}. Make one with kvsketch fit MODEL -o {folder}")

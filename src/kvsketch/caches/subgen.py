@@ -61,8 +61,8 @@ class SubGen(WindowedConfig):
         if self.s is not None:
             check_count("s", self.s, least=1)
         if self.delta is not None:
-            check_number("delta", self.delta, above=0)
-        check_number("growth", self.growth, above=1)
+            check_number("delta", self.delta, above=1e-30, below=1e30)  # far from where distances over it overflow
+        check_number("growth", self.growth, above=1.0001, below=1e6)
         check_choice("normalizer", self.normalizer, NORMALIZERS)
         super().__post_init__()
 
