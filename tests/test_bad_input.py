@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 import kvsketch
 import zoo
+from kvsketch.huggingface.layer import SketchLayer
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
 COMPRESSED = "uniform(keep=0.5, window=16)"
@@ -419,3 +420,15 @@ def test_a_stock_cache_can_still_be_used_after_all_this(model, filled):
     got = model.generate(ids, past_key_values=DynamicCache(config=model.config), max_new_tokens=5, do_sample=False)
     assert torch.equal(got, stock.generate(ids, max_new_tokens=5, do_sample=False))
     assert copy.deepcopy(filled).get_seq_length() == 200
+
+
+def test_positions_are_looked_at_once_a_call_and_not_in_every_layer(monkeypatch):
+    model = zoo.build("llama")
+    cache = kvsketch.make_cache(model, COMPRESSED)
+    looked, check = [], SketchLayer.check_positions
+    monkeypatch.setattr(SketchLayer, "check_positions", lambda self, *given: looked.append(self) or check(self, *given))
+    for count in (100, 3, 1):
+        looked.clear()
+        places = cache.seen + torch.arange(count)[None]
+        model(zoo.tokens(1, count), past_key_values=cache, position_ids=places)
+        assert len(looked) == 1
