@@ -91,6 +91,23 @@ def with_other(state, place, value):
     return other
 
 
+def test_labels_of_buckets_that_there_are_not_are_refused(tmp_path):
+    """In the window and in what has left it."""
+    ids = torch.randint(1, VOCABULARY, (1, 200))
+    kvsketch.prefill(model(), ids, kvsketch.make_cache(model(), FORGED[-1])).save(tmp_path / "cache")
+    with TensorFile(tmp_path / "cache") as file:
+        tensors, about = file.read(), file.about
+    labelled = [name for name in tensors if name.endswith("labels")]
+    assert len(labelled) == 4, "two layers, each with a window and a past"
+    for name in labelled:
+        for label in (8, -1):
+            other = tensors[name].clone()
+            other[0, 0, -1, 0] = label
+            write_tensors(tmp_path / "cache", tensors | {name: other}, about)
+            with pytest.raises(ValueError, match=rf"holds a state of layer .*labels from .*{label}.* of 8 buckets"):
+                kvsketch.load_cache(model(), tmp_path / "cache")
+
+
 @pytest.mark.parametrize("spec", FORGED)
 def test_numbers_that_no_layer_has_are_refused_or_serve(spec, tmp_path):
     """In files that are whole, with right checksums. Nothing hangs, fills the memory or fails later."""

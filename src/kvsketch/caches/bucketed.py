@@ -102,6 +102,10 @@ class BucketedPast(SortedPast):
         self.means: tuple[Tensor, Tensor] | None = None  # of keys and values, by bucket: [b, h, c, d]
         self.counted: Int64[Tensor, "b h c"] | None = None  # tokens in those means
 
+    def check_labels(self, labels: Int64[Tensor, "b h n t"]) -> None:
+        if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < self.buckets:
+            raise ValueError(f"labels from {int(labels.min())} to {int(labels.max())} of {self.buckets} buckets")
+
     @abstractmethod
     def scores(self, question: Question) -> Float[Tensor, "b h q c"]:
         """How much the queries of a group expect of every bucket, together."""

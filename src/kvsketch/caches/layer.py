@@ -415,6 +415,8 @@ class LayerCache:
         self.window.ragged = numbers["ragged"]
         for name in ("seen", "lengths", "left", "measured_at"):
             setattr(self, name, numbers[name])
+        if isinstance(self.past, LookupPast) and "labels" in tensors:
+            self.past.check_labels(tensors["labels"])
         self.past.restore(with_prefix(tensors, "past."), numbers["past"])
         self.error, self.recall = tensors.get("error"), tensors.get("recall")
         self._check_that_it_answers()

@@ -81,6 +81,9 @@ class LookupPast(Past):
     def label(self, arriving: Arriving) -> Int64[Tensor, "b h n t"]:
         """What to note about tokens that come, so that they can be found; it comes back with them in `write`."""
 
+    def check_labels(self, labels: Int64[Tensor, "b h n t"]) -> None:
+        """Refuse what `label` cannot have given."""
+
     @property
     @abstractmethod
     def empty(self) -> bool:

@@ -30,6 +30,9 @@ class RowsInStep(LookupPast):
     def label(self, arriving: Arriving) -> Int64[Tensor, "b h n t"]:
         return self.labeller.label(arriving)
 
+    def check_labels(self, labels: Int64[Tensor, "b h n t"]) -> None:
+        self.labeller.check_labels(labels)
+
     def write(self, tokens: LeavingTokens) -> None:
         """Give every group its tokens, holes between them closed; a group that is not in step any more is divided."""
         if not self.groups:

@@ -100,6 +100,7 @@ class SlotsPast(LookupPast):
         if tensors:
             if len(tensors["pairs"]) != len(tensors["key_widths"]) or tensors["labels"].dtype != torch.int64:
                 raise ValueError("pairs, their widths and their labels are not of the same rows")
+            self.check_labels(tensors["labels"])
             self.key_width = int(tensors["key_widths"][0])
             self.pairs.adopt(tensors["pairs"])
             self.labels.adopt(tensors["labels"])
