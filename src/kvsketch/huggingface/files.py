@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from kvsketch.caches.base import MethodConfig
 from kvsketch.caches.registry import METHODS
-from kvsketch.files import DTYPES, NAMES, TensorFile, write_tensors
+from kvsketch.files import DTYPES, DTYPE_NAMES, TensorFile, write_tensors
 from kvsketch.huggingface import stock
 from kvsketch.huggingface.facts import facts
 from kvsketch.huggingface.layer import SketchLayer
@@ -54,7 +54,7 @@ def write_cache(
         "rests_on": config.rests_on(),
         "model_type": model_type,
         "fingerprint": read_by,
-        "dtype": None if dtype is None else NAMES[dtype],
+        "dtype": None if dtype is None else DTYPE_NAMES[dtype],
         "layers": described,
     }
     write_tensors(path, tensors, description)

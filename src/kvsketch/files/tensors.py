@@ -1,18 +1,14 @@
-"""Files that are whole or refused: they appear in one piece, and every byte of them is checked when they are read.
+"""A file of tensors with a description, every byte of which is checked when it is read.
 
-A file of tensors is a safetensors file. Its header begins with a checksum of the header itself, and has a description
-as JSON and a digest of every tensor. So a part of a file can be read without the rest, and is what was written.
-Nothing that was read is a view of a file: what happens to a file later does not reach it.
+It is a safetensors file. Its header begins with a checksum of the header itself, and has a description as JSON and a
+digest of every tensor. So a part of a file can be read without the rest, and is what was written.
 """
 
-import errno
 import hashlib
 import json
 import math
 import os
-import secrets
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,126 +16,23 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-try:
-    import fcntl
-except ImportError:  # not there on Windows, where nothing is locked
-    fcntl = None  # type: ignore[assignment]
+from kvsketch.files.atomic import replacing
+from kvsketch.files.description import LARGEST_DESCRIPTION, DamagedError
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 BEGIN = b'{"__metadata__":{"checksum":"'  # of every header; behind it stand the 64 figures of its checksum
 BLANK = b"0" * 64
 ABOUT, DIGESTS = "kvsketch", "digests"  # of the metadata: the description, and the tensors' digests
-LARGEST_HEADER = 16 << 20  # bytes
+LARGEST_HEADER = LARGEST_DESCRIPTION  # of a file; it is a description, with a digest of every tensor
 MOST_DIMENSIONS = 8  # of a tensor
-UNFINISHED = ".kvsketch-"  # how the names of files begin that are not whole yet, where they need one
-NO_UNNAMED_FILES = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}
 
 
 # -- writing
-
-
-@contextmanager
-def replacing(path: str | Path) -> Iterator[BinaryIO]:
-    """A file to write to, which takes the place of `path` when all is written; if anything fails, nothing has changed.
-
-    Where the system can, the file has no name before it is whole, so that nothing is left of one that was given up. A
-    symbolic link is followed. A file that was there keeps its mode; a new one gets what the umask gives.
-    """
-    target = Path(os.path.realpath(path))
-    if target.is_symlink():
-        raise ValueError(f"{path} is a symbolic link that leads to itself: name a file, one that is there or a new one")
-    if target.exists() and not target.is_file():
-        raise ValueError(f"{path} is no regular file: name a file, one that is there or a new one")
-    if not target.parent.is_dir():
-        raise ValueError(f"there is no folder {target.parent} to write {target.name} to")
-    # The lock is held until the end. A file of this name without a lock is one whose writer was killed.
-    prefix = f"{UNFINISHED}{hashlib.sha256(target.name.encode()).hexdigest()[:12]}-"
-    _remove_left_over(target.parent, prefix)
-    handle, unfinished, named = _open_new(target.parent / prefix)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            if target.exists():
-                os.fchmod(handle, target.stat().st_mode & 0o7777)
-            yield file
-            file.flush()
-            os.fsync(handle)
-            if not named:
-                _give_name(handle, unfinished)
-                named = True
-            os.replace(unfinished, target)
-            named = False
-    except OSError as error:
-        raise OSError(error.errno, f"{error.strerror}, and nothing was written", str(path)) from error
-    finally:
-        if named:
-            unfinished.unlink(missing_ok=True)
-
-
-def _open_new(prefix: Path) -> tuple[int, Path, bool]:
-    """A new locked file, the name that it has or will have, and whether it has it: not, if the system can do that."""
-    if hasattr(os, "O_TMPFILE") and os.path.isdir("/proc/self/fd"):
-        try:
-            handle = os.open(prefix.parent, os.O_TMPFILE | os.O_WRONLY, 0o666)
-        except OSError as error:
-            if error.errno not in NO_UNNAMED_FILES:
-                raise
-        else:
-            _lock(handle)
-            return handle, _another(prefix), False
-    while True:
-        path = _another(prefix)
-        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-        if _is_ours(handle, path):
-            return handle, path, True
-        os.close(handle)
-
-
-def _another(prefix: Path) -> Path:
-    return prefix.with_name(prefix.name + secrets.token_hex(8))
-
-
-def _is_ours(handle: int, path: Path) -> bool:
-    """Whether a new file has our lock: another writer may have taken it for one that was left over, just before."""
-    if fcntl is None:
-        return True
-    return _lock(handle) and path.exists() and os.path.samestat(os.fstat(handle), path.stat())
-
-
-def _give_name(handle: int, path: Path) -> None:
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        # With a folder given, Python follows the link to the file itself.
-        os.link(f"/proc/self/fd/{handle}", path.name, dst_dir_fd=folder, follow_symlinks=True)
-    finally:
-        os.close(folder)
-
-
-def _lock(handle: int) -> bool:
-    """Whether nobody else has the lock; where there are no locks, nobody is known to have none."""
-    if fcntl is None:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
-def _remove_left_over(folder: Path, prefix: str) -> None:
-    """Remove what writers have left who were killed."""
-    for path in folder.glob(f"{prefix}*"):
-        with suppress(OSError):
-            handle = os.open(path, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0))
-            try:
-                if _lock(handle):
-                    path.unlink()
-            finally:
-                os.close(handle)
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
@@ -149,10 +42,10 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], about: Mappin
     digests, end = dict[str, str](), 0
     for name in order:
         x = tensors[name]
-        if x.dtype not in NAMES:
+        if x.dtype not in DTYPE_NAMES:
             raise ValueError(f"{name} is of {x.dtype}, which a file cannot hold: expected one of {', '.join(DTYPES)}")
         start, end = end, end + x.numel() * x.element_size()
-        header[name] = {"dtype": NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": DTYPE_NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [start, end]}
         digests[name] = hashlib.sha256(_bytes_of(x)).hexdigest()
     header["__metadata__"][DIGESTS] = _json(digests)
     text = _json(header).encode()
@@ -167,19 +60,6 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], about: Mappin
             file.write(_bytes_of(tensors[name]))
 
 
-def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
-    """Write a description with its checksum."""
-    text = json.dumps({**content, "checksum": digest_of(content)}, indent=2, ensure_ascii=False, allow_nan=False)
-    with replacing(path) as file:
-        file.write(text.encode() + b"\n")
-
-
-def digest_of(content: Mapping[str, Any]) -> str:
-    """A digest of what can be written as JSON, its checksum left out."""
-    plain = {name: value for name, value in content.items() if name != "checksum"}
-    return hashlib.sha256(json.dumps(plain, sort_keys=True, allow_nan=False).encode()).hexdigest()
-
-
 def _json(content: Mapping[str, Any]) -> str:
     return json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
 
@@ -189,41 +69,6 @@ def _bytes_of(x: Tensor) -> memoryview:
 
 
 # -- reading
-
-
-def read_file(path: str | Path) -> bytes:
-    """What is in a file, or comes through a pipe; refuses a folder."""
-    path = Path(path)
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder: name a file")
-    if not path.exists():
-        raise ValueError(f"there is no file {path}")
-    return path.read_bytes()
-
-
-def name_of(path: str | Path) -> str:
-    """A file's name; that of a pipe would be a number, another one each time."""
-    return Path(path).name if Path(path).is_file() else "pipe"
-
-
-def as_text(content: bytes, name: str | Path) -> str:
-    """The text that bytes are, in UTF-8."""
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{name} is no text in UTF-8: byte {error.start:,} is {content[error.start]:#04x}. Convert it first, for "
-            "example with iconv -f LATIN1 -t UTF-8"
-        ) from error
-
-
-def is_text(text: str) -> bool:
-    """Whether UTF-8 can hold it: JSON and the shell can give halves of letters, which are none."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in text)
-
-
-class DamagedError(ValueError):
-    """A file is not what was written."""
 
 
 @dataclass(frozen=True)
@@ -346,21 +191,3 @@ def read_about(path: str | Path) -> dict[str, Any] | None:
             return file.about
     except (ValueError, OSError):
         return None
-
-
-def read_json(path: str | Path) -> dict[str, Any]:
-    """What `write_json` wrote."""
-    path = Path(path)
-    try:
-        if path.stat().st_size > LARGEST_HEADER:
-            raise ValueError(f"it has more than {LARGEST_HEADER:,} bytes")
-        content = json.loads(path.read_bytes())
-        if not isinstance(content, dict):
-            raise ValueError("it is no description")
-        if "checksum" not in content:
-            raise ValueError("it has no checksum, as files of earlier versions have none")
-        if content.pop("checksum") != digest_of(content):
-            raise ValueError("it was changed since")
-    except (ValueError, RecursionError) as error:  # broken JSON and broken UTF-8 are ValueErrors
-        raise DamagedError(f"{path} cannot be read as what kvsketch wrote: {error!s:.200}") from error
-    return content

@@ -1,0 +1,46 @@
+"""Files that are whole or refused: they appear in one piece, and every byte of them is checked when they are read.
+
+    atomic.py        how a file takes the place of another
+    tensors.py       files of tensors with a description
+    description.py   descriptions alone
+    text.py          texts that people bring
+
+Nothing that was read is a view of a file: what happens to a file later does not reach it.
+"""
+
+from kvsketch.files.atomic import UNFINISHED, replacing
+from kvsketch.files.description import DamagedError, digest_of, read_json, write_json
+from kvsketch.files.tensors import (
+    BEGIN,
+    BLANK,
+    DTYPE_NAMES,
+    DTYPES,
+    LARGEST_HEADER,
+    TensorFile,
+    read_about,
+    read_tensors,
+    write_tensors,
+)
+from kvsketch.files.text import as_text, is_text, name_of, read_file
+
+__all__ = [
+    "BEGIN",
+    "BLANK",
+    "DTYPES",
+    "DTYPE_NAMES",
+    "LARGEST_HEADER",
+    "UNFINISHED",
+    "DamagedError",
+    "TensorFile",
+    "as_text",
+    "digest_of",
+    "is_text",
+    "name_of",
+    "read_about",
+    "read_file",
+    "read_json",
+    "read_tensors",
+    "replacing",
+    "write_json",
+    "write_tensors",
+]

@@ -1,0 +1,117 @@
+"""A file appears in one piece or not at all: the one way in which kvsketch writes files that may not be half there."""
+
+import errno
+import hashlib
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+try:
+    import fcntl
+except ImportError:  # not there on Windows, where nothing is locked
+    fcntl = None  # type: ignore[assignment]
+
+UNFINISHED = ".kvsketch-"  # how the names of files begin that are not whole yet, where they need one
+NO_UNNAMED_FILES = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[BinaryIO]:
+    """A file to write to, which takes the place of `path` when all is written; if anything fails, nothing has changed.
+
+    Where the system can, the file has no name before it is whole, so that nothing is left of one that was given up. A
+    symbolic link is followed. A file that was there keeps its mode; a new one gets what the umask gives.
+    """
+    target = Path(os.path.realpath(path))
+    if target.is_symlink():
+        raise ValueError(f"{path} is a symbolic link that leads to itself: name a file, one that is there or a new one")
+    if target.exists() and not target.is_file():
+        raise ValueError(f"{path} is no regular file: name a file, one that is there or a new one")
+    if not target.parent.is_dir():
+        raise ValueError(f"there is no folder {target.parent} to write {target.name} to")
+    # The lock is held until the end. A file of this name without a lock is one whose writer was killed.
+    prefix = f"{UNFINISHED}{hashlib.sha256(target.name.encode()).hexdigest()[:12]}-"
+    _remove_left_over(target.parent, prefix)
+    handle, unfinished, named = _open_new(target.parent / prefix)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            if target.exists():
+                os.fchmod(handle, target.stat().st_mode & 0o7777)
+            yield file
+            file.flush()
+            os.fsync(handle)
+            if not named:
+                _give_name(handle, unfinished)
+                named = True
+            os.replace(unfinished, target)
+            named = False
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror}, and nothing was written", str(path)) from error
+    finally:
+        if named:
+            unfinished.unlink(missing_ok=True)
+
+
+def _open_new(prefix: Path) -> tuple[int, Path, bool]:
+    """A new locked file, the name that it has or will have, and whether it has it: not, if the system can do that."""
+    if hasattr(os, "O_TMPFILE") and os.path.isdir("/proc/self/fd"):
+        try:
+            handle = os.open(prefix.parent, os.O_TMPFILE | os.O_WRONLY, 0o666)
+        except OSError as error:
+            if error.errno not in NO_UNNAMED_FILES:
+                raise
+        else:
+            _lock(handle)
+            return handle, _another(prefix), False
+    while True:
+        path = _another(prefix)
+        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        if _is_ours(handle, path):
+            return handle, path, True
+        os.close(handle)
+
+
+def _another(prefix: Path) -> Path:
+    return prefix.with_name(prefix.name + secrets.token_hex(8))
+
+
+def _is_ours(handle: int, path: Path) -> bool:
+    """Whether a new file has our lock: another writer may have taken it for one that was left over, just before."""
+    if fcntl is None:
+        return True
+    return _lock(handle) and path.exists() and os.path.samestat(os.fstat(handle), path.stat())
+
+
+def _give_name(handle: int, path: Path) -> None:
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        # With a folder given, Python follows the link to the file itself.
+        os.link(f"/proc/self/fd/{handle}", path.name, dst_dir_fd=folder, follow_symlinks=True)
+    finally:
+        os.close(folder)
+
+
+def _lock(handle: int) -> bool:
+    """Whether nobody else has the lock; where there are no locks, nobody is known to have none."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _remove_left_over(folder: Path, prefix: str) -> None:
+    """Remove what writers have left who were killed."""
+    for path in folder.glob(f"{prefix}*"):
+        with suppress(OSError):
+            handle = os.open(path, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0))
+            try:
+                if _lock(handle):
+                    path.unlink()
+            finally:
+                os.close(handle)

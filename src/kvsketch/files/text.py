@@ -1,0 +1,34 @@
+"""What people bring: files and pipes with a text in them."""
+
+from pathlib import Path
+
+
+def read_file(path: str | Path) -> bytes:
+    """What is in a file, or comes through a pipe; refuses a folder."""
+    path = Path(path)
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: name a file")
+    if not path.exists():
+        raise ValueError(f"there is no file {path}")
+    return path.read_bytes()
+
+
+def name_of(path: str | Path) -> str:
+    """A file's name; that of a pipe would be a number, another one each time."""
+    return Path(path).name if Path(path).is_file() else "pipe"
+
+
+def as_text(content: bytes, name: str | Path) -> str:
+    """The text that bytes are, in UTF-8."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{name} is no text in UTF-8: byte {error.start:,} is {content[error.start]:#04x}. Convert it first, for "
+            "example with iconv -f LATIN1 -t UTF-8"
+        ) from error
+
+
+def is_text(text: str) -> bool:
+    """Whether UTF-8 can hold it: JSON and the shell can give halves of letters, which are none."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
