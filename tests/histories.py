@@ -28,7 +28,7 @@ from kvsketch.caches.base import EntriesPast
 from kvsketch.caches.exact_first import ExactFirst
 from kvsketch.caches.registry import parse_spec
 from kvsketch.caches.subgen import SubGenPast
-from kvsketch.huggingface.model import unwrapped
+from kvsketch.huggingface.supported import unwrapped
 from made_index import make_index
 from states import difference, state_of
 

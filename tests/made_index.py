@@ -8,7 +8,7 @@ from kvsketch.files import write_tensors
 
 
 def make_index(folder, model=None, *, layers=range(4), heads=2, width=16, buckets=8, hidden=12, seed=0):
-    """Write an index for a model's facts, or for layers without a model; returns the folder's name."""
+    """Write an index for a model, or for layers without a model; returns the folder's name."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -26,13 +26,13 @@ def make_index(folder, model=None, *, layers=range(4), heads=2, width=16, bucket
         if hidden:
             tensors |= {"first": normal(heads, width, hidden), "first_bias": normal(heads, 1, hidden)}
         write_tensors(folder / layer_file(layer), tensors, {})
-    facts = {"fingerprint": ""}
+    described = {"fingerprint": ""}
     if model is not None:
-        from kvsketch.huggingface.facts import facts as facts_of
+        from kvsketch.huggingface.identity import describe_model
 
-        facts = facts_of(model)
+        described = describe_model(model)
     description = {
-        "model": facts | {"id": "made up"},
+        "model": described | {"id": "made up"},
         "buckets": buckets,
         "hidden": hidden,
         "layers": {str(layer): {} for layer in layers},

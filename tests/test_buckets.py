@@ -70,7 +70,7 @@ def test_shares_of_all_heads_are_those_of_each_alone(at_once, monkeypatch):
     queries, keys = 2 * normal(lanes, 9, 8), normal(lanes, 200, 8, seed=1)
     which = torch.randint(count, (lanes, 200), generator=torch.Generator().manual_seed(2))
     asked_at, at = torch.tensor([3, 20, 60, 61, 100, 150, 180, 199, 500]), torch.arange(200)
-    shares = buckets.bucket_shares(queries, keys, which, count, 0.4, asked_at, at, apart=50)
+    shares = buckets.bucket_shares(queries, keys, which, count, 0.4, asked_at, at, farther_than=50)
     visible = saap.to_learn_from(asked_at, at, apart=50)
     for lane in range(lanes):
         alone = saap.bucket_shares(queries[lane], keys[lane], which[lane], count, 0.4, visible)
@@ -84,7 +84,7 @@ def test_long_range_queries_of_all_heads_are_those_of_each_alone(at_once, monkey
     monkeypatch.setattr(buckets, "PRODUCTS_AT_ONCE", at_once)
     queries, keys = normal(3, 40, 8), normal(3, 200, 8, seed=1)
     asked_at, at = torch.arange(0, 200, 5), torch.arange(200)
-    found = buckets.long_range(queries, keys, asked_at, at, away=60)
+    found = buckets.long_range(queries, keys, asked_at, at, farther_than=60)
     assert 0 < found.sum() < found.numel()
     for lane in range(3):
         assert torch.equal(found[lane], saap.long_range(queries[lane], keys[lane], asked_at, at, away=60))

@@ -19,7 +19,7 @@ from kvsketch.fitting.measure import measure
 from kvsketch.fitting.pool import Clusters, Pool, cluster, fill_pool, sample_keys
 from kvsketch.fitting.settings import FitSettings, Recipe, ShardSettings, generator
 from kvsketch.fitting.shards import Reader, Shards, read_layer
-from kvsketch.huggingface.facts import facts
+from kvsketch.huggingface.identity import describe_model
 
 LAYER = 1
 CHOSEN = settings(keys_at_most=150, pool=40)
@@ -186,7 +186,7 @@ def test_a_fit_leaves_an_index_that_loads(tmp_path):
     layer = index.layer(2)
     assert layer.centroids.shape == layer.rotated_centroids.shape == (2, 8, 16)
     torch.testing.assert_close(layer.centroids.norm(dim=2), torch.ones(2, 8))
-    index.check_model(facts(model))
+    index.check_model(describe_model(model))
     assert sorted(path.name for path in (tmp_path / "index").iterdir()) == [
         "index.json", "layer-00.safetensors", "layer-01.safetensors", "layer-02.safetensors",
     ]  # fmt: skip
@@ -424,12 +424,12 @@ def test_the_rate_stays_or_falls_to_nothing():
 
 def test_a_model_is_known_whatever_the_precision_it_is_loaded_in():
     model = tiny_model().bfloat16()
-    known = facts(model)
-    assert facts(model.float()) == known
+    known = describe_model(model)
+    assert describe_model(model.float()) == known
     assert json.loads(json.dumps(known)) == known
     assert known["rope"]["rope_type"] == "default"
     assert (known["layers"], known["heads"], known["kv_heads"], known["head_width"]) == (LAYERS, 4, 2, 16)
-    assert facts(tiny_model(1))["fingerprint"] != known["fingerprint"]
+    assert describe_model(tiny_model(1))["fingerprint"] != known["fingerprint"]
 
 
 def test_a_model_is_known_in_float16_though_its_smallest_weights_lose_bits_there():
@@ -437,14 +437,14 @@ def test_a_model_is_known_in_float16_though_its_smallest_weights_lose_bits_there
     with torch.no_grad():
         weights = model.model.layers[0].mlp.up_proj.weight
         weights.mul_(torch.logspace(-8, 0, weights.numel()).view_as(weights))
-    known, before = facts(model.bfloat16()), weights.float()
-    assert facts(model.half()) == known
+    known, before = describe_model(model.bfloat16()), weights.float()
+    assert describe_model(model.half()) == known
     assert not torch.equal(weights.float(), before)
 
 
 def test_a_model_of_float32_counts_as_another_in_float16():
-    known = facts(tiny_model())
-    assert facts(tiny_model().bfloat16()) == known
-    halved = facts(tiny_model().half())
+    known = describe_model(tiny_model())
+    assert describe_model(tiny_model().bfloat16()) == known
+    halved = describe_model(tiny_model().half())
     assert halved["fingerprint"] != known["fingerprint"]
     assert {**halved, "fingerprint": ""} == {**known, "fingerprint": ""}

@@ -9,7 +9,7 @@ from commands import refused, run
 from fitted import TOKENIZER, tiny_model, write_corpus
 from kvsketch.caches.key_index import read_index
 from kvsketch.evaluation.embedded import load_embedded
-from kvsketch.huggingface.facts import facts
+from kvsketch.huggingface.identity import describe_model
 
 SMALL = ("--buckets", 8, "--hidden", 10, "--apart", 24, "--away", 12, "--tokens", 120, "--pool", 100, "--held-out", 0.3)
 
@@ -29,7 +29,7 @@ def test_a_model_is_fitted_and_what_was_found_is_shown(saved, tmp_path):
     assert done.returncode == 0, done.stderr
     index = read_index(out)
     assert index.layers == [1, 2]
-    index.check_model(facts(tiny_model()))
+    index.check_model(describe_model(tiny_model()))
     assert index.description["model"]["id"] == str(saved)
     assert index.description["made_with"]["torch"] == torch.__version__
     assert f"use it: saap(index='{out}', probes=2, window=24)" in done.stderr
@@ -57,7 +57,7 @@ def test_the_embedded_model_is_fitted_to_its_own_tasks(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "layers [0] has its best key more than 32 tokens away: they are left out" in done.said
     index = read_index(out)
-    index.check_model(facts(load_embedded()[0]))
+    index.check_model(describe_model(load_embedded()[0]))
     assert index.layers == [1, 2, 3]
     at_16 = next(row for row in index.description["layers"]["1"]["held_out"]["classifier"] if row["probes"] == 16)
     assert at_16["recall"] > 1.5 * at_16["selectivity"]

@@ -12,7 +12,7 @@ from transformers import DynamicCache, ZambaConfig, ZambaForCausalLM
 import kvsketch
 import zoo
 from kvsketch.files import TensorFile, write_tensors
-from kvsketch.huggingface.facts import facts
+from kvsketch.huggingface.identity import describe_model
 from made_index import make_index
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
@@ -225,7 +225,7 @@ def test_a_call_that_fails_half_way_leaves_a_cache_that_says_so(family, layer):
 )
 def test_what_a_method_refuses_at_the_first_tokens_has_moved_nothing(family, spec, message, tmp_path):
     model = zoo.build(family)
-    known = facts(model)
+    known = describe_model(model)
     index = make_index(tmp_path / "index", model, heads=known["kv_heads"], width=known["head_width"])
     cache = kvsketch.make_cache(model, spec.replace("INDEX", index))
     kvsketch.detach(model)

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from kvsketch.caches.key_index import DESCRIPTION, FORMAT, layer_file, read_index
 from kvsketch.files import read_json, write_json, write_tensors
-from kvsketch.huggingface.facts import facts
+from kvsketch.huggingface.identity import describe_model
 from made_index import make_index
 from zoo import build
 
@@ -51,9 +51,9 @@ def test_its_own_model_is_let_in_whatever_the_precision(tmp_path):
     model = build("llama", dtype=torch.bfloat16)
     make_index(tmp_path, model)
     index = read_index(tmp_path)
-    index.check_model(facts(model))
-    index.check_model(facts(model.float()))
-    index.check_model(facts(model.half()))
+    index.check_model(describe_model(model))
+    index.check_model(describe_model(model.float()))
+    index.check_model(describe_model(model.half()))
 
 
 def test_that_float16_may_be_the_reason_is_said(tmp_path):
@@ -61,7 +61,7 @@ def test_that_float16_may_be_the_reason_is_said(tmp_path):
     model = build("llama")
     make_index(tmp_path, model)
     with pytest.raises(ValueError, match="loaded in float16: load them as they were for the fit"):
-        read_index(tmp_path).check_model(facts(model.half()))
+        read_index(tmp_path).check_model(describe_model(model.half()))
 
 
 def test_another_model_is_refused_by_what_differs(tmp_path):
@@ -69,11 +69,11 @@ def test_another_model_is_refused_by_what_differs(tmp_path):
     index = read_index(tmp_path)
     for family, what in (("llama_mha", "kv_heads was 2, that of this model is 8"), ("qwen2", "model_type was 'llama'")):
         with pytest.raises(ValueError, match=f"was fitted to another model: its {what}"):
-            index.check_model(facts(build(family)))
+            index.check_model(describe_model(build(family)))
     with pytest.raises(ValueError, match=r"its rope was .*'default'.*, that of this model is .*'llama3'"):
-        index.check_model(facts(build("llama_llama3_rope")))
+        index.check_model(describe_model(build("llama_llama3_rope")))
     with pytest.raises(ValueError, match=r"of this architecture with other weights \('made up'\)"):
-        index.check_model(facts(build("llama", seed=1)))
+        index.check_model(describe_model(build("llama", seed=1)))
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path):

@@ -8,7 +8,7 @@ import torch
 
 import kvsketch
 from kvsketch.caches.saap import SaapPast
-from kvsketch.huggingface.facts import facts
+from kvsketch.huggingface.identity import describe_model
 from made_index import make_index
 from zoo import FAMILIES, build, tokens
 
@@ -23,7 +23,7 @@ def _models_are_gone_with_their_watches():
 
 
 def index_of(folder, model, **given):
-    known = facts(model)
+    known = describe_model(model)
     return make_index(folder, model, heads=known["kv_heads"], width=known["head_width"], **given)
 
 

@@ -12,7 +12,7 @@ import torch
 
 import kvsketch
 from kvsketch.huggingface.capture import capture
-from kvsketch.huggingface.model import attention_modules
+from kvsketch.huggingface.modules import attention_modules
 from kvsketch.huggingface.rotation import ROTATION, WATCH, BeforeRotation
 from zoo import FAMILIES, build, tokens
 

@@ -10,7 +10,7 @@ from accelerate import cpu_offload, disk_offload, dispatch_model
 
 import kvsketch
 import zoo
-from kvsketch.huggingface.facts import facts
+from kvsketch.huggingface.identity import describe_model
 from kvsketch.huggingface.weights import devices_of_layers, fingerprint_of_weights
 from made_index import make_index
 
@@ -202,10 +202,10 @@ def test_an_index_is_compared_with_the_weights_that_read(tmp_path):
 
 def test_a_model_in_another_precision_has_the_same_facts():
     model = zoo.build("llama", dtype=torch.bfloat16)
-    known = facts(model)
-    assert facts(model.float()) == known
+    known = describe_model(model)
+    assert describe_model(model.float()) == known
     train(model)
-    assert facts(model) != known
+    assert describe_model(model) != known
 
 
 # -- adapters

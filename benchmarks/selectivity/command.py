@@ -163,11 +163,11 @@ def _corpus(options: Options, tokens: int, inputs: Inputs) -> "list[Prompt]":
 def _given_indexes(options: Options, inputs: Inputs) -> "list[KeyIndex]":
     """Indexes that fit the model."""
     from kvsketch.caches.key_index import read_index
-    from kvsketch.huggingface.facts import facts
+    from kvsketch.huggingface.identity import describe_model
 
     indexes = [read_index(folder) for folder in options.folders]
     for index in indexes:
-        index.check_model(facts(inputs.model))
+        index.check_model(describe_model(inputs.model))
     return indexes
 
 

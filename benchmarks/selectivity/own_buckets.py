@@ -19,7 +19,7 @@ from kvsketch.caches.key_index import DESCRIPTION, LayerIndex, layer_file, read_
 from kvsketch.evaluation.layer_error_plan import Prompt
 from kvsketch.files import write_tensors
 from kvsketch.huggingface.capture import capture
-from kvsketch.huggingface.facts import facts
+from kvsketch.huggingface.identity import describe_model
 from kvsketch.kernels.buckets import spherical_k_means
 
 MOST = 65_536  # keys of a head that k-means is given: more take long and change little
@@ -35,7 +35,7 @@ def make_buckets(
 ) -> Iterator[str]:
     """Write an index for each number of buckets, unless it is there already; what is being done, step by step."""
     about = {
-        "model": facts(model),
+        "model": describe_model(model),
         "texts": [text.name for text in texts],
         "sinks": sinks,
         "learnt": "k-means alone: queries are assigned as keys are",

@@ -39,16 +39,16 @@ class WeightedTokens:
         return self.keys.shape[2]
 
 
-def log_mass_of(held: Bool[Tensor, "b n"] | None) -> Float[Tensor, "b 1 n"] | None:
-    """Log weights of places that a row holds: 0 where it does, `-inf` where not."""
-    if held is None:
+def log_mass_of(present: Bool[Tensor, "b n"] | None) -> Float[Tensor, "b 1 n"] | None:
+    """Log weights of places where a row has a token: 0 where it does, `-inf` where not."""
+    if present is None:
         return None
-    return log_of(held)[:, None]
+    return log_of(present)[:, None]
 
 
-def log_of(held: Bool[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """0 where something is held, `-inf` where not."""
-    return torch.zeros(held.shape, device=held.device).masked_fill(~held, NO_MASS)
+def log_of(present: Bool[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """0 where something is, `-inf` where nothing is."""
+    return torch.zeros(present.shape, device=present.device).masked_fill(~present, NO_MASS)
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ def merge(*parts: Partial) -> Partial:
     return Partial(reduce(torch.add, shared), lse)
 
 
-def one_after_another(parts: Sequence[Partial]) -> Partial:
-    """The answers of queries that follow one another."""
+def join_queries(parts: Sequence[Partial]) -> Partial:
+    """The answers of blocks of queries that follow one another."""
     return Partial(torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2))
 
 

@@ -19,7 +19,7 @@ import zoo
 from kvsketch.evaluation.embedded import load_embedded
 from kvsketch.evaluation.tasks import TASKS, Setting
 from kvsketch.evaluation.tasks.fit import Fitter
-from kvsketch.huggingface.facts import facts
+from kvsketch.huggingface.identity import describe_model
 from made_index import make_index
 
 FILE = Path(__file__).parent / "rows.json"
@@ -132,7 +132,7 @@ def answers(family: str, spec: str, folder: Path) -> list[dict[str, list[float]]
 def made(model, spec: str, folder: Path) -> kvsketch.SketchCache:
     """A cache, with an index where the spec wants one."""
     if INDEX in spec:
-        known = facts(model)
+        known = describe_model(model)
         index = make_index(folder / known["fingerprint"], model, heads=known["kv_heads"], width=known["head_width"])
         spec = spec.replace(INDEX, index)
     return kvsketch.make_cache(model, spec)

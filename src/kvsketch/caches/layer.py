@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from kvsketch.attention import Partial, WeightedTokens, log_mass_of, merge, one_after_another
+from kvsketch.attention import Partial, WeightedTokens, join_queries, log_mass_of, merge
 from kvsketch.caches.base import BLOCK, LeavingTokens, MethodConfig, Past
 from kvsketch.caches.budget import MOST, Budget, fixed_entries
 from kvsketch.caches.question import Arriving, LookupPast, Question, Unrotated
@@ -101,7 +101,7 @@ class LayerCache:
             self._read_chunk(query[:, :, start:stop], new.part(start, stop), scale, softcap, lse)
             for start, stop in chunks(count, self.config.chunk)
         ]
-        return one_after_another(parts)
+        return join_queries(parts)
 
     def attend(
         self,

@@ -18,9 +18,9 @@ from kvsketch.fitting.settings import FitSettings, generator
 from kvsketch.fitting.shards import Reader, Shards, long_range_queries
 from kvsketch.fitting.spread import RayCluster
 from kvsketch.huggingface import detach, make_cache
-from kvsketch.huggingface.attention import NAME
+from kvsketch.huggingface.attaching import is_attached
 from kvsketch.huggingface.capture import choose_layers
-from kvsketch.huggingface.facts import facts
+from kvsketch.huggingface.identity import describe_model
 
 Job = TypeVar("Job")
 Done = TypeVar("Done")
@@ -73,12 +73,14 @@ def fit(
     train, held_out = split(corpus, settings)
     _check_enough_keys(train, settings)
     layers = layers_of(model, limits.layers)
-    run = Run(out.resolve(), {**facts(model), "id": name}, str(model.dtype).removeprefix("torch."), settings, corpus)
+    run = Run(
+        out.resolve(), {**describe_model(model), "id": name}, str(model.dtype).removeprefix("torch."), settings, corpus
+    )
     if run.begin():
         note(f"{out} is finished already")
         return _finished(run, keep)
 
-    known = {**facts(model), "dtype": run.dtype}
+    known = {**describe_model(model), "dtype": run.dtype}
     shards = Shards((shards_folder or run.work / "shards").resolve(), known, replace(limits, layers=tuple(layers)))
     _read(corpus, shards, (lambda: model) if cluster is None else partial(cluster.load, device), cluster, show)
     paths = [shards.path(text) for text in train]
@@ -114,7 +116,7 @@ def split(corpus: Corpus, settings: FitSettings) -> tuple[list[Text], list[Text]
 
 def layers_of(model: PreTrainedModel, wanted: Sequence[int]) -> list[int]:
     """The full-attention layers wanted, or all; the model is left with the attention it had."""
-    attached_before = model.config.get_text_config(decoder=True)._attn_implementation == NAME
+    attached_before = is_attached(model)
     try:
         return sorted(choose_layers(make_cache(model, "exact"), list(wanted) or None))
     finally:

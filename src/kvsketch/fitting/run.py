@@ -19,7 +19,7 @@ class Run:
     """A fit and its folder; `begin` before anything is written there."""
 
     out: Path
-    model: dict[str, Any]  # its facts and its id
+    model: dict[str, Any]  # its description and its id
     dtype: str
     settings: FitSettings
     corpus: Corpus

@@ -53,7 +53,7 @@ class Shards:
     """A folder of shards, all by the same model and settings."""
 
     folder: Path
-    model: dict[str, Any]  # its facts, and the precision it ran in
+    model: dict[str, Any]  # its description, and the precision it ran in
     settings: ShardSettings
 
     def path(self, text: Text) -> Path:

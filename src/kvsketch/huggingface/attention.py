@@ -18,9 +18,10 @@ from transformers.modeling_utils import AttentionInterface
 from kvsketch.attention import Partial, WeightedTokens, merge
 from kvsketch.caches.layer import LayerCache, NewTokens
 from kvsketch.caches.question import Unrotated
+from kvsketch.huggingface.frequencies import GUARD
 from kvsketch.kernels.weighted_attention import reference
 
-NAME = "kvsketch"  # must not contain "flash": transformers looks for that word
+ATTENTION_NAME = "kvsketch"  # must not contain "flash": transformers looks for that word
 
 
 @runtime_checkable
@@ -44,8 +45,8 @@ class Linked(Protocol):
 
 def register() -> None:
     """Make the two functions known to transformers under their name; a second time changes nothing."""
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, mask)
+    AttentionInterface.register(ATTENTION_NAME, attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, mask)
 
 
 def link(keys: Tensor, layer: Linked) -> Tensor:
@@ -117,7 +118,7 @@ def attention(
     query, key, value = (as_autocast(x) for x in (query, key, value))
     with without_autocast(query):
         if layer is None:
-            return _unlinked(module, query, key, value, attention_mask, dropout, scale, softcap, s_aux, kwargs)
+            return _stock_attention(module, query, key, value, attention_mask, dropout, scale, softcap, s_aux, kwargs)
         new = NewTokens(key, value, _valid(attention_mask, query, layer.held.seen), unrotated)
         if not torch.compiler.is_compiling():
             layer.check_positions_once(kwargs.get("position_ids"), new)
@@ -202,7 +203,7 @@ def _output(part: Partial, s_aux: Tensor | None, query: Tensor) -> Tensor:
     return part.out.to(query.dtype).transpose(1, 2).contiguous()
 
 
-def _unlinked(
+def _stock_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -216,23 +217,14 @@ def _unlinked(
 ) -> tuple[Tensor, None]:
     """Ordinary attention over the keys that came, as stock computes it."""
     queries, count = query.shape[2], key.shape[2]
-    guard = getattr(module, "_kvsketch_guard", None)
+    guard = getattr(module, GUARD, None)
     if guard is not None:
         guard.check_not_dropped(count)
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     partly_new = attention_mask is None and causal and 1 < queries < count  # a chunk after an ordinary cache
     if partly_new or (attention_mask is not None and attention_mask.ndim == 2):
-        attention_mask = sdpa_mask(
-            query.shape[0],
-            queries,
-            count,
-            count - queries,
-            0,
-            attention_mask=attention_mask,
-            allow_is_causal_skip=False,
-            device=query.device,
-        )
+        attention_mask = _mask_of_all_keys(query, count, attention_mask)
     if attention_mask is not None and attention_mask.shape[-1] != count:
         raise ValueError(
             f"the attention mask {tuple(attention_mask.shape)} is not for the {count} keys of this layer: a model with "
@@ -245,3 +237,18 @@ def _unlinked(
         attention_mask = (at[count - queries :, None] >= at)[None, None]
     part = reference.attend(query, WeightedTokens(key, value), scale, visible=attention_mask, softcap=softcap)
     return _output(part, s_aux, query), None
+
+
+def _mask_of_all_keys(query: Tensor, count: int, padding: Tensor | None) -> Tensor | None:
+    """Stock's mask of new queries for `count` keys that end with their own."""
+    rows, _, new, _ = query.shape
+    return sdpa_mask(
+        rows,
+        new,
+        count,
+        count - new,
+        0,
+        attention_mask=padding,
+        allow_is_causal_skip=False,
+        device=query.device,
+    )

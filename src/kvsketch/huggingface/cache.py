@@ -24,7 +24,7 @@ from kvsketch.caches.question import LookupPast
 from kvsketch.caches.registry import parse_spec
 from kvsketch.huggingface import stock
 from kvsketch.huggingface.attention import autocast_of, check_mask, check_some, refuse_weights
-from kvsketch.huggingface.files import write_cache
+from kvsketch.huggingface.cache_file import write_cache
 from kvsketch.huggingface.layer import HybridSketchLayer, SketchLayer
 from kvsketch.huggingface.model import ModelLink
 from kvsketch.huggingface.modules import attention_modules, heads_of

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from kvsketch.attention import Partial
 from kvsketch.caches.layer import LayerCache, NewTokens
 from kvsketch.huggingface import SketchCache, detach, make_cache, prefill
-from kvsketch.huggingface.attention import NAME
+from kvsketch.huggingface.attaching import is_attached
 from kvsketch.huggingface.layer import SketchLayer
 from kvsketch.huggingface.rotation import BeforeRotation
 
@@ -65,12 +65,12 @@ def capture(
 ) -> list[Captured]:
     """Read one text (a row of ids) and return what these full-attention layers saw.
 
-    Without `layers` it is all of them, or `at_most` so many, evenly from the first to the last. With
+    Without `layers` it is all of them, or at most `at_most` of them, evenly from the first to the last. With
     `before_rotation` also what queries and keys were before. The model is left with the attention it had.
     """
     if ids.ndim != 2 or ids.shape[0] != 1:
         raise ValueError(f"capture reads one text, ids of shape 1 × tokens, got shape {tuple(ids.shape)}")
-    attached_before = model.config.get_text_config(decoder=True)._attn_implementation == NAME
+    attached_before = is_attached(model)
     cache = make_cache(model, "exact")
     try:
         chosen = choose_layers(cache, layers, at_most)
@@ -84,7 +84,7 @@ def capture(
 
 
 def choose_layers(cache: SketchCache, layers: Sequence[int] | None, at_most: int | None = None) -> list[int]:
-    """The full-attention layers wanted: these, all, or `at_most` so many, evenly from the first to the last."""
+    """The full-attention layers wanted: these, all, or at most `at_most` of them, evenly from the first to the last."""
     there = [index for index, layer in enumerate(cache.layers) if isinstance(layer, SketchLayer)]
     unknown = sorted(set(layers or ()) - set(there))
     if unknown:

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +10,10 @@ from transformers import PreTrainedModel
 from kvsketch.caches.base import MethodConfig
 from kvsketch.caches.layer import chunks
 from kvsketch.caches.registry import parse_spec
+from kvsketch.huggingface.attaching import attach
 from kvsketch.huggingface.cache import SketchCache
-from kvsketch.huggingface.facts import facts
-from kvsketch.huggingface.model import attach, unwrapped
+from kvsketch.huggingface.identity import check_method_fits
+from kvsketch.huggingface.supported import unwrapped
 
 
 def make_cache(model: nn.Module, method: str | MethodConfig = "exact") -> SketchCache:
@@ -23,7 +23,7 @@ def make_cache(model: nn.Module, method: str | MethodConfig = "exact") -> Sketch
     `kvsketch.Uniform(keep=0.25)`. `kvsketch.detach(model)` undoes the attaching.
     """
     config = parse_spec(method)
-    config.check_model(partial(facts, unwrapped(model)))
+    check_method_fits(config, unwrapped(model))
     return SketchCache(config, attach(model, before_rotation=config.before_rotation))
 
 
@@ -44,38 +44,34 @@ def prefill(
     the number of tokens read after each chunk. `attention_mask` covers the new tokens alone.
     """
     inner: PreTrainedModel = unwrapped(model)
-    if input_ids.ndim != 2 or input_ids.shape[1] == 0:
-        raise ValueError(f"a prompt is rows × tokens with at least one token, got shape {tuple(input_ids.shape)}")
+    _check_prompt(input_ids, attention_mask, chunk)
     if chunk is None:
         chunk = cache.config.chunk if cache.config.prefill == "streaming" else input_ids.shape[1]
-    if chunk < 1:
-        raise ValueError(f"chunk must be at least 1, got {chunk}")
-    mask = None
-    if attention_mask is not None:
-        if attention_mask.shape != input_ids.shape:
-            raise ValueError(
-                f"attention_mask must cover the new tokens, {tuple(input_ids.shape)}, got {tuple(attention_mask.shape)}"
-            )
-        mask = attention_mask
-    seen = cache.seen
+    mask, seen = attention_mask, cache.seen
     if seen:
         mask = cache.new_tokens(input_ids, mask)["attention_mask"]
     if mask is not None and bool(mask.all()):
         mask = None
-    # Only the cache matters, so logits are computed for one token alone where the inner can leave out the others.
+    # Only the cache matters, so logits are computed for one token alone where the model can leave out the others.
     fewer = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(inner.forward).parameters else {}
     for start, stop in chunks(input_ids.shape[1], chunk):
         ids = input_ids[:, start:stop]
         known = None if mask is None else mask[:, : seen + stop]
         positions = None if known is None else (known.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
-        inner(
-            input_ids=ids,
-            attention_mask=known,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            **fewer,
-        )
+        given = {"input_ids": ids, "attention_mask": known, "position_ids": positions}
+        inner(**given, past_key_values=cache, use_cache=True, **fewer)
         if progress is not None:
             progress(stop)
     return cache
+
+
+def _check_prompt(input_ids: Tensor, attention_mask: Tensor | None, chunk: int | None) -> None:
+    """Refuse what is no prompt, before any of it is read."""
+    if input_ids.ndim != 2 or input_ids.shape[1] == 0:
+        raise ValueError(f"a prompt is rows × tokens with at least one token, got shape {tuple(input_ids.shape)}")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk must be at least 1, got {chunk}")
+    if attention_mask is not None and attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask must cover the new tokens, {tuple(input_ids.shape)}, got {tuple(attention_mask.shape)}"
+        )

@@ -10,10 +10,11 @@ from transformers import PreTrainedModel
 
 from kvsketch.files import DTYPES, TensorFile
 from kvsketch.huggingface import stock
+from kvsketch.huggingface.attaching import attach, detach, is_attached
 from kvsketch.huggingface.cache import SketchCache
-from kvsketch.huggingface.files import config_for, read_description
+from kvsketch.huggingface.cache_file import config_for, read_description
 from kvsketch.huggingface.layer import SketchLayer
-from kvsketch.huggingface.model import attach, detach, is_attached, unwrapped
+from kvsketch.huggingface.supported import unwrapped
 from kvsketch.huggingface.weights import devices_of_layers
 
 # What comes of a state in which no layer can be.
@@ -56,13 +57,13 @@ def _restore(
     order = sorted(range(len(kinds)), key=lambda index: not isinstance(cache.layers[index], SketchLayer))
     for index in order:
         layer, state = cache.layers[index], known["layers"][index]["state"]
-        held = file.read(f"{index}.", devices.get(index, elsewhere))
+        tensors = file.read(f"{index}.", devices.get(index, elsewhere))
         try:
             if isinstance(layer, SketchLayer):
-                layer.restore(held, state)
+                layer.restore(tensors, state)
                 cache.check_alike(layer)
             else:
-                stock.restore(layer, held, state, cache.sketch_layers[0].held if cache.sketch_layers else None)
+                stock.restore(layer, tensors, state, cache.sketch_layers[0].held if cache.sketch_layers else None)
         except NOT_POSSIBLE as error:
             what = f"{file.path} holds a state of layer {index} that {cache.config} cannot be in"
             raise ValueError(f"{what}: {error!r:.200}") from error

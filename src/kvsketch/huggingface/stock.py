@@ -129,9 +129,9 @@ def restore(layer: Any, tensors: dict[str, Tensor], numbers: dict[str, Any], bes
     kinds = {tensor.dtype for name, tensor in tensors.items() if name in ("keys", "values")}
     if isinstance(layer, DynamicLayer):
         keys, values = tensors["keys"], tensors["values"]
-        held = seen if not layer.is_sliding else min(seen, layer.sliding_window - 1)
-        if keys.ndim != 4 or keys.shape != values.shape or keys.shape[::2][:2] != (rows, held) or len(kinds) != 1:
-            raise ValueError(f"keys {tuple(keys.shape)} and values {tuple(values.shape)} of {rows} rows, {held} tokens")
+        kept = seen if not layer.is_sliding else min(seen, layer.sliding_window - 1)
+        if keys.ndim != 4 or keys.shape != values.shape or keys.shape[::2][:2] != (rows, kept) or len(kinds) != 1:
+            raise ValueError(f"keys {tuple(keys.shape)} and values {tuple(values.shape)} of {rows} rows, {kept} tokens")
         if not keys.is_floating_point():
             raise ValueError(f"keys of {keys.dtype}")
         layer.lazy_initialization(keys, values)
@@ -145,7 +145,7 @@ def restore(layer: Any, tensors: dict[str, Tensor], numbers: dict[str, Any], bes
 
 
 def restore_linear(layer: Any, tensors: dict[str, Tensor], numbers: dict[str, Any], rows: int) -> None:
-    """Take back what `linear_state` gave of so many rows."""
+    """Take back what `linear_state` gave of this number of rows."""
     kernels, had = numbers["kernels"], numbers["had"]
     if not len(kernels) == len(had) == layer.number_of_states:
         raise ValueError(f"{len(kernels)} and {len(had)} states, and not {layer.number_of_states}")

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from kvsketch.huggingface.modules import attention_modules
 
 SAMPLED = 64  # numbers of every tensor that go into a fingerprint
-# Where they lie in as many equal parts of it: the multiples of the golden ratio, so that no two are of one column
-# where a matrix can have it.
+# One in each of 64 equal parts of it, at the multiples of the golden ratio, so that no two are of one column where a
+# matrix can have it.
 PLACES = torch.arange(SAMPLED, dtype=torch.float64).mul((math.sqrt(5) - 1) / 2).frac() + torch.arange(SAMPLED)
 TINY = torch.finfo(torch.float16).tiny  # float16 has fewer bits for what is smaller than bfloat16 has
 _PLAIN = nn.Module._save_to_state_dict
@@ -92,7 +92,7 @@ def _on_cpu(samples: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """All parameters, and what else is saved with a model, by name; those that are offloaded from where they lie."""
-    away = {name: (weights, key) for name, weights, key in _offloaded(model)}
+    offloaded = {name: (weights, key) for name, weights, key in _offloaded(model)}
     for prefix, module in model.named_modules():
         passing = module._non_persistent_buffers_set
         here = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
@@ -103,12 +103,12 @@ def _weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
             if tensor.device.type != "meta":
                 yield name, tensor
                 continue
-            if name not in away:
+            if name not in offloaded:
                 raise ValueError(
                     f"{name} of {type(model).__name__} has no numbers (it is on the meta device), so it cannot be "
                     "known which weights these are: load the weights first"
                 )
-            weights, place = away[name]
+            weights, place = offloaded[name]
             yield name, weights[place].to(tensor.dtype)  # as accelerate brings it
     yield from _packed(model)
 

@@ -55,11 +55,11 @@ def bucket_shares(
     scale: float,
     query_positions: Int64[Tensor, " q"],
     key_positions: Int64[Tensor, " n"],
-    apart: int = APART,
+    farther_than: int = APART,
     sinks: int = 1,
     softcap: float | None = None,
 ) -> Float[Tensor, "l q c"]:
-    """A·H_k over earlier keys that are far away, for every lane; rotated queries and keys, never all logits at once.
+    """A·H_k over earlier keys `farther_than` this, for every lane; rotated queries and keys, never all logits at once.
 
     In two passes over the keys: the log of the sum of exponentials, and then every bucket's share of it. A query that
     sees nothing has no shares.
@@ -68,7 +68,7 @@ def bucket_shares(
 
     def far_logits() -> Iterator[tuple[slice, Tensor]]:
         for part, products in _products(queries, keys):
-            seen = to_learn_from(query_positions, key_positions[part], apart, sinks)
+            seen = to_learn_from(query_positions, key_positions[part], farther_than, sinks)
             logits = products.mul_(scale)
             if softcap is not None:
                 logits = torch.tanh(logits / softcap) * softcap
@@ -88,10 +88,10 @@ def long_range(
     keys: Float[Tensor, "l n d"],
     query_positions: Int64[Tensor, " q"],
     key_positions: Int64[Tensor, " n"],
-    away: int = LONG_RANGE,
+    farther_than: int = LONG_RANGE,
     sinks: int = 1,
 ) -> Bool[Tensor, "l q"]:
-    """Queries whose best key, among all they see but the sink, is farther away than this, for every lane."""
+    """Queries whose best key, among all they see but the sink, is `farther_than` this, for every lane."""
     best = queries.new_full(queries.shape[:2], NO_MASS)
     place = torch.zeros_like(best, dtype=torch.int64)
     for part, products in _products(queries, keys):
@@ -100,7 +100,7 @@ def long_range(
         better = found.values > best  # the first of equals, as without parts
         best = torch.where(better, found.values, best)
         place = torch.where(better, found.indices + part.start, place)
-    return (best > NO_MASS) & (query_positions - key_positions[place] > away)
+    return (best > NO_MASS) & (query_positions - key_positions[place] > farther_than)
 
 
 def _products(queries: Float[Tensor, "l q d"], keys: Float[Tensor, "l n d"]) -> Iterator[tuple[slice, Tensor]]:

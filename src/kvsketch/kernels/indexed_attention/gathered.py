@@ -51,21 +51,26 @@ def attend(
         room = pairs.new_empty(max(one.rows for one in bundles), width)
     found, begins = list[Partial](), list[int]()
     for one in bundles:
-        now = index[one.lanes, one.places].flatten()
+        here = one.lanes, one.places
+        now = index[here].flatten()
         copied = torch.index_select(memory, 0, now, out=None if room is None else room[: len(now)])
         keys, values = copied.view(-1, 1, one.size, width).tensor_split([query.shape[3]], dim=3)
         asked = asking[one.lanes, one.parts].flatten(0, 1)[:, None]
-        found.append(_answer(asked, keys, values, bias[one.lanes, one.places].reshape(-1, one.size), scale, softcap))
+        found.append(_answer(asked, keys, values, bias[here].reshape(-1, one.size), scale, softcap))
         begins += one.begins
+    whole = _merged_parts(found, begins, counts, parts)
+    back = order.argsort()
+    return Partial(*(x[back, 0].unflatten(0, lanes).transpose(2, 3).flatten(1, 2) for x in (whole.out, whole.lse)))
+
+
+def _merged_parts(found: Sequence[Partial], begins: list[int], counts: Int64[Tensor, " l"], parts: int) -> Partial:
+    """The answers of whole lanes from those of their parts, some of which begin where a lane has ended."""
     out, lse = (
         torch.cat(each).unflatten(0, (-1, parts)) for each in zip(*((x.out, x.lse) for x in found), strict=True)
     )
     alive = torch.tensor(begins, device=lse.device).view(-1, parts) < counts[:, None]
     lse = lse.masked_fill(~alive[..., None, None], NO_MASS)  # where nothing is, the fused kernel says 0
-    whole = merge(*(Partial(*of_part) for of_part in zip(out.unbind(1), lse.unbind(1), strict=True)))
-    back = order.argsort()
-    out, lse = (x[back, 0].unflatten(0, lanes).transpose(2, 3).flatten(1, 2) for x in (whole.out, whole.lse))
-    return Partial(out, lse)
+    return merge(*(Partial(*of_part) for of_part in zip(out.unbind(1), lse.unbind(1), strict=True)))
 
 
 def _answer(

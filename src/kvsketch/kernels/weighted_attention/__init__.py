@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvsketch.attention import Partial, WeightedTokens, fold_groups, log_of, one_after_another, unfold_groups
+from kvsketch.attention import Partial, WeightedTokens, fold_groups, join_queries, log_of, unfold_groups
 from kvsketch.kernels.weighted_attention import fused, reference
 from kvsketch.kernels.weighted_attention.reference import log_normalizer
 
@@ -61,7 +61,7 @@ def causal_attention(
         _causal_block(query, keys, values, scale, valid, softcap, start, min(start + size, count))
         for start in range(0, count, size)
     ]
-    return one_after_another(blocks)
+    return join_queries(blocks)
 
 
 def _answer_alone(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:

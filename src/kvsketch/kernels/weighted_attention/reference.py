@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvsketch import attention
-from kvsketch.attention import Partial, WeightedTokens, one_after_another
+from kvsketch.attention import Partial, WeightedTokens, join_queries
 
 LOGITS_AT_ONCE = 1 << 25  # 128 MiB of float32
 
@@ -45,7 +45,7 @@ def attend_where(
         )
         for start, stop in bounds
     ]
-    return parts[0] if len(parts) == 1 else one_after_another(parts)
+    return parts[0] if len(parts) == 1 else join_queries(parts)
 
 
 def log_normalizer(

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,10 @@ from transformers import PreTrainedModel
 
 from kvsketch.caches.base import MethodConfig
 from kvsketch.caches.registry import METHODS
-from kvsketch.files import DTYPES, DTYPE_NAMES, TensorFile, write_tensors
+from kvsketch.files import DTYPE_NAMES, DTYPES, TensorFile, write_tensors
 from kvsketch.huggingface import stock
-from kvsketch.huggingface.facts import facts
+from kvsketch.huggingface.identity import check_method_fits, fingerprint
 from kvsketch.huggingface.layer import SketchLayer
-from kvsketch.huggingface.model import fingerprint
 
 FORMAT = 3
 # What a description has, and of which kind.
@@ -44,8 +42,8 @@ def write_cache(
     tensors: dict[str, Tensor] = {}
     described: list[dict[str, Any]] = []
     for index, layer in enumerate(layers):
-        held, numbers = layer.state() if isinstance(layer, SketchLayer) else stock.state_of(layer)
-        tensors |= {f"{index}.{name}": tensor for name, tensor in held.items()}
+        state, numbers = layer.state() if isinstance(layer, SketchLayer) else stock.state_of(layer)
+        tensors |= {f"{index}.{name}": tensor for name, tensor in state.items()}
         described.append({"type": type(layer).__name__, "state": numbers})
     description = {
         "format": FORMAT,
@@ -118,7 +116,7 @@ def _config(known: Mapping[str, Any], path: str | Path) -> MethodConfig:
 def _check_what_it_rests_on(config: MethodConfig, model: PreTrainedModel, before: str | None, path: str | Path) -> None:
     """Refuse a cache whose method now takes something else from outside than when it was saved."""
     try:
-        config.check_model(partial(facts, model))
+        check_method_fits(config, model)
         now = config.rests_on()
     except ValueError as error:
         raise ValueError(f"{path} holds a cache of {config}: {error}") from error

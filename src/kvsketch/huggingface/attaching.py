@@ -1,0 +1,158 @@
+"""Attaching to a model, so that it computes attention with kvsketch, and letting go of it again."""
+
+import inspect
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from kvsketch.huggingface.attention import ATTENTION_NAME, register
+from kvsketch.huggingface.frequencies import GUARD, ChangingFrequencies, DropGuard, changing_frequencies
+from kvsketch.huggingface.model import ModelLink
+from kvsketch.huggingface.modules import attention_modules
+from kvsketch.huggingface.rotation import WATCH, BeforeRotation
+from kvsketch.huggingface.supported import check_layers_are_found, check_supported, unwrapped
+
+M = TypeVar("M", bound=nn.Module)
+CALLS = "_kvsketch_calls"  # on the decoder: the hooks that tell a cache where a call begins and ends
+BEFORE = "_kvsketch_before"  # on attention modules: the attention they had
+
+
+def attach(model: nn.Module, *, before_rotation: bool = False) -> ModelLink:
+    """Let the model compute attention with kvsketch; without one of our caches it answers as before.
+
+    `before_rotation`: have queries and keys noted before they are rotated, for methods that ask for that (saap).
+    `make_cache` and `load_cache` do what their method needs.
+    """
+    inner: PreTrainedModel = unwrapped(model)
+    text = check_supported(inner)
+    modules = list(attention_modules(inner))
+    check_layers_are_found(inner, text, modules)
+    watch = BeforeRotation(inner) if before_rotation and not _own_watch(modules) else None
+    if watch is not None:
+        watch.check()
+    _exchange_attention(inner, text, modules)
+    decoder = _decoder_of(inner, modules)
+    if decoder is not None and not hasattr(decoder, CALLS):
+        begun = decoder.register_forward_pre_hook(_begin_call, with_kwargs=True)
+        setattr(decoder, CALLS, (begun, decoder.register_forward_hook(_end_call, with_kwargs=True, always_call=True)))
+    rope = changing_frequencies(text)
+    guard = None if rope is None or rope.kind != "longrope" else _guard_against_drops(rope, modules)
+    if watch is not None:
+        watch.open()
+        for module in modules:
+            setattr(module, WATCH, watch)
+    known = None if decoder is None else id(decoder)
+    return ModelLink(text, frozenset(map(id, modules)), known, rope, guard, weakref.ref(inner))
+
+
+def is_attached(model: PreTrainedModel) -> bool:
+    """Whether it computes attention with kvsketch."""
+    return bool(model.config.get_text_config(decoder=True)._attn_implementation == ATTENTION_NAME)
+
+
+def detach(model: nn.Module) -> None:
+    """Give the model back the attention it had; harmless where it is not attached."""
+    inner: PreTrainedModel = unwrapped(model)
+    text = inner.config.get_text_config(decoder=True)
+    modules = list(attention_modules(inner))
+    if text._attn_implementation == ATTENTION_NAME:
+        # Not noted down where a model that shares this config was attached instead.
+        usual = "sdpa" if getattr(inner, "_supports_sdpa", False) else "eager"
+        _set_attention(inner, text, next((getattr(m, BEFORE) for m in modules if hasattr(m, BEFORE)), usual))
+    if _own_watch(modules):
+        getattr(modules[0], WATCH).close()
+    decoder = _decoder_of(inner, modules)
+    if decoder is not None and hasattr(decoder, CALLS):
+        for hook in getattr(decoder, CALLS):
+            hook.remove()
+        delattr(decoder, CALLS)
+    for module in modules:
+        for note in (BEFORE, GUARD, WATCH):
+            if hasattr(module, note):
+                delattr(module, note)
+
+
+@contextmanager
+def attached(model: M) -> Iterator[M]:
+    """Attach inside a `with` block, whatever caches are made there; one that was attached before stays so."""
+    was_attached = is_attached(unwrapped(model))
+    attach(model)
+    try:
+        yield model
+    finally:
+        if not was_attached:
+            detach(model)
+
+
+def _exchange_attention(model: PreTrainedModel, text: Any, modules: Sequence[nn.Module]) -> None:
+    """Have the model call our attention, and note down on its modules which one it had."""
+    before = text._attn_implementation
+    if before == ATTENTION_NAME:
+        return
+    register()
+    _set_attention(model, text, ATTENTION_NAME)
+    if text._attn_implementation != ATTENTION_NAME or not model._can_set_attn_implementation():
+        text._attn_implementation_internal = before
+        raise ValueError(
+            f"{type(model).__name__} does not let its attention be exchanged (it does not use transformers' "
+            "AttentionInterface), so kvsketch cannot serve it"
+        )
+    for module in modules:
+        if not hasattr(module, BEFORE):
+            setattr(module, BEFORE, before)
+
+
+def _guard_against_drops(rope: ChangingFrequencies, modules: Sequence[nn.Module]) -> DropGuard:
+    """The guard that the modules of a model have, or a new one for all of them."""
+    guard = next((getattr(m, GUARD) for m in modules if hasattr(m, GUARD)), None) or DropGuard(rope)
+    for module in modules:
+        setattr(module, GUARD, guard)
+    return guard
+
+
+def _decoder_of(model: PreTrainedModel, modules: Sequence[nn.Module]) -> nn.Module | None:
+    """The innermost model that runs all attention modules."""
+    wanted, found = set(map(id, modules)), None
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and wanted <= set(map(id, module.modules())):
+            found = module
+    return found if wanted else None
+
+
+def _begin_call(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Tell one of our caches that tokens are coming, before any layer sees them."""
+    given = options
+    if arguments:
+        names = [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
+        given = dict(zip(names, arguments, strict=False)) | options
+    cache = given.get("past_key_values")
+    if isinstance(cache, Cache) and hasattr(cache, "begin_call"):
+        cache.begin_call(module, given)
+
+
+def _end_call(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+    """Tell it that all layers have seen them; there is no output after a failure."""
+    for value in (*arguments, *options.values()):
+        if isinstance(value, Cache) and hasattr(value, "end_call"):
+            value.end_call(failed=output is None)
+
+
+def _own_watch(modules: Sequence[nn.Module]) -> bool:
+    """Whether the watch noted down on a model's modules is of these: a copy's has none."""
+    watch: BeforeRotation | None = getattr(modules[0], WATCH, None) if modules else None
+    return watch is not None and bool(watch.modules) and watch.modules[0] is modules[0]
+
+
+def _set_attention(model: PreTrainedModel, text: Any, name: str) -> None:
+    """Set the text model's attention, and leave vision towers and the like alone."""
+    if text is model.config:
+        model.set_attn_implementation(name)
+        return
+    for key in model.config.sub_configs:
+        if getattr(model.config, key) is text:
+            model.set_attn_implementation({key: name})

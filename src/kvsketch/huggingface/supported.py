@@ -1,0 +1,66 @@
+"""Which models kvsketch can serve, and which it refuses."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, CacheLayerMixin, get_layer_types_and_kwargs
+
+
+def unwrapped(model: nn.Module) -> Any:
+    """The transformers model itself, where adapters (peft) or the compiler are wrapped around it."""
+    inner: Any = getattr(model, "_orig_mod", model)
+    if isinstance(inner, PreTrainedModel) or not hasattr(inner, "get_base_model"):
+        return inner
+    for name, adapter in getattr(inner, "peft_config", {}).items():
+        if getattr(adapter, "is_prompt_learning", False):
+            raise ValueError(
+                f"the adapter {name!r} puts learnt tokens before the text (a {type(adapter).__name__}), in a cache of "
+                "its own: kvsketch serves adapters that change weights, such as LoRA"
+            )
+    return unwrapped(inner.get_base_model())
+
+
+def check_supported(model: PreTrainedModel) -> Any:
+    """The text model's config, if kvsketch can serve the model."""
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"expected a transformers model, got {type(model).__name__}")
+    name = type(model).__name__
+    if type(model).__module__.startswith("transformers_modules"):
+        raise ValueError(f"{name} is remote code: kvsketch serves only models that are part of transformers")
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder model: kvsketch serves decoder-only models")
+    text = model.config.get_text_config(decoder=True)
+    if getattr(text, "kv_lora_rank", None):
+        raise ValueError(
+            f"{name} caches latents from which keys are made later (MLA): kvsketch does not serve it, "
+            "use transformers' own cache"
+        )
+    if getattr(text, "num_kv_shared_layers", None) or any(getattr(text, "kv_sharing_modes", None) or ()):
+        raise ValueError(f"layers of {name} share one cache: kvsketch does not serve it, use transformers' own cache")
+    kinds, _ = get_layer_types_and_kwargs(text)
+    if not any(issubclass(DYNAMIC_LAYER_TYPE_MAPPING.get(kind, object), CacheLayerMixin) for kind in kinds):
+        raise ValueError(
+            f"{name} has no attention layer ({', '.join(sorted(set(kinds)))}): use transformers' own cache"
+        )
+    if not {"full_attention", "hybrid"} & set(kinds):
+        warnings.warn(
+            f"{name} has no full-attention layer ({', '.join(sorted(set(kinds)))}): there is nothing to compress",
+            stacklevel=4,
+        )
+    return text
+
+
+def check_layers_are_found(model: PreTrainedModel, text: Any, modules: Sequence[nn.Module]) -> None:
+    """Refuse a model whose attention layers do not know their numbers (Zamba)."""
+    kinds, _ = get_layer_types_and_kwargs(text)
+    found = {module.layer_idx for module in modules if hasattr(module, "is_causal")}  # others sum tokens up
+    missing = [i for i, kind in enumerate(kinds) if kind in ("full_attention", "hybrid") and i not in found]
+    name = type(model).__name__
+    if missing:
+        raise ValueError(
+            f"layer {missing[0]} of {name} has attention that does not know its number (it may be shared): kvsketch "
+            "does not serve it, use transformers' own cache"
+        )
