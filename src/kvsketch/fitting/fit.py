@@ -73,14 +73,14 @@ def fit(
     train, held_out = split(corpus, settings)
     _check_enough_keys(train, settings)
     layers = layers_of(model, limits.layers)
-    run = Run(
-        out.resolve(), {**describe_model(model), "id": name}, str(model.dtype).removeprefix("torch."), settings, corpus
-    )
+    described = describe_model(model)
+    dtype = str(model.dtype).removeprefix("torch.")
+    run = Run(out.resolve(), {**described, "id": name}, dtype, settings, corpus)
     if run.begin():
         note(f"{out} is finished already")
         return _finished(run, keep)
 
-    known = {**describe_model(model), "dtype": run.dtype}
+    known = {**described, "dtype": dtype}
     shards = Shards((shards_folder or run.work / "shards").resolve(), known, replace(limits, layers=tuple(layers)))
     _read(corpus, shards, (lambda: model) if cluster is None else partial(cluster.load, device), cluster, show)
     paths = [shards.path(text) for text in train]

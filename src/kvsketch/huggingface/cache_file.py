@@ -15,6 +15,7 @@ from kvsketch.files import DTYPE_NAMES, DTYPES, TensorFile, write_tensors
 from kvsketch.huggingface import stock
 from kvsketch.huggingface.identity import check_method_fits, fingerprint
 from kvsketch.huggingface.layer import SketchLayer
+from kvsketch.huggingface.model import ModelLink
 
 FORMAT = 3
 # What a description has, and of which kind.
@@ -56,6 +57,20 @@ def write_cache(
         "layers": described,
     }
     write_tensors(path, tensors, description)
+
+
+def check_same_weights(read_by: str | None, model: ModelLink) -> str:
+    """The fingerprint of the weights that made a cache's keys; refuses a model that has others by now, or is gone."""
+    now = model.fingerprint()
+    read_by = read_by or now
+    if now is not None and now != read_by:
+        raise ValueError(
+            "the model's weights, or its adapters, have changed since this cache began to read: what it holds was "
+            "made by others, and a file would say that it fits these. Have a new cache read the text"
+        )
+    if read_by is None:
+        raise ValueError("the model that this cache was made for is gone, so a file could not say whose it is")
+    return read_by
 
 
 def read_description(file: TensorFile) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from kvsketch.attention import Partial
 from kvsketch.caches.base import MethodConfig
 from kvsketch.caches.layer import LayerCache, NewTokens
 from kvsketch.caches.question import Unrotated
-from kvsketch.caches.storage import Rows
 from kvsketch.huggingface import stock
 from kvsketch.huggingface.attention import as_autocast, link, without_autocast
 from kvsketch.huggingface.model import ModelLink
+from kvsketch.huggingface.positions import Positions
 from kvsketch.huggingface.rotation import WATCH, BeforeRotation
 
 
@@ -30,10 +30,8 @@ class SketchLayer(CacheLayerMixin):
         super().__init__()
         self.held = LayerCache(config, layer_idx, layer_bytes)
         self.model = model
-        self.is_first = False  # of the cache's sketch layers: it remembers the padding, and checks positions
-        self.padding = Rows(dim=1)  # in the first layer, once there is any: which tokens so far are real
-        self.offsets: list[int] | None = None  # in the first layer: position less rank, of each row's first token
-        self.positions_known = False  # those of the present call were looked at
+        self.is_first = False  # of the cache's sketch layers: it knows padding and positions, the same in all of them
+        self.positions = Positions()
         self.pending = 0  # new tokens that were taken and that attention has not asked for yet
         self.broken = False  # a read failed in its middle
         self.cropped = True  # `crop` was called since the last read
@@ -55,8 +53,9 @@ class SketchLayer(CacheLayerMixin):
         self.broken = True  # until the read is through
         part = self.held.read(query, new, scale, softcap, lse=lse)
         if self.is_first:
-            self._remember_padding(new)
-        self.broken = self.cropped = self.positions_known = False
+            self.positions.remember(new, self.held.seen)
+            self.positions.checked = False
+        self.broken = self.cropped = False
         return part
 
     def read_again(self, exact: "SketchLayer") -> None:
@@ -68,72 +67,18 @@ class SketchLayer(CacheLayerMixin):
         with without_autocast(columns.keys):
             self.held.hold(NewTokens(columns.keys, columns.values, valid))
         self.held.seen = exact.held.seen  # places where all rows are padded are counted, but not held
-        self.offsets = None if exact.offsets is None else list(exact.offsets)
-        if exact.padding.length:
-            self.padding.append(exact.padding.view)
+        self.positions.copy_from(exact.positions)
         self.lazy_initialization(columns.keys, columns.values)
         self.cropped = exact.cropped
 
-    def _remember_padding(self, new: NewTokens) -> None:
-        rows, count = new.keys.shape[0], new.keys.shape[2]
-        if new.valid is None and not self.padding.length:
-            return
-        device = new.keys.device
-        if not self.padding.length:
-            self.padding.append(torch.ones(rows, self.held.seen - count, dtype=torch.bool, device=device))
-        real = torch.ones(rows, count, dtype=torch.bool, device=device) if new.valid is None else new.valid
-        self.padding.append(real)
-
-    def check_hidden(self, mask: Tensor, new: int) -> None:
-        """Refuse a mask that hides what was read, or shows what was padding; single tokens are not looked at."""
-        seen = self.held.seen
-        if new == 1 or not seen:
-            return
-        before = mask[:, :seen].bool()
-        same = torch.equal(before, self.padding.view.to(before)) if self.padding.length else bool(before.all())
-        if not same:
-            raise ValueError(
-                "the attention mask says otherwise which of the tokens read so far are padding: they cannot be hidden "
-                "any more. Pass the mask of cache.new_tokens(ids)"
-            )
-
     def check_positions_once(self, positions: Tensor | None, new: NewTokens) -> None:
-        """The same, where the call has not told its positions at its beginning: the model has made them since."""
-        if self.is_first and not self.positions_known and positions is not None:
+        """Refuse wrong positions where the call has not told them at its beginning: the model has made them since."""
+        if self.is_first and not self.positions.checked and positions is not None:
             self.check_positions(positions, new.valid, new.keys.shape[0])
 
     def check_positions(self, positions: Tensor, valid: Tensor | None, rows: int) -> None:
-        """Refuse tokens that do not follow on those held: text that was cut wrongly, or several texts in one row."""
-        if positions.ndim != 2:
-            return
-        positions = positions.expand(rows, -1)
-        if positions.shape[1] > 1:
-            back = positions.diff(dim=1) < 0
-            if valid is not None:
-                back = back & valid[:, 1:] & valid[:, :-1]
-            if bool(back.any()):
-                raise ValueError(
-                    "positions start again within a row: packed sequences are not supported with a kvsketch cache, "
-                    "give each sequence a row of its own"
-                )
-        lengths = self.held.lengths or [0] * rows
-        if valid is None:
-            first = positions[:, 0].tolist()
-            begun = [True] * len(first)
-        else:
-            first = positions.gather(1, valid.long().argmax(1, keepdim=True))[:, 0].tolist()
-            begun = valid.any(1).tolist()
-        offsets = [place - length for place, length in zip(first, lengths, strict=True)]
-        before = self.offsets or offsets
-        for row, (offset, known, real) in enumerate(zip(offsets, before, begun, strict=True)):
-            if real and lengths[row] and offset != known:
-                raise ValueError(
-                    f"row {row} goes on at position {first[row]}, but the cache has read {lengths[row]} of its tokens "
-                    f"and expects position {lengths[row] + known}. To continue with new tokens only, pass "
-                    "**cache.new_tokens(ids); to pass the whole text, its beginning must be what the cache has read"
-                )
-        self.offsets = [o if r and not n else k for o, k, r, n in zip(offsets, before, begun, lengths, strict=True)]
-        self.positions_known = True
+        """Refuse new tokens that do not follow on those held."""
+        self.positions.check(positions, valid, self.held.lengths or [0] * rows)
 
     def meet(self, module: nn.Module) -> None:
         """The attention function has found this layer, on behalf of a module."""
@@ -160,10 +105,10 @@ class SketchLayer(CacheLayerMixin):
         """Refuse keys that cannot be this layer's."""
         if not self.held.started:
             return
-        held, keys = self.held.window.keys.view, as_autocast(keys)
-        if (held.shape[1], held.shape[3], held.dtype) != (keys.shape[1], keys.shape[3], keys.dtype):
+        ours, keys = self.held.window.keys.view, as_autocast(keys)
+        if (ours.shape[1], ours.shape[3], ours.dtype) != (keys.shape[1], keys.shape[3], keys.dtype):
             raise ValueError(
-                f"layer {self.held.layer} holds {held.shape[1]} KV heads of width {held.shape[3]} in {held.dtype}, "
+                f"layer {self.held.layer} holds {ours.shape[1]} KV heads of width {ours.shape[3]} in {ours.dtype}, "
                 f"but {keys.shape[1]} of width {keys.shape[3]} in {keys.dtype} came: the cache is another model's, or "
                 "was filled under another torch.autocast"
             )
@@ -189,8 +134,7 @@ class SketchLayer(CacheLayerMixin):
         if not self.held.started:
             return
         self.held.crop(count, dropped)
-        if self.padding.length:
-            self.padding.remove(self.padding.length - count, self.padding.length)
+        self.positions.take_back(count)
         self.cropped = True
         if self.held.recording:
             self.settle(recording=True)
@@ -207,9 +151,9 @@ class SketchLayer(CacheLayerMixin):
         """Forget everything, a call that failed half-way included."""
         self.held.reset()
         self.held.recording = False
-        self.padding, self.offsets = Rows(dim=1), None
+        self.positions = Positions()
         self.pending, self.cropped = 0, True
-        self.broken = self.is_initialized = self.positions_known = False
+        self.broken = self.is_initialized = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row `beam_idx[i]` was."""
@@ -228,8 +172,7 @@ class SketchLayer(CacheLayerMixin):
 
     def _map_rows(self, move: Callable[[Tensor], Tensor], rows: list[int]) -> None:
         self.held.map_rows(move, rows)
-        self.padding.map(move)
-        self.offsets = None if self.offsets is None else [self.offsets[row] for row in rows]
+        self.positions.map_rows(move, rows)
 
     @property
     def nbytes(self) -> int:
@@ -239,32 +182,15 @@ class SketchLayer(CacheLayerMixin):
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything that `restore` needs, as tensors and as JSON."""
         tensors, numbers = self.held.state()
-        if self.padding.length:
-            tensors["padding"] = self.padding.view
-        return tensors, numbers | {"offsets": self.offsets}
+        padding, offsets = self.positions.state()
+        return tensors | padding, numbers | offsets
 
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         """Take back what `state` gave."""
         self.reset()
         self.held.restore(tensors, numbers)
-        self.offsets = offsets = numbers["offsets"]
-        if offsets is not None and [type(offset) for offset in offsets] != [int] * len(self.held.lengths):
-            raise ValueError(f"positions of {len(self.held.lengths)} rows begin at {offsets}")
-        if "padding" in tensors:
-            self.padding.append(tensors["padding"])
-        self._check_lengths()
+        self.positions.restore(tensors, numbers, self.held.lengths, self.held.seen, known=self.is_first)
         self.lazy_initialization(tensors["keys"], tensors["values"])
-
-    def _check_lengths(self) -> None:
-        """Refuse padding of other tokens than were read."""
-        seen, lengths = self.held.seen, self.held.lengths
-        if not self.padding.length:
-            if self.is_first and any(length != seen for length in lengths):
-                raise ValueError(f"{seen} tokens were read, and rows have {lengths}")
-            return
-        found = self.padding.view
-        if found.dtype != torch.bool or found.shape != (len(lengths), seen) or found.sum(1).tolist() != lengths:
-            raise ValueError(f"padding of shape {tuple(found.shape)} for rows of {lengths} tokens, {seen} places")
 
     def offload(self) -> None:
         """Not supported; `make_cache` never asks for it."""

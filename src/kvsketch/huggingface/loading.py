@@ -61,11 +61,12 @@ def _restore(
         try:
             if isinstance(layer, SketchLayer):
                 layer.restore(tensors, state)
-                cache.check_alike(layer)
+                cache.stack.check_alike(layer)
             else:
                 stock.restore(layer, tensors, state, cache.sketch_layers[0].held if cache.sketch_layers else None)
         except NOT_POSSIBLE as error:
             what = f"{file.path} holds a state of layer {index} that {cache.config} cannot be in"
             raise ValueError(f"{what}: {error!r:.200}") from error
-    cache.read_by, cache.dtype = known["fingerprint"], None if known["dtype"] is None else DTYPES[known["dtype"]]
+    cache.read_by = known["fingerprint"]
+    cache.stack.dtype = None if known["dtype"] is None else DTYPES[known["dtype"]]
     cache.check_whole()

@@ -2,6 +2,12 @@
 
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
+from kvsketch.caches.question import LookupPast
+from kvsketch.huggingface.layer import SketchLayer
+from kvsketch.huggingface.layers import LayerStack, bytes_held
+
 
 @dataclass(frozen=True)
 class LayerReport:
@@ -78,6 +84,45 @@ class Report:
         found = layer.details | {"read": _mean(layer.read), "recall": _mean(layer.recall)}
         details = "".join(f" {_number(found.get(name)):>{_width(name)}}" for name in names)
         return f"{layer.layer:>5} {entries:>22} {layer.nbytes:>14,} {share:>8} {error:>7}{details}"
+
+
+def report_on(stack: LayerStack) -> Report:
+    """What the layers of a cache hold now."""
+    layers = [
+        _report_on_layer(index, layer)
+        if isinstance(layer, SketchLayer)
+        else LayerReport(index, None, bytes_held(layer), bytes_held(layer), None, 0)
+        for index, layer in enumerate(stack.layers)
+    ]
+    return Report(str(stack.config), stack.seen, tuple(layers))
+
+
+def _report_on_layer(index: int, layer: SketchLayer) -> LayerReport:
+    held, entries = layer.held, layer.held.count_entries()
+    full = 0
+    if entries is not None:
+        keys, values = held.window.keys.view, held.window.values.view
+        per_token = keys.shape[1] * (keys.shape[3] + values.shape[3]) * keys.element_size()
+        full = held.seen * keys.shape[0] * per_token + layer.nbytes - held.nbytes
+    details, warning = ({}, None) if held.past is None else (held.past.details(), held.past.warning())
+    read = held.past.selectivity() if isinstance(held.past, LookupPast) else None
+    return LayerReport(
+        layer=index,
+        entries=_per_head(entries),
+        nbytes=layer.nbytes,
+        full_nbytes=full,
+        error=_per_head(held.error),
+        measured_at=held.measured_at,
+        read=_per_head(read),
+        recall=_per_head(held.recall),
+        details=details,
+        warning=warning,
+    )
+
+
+def _per_head(measured: Tensor | None) -> list[float] | None:
+    """The mean over rows."""
+    return None if measured is None else measured.double().mean(0).tolist()
 
 
 def _range(entries: list[float]) -> str:

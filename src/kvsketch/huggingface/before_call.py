@@ -1,0 +1,88 @@
+"""What is refused before any layer has taken a part of it: tokens, masks, positions and keys that cannot be read.
+
+What stock layers take cannot be taken back, so a call is looked at as a whole, at its beginning.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsketch.huggingface.attention import autocast_of
+from kvsketch.huggingface.layer import SketchLayer
+from kvsketch.huggingface.layers import LayerStack
+from kvsketch.huggingface.modules import attention_modules
+from kvsketch.huggingface.weights import device_of
+
+
+def check_tokens(decoder: Any, new: Tensor) -> None:
+    """Refuse token ids that the model does not have, and embeddings that are no numbers."""
+    least, most = torch.stack(torch.aminmax(new)).tolist()
+    known = getattr(decoder.get_input_embeddings(), "num_embeddings", math.inf)
+    if new.is_floating_point() and not math.isfinite(least + most):
+        raise ValueError("inputs_embeds are NaN or infinite; nothing of them was read")
+    if not new.is_floating_point() and not 0 <= least <= most < known:
+        raise ValueError(
+            f"token ids are from {least} to {most}, and the model has tokens 0 to {known - 1}: is this another "
+            "model's tokenizer? Nothing of them was read"
+        )
+
+
+def check_places(first: SketchLayer, new: Tensor, mask: Tensor | None, positions: Tensor | None) -> None:
+    """Refuse a mask and positions by which new tokens do not follow on what the first of our layers has read."""
+    rows, count = new.shape[:2]
+    valid = None
+    if mask is not None:
+        first.positions.check_mask(mask, count, first.held.seen)
+        valid = mask[:, -count:].bool()
+        valid = None if bool(valid.all()) else valid
+    if isinstance(positions, Tensor) and positions.ndim < 3:
+        if positions.ndim != 2 or positions.shape[0] not in (1, rows) or positions.shape[1] != count:
+            raise ValueError(
+                f"positions of {rows} rows × {count} tokens are wanted, got shape {tuple(positions.shape)}"
+            )
+        first.check_positions(positions, valid, rows)
+
+
+def check_layers(stack: LayerStack, decoder: Any, rows: int) -> None:
+    """Refuse what layers of ours could not take: a budget, a precision, keys whose rotation nobody watches."""
+    module = next(attention_modules(decoder))
+    dtype = autocast_of(device_of(module) or decoder.device) or decoder.dtype
+    if stack.seen == 0:
+        stack.dtype = dtype
+        stack.check_budget(rows)
+    elif stack.dtype not in (None, dtype):
+        raise ValueError(
+            f"this cache was filled in {stack.dtype}, and tokens came in {dtype}: stay with the torch.autocast, and "
+            "with the model's precision, that it began with, or have a new cache read the text"
+        )
+    for layer in stack.sketch if stack.config.before_rotation else ():
+        layer.check_watched(module)
+
+
+def check_in_step(stack: LayerStack, index: int, count: int) -> None:
+    """Refuse tokens for a layer behind the first one that are not those that the first one took."""
+    waiting = next((other for other in stack.sketch if other.pending), None)
+    if waiting is not None:
+        raise ValueError(
+            f"layer {waiting.held.layer} took {waiting.pending} tokens that its attention never asked for: "
+            "this model changes keys between cache and attention, which kvsketch does not support"
+        )
+    layer, first = stack.layers[index], stack.counting[0]
+    if layer.get_seq_length() + count != first.get_seq_length():
+        raise ValueError(
+            f"layer {index} was given {count} tokens at position {layer.get_seq_length()}, but the first "
+            f"layer stands at {first.get_seq_length()}: all layers must read the same tokens"
+        )
+
+
+def check_finite(index: int, keys: Tensor, values: Tensor) -> None:
+    """Refuse a layer's keys and values that are no numbers."""
+    for name, tensor in (("keys", keys), ("values", values)):
+        extremes = torch.stack(torch.aminmax(tensor.detach()))  # NaN wins; and no copy of a long prompt
+        if not bool(extremes.isfinite().all()):
+            raise ValueError(
+                f"layer {index} was given {name} that are NaN or infinite; it has stored none of them. "
+                "Look for an overflow in the model (float16?) or in its inputs"
+            )

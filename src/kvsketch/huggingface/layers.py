@@ -1,0 +1,127 @@
+"""The layers of a cache, all together: ours where a model attends to everything, transformers' own elsewhere."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    CacheLayerMixin,
+    LinearAttentionCacheLayerMixin,
+    get_layer_types_and_kwargs,
+)
+
+from kvsketch.caches.base import MethodConfig
+from kvsketch.caches.budget import parse_bytes
+from kvsketch.huggingface import stock
+from kvsketch.huggingface.layer import HybridSketchLayer, SketchLayer
+from kvsketch.huggingface.model import ModelLink
+from kvsketch.huggingface.modules import heads_of
+
+
+class LayerStack:
+    """All layers of one cache: each kind of them, what they hold together, and whether that is one text."""
+
+    def __init__(self, config: MethodConfig, model: ModelLink) -> None:
+        self.config, self.model = config, model
+        self.dtype: torch.dtype | None = None  # that of autocast, or of the model, when the first tokens came
+        self.touched = False  # a call or a move of rows has changed some layers, and has not come to its end
+        types, options = get_layer_types_and_kwargs(model.config)
+        options = [options] * len(types) if isinstance(options, dict) else options  # one dict up to transformers 5.17
+        self.kinds = types
+        self.layers = [self._new_layer(i, kind, options[i]) for i, kind in enumerate(types)]
+        # Kept beside the layers, for every layer asks for them at every step: ours, all that count tokens, and all
+        # that sum them up (linear attention and the like).
+        self.sketch = [layer for layer in self.layers if isinstance(layer, SketchLayer)]
+        self.counting = [layer for layer in self.layers if isinstance(layer, CacheLayerMixin)]
+        self.summing = [layer for layer in self.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+        for layer in self.sketch[:1]:
+            layer.is_first = True
+
+    def _new_layer(self, index: int, kind: str, options: dict[str, Any]) -> Any:
+        by_bytes = self._layer_bytes if isinstance(self.config.budget_given, str) else None
+        if kind == "full_attention":
+            return SketchLayer(self.config, index, self.model, by_bytes)
+        if kind == "hybrid":
+            return HybridSketchLayer(self.config, index, self.model, by_bytes, options.get("number_of_states", 1))
+        return DYNAMIC_LAYER_TYPE_MAPPING[kind](**options)
+
+    # -- a budget in bytes
+
+    def check_budget(self, rows: int) -> None:
+        """Refuse a budget in bytes that is too small for this number of rows."""
+        if isinstance(self.config.budget_given, str):
+            for layer in self.sketch:
+                layer.held.budget_for(rows, self._token_bytes(layer.held.layer))
+
+    def _layer_bytes(self, rows: int, entry_bytes: int) -> int:
+        """One sketch layer's share of a budget in bytes: what sliding layers leave, in equal parts."""
+        total = parse_bytes(str(self.config.budget_given))
+        sliding = [(i, layer) for i, layer in enumerate(self.layers) if getattr(layer, "sliding_window", None)]
+        needed = sum(layer.sliding_window * rows * self._token_bytes(index) for index, layer in sliding)
+        if total <= needed:
+            raise ValueError(
+                f"keep={self.config.budget_given!r} is less than the sliding layers alone need: "
+                f"{needed:,} bytes for {rows} rows"
+            )
+        return (total - needed) // len(self.sketch)
+
+    def _token_bytes(self, index: int) -> int:
+        """Bytes that keys and values of a token take in a layer, by the model's config."""
+        heads, width = (found[index] if isinstance(found, list) else found for found in heads_of(self.model.config))
+        return 2 * heads * width * (self.dtype or torch.float32).itemsize
+
+    # -- what they hold
+
+    @property
+    def seen(self) -> int:
+        """Tokens read so far, padding included."""
+        return self.counting[0].get_seq_length()
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch; 0 while nothing was read."""
+        layer = self.counting[0]
+        if isinstance(layer, SketchLayer):
+            return len(layer.held.lengths)
+        return layer.keys.shape[0] if layer.is_initialized else 0
+
+    @property
+    def recording(self) -> bool:
+        """Whether compression is held back, as assisted decoding asks."""
+        return any(layer.held.recording for layer in self.sketch) or any(
+            getattr(layer, "record_past", False) for layer in self.layers
+        )
+
+    # -- whether that is one text
+
+    def check_whole(self) -> None:
+        """Refuse to go on after a call, or a move of rows, that did not come to its end in all layers."""
+        seen = self.seen  # compared one by one: of a set the compiler would make a graph for every length
+        unequal = any(layer.get_seq_length() != seen for layer in self.counting)
+        if self.touched or unequal or any(layer.broken or layer.pending for layer in self.sketch):
+            lengths = [layer.get_seq_length() for layer in self.counting]
+            raise ValueError(
+                f"an earlier call failed half-way: layers hold between {min(lengths)} and {max(lengths)} tokens. "
+                "This cache cannot be used further; reset() it, or go on with a copy made before that call"
+            )
+
+    def check_alike(self, layer: SketchLayer) -> None:
+        """Refuse a layer that has read other tokens than the first one."""
+        ours, first = layer.held, self.sketch[0].held
+        if (ours.seen, ours.lengths) != (first.seen, first.lengths):
+            raise ValueError(f"{ours.lengths!s:.60} tokens were read here, {first.lengths!s:.60} in the first layer")
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Whatever is done here is done in all layers, or they say that they are broken."""
+        self.check_whole()
+        self.touched = True
+        yield
+        self.touched = False
+
+
+def bytes_held(layer: Any) -> int:
+    """Bytes of memory that a layer holds, ours or not."""
+    return layer.nbytes if isinstance(layer, SketchLayer) else stock.bytes_held(layer)

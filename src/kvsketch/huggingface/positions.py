@@ -1,0 +1,134 @@
+"""Where the tokens that were read stand in their rows, and whether new ones follow on them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsketch.caches.layer import NewTokens
+from kvsketch.caches.storage import Rows
+
+
+class Positions:
+    """Which tokens so far are padding, and at which position each row began."""
+
+    def __init__(self) -> None:
+        self.padding = Rows(dim=1)  # once there is any: which tokens so far are real
+        self.offsets: list[int] | None = None  # position less rank, of each row's first token
+        self.checked = False  # those of the present call were looked at
+
+    @property
+    def real(self) -> Tensor | None:
+        """Which tokens so far are real, rows × tokens; None if all are."""
+        return self.padding.view if self.padding.length else None
+
+    def real_tokens(self, count: int, rows: int) -> list[int]:
+        """How many of the last `count` places are a token of each row, and not padding."""
+        if self.padding.length:
+            return self.padding.view[:, max(0, self.padding.length - count) :].sum(1).tolist()
+        return [count] * rows
+
+    # -- before a call
+
+    def check_mask(self, mask: Tensor, new: int, seen: int) -> None:
+        """Refuse a mask that hides what was read, or shows what was padding; single tokens are not looked at."""
+        if new == 1 or not seen:
+            return
+        before = mask[:, :seen].bool()
+        same = torch.equal(before, self.padding.view.to(before)) if self.padding.length else bool(before.all())
+        if not same:
+            raise ValueError(
+                "the attention mask says otherwise which of the tokens read so far are padding: they cannot be hidden "
+                "any more. Pass the mask of cache.new_tokens(ids)"
+            )
+
+    def check(self, positions: Tensor, valid: Tensor | None, lengths: list[int]) -> None:
+        """Refuse tokens that do not follow on rows of these lengths: text that was cut wrongly, or several in one."""
+        if positions.ndim != 2:
+            return
+        positions = positions.expand(len(lengths), -1)
+        _check_one_text(positions, valid)
+        if valid is None:
+            first = positions[:, 0].tolist()
+            begun = [True] * len(first)
+        else:
+            first = positions.gather(1, valid.long().argmax(1, keepdim=True))[:, 0].tolist()
+            begun = valid.any(1).tolist()
+        offsets = [place - length for place, length in zip(first, lengths, strict=True)]
+        before = self.offsets or offsets
+        for row, (offset, known, real) in enumerate(zip(offsets, before, begun, strict=True)):
+            if real and lengths[row] and offset != known:
+                raise ValueError(
+                    f"row {row} goes on at position {first[row]}, but the cache has read {lengths[row]} of its tokens "
+                    f"and expects position {lengths[row] + known}. To continue with new tokens only, pass "
+                    "**cache.new_tokens(ids); to pass the whole text, its beginning must be what the cache has read"
+                )
+        self.offsets = [o if r and not n else k for o, k, r, n in zip(offsets, before, begun, lengths, strict=True)]
+        self.checked = True
+
+    # -- as the text goes on
+
+    def remember(self, new: NewTokens, seen: int) -> None:
+        """Add new tokens, the last of those `seen`."""
+        rows, count = new.keys.shape[0], new.keys.shape[2]
+        if new.valid is None and not self.padding.length:
+            return
+        device = new.keys.device
+        if not self.padding.length:
+            self.padding.append(torch.ones(rows, seen - count, dtype=torch.bool, device=device))
+        real = torch.ones(rows, count, dtype=torch.bool, device=device) if new.valid is None else new.valid
+        self.padding.append(real)
+
+    def take_back(self, count: int) -> None:
+        """Forget the last `count` places."""
+        if self.padding.length:
+            self.padding.remove(self.padding.length - count, self.padding.length)
+
+    def map_rows(self, move: Callable[[Tensor], Tensor], rows: list[int]) -> None:
+        """Have each row become what another one was: by a function of tensors, and by their numbers."""
+        self.padding.map(move)
+        self.offsets = None if self.offsets is None else [self.offsets[row] for row in rows]
+
+    # -- copies and files
+
+    def copy_from(self, other: "Positions") -> None:
+        """Be those of the same text in another cache."""
+        self.offsets = None if other.offsets is None else list(other.offsets)
+        if other.padding.length:
+            self.padding.append(other.padding.view)
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Everything that `restore` needs, as tensors and as JSON."""
+        return {} if self.real is None else {"padding": self.real}, {"offsets": self.offsets}
+
+    def restore(
+        self, tensors: dict[str, Tensor], numbers: dict[str, Any], lengths: list[int], seen: int, *, known: bool
+    ) -> None:
+        """Take back what `state` gave of rows of these lengths; `known` says that padding would be held here."""
+        self.offsets = offsets = numbers["offsets"]
+        if offsets is not None and [type(offset) for offset in offsets] != [int] * len(lengths):
+            raise ValueError(f"positions of {len(lengths)} rows begin at {offsets}")
+        if "padding" in tensors:
+            self.padding.append(tensors["padding"])
+        if not self.padding.length:
+            if known and any(length != seen for length in lengths):
+                raise ValueError(f"{seen} tokens were read, and rows have {lengths}")
+            return
+        found = self.padding.view
+        if found.dtype != torch.bool or found.shape != (len(lengths), seen) or found.sum(1).tolist() != lengths:
+            raise ValueError(f"padding of shape {tuple(found.shape)} for rows of {lengths} tokens, {seen} places")
+
+
+def _check_one_text(positions: Tensor, valid: Tensor | None) -> None:
+    """Refuse several texts in one row."""
+    if positions.shape[1] < 2:
+        return
+    back = positions.diff(dim=1) < 0
+    if valid is not None:
+        back = back & valid[:, 1:] & valid[:, :-1]
+    if bool(back.any()):
+        raise ValueError(
+            "positions start again within a row: packed sequences are not supported with a kvsketch cache, "
+            "give each sequence a row of its own"
+        )
