@@ -1,4 +1,17 @@
-"""kvsketch for transformers: the only part of the library that imports it."""
+"""kvsketch for transformers: the only part of the library that imports it.
+
+What users call: `generation.py`, `attaching.py`, `loading.py`.
+
+    attaching.py     gives a model our attention, and takes it away again; supported.py: which models
+    attention.py     the attention function and the mask function; rotation.py: vectors before they are rotated
+    model.py         the model that a cache was made for; identity.py: which weights; frequencies.py: which rotation
+    cache.py         what transformers calls, and what users ask
+    before_call.py   what is refused before any layer takes a part of it
+    layers.py        all layers of a cache; layer.py: one of ours; stock.py: those that stay transformers' own
+    positions.py     padding and positions of the text so far
+    rows.py, taking_back.py, compressing.py, report.py, cache_file.py    what is done with all layers at once
+    capture.py       what layers see while a model reads
+"""
 
 from kvsketch.huggingface.attaching import attach, attached, detach
 from kvsketch.huggingface.cache import SketchCache

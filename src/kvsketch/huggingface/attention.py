@@ -30,7 +30,7 @@ class Linked(Protocol):
 
     held: LayerCache
 
-    def meet(self, module: nn.Module) -> None:
+    def check_asked_by(self, module: nn.Module) -> None:
         """Refuse another model's module."""
 
     def before_rotation(self, module: nn.Module, queries: Tensor, keys: Tensor) -> Unrotated | None:
@@ -69,7 +69,7 @@ def mask(
     **kwargs: Any,
 ) -> Tensor | None:
     """Plain causal layers get the padding mask as it is (None if nothing is padded), all others a stock 4-D mask."""
-    check_some(q_length)
+    check_not_empty(q_length)
     plain = mask_function is causal_mask_function and local_size is None
     if plain and not isinstance(q_offset, Tensor) and kv_length + kv_offset == q_offset + q_length:
         if attention_mask is None or torch.compiler.is_compiling():
@@ -110,7 +110,7 @@ def attention(
     """Attention of the new queries over a layer's cache and the new tokens. [b, hg, q, d] → [b, q, hg, e]"""
     layer = _linked_layer(key)
     if layer is not None:
-        layer.meet(module)
+        layer.check_asked_by(module)
     if kwargs.get("output_attentions"):
         refuse_weights()
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -143,7 +143,7 @@ def without_autocast(like: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
-def check_some(count: int) -> None:
+def check_not_empty(count: int) -> None:
     """Refuse a call without tokens."""
     if count == 0:
         raise ValueError(

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 from kvsketch.caches.base import MethodConfig
 from kvsketch.caches.registry import parse_spec
 from kvsketch.huggingface import stock, taking_back
-from kvsketch.huggingface.attention import check_mask, check_some, refuse_weights
+from kvsketch.huggingface.attention import check_mask, check_not_empty, refuse_weights
 from kvsketch.huggingface.before_call import check_finite, check_in_step, check_layers, check_places, check_tokens
 from kvsketch.huggingface.cache_file import check_same_weights, write_cache
 from kvsketch.huggingface.compressing import check_can_become, read_again
@@ -54,7 +54,7 @@ class SketchCache(Cache):
         if not isinstance(new, Tensor):
             return  # the decoder will say so
         rows, count = new.shape[:2]
-        check_some(count)
+        check_not_empty(count)
         self.model.check_module(module)
         self._check_call(rows, count)
         if given.get("output_attentions"):
@@ -79,7 +79,7 @@ class SketchCache(Cache):
         if failed:
             return
         for layer in self.stack.summing:
-            stock.let_go_of_history(layer)
+            stock.release_history(layer)
         self.stack.touched = False
 
     def _check_call(self, rows: int, count: int) -> None:
@@ -134,7 +134,7 @@ class SketchCache(Cache):
         self.stack.touched = self.underway
         keys, values = layer.update(key_states, value_states, *args, **kwargs)
         if not isinstance(layer, SketchLayer):
-            stock.let_go(layer, prompt=count > 1)
+            stock.release_unused(layer, prompt=count > 1)
         return keys, values
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:

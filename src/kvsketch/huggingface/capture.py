@@ -80,7 +80,7 @@ def capture(
     finally:
         if not attached_before:
             detach(model)
-    return [_captured(index, held) for index, held in listening.items()]
+    return [_captured(index, heard) for index, heard in listening.items()]
 
 
 def choose_layers(cache: SketchCache, layers: Sequence[int] | None, at_most: int | None = None) -> list[int]:
@@ -107,8 +107,10 @@ def _listen(cache: SketchCache, layers: Sequence[int], watch: BeforeRotation | N
     return listening
 
 
-def _captured(index: int, held: Listening) -> Captured:
-    columns = held.window.columns
-    before = [torch.cat(parts, 2)[0] for parts in zip(*held.before, strict=True)]
-    found = Captured(index, torch.cat(held.queries, 2)[0], columns.keys[0], columns.values[0], held.scale, held.softcap)
+def _captured(index: int, heard: Listening) -> Captured:
+    columns = heard.window.columns
+    before = [torch.cat(parts, 2)[0] for parts in zip(*heard.before, strict=True)]
+    found = Captured(
+        index, torch.cat(heard.queries, 2)[0], columns.keys[0], columns.values[0], heard.scale, heard.softcap
+    )
     return replace(found, queries_before=before[0], keys_before=before[1]) if before else found

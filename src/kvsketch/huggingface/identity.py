@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from kvsketch.caches.base import MethodConfig
-from kvsketch.huggingface.modules import heads_of, said_of
+from kvsketch.huggingface.modules import config_value, heads_of
 from kvsketch.huggingface.weights import fingerprint_of_weights
 
 ARCHITECTURE = (
@@ -27,7 +27,7 @@ ARCHITECTURE = (
 def fingerprint(model: PreTrainedModel) -> str:
     """A hash of the architecture and of a sample of every weight as it is now."""
     text = model.config.get_text_config(decoder=True)
-    known = {name: said_of(text, name) for name in ARCHITECTURE}
+    known = {name: config_value(text, name) for name in ARCHITECTURE}
     plain = {name: value for name, value in known.items() if value is not None}
     digest = hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode())
     digest.update(fingerprint_of_weights(model, rounded=False).encode())

@@ -43,7 +43,7 @@ class SketchLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take new tokens; the attention function finds this layer through the keys returned."""
-        self.check(key_states)
+        self.check_keys(key_states)
         self.lazy_initialization(key_states, value_states)
         self.pending = key_states.shape[2]
         return link(key_states, self), value_states
@@ -80,8 +80,8 @@ class SketchLayer(CacheLayerMixin):
         """Refuse new tokens that do not follow on those held."""
         self.positions.check(positions, valid, self.held.lengths or [0] * rows)
 
-    def meet(self, module: nn.Module) -> None:
-        """The attention function has found this layer, on behalf of a module."""
+    def check_asked_by(self, module: nn.Module) -> None:
+        """The attention function has found this layer; refuse a module that is another model's."""
         self.pending = 0
         self.model.check_module(module)
 
@@ -101,7 +101,7 @@ class SketchLayer(CacheLayerMixin):
         watch: BeforeRotation = getattr(module, WATCH)
         return Unrotated(*watch.take(self.held.layer, queries, keys, check=queries.shape[2] > 1))
 
-    def check(self, keys: Tensor) -> None:
+    def check_keys(self, keys: Tensor) -> None:
         """Refuse keys that cannot be this layer's."""
         if not self.held.started:
             return

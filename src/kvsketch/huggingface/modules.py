@@ -14,7 +14,7 @@ def attention_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
             yield module
 
 
-def said_of(config: Any, name: str) -> Any:
+def config_value(config: Any, name: str) -> Any:
     """What a config says; a list of what it says of each layer, where layers differ (Gemma 4); None if nothing."""
     if name in (getattr(config, "per_layer_attributes", None) or ()):
         return [getattr(layer, name, None) for layer in config.per_layer_config]
@@ -23,5 +23,6 @@ def said_of(config: Any, name: str) -> Any:
 
 def heads_of(config: Any) -> tuple[Any, Any]:
     """KV heads and the width of their keys; lists of them, a number for each layer, where layers differ."""
-    heads = config.num_attention_heads
-    return said_of(config, "num_key_value_heads") or heads, said_of(config, "head_dim") or config.hidden_size // heads
+    heads, width = config_value(config, "num_key_value_heads"), config_value(config, "head_dim")
+    queries = config.num_attention_heads
+    return heads or queries, width or config.hidden_size // queries

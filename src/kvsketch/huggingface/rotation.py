@@ -83,7 +83,7 @@ class BeforeRotation:
         """Begin to note; what was not closed is closed when its model is gone."""
         self.check()
         files = self._files()
-        weakref.finalize(self, _let_go, files, None)
+        weakref.finalize(self, _stop_telling, files, None)
         for module in self.modules:
             self._hooks.append(module.register_forward_pre_hook(self._enter_layer))
             self._hooks.append(module.register_forward_hook(self._leave_layer, always_call=True))
@@ -106,7 +106,7 @@ class BeforeRotation:
         """Leave everything as it was."""
         for hook in self._hooks:
             hook.remove()
-        _let_go(self._files(), self)
+        _stop_telling(self._files(), self)
         self._hooks = []
 
     def take(self, layer: int, queries: Tensor, keys: Tensor, *, check: bool = True) -> tuple[Tensor, Tensor]:
@@ -175,7 +175,7 @@ def _closed(name: str) -> BeforeRotation:
     return watch
 
 
-def _let_go(files: list[dict[str, Any]], watch: BeforeRotation | None) -> None:
+def _stop_telling(files: list[dict[str, Any]], watch: BeforeRotation | None) -> None:
     """Tell this watch nothing more, nor those that are gone; where nobody is left, the name leads where it did."""
     with _FILES:
         for names in files:

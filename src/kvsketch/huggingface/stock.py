@@ -20,7 +20,7 @@ SAVED = {  # layers whose state is known: what their class is called
 }
 
 
-def let_go(layer: Any, prompt: bool) -> None:
+def release_unused(layer: Any, prompt: bool) -> None:
     """Have a layer hold what it uses: not all keys of a long prompt, not a call's autograd history."""
     for name in ("keys", "values"):
         tensor = getattr(layer, name, None)
@@ -32,8 +32,8 @@ def let_go(layer: Any, prompt: bool) -> None:
         setattr(layer, name, tensor)
 
 
-def let_go_of_history(layer: Any) -> None:
-    """The same for what is summed up."""
+def release_history(layer: Any) -> None:
+    """Have a layer not hold the autograd history of what is summed up."""
     _change_states(layer, lambda state: state.detach() if state.requires_grad else state)
 
 
@@ -50,7 +50,7 @@ def _change_states(layer: Any, change: Callable[[Tensor], Tensor]) -> None:
                 states[number] = change(state)
 
 
-def fill_up(layer: Any) -> None:
+def pad_convolutions(layer: Any) -> None:
     """Have states of convolutions as wide as their kernels, also after fewer tokens."""
     for number, state in getattr(layer, STATES["conv"], {}).items():
         if state is not None:

@@ -34,7 +34,7 @@ def end_recording(stack: LayerStack) -> None:
             if stack.seen:
                 layer.crop(0)  # back to the size of its window
             layer.record_past = False
-            stock.fill_up(layer)
+            stock.pad_convolutions(layer)
 
 
 def crop(stack: LayerStack, tokens_to_remove: int | Tensor) -> None:
