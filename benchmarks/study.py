@@ -12,11 +12,11 @@ from pathlib import Path
 from answers import bench
 from common import RESULTS, write_row
 from figures import FIGURES
-from kvsketch.evaluation import layer_error_pictures as pictures
-from kvsketch.evaluation.layer_error_plan import KEY
-from kvsketch.evaluation.layer_error_summary import compare, name_of, place_of, pool_norms, rate_name, summarise
-from kvsketch.evaluation.pictures import save
-from kvsketch.evaluation.rows import Row, name_alone, read_rows
+from kvsketch.evaluation.layers import pictures
+from kvsketch.evaluation.layers.plan import KEY
+from kvsketch.evaluation.layers.summary import compare, name_of, place_of, pool_norms, rate_name, summarise
+from kvsketch.evaluation.results.panels import save
+from kvsketch.evaluation.results.rows import Row, name_alone, read_rows
 
 TASKS = ("lines", "niah_single")
 METHODS = (

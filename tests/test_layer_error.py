@@ -15,11 +15,11 @@ from commands import run as command
 from kvsketch.attention import exact_attention, weighted_attention
 from kvsketch.caches.layer import LayerCache
 from kvsketch.cli.bench_error_tables import tables
-from kvsketch.evaluation import layer_error_pictures as pictures
-from kvsketch.evaluation.layer_error import NORMS_KEY, cut, measure, norms_row, run
-from kvsketch.evaluation.layer_error_plan import KEY, Prompt, Study, middle_of
-from kvsketch.evaluation.layer_error_summary import compare, pool_norms, rate_name, summarise
-from kvsketch.evaluation.rows import RowsFile, key_of, read_rows
+from kvsketch.evaluation.layers import pictures
+from kvsketch.evaluation.layers.error import NORMS_KEY, cut, measure, norms_row, run
+from kvsketch.evaluation.layers.plan import KEY, Prompt, Study, middle_of
+from kvsketch.evaluation.layers.summary import compare, pool_norms, rate_name, summarise
+from kvsketch.evaluation.results.rows import RowsFile, key_of, read_rows
 from kvsketch.huggingface.capture import Captured, capture
 
 METHODS = ("balancekv", "uniform", "uniform(weights='none')", "streaming_llm", "clustergen", "subgen")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvsketch.evaluation.rows import FORMAT, KEY, RowsFile, read_rows, sealed
-from kvsketch.evaluation.summary import standard_error, summarise, wilson
+from kvsketch.evaluation.answers.summary import standard_error, summarise, wilson
+from kvsketch.evaluation.results.rows import FORMAT, KEY, RowsFile, read_rows, sealed
 
 RUN = {"model": "a", "fingerprint": "123", "dtype": "float32", "kvsketch": "0.1.0"}
 

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 import zoo
+from kvsketch.evaluation.answers.plan import Plan
+from kvsketch.evaluation.answers.runner import Runner
 from kvsketch.evaluation.embedded import load_embedded
-from kvsketch.evaluation.rows import RowsFile, key_of, read_rows
-from kvsketch.evaluation.runner import Plan, Runner
+from kvsketch.evaluation.embedded.training.tokenizer import build_tokenizer
+from kvsketch.evaluation.results.rows import RowsFile, key_of, read_rows
 from kvsketch.evaluation.tasks import Sample
-from kvsketch.evaluation.training.tokenizer import build_tokenizer
 
 TOKENIZER = build_tokenizer()
 TINY = {"model": "tiny", "fingerprint": "1", "kvsketch": "0.1.0"}

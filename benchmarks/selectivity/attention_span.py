@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvsketch.attention import NO_MASS, logits_of
 from kvsketch.caches.base import BLOCK, check_count
-from kvsketch.evaluation.rows import Row
+from kvsketch.evaluation.results.rows import Row
 from kvsketch.huggingface.capture import Captured
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from kvsketch.algorithms.draws import uniforms
-from kvsketch.evaluation.rows import Row
+from kvsketch.evaluation.results.rows import Row
 
 DRAWS = 10  # samples of every kind, and ranges of positions
 KINDS = ("training texts", "other texts", "one other text", "a tenth of positions")

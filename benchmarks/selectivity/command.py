@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from benchmarks.selectivity.study import Asked
 
     from kvsketch.caches.key_index import KeyIndex
-    from kvsketch.evaluation.layer_error_plan import Prompt
-    from kvsketch.evaluation.rows import Row
+    from kvsketch.evaluation.layers.plan import Prompt
+    from kvsketch.evaluation.results.rows import Row
 
 LEARNT = "saap"  # needs an index: nothing learns about queries here
 METHODS = (
@@ -115,7 +115,7 @@ def _asked(options: Options, inputs: Inputs) -> "Asked":
     from benchmarks.selectivity.plan import Study
     from benchmarks.selectivity.study import Asked
 
-    from kvsketch.evaluation.rows import name_alone
+    from kvsketch.evaluation.results.rows import name_alone
 
     given_indexes = _given_indexes(options, inputs)
     if given_indexes:
@@ -152,7 +152,7 @@ def _training(options: Options, texts: Texts, inputs: Inputs) -> "list[Prompt]":
 
 def _corpus(options: Options, tokens: int, inputs: Inputs) -> "list[Prompt]":
     """The texts of files, cut as `kvsketch fit` cuts them."""
-    from kvsketch.evaluation.layer_error_plan import Prompt
+    from kvsketch.evaluation.layers.plan import Prompt
     from kvsketch.fitting.corpus import read_corpus
 
     least = options.sinks + LEAST
@@ -223,7 +223,7 @@ def _draw(rows: "dict[str, list[Row]]", indexes: Sequence[str], out: Path) -> No
     from benchmarks.selectivity import key_pictures as of_keys
     from benchmarks.selectivity import pictures as of_lookups
 
-    from kvsketch.evaluation.pictures import save
+    from kvsketch.evaluation.results.panels import save
 
     pictures = {
         "selectivity": of_lookups.lookups_picture(rows["lookups"], indexes),

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvsketch.algorithms.saap import assign
-from kvsketch.evaluation.rows import Row
+from kvsketch.evaluation.results.rows import Row
 from kvsketch.huggingface.capture import Captured
 
 POINTS = 400  # keys, and as many queries, of a map

@@ -19,7 +19,7 @@ from kvsketch.caches.lookup import LookupConfig
 from kvsketch.caches.question import Arriving, Question
 from kvsketch.caches.slots import SlotsPast
 from kvsketch.caches.sorted_runs import SortedConfig
-from kvsketch.evaluation.rows import Row
+from kvsketch.evaluation.results.rows import Row
 from kvsketch.huggingface.capture import Captured
 
 

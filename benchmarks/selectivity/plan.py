@@ -16,8 +16,8 @@ from kvsketch.caches.lsh import LSH
 from kvsketch.caches.random_buckets import RandomBuckets
 from kvsketch.caches.registry import METHODS, parse_spec, read_call
 from kvsketch.caches.saap import IndexedConfig
-from kvsketch.evaluation.layer_error_plan import Prompt
-from kvsketch.evaluation.rows import Row, name_with_content
+from kvsketch.evaluation.layers.plan import Prompt
+from kvsketch.evaluation.results.rows import Row, name_with_content
 
 # What a measurement depends on, but the model.
 KEY = ("prompt", "tokens", "layer", "method", "index", "knob", "seed", "sinks", "window", "asking")

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvsketch.caches.key_index import KeyIndex
-from kvsketch.evaluation.layer_error_plan import Prompt
-from kvsketch.evaluation.rows import Row, RowsFile, key_of, name_with_content, read_rows
+from kvsketch.evaluation.layers.plan import Prompt
+from kvsketch.evaluation.results.rows import Row, RowsFile, key_of, name_with_content, read_rows
 from kvsketch.huggingface.capture import Captured, capture
 from kvsketch.kernels.buckets import assign
 

@@ -167,7 +167,7 @@ def made_text(task: str, tokens: int, seed: str, tokenizer: "PreTrainedTokenizer
     At its end stand at most so many questions with their right answers.
     """
     from kvsketch.evaluation.tasks import TASKS, Sample, Setting
-    from kvsketch.evaluation.tasks.fit import Fitter
+    from kvsketch.evaluation.tasks.length import Fitter
 
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}; there are {', '.join(TASKS)}")

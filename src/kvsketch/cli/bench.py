@@ -19,8 +19,8 @@ from kvsketch.cli.notes import say
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from kvsketch.evaluation.runner import Asked, Plan
-    from kvsketch.evaluation.summary import Mean
+    from kvsketch.evaluation.answers.plan import Asked, Plan
+    from kvsketch.evaluation.answers.summary import Mean
 
 ROWS = "rows.jsonl"
 WIDEST = 38  # letters of a method, before it goes on in the next line
@@ -78,9 +78,9 @@ def bench_suite(
     suite = str(context.command.name)
     check_folder("--out", out)
 
-    from kvsketch.evaluation.haystack import Noise, TextFile
-    from kvsketch.evaluation.runner import Plan
+    from kvsketch.evaluation.answers.plan import Plan
     from kvsketch.evaluation.tasks import WORDINGS
+    from kvsketch.evaluation.tasks.haystack import Noise, TextFile
     from kvsketch.evaluation.tasks.longeval_files import read_cases
 
     if asked not in MODES:
@@ -121,8 +121,8 @@ def report(
 
 def show(folder: Path, tasks: Sequence[str] | None = None) -> None:
     """Print the table of some tasks, or of all; write pictures and the page, where matplotlib is."""
-    from kvsketch.evaluation.rows import read_rows
-    from kvsketch.evaluation.summary import summarise
+    from kvsketch.evaluation.answers.summary import summarise
+    from kvsketch.evaluation.results.rows import read_rows
 
     _, rows = read_rows(folder / ROWS)
     wanted = [row for row in rows if tasks is None or row["task"] in tasks]
@@ -137,8 +137,8 @@ def measure(
     plan: "Plan", model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", name: str | None, out: Path
 ) -> None:
     """Run a plan into a folder's rows, with a bar."""
-    from kvsketch.evaluation.rows import RowsFile, key_of
-    from kvsketch.evaluation.runner import Runner
+    from kvsketch.evaluation.answers.runner import Runner
+    from kvsketch.evaluation.results.rows import RowsFile, key_of
 
     runner = Runner(model, tokenizer, plan)
     if not runner.template and not plan.raw:
@@ -154,7 +154,7 @@ def measure(
 def describe(model: "PreTrainedModel", name: str | None, fingerprint: str) -> dict[str, Any]:
     """What makes the rows of a run: the model, the versions, the machine."""
     from kvsketch.evaluation.embedded import NAME
-    from kvsketch.evaluation.provenance import provenance
+    from kvsketch.evaluation.results.provenance import provenance
 
     about = {
         "model": name or NAME,
@@ -178,7 +178,7 @@ def _tasks(suite: str, names: str | None) -> list[str]:
 
 def tables_of(means: "Sequence[Mean]") -> Group:
     """A table for each task, length and question mode, methods down: wide enough for their names on 80 columns."""
-    from kvsketch.evaluation.summary import ASKED
+    from kvsketch.evaluation.answers.summary import ASKED
 
     looking = any(mean.looked_up is not None for mean in means)
     widest = max(len(mean.method) for mean in means)
@@ -203,7 +203,7 @@ def write_report(folder: Path) -> None:
     """Pictures and a page from a folder's rows, where matplotlib is."""
     rows_path = folder / ROWS
     try:
-        from kvsketch.evaluation.page import write_page
+        from kvsketch.evaluation.answers.page import write_page
     except ImportError as error:
         say_no_pictures(str(error.name), rows_path)
         return

@@ -33,8 +33,8 @@ from kvsketch.cli.notes import say
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from kvsketch.evaluation.layer_error_plan import Prompt, Study
-    from kvsketch.evaluation.rows import Row, RowsFile
+    from kvsketch.evaluation.layers.plan import Prompt, Study
+    from kvsketch.evaluation.results.rows import Row, RowsFile
 
 MOST_SEEDS = 10_000
 ROWS, NORMS = "error.jsonl", "norms.jsonl"
@@ -76,7 +76,7 @@ def read_study(
     methods: str | None, rates: str | None, seeds: int | None, blocks: str | None, exact: int | None
 ) -> "Study":
     """The study that the options name."""
-    from kvsketch.evaluation.layer_error_plan import Study
+    from kvsketch.evaluation.layers.plan import Study
 
     return Study(
         methods=specs(given(methods, METHODS)),
@@ -89,9 +89,9 @@ def read_study(
 
 def run(study: "Study", inputs: Inputs) -> None:
     """Measure what is missing, with a bar; then tables and pictures of all that was asked for."""
-    from kvsketch.evaluation.layer_error import NORMS_KEY
-    from kvsketch.evaluation.layer_error_plan import KEY
-    from kvsketch.evaluation.rows import RowsFile, name_alone
+    from kvsketch.evaluation.layers.error import NORMS_KEY
+    from kvsketch.evaluation.layers.plan import KEY
+    from kvsketch.evaluation.results.rows import RowsFile, name_alone
 
     prompts, layers, out = inputs.texts.read(inputs.tokenizer, inputs.model), inputs.layers, inputs.out
     for prompt in prompts:
@@ -120,7 +120,7 @@ def _measure(
     norms: "RowsFile",
 ) -> None:
     """Run the study, with a bar."""
-    from kvsketch.evaluation.layer_error import run
+    from kvsketch.evaluation.layers.error import run
 
     with progress_bar(MofNCompleteColumn()) as bar:
         task = bar.add_task("reading", total=len(prompts) * len(layers) * len(study.trials))
@@ -132,9 +132,9 @@ def _asked_for(
     study: "Study", prompts: "Sequence[Prompt]", layers: Sequence[int], out: Path
 ) -> "tuple[list[Row], list[Row]]":
     """The folder's rows of errors and of norms that belong to this study, whenever they were made."""
-    from kvsketch.evaluation.layer_error import NORMS_KEY
-    from kvsketch.evaluation.layer_error_plan import KEY
-    from kvsketch.evaluation.rows import key_of, read_rows
+    from kvsketch.evaluation.layers.error import NORMS_KEY
+    from kvsketch.evaluation.layers.plan import KEY
+    from kvsketch.evaluation.results.rows import key_of, read_rows
 
     read = [(prompt, layer) for prompt in prompts for layer in layers]
     asked = {key_of(study.labels(prompt, layer, trial), KEY) for prompt, layer in read for trial in study.trials}
@@ -150,8 +150,8 @@ def _draw(rows: "Sequence[Row]", out: Path) -> None:
     if find_spec("matplotlib") is None:
         say_no_pictures("matplotlib", out / ROWS)
         return
-    from kvsketch.evaluation import layer_error_pictures as pictures
-    from kvsketch.evaluation.pictures import save
+    from kvsketch.evaluation.layers import pictures
+    from kvsketch.evaluation.results.panels import save
 
     made = [save(pictures.errors_picture(rows), out / "error.png")]
     if any(row["block"] is not None for row in rows):

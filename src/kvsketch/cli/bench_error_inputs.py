@@ -16,7 +16,7 @@ from kvsketch.cli.bench import describe
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from kvsketch.evaluation.layer_error_plan import Prompt
+    from kvsketch.evaluation.layers.plan import Prompt
 
 T = TypeVar("T")
 TASK, PROMPTS, TOKENS = "lines", 3, 4000  # the documents that are made
@@ -70,8 +70,8 @@ class Texts:
 
     def read(self, tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedModel") -> "list[Prompt]":
         """All of them, cut to the tokens wanted, on the model's device."""
-        from kvsketch.evaluation.layer_error_plan import Prompt
-        from kvsketch.evaluation.rows import name_with_content
+        from kvsketch.evaluation.layers.plan import Prompt
+        from kvsketch.evaluation.results.rows import name_with_content
 
         found = list[Prompt]()
         for name, text in self.contents or self._made(tokenizer):

@@ -6,8 +6,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from kvsketch.evaluation.layer_error_summary import compare, name_of, pool_norms, rate_name, summarise
-from kvsketch.evaluation.rows import Row, name_alone
+from kvsketch.evaluation.layers.summary import compare, name_of, pool_norms, rate_name, summarise
+from kvsketch.evaluation.results.rows import Row, name_alone
 
 COMPARED, BASELINE = "balancekv", "uniform"  # whose errors are divided by whose
 NOTE = (

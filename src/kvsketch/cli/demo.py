@@ -26,7 +26,7 @@ def demo(
     samples: Annotated[int, typer.Option(min=1, max=MOST, help="Prompts for each task and length of the report.")] = 5,
 ) -> None:
     """Compare methods on one record of lines: bytes, speed, and the answers to six questions."""
-    from kvsketch.evaluation.demo import demo_methods, run_demo
+    from kvsketch.evaluation.answers.demo import demo_methods, run_demo
 
     if out is not None:
         check_folder("--out", out)
@@ -80,9 +80,9 @@ def demo(
 
 def _report(folder: Path, samples: int) -> None:
     from kvsketch.cli.bench import measure, write_report
-    from kvsketch.evaluation.demo import demo_methods
+    from kvsketch.evaluation.answers.demo import demo_methods
+    from kvsketch.evaluation.answers.plan import Plan
     from kvsketch.evaluation.embedded import load_embedded
-    from kvsketch.evaluation.runner import Plan
 
     model, tokenizer = load_embedded()
     plan = Plan(tasks=TASKS, methods=demo_methods(), lengths=LENGTHS, samples=samples, wording="compact", raw=True)

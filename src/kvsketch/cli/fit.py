@@ -85,7 +85,7 @@ def fit(
     should be like what the model is to be used for: texts in which things are looked up from far away.
     """
     from kvsketch.algorithms.saap import APART
-    from kvsketch.evaluation.provenance import provenance
+    from kvsketch.evaluation.results.provenance import provenance
     from kvsketch.fitting.fit import fit as run
     from kvsketch.fitting.measure import PROBES
     from kvsketch.fitting.settings import RECIPES, FitSettings, ShardSettings

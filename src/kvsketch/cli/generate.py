@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from kvsketch.evaluation.session import Timing
+    from kvsketch.evaluation.answers.session import Timing
 
 
 LEAST_TEMPERATURE = 1e-4  # below it, logits divided by it are no numbers any more
@@ -41,7 +41,7 @@ def generate(
     report: Annotated[bool, typer.Option("--report", help="Also show what each layer holds.")] = False,
 ) -> None:
     """Read a text with a bounded cache, and answer or go on."""
-    from kvsketch.evaluation.session import split_prompt, uses_template
+    from kvsketch.evaluation.answers.session import split_prompt, uses_template
 
     _check_sources(prompt_file, question, load_cache, save_cache, method)
     if temperature and not LEAST_TEMPERATURE <= temperature < math.inf:
@@ -109,7 +109,7 @@ def _ids(tokenizer: "PreTrainedTokenizerBase", text: str, model: "PreTrainedMode
 
 
 def _read_with_bar(model: "PreTrainedModel", ids: "Tensor", cache: Any, chunk: int | None) -> "Timing":
-    from kvsketch.evaluation.session import read_prompt
+    from kvsketch.evaluation.answers.session import read_prompt
 
     count = ids.shape[1]
     in_one_call = chunk is None and cache.config.prefill == "exact"  # then the bar can only show that it is at work
@@ -128,7 +128,7 @@ def _answer(
 ) -> "Timing":
     from transformers import TextStreamer
 
-    from kvsketch.evaluation.session import answer
+    from kvsketch.evaluation.answers.session import answer
 
     options = {"do_sample": True, "temperature": temperature} if temperature else {}
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)

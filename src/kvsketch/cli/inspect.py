@@ -23,7 +23,7 @@ from kvsketch.cli.app import (
 from kvsketch.cli.notes import say
 
 if TYPE_CHECKING:
-    from kvsketch.evaluation.inspection import Row
+    from kvsketch.evaluation.inspection.spread import Row
 
 LEAST_TOKENS = 16
 
@@ -59,10 +59,10 @@ def inspect(
     if find_spec("matplotlib") is None:
         raise ValueError("pictures need matplotlib: pip install 'kvsketch[inspect]'")
 
-    from kvsketch.evaluation import inspection_pictures as pictures
-    from kvsketch.evaluation.inspection import inspect_layer, save_rows
-    from kvsketch.evaluation.pictures import save
-    from kvsketch.evaluation.provenance import provenance
+    from kvsketch.evaluation.inspection import pictures
+    from kvsketch.evaluation.inspection.spread import inspect_layer, save_rows
+    from kvsketch.evaluation.results.panels import save
+    from kvsketch.evaluation.results.provenance import provenance
     from kvsketch.huggingface.capture import capture
 
     language_model, tokenizer = load_model(model, dtype, device)

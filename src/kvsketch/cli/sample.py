@@ -32,7 +32,7 @@ def sample(
     """
     from kvsketch.evaluation.embedded import load_tokenizer
     from kvsketch.evaluation.tasks import TASKS, WORDINGS, Setting
-    from kvsketch.evaluation.tasks.fit import Fitter
+    from kvsketch.evaluation.tasks.length import Fitter
 
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}; there are {', '.join(TASKS)}")

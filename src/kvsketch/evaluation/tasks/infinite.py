@@ -3,8 +3,8 @@
 import random
 import statistics
 
-from kvsketch.evaluation.scoring import among_words, first_digits, first_number
 from kvsketch.evaluation.tasks.base import Question, Sample, Setting, Task, ask_records, random_uuid, spread
+from kvsketch.evaluation.tasks.scoring import among_words, first_digits, first_number
 
 HIDDEN = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. "

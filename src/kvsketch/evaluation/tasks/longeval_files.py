@@ -5,7 +5,7 @@ import json
 import zlib
 from pathlib import Path
 
-from kvsketch.evaluation.rows import name_with_content
+from kvsketch.evaluation.results.rows import name_with_content
 from kvsketch.evaluation.tasks.base import Question, Sample
 from kvsketch.files import as_text, is_text, name_of, read_file
 

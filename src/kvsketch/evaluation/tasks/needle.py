@@ -5,9 +5,9 @@ The question and the needle follow gkamradt/LLMTest_NeedleInAHaystack in form; t
 
 import random
 
-from kvsketch.evaluation.scoring import all_contained
 from kvsketch.evaluation.tasks.base import Question, Sample, Setting, Task, spread
-from kvsketch.evaluation.words import names
+from kvsketch.evaluation.tasks.scoring import all_contained
+from kvsketch.evaluation.tasks.words import names
 
 
 def needle(draw: random.Random, setting: Setting) -> Sample:

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 
-from kvsketch.evaluation.scoring import all_contained
 from kvsketch.evaluation.tasks.base import Question, Sample, Setting, Task, random_uuid, spread
-from kvsketch.evaluation.words import ADJECTIVES, NOUNS, distinct, invented_word, names
+from kvsketch.evaluation.tasks.scoring import all_contained
+from kvsketch.evaluation.tasks.words import ADJECTIVES, NOUNS, distinct, invented_word, names
 
 NEEDLES = 4  # keys, values or queries of the tasks that have several
 HOPS = 4

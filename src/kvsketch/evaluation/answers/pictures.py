@@ -1,28 +1,29 @@
 """Pictures of rows, and of nothing else: needle maps, score against bytes, score against length."""
 
 import math
-import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from kvsketch.evaluation.rows import Row
-from kvsketch.evaluation.summary import ASKED, Mean, summarise, titles
+from kvsketch.evaluation.answers.summary import ASKED, Mean, summarise, titles
+from kvsketch.evaluation.results.panels import (
+    COLOURS,
+    EXACT,
+    boxes_for_missing_letters,
+    heading,
+    panels_for,
+    plain,
+    save,
+)
+from kvsketch.evaluation.results.rows import Row
 
-EXACT = "#9a9a9a"
-COLOURS = (
-    "#0b6e75", "#d1495b", "#edae49", "#30638e", "#6a4c93", "#5f7a3a",
-    "#b0578d", "#00a6a6", "#8c510a", "#f4845f", "#4d4d4d", "#7fb069",
-)  # fmt: skip
 DASH = 3.0  # length of a curve's dashes where another lies on it, in widths of the line
 DEPTHS = 10  # rows of a needle map where depths were drawn at random
 
@@ -37,16 +38,8 @@ class Picture:
 
 def draw_all(rows: Sequence[Row], folder: Path) -> list[Picture]:
     """Every picture that the rows allow."""
-    with _boxes_for_letters_without_a_glyph():
+    with boxes_for_missing_letters():
         return [*draw_scores(summarise(rows), folder), *draw_needles(rows, folder)]
-
-
-@contextmanager
-def _boxes_for_letters_without_a_glyph() -> Iterator[None]:
-    """A name may have letters that the font lacks: they are drawn as boxes, and no warning says so."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")
-        yield
 
 
 def draw_scores(means: Sequence[Mean], folder: Path) -> list[Picture]:
@@ -185,18 +178,6 @@ def _colours(means: Sequence[Mean], name: Callable[[Mean], str] = lambda mean: f
     return {one: colours.get(one, EXACT) for one in names}
 
 
-def panels_for(count: int, columns: int = 3, width: float = 3.6, *, share_y: bool = False) -> tuple[Figure, list[Axes]]:
-    """A figure with `count` panels of this width in inches, at most `columns` side by side."""
-    wide = min(columns, count)
-    high = -(-count // wide)
-    figure = Figure(figsize=(width * wide, 3.0 * high), dpi=150)
-    grid = figure.subplots(high, wide, squeeze=False, sharey=share_y)
-    panels = list(grid.flat)
-    for unused in panels[count:]:
-        unused.set_visible(False)
-    return figure, panels[:count]
-
-
 @dataclass(frozen=True)
 class Curve:
     """A method's means, and where they stand."""
@@ -255,16 +236,6 @@ def _coincide(one: Curve, other: Curve, same_place: Callable[[Any, Any], bool]) 
     return len(one.points) == len(other.points) and all(map(same_place, one.points, other.points))
 
 
-def plain(text: str) -> str:
-    """Text as it is: matplotlib takes what stands between two $ for mathematics."""
-    return text.replace("$", r"\$")
-
-
-def heading(text: str, width: int = 40) -> str:
-    """The same above a panel, in as many lines as it needs not to run into the next one."""
-    return plain("\n".join(part for line in text.split("\n") for part in wrap(line, width)))
-
-
 def _finish(figure: Figure, panels: Sequence[Axes], colours: dict[str, str]) -> Figure:
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
@@ -278,11 +249,3 @@ def _finish(figure: Figure, panels: Sequence[Axes], colours: dict[str, str]) -> 
 
 def _save(figure: Figure, folder: Path, name: str, caption: str) -> Picture:
     return Picture(save(figure, folder / f"{name}.png"), caption)
-
-
-def save(figure: Figure, path: Path) -> Path:
-    """Write a picture, and the folder if need be."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _boxes_for_letters_without_a_glyph():
-        figure.savefig(path, bbox_inches="tight")
-    return path

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvsketch.caches.base import BLOCK, BudgetedConfig, MethodConfig
 from kvsketch.caches.budget import Keep
 from kvsketch.caches.registry import METHODS, parse_spec, read_call
-from kvsketch.evaluation.rows import Row, key_of
+from kvsketch.evaluation.results.rows import Row, key_of
 
 # What an error depends on, but the model.
 KEY = ("prompt", "tokens", "layer", "method", "rate", "block", "seed", "exact")

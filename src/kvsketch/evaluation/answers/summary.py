@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from kvsketch.evaluation.rows import Row, name_alone
+from kvsketch.evaluation.results.rows import Row, name_alone
 
 ASKED = {"before": "question known before compression", "after": "question asked after compression"}
 APART = ("wording", "haystack", "template", "new_tokens", "depth")  # rows that differ in one of these are not averaged

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from kvsketch.evaluation.training.documents import IGNORED, Batch, Documents
-from kvsketch.evaluation.training.recipe import LENGTHS, Progress, Recipe
-from kvsketch.evaluation.training.start import Shape, start_model
-from kvsketch.evaluation.training.tokenizer import build_tokenizer
+from kvsketch.evaluation.embedded.training.documents import IGNORED, Batch, Documents
+from kvsketch.evaluation.embedded.training.recipe import LENGTHS, Progress, Recipe
+from kvsketch.evaluation.embedded.training.start import Shape, start_model
+from kvsketch.evaluation.embedded.training.tokenizer import build_tokenizer
 from kvsketch.files import read_json, read_tensors, write_json, write_tensors
 from kvsketch.fitting import adam
 

@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 
 from kvsketch.caches.exact import Exact
 from kvsketch.caches.layer import LayerCache, NewTokens
-from kvsketch.evaluation.layer_error_plan import Prompt, Study, Trial, middle_of
-from kvsketch.evaluation.rows import Row, RowsFile
+from kvsketch.evaluation.layers.plan import Prompt, Study, Trial, middle_of
+from kvsketch.evaluation.results.rows import Row, RowsFile
 from kvsketch.huggingface.capture import Captured, capture
 
 NORMS_KEY = ("prompt", "tokens", "layer")  # what norms depend on, but the model

@@ -5,7 +5,7 @@ import re
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-from kvsketch.evaluation.rows import name_with_content
+from kvsketch.evaluation.results.rows import name_with_content
 from kvsketch.files import as_text, name_of, read_file
 
 SENTENCES = (
