@@ -13,12 +13,9 @@ from benchmarks.selectivity import command
 
 from kvsketch.cli.app import MOST
 from kvsketch.cli.bench_error_inputs import (
-    Device,
     Layers,
     Methods,
     ModelName,
-    Out,
-    Precision,
     PromptFiles,
     Prompts,
     Task,
@@ -27,6 +24,7 @@ from kvsketch.cli.bench_error_inputs import (
     ready,
 )
 from kvsketch.cli.ending import ending
+from kvsketch.cli.options import Device, Precision, RowsFolder
 
 MOST_SEEDS = 10_000
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -34,7 +32,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command(help=__doc__)
 def selectivity(
-    out: Out,
+    out: RowsFolder,
     model: ModelName = None,
     methods: Methods = None,
     rates: Annotated[

@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 from kvsketch.cli.app import MOST, check_folder, load_model, numbers, output, progress_bar, reported, say_no_pictures
 from kvsketch.cli.notes import say
+from kvsketch.cli.options import Device, ModelName, Precision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -46,38 +47,52 @@ class Suites(TyperGroup):
 
 
 bench = typer.Typer(cls=Suites, no_args_is_help=True)
+AskedOption = Annotated[
+    str, typer.Option(help="Is the question known before the cache compresses: before, after, or both.")
+]
+WordingOption = Annotated[
+    str | None, typer.Option(help="official or compact; compact is for the embedded model, and its default.")
+]
+NewTokensOption = Annotated[int | None, typer.Option(min=1, max=MOST, help="Instead of the task's own limit.")]
 
 
 def bench_suite(
     context: typer.Context,
     out: Annotated[Path, typer.Option("--out", "-o", help="Rows, pictures and the page go to this folder.")],
-    model: Annotated[str | None, typer.Argument(help="A model's folder or name; the embedded one if left out.")] = None,
+    model: ModelName = None,
     methods: Annotated[str, typer.Option("--methods", "-m", help="Specs, with ; between them.")] = METHODS,
     lengths: Annotated[str, typer.Option(help="Tokens in a prompt, with commas between them.")] = "1000,2000,4000",
     samples: Annotated[int, typer.Option(min=1, max=MOST, help="Prompts for each task, length and depth.")] = 200,
     tasks: Annotated[str | None, typer.Option(help="Only these tasks of the suite, with commas.")] = None,
-    asked: Annotated[
-        str, typer.Option(help="Is the question known before the cache compresses: before, after, or both.")
-    ] = "both",
+    asked: AskedOption = "both",
     depths: Annotated[str | None, typer.Option(help="Depths of the needle from 0 to 1, with commas.")] = None,
-    wording: Annotated[
-        str | None, typer.Option(help="official or compact; compact is for the embedded model, and its default.")
-    ] = None,
+    wording: WordingOption = None,
     haystack: Annotated[Path | None, typer.Option(help="A text to hide needles in, instead of noise.")] = None,
     cases: Annotated[Path | None, typer.Option(help="A file of LongEval's lines cases, instead of new ones.")] = None,
     seed: Annotated[int, typer.Option(help="Number of the first sample.")] = 0,
     batch: Annotated[int, typer.Option(min=1, max=MOST, help="Prompts read together.")] = 8,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, max=MOST, help="Instead of the task's own limit.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto for the checkpoint's own.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="Where to run; the default is the best there is.")] = None,
+    max_new_tokens: NewTokensOption = None,
+    dtype: Precision = "auto",
+    device: Device = None,
     raw: Annotated[bool, typer.Option("--raw", help="Do not use the model's chat template.")] = False,
 ) -> None:
     """Measure what methods do to a model's answers. Run it again to go on after an interruption."""
     suite = str(context.command.name)
     check_folder("--out", out)
+    plan = _plan(
+        suite, tasks, methods, lengths, depths, asked, wording or ("official" if model or cases else "compact"),
+        haystack, cases, samples=samples, seed=seed, batch=batch, max_new_tokens=max_new_tokens, raw=raw,
+    )  # fmt: skip
+    language_model, tokenizer = load_model(model, dtype, device)
+    with reported(lambda: show(out, plan.tasks)):
+        measure(plan, language_model, tokenizer, model, out)
 
+
+def _plan(
+    suite: str, tasks: str | None, methods: str, lengths: str, depths: str | None, asked: str, wording: str,
+    haystack: Path | None, cases: Path | None, **others: Any,
+) -> "Plan":  # fmt: skip
+    """The plan that the options name."""
     from kvsketch.evaluation.answers.plan import Plan
     from kvsketch.evaluation.tasks import WORDINGS
     from kvsketch.evaluation.tasks.haystack import Noise, TextFile
@@ -85,29 +100,21 @@ def bench_suite(
 
     if asked not in MODES:
         raise ValueError(f"--asked must be before, after or both, got {asked!r}")
-    wording = wording or ("official" if model or cases else "compact")
     if wording not in WORDINGS:
         raise ValueError(f"--wording must be one of {', '.join(WORDINGS)}, got {wording!r}")
     if cases is not None and suite != "lines":
         raise ValueError(f"--cases are LongEval's lines, which the suite {suite!r} has none of")
-    plan = Plan(
+    return Plan(
         tasks=_tasks(suite, tasks),
         methods=[spec.strip() for spec in methods.split(";") if spec.strip()],
         lengths=numbers("--lengths", lengths, int),
         asked=MODES[asked],
-        samples=samples,
         depths=numbers("--depths", depths or "", float),
         wording=wording,
         haystack=Noise() if haystack is None else TextFile(haystack),
-        seed=seed,
-        batch=batch,
-        max_new_tokens=max_new_tokens,
         cases=None if cases is None else read_cases(cases),
-        raw=raw,
+        **others,
     )
-    language_model, tokenizer = load_model(model, dtype, device)
-    with reported(lambda: show(out, plan.tasks)):
-        measure(plan, language_model, tokenizer, model, out)
 
 
 def report(

@@ -10,13 +10,10 @@ from rich.progress import MofNCompleteColumn
 
 from kvsketch.cli.app import numbers, output, progress_bar, reported, say_no_pictures
 from kvsketch.cli.bench_error_inputs import (
-    Device,
     Inputs,
     Layers,
     Methods,
     ModelName,
-    Out,
-    Precision,
     PromptFiles,
     Prompts,
     Task,
@@ -29,6 +26,7 @@ from kvsketch.cli.bench_error_inputs import (
 )
 from kvsketch.cli.bench_error_tables import NOTE, tables
 from kvsketch.cli.notes import say
+from kvsketch.cli.options import Device, Precision, RowsFolder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,7 +41,7 @@ RATES, BLOCKS, SEEDS, EXACT = "0.5,0.25,0.125,0.0625", "64,128,256", 10, 256
 
 
 def bench_error(
-    out: Out,
+    out: RowsFolder,
     model: ModelName = None,
     methods: Methods = None,
     rates: Annotated[str | None, typer.Option(help=f"Shares of the tokens to keep ({RATES}).")] = None,

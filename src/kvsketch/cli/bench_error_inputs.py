@@ -22,7 +22,6 @@ T = TypeVar("T")
 TASK, PROMPTS, TOKENS = "lines", 3, 4000  # the documents that are made
 
 # Options that all of them have.
-Out = Annotated[Path, typer.Option("--out", "-o", help="Rows and pictures go to this folder.")]
 ModelName = Annotated[
     str | None, typer.Argument(metavar="MODEL", help="A model's folder or name; the embedded one if left out.")
 ]
@@ -39,8 +38,6 @@ Tokens = Annotated[
     int | None,
     typer.Option(min=1, max=MOST, help=f"Tokens of a document, {TOKENS:,} if left out; and the most of a file."),
 ]
-Precision = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto for the checkpoint's own.")]
-Device = Annotated[str | None, typer.Option(help="Where to run; the default is the best there is.")]
 
 
 @dataclass(frozen=True, kw_only=True)
