@@ -21,7 +21,7 @@ from kvsketch.cli.bench_error_inputs import (
     Task,
     Texts,
     Tokens,
-    ready,
+    load_inputs,
 )
 from kvsketch.cli.ending import ending
 from kvsketch.cli.options import Device, Precision, RowsFolder
@@ -77,7 +77,7 @@ def selectivity(
         window=window, asking=asking, top=top, heads=heads,
     )  # fmt: skip
     texts = Texts(files=tuple(prompt_file or ()), task=task, prompts=prompts, tokens=tokens)
-    command.run(options, ready(out, model, layers, texts, dtype, device))
+    command.run(options, load_inputs(out, model, layers, texts, dtype, device))
 
 
 def main() -> None:

@@ -19,8 +19,8 @@ from kvsketch.cli.bench_error_inputs import (
     Task,
     Texts,
     Tokens,
-    given,
-    ready,
+    load_inputs,
+    or_default,
     shares,
     specs,
 )
@@ -67,7 +67,7 @@ def bench_error(
     """
     study = read_study(methods, rates, seeds, blocks, exact)
     texts = Texts(files=tuple(prompt_file or ()), task=task, prompts=prompts, tokens=tokens)
-    run(study, ready(out, model, layers, texts, dtype, device))
+    run(study, load_inputs(out, model, layers, texts, dtype, device))
 
 
 def read_study(
@@ -77,11 +77,11 @@ def read_study(
     from kvsketch.evaluation.layers.plan import Study
 
     return Study(
-        methods=specs(given(methods, METHODS)),
-        rates=shares(given(rates, RATES)),
-        blocks=numbers("--blocks", given(blocks, BLOCKS), int),
-        seeds=given(seeds, SEEDS),
-        exact=given(exact, EXACT),
+        methods=specs(or_default(methods, METHODS)),
+        rates=shares(or_default(rates, RATES)),
+        blocks=numbers("--blocks", or_default(blocks, BLOCKS), int),
+        seeds=or_default(seeds, SEEDS),
+        exact=or_default(exact, EXACT),
     )
 
 
@@ -89,11 +89,11 @@ def run(study: "Study", inputs: Inputs) -> None:
     """Measure what is missing, with a bar; then tables and pictures of all that was asked for."""
     from kvsketch.evaluation.layers.error import NORMS_KEY
     from kvsketch.evaluation.layers.plan import KEY
-    from kvsketch.evaluation.results.rows import RowsFile, name_alone
+    from kvsketch.evaluation.results.rows import RowsFile, name_without_digest
 
     prompts, layers, out = inputs.texts.read(inputs.tokenizer, inputs.model), inputs.layers, inputs.out
     for prompt in prompts:
-        study.check_text(name_alone(prompt.name), prompt.ids.shape[1])
+        study.check_text(name_without_digest(prompt.name), prompt.ids.shape[1])
     errors, norms = RowsFile(out / ROWS, inputs.about, KEY), RowsFile(out / NORMS, inputs.about, NORMS_KEY)
 
     def report() -> None:

@@ -104,15 +104,15 @@ def fit(
     should be like what the model is to be used for: texts in which things are looked up from far away.
     """
     check_folder("--out", out)
-    training = {"steps": steps, "batch": batch, "rate": rate}
-    noted = {"apart": apart, "away": away, "queries": queries}
+    training, noted = {"steps": steps, "batch": batch, "rate": rate}, {"apart": apart, "away": away, "queries": queries}
     settings = _settings(
         recipe, layers, training, noted, tokens=tokens, buckets=buckets, hidden=hidden, keys_at_most=keys_at_most,
         pool=pool, held_out=held_out, seed=seed,
     )  # fmt: skip
-    address = ray_address if ray else None
-    index = _fit(model, dtype, device, corpus, out, settings, shards, address, keep=keep, save_every=save_every)
-    _tell(index, out, settings)
+    index = _fit(
+        model, dtype, device, corpus, out, settings, shards, ray, ray_address, keep=keep, save_every=save_every
+    )
+    _show_result(index, out, settings)
 
 
 def _settings(
@@ -130,7 +130,7 @@ def _settings(
 
 def _fit(
     model: str | None, dtype: str, device: str | None, corpus: list[Path], out: Path, settings: "FitSettings",
-    shards: Path | None, ray_address: str | None, **options: Any,
+    shards: Path | None, ray: bool, ray_address: str, **options: Any,
 ) -> "KeyIndex":  # fmt: skip
     """Load the model and fit to it, here or on a Ray cluster, with a bar for each part."""
     from kvsketch.evaluation.results.provenance import provenance
@@ -138,7 +138,7 @@ def _fit(
     from kvsketch.fitting.spread import RayCluster
 
     load = partial(model_on, name=model, dtype=dtype)
-    cluster = None if ray_address is None else RayCluster(ray_address, load, device)
+    cluster = RayCluster(ray_address, load, device) if ray else None
     language_model, tokenizer = load_model(model, dtype, device if cluster is None else "cpu")
     with progress_bar(transient=False) as bar:
         tasks = {part: bar.add_task(part, total=None, visible=False) for part in ("reading", "fitting")}
@@ -154,7 +154,7 @@ def _fit(
         )  # fmt: skip
 
 
-def _tell(index: "KeyIndex", out: Path, settings: "FitSettings") -> None:
+def _show_result(index: "KeyIndex", out: Path, settings: "FitSettings") -> None:
     """How good the index is, and how to use it."""
     from kvsketch.algorithms.saap import APART
     from kvsketch.fitting.measure import PROBES

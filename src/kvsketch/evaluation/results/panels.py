@@ -34,7 +34,7 @@ def plain(text: str) -> str:
 
 
 def heading(text: str, width: int = 40) -> str:
-    """The same above a panel, in as many lines as it needs not to run into the next one."""
+    """The same above a panel, wrapped so that it does not run into the next one."""
     return plain("\n".join(part for line in text.split("\n") for part in wrap(line, width)))
 
 
