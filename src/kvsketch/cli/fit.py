@@ -109,10 +109,7 @@ def fit(
         recipe, layers, training, noted, tokens=tokens, buckets=buckets, hidden=hidden, keys_at_most=keys_at_most,
         pool=pool, held_out=held_out, seed=seed,
     )  # fmt: skip
-    index = _fit(
-        model, dtype, device, corpus, out, settings, shards, ray, ray_address, keep=keep, save_every=save_every
-    )
-    _show_result(index, out, settings)
+    _fit(model, dtype, device, corpus, out, settings, shards, ray, ray_address, keep=keep, save_every=save_every)
 
 
 def _settings(
@@ -131,8 +128,8 @@ def _settings(
 def _fit(
     model: str | None, dtype: str, device: str | None, corpus: list[Path], out: Path, settings: "FitSettings",
     shards: Path | None, ray: bool, ray_address: str, **options: Any,
-) -> "KeyIndex":  # fmt: skip
-    """Load the model and fit to it, here or on a Ray cluster, with a bar for each part."""
+) -> None:  # fmt: skip
+    """Load the model and fit to it, here or on a Ray cluster, with a bar for each part; then show what was learnt."""
     from kvsketch.evaluation.results.provenance import provenance
     from kvsketch.fitting.fit import fit as run
     from kvsketch.fitting.spread import RayCluster
@@ -148,10 +145,11 @@ def _fit(
             task = tasks[progress.part]
             bar.update(task, visible=True, completed=progress.done, total=progress.total, description=text)
 
-        return run(
+        index = run(
             language_model, tokenizer, corpus, out, settings, name=model or "embedded", shards_folder=shards,
             cluster=cluster, about=provenance(), show=show, note=say, **options,
         )  # fmt: skip
+    _show_result(index, out, settings)
 
 
 def _show_result(index: "KeyIndex", out: Path, settings: "FitSettings") -> None:
