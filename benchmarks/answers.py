@@ -13,9 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from common import RESULTS
-from kvsketch.evaluation.pictures import draw_needles, draw_scores
-from kvsketch.evaluation.rows import read_rows
-from kvsketch.evaluation.summary import Mean, summarise
+from kvsketch.evaluation.answers.pictures import draw_needles, draw_scores
+from kvsketch.evaluation.answers.summary import Mean, summarise
+from kvsketch.evaluation.results.rows import read_rows
 
 FIGURES = RESULTS.parent / "figures"
 SUMMARY = RESULTS / "answers.jsonl"

@@ -146,10 +146,10 @@ def expected_rms(length: int, c: float, width: int) -> float:
     """
     angle = torch.arange(4096, dtype=DOUBLE) * (2 * math.pi / 4096)
     circle = features(torch.stack([angle.cos(), angle.sin()], -1))
-    of_keys = torch.linalg.eigvalsh(circle.T @ circle / len(circle)).clamp(min=0)
-    of_vectors, b = of_keys / width, c * SQUARED_RADIUS
-    moments = length * of_vectors if math.isinf(c) else b / 2 * (1 - (1 - 2 * of_vectors / b) ** length)
-    return math.sqrt(width * float(moments @ of_keys))
+    key_moments = torch.linalg.eigvalsh(circle.T @ circle / len(circle)).clamp(min=0)
+    vector_moments, b = key_moments / width, c * SQUARED_RADIUS
+    moments = length * vector_moments if math.isinf(c) else b / 2 * (1 - (1 - 2 * vector_moments / b) ** length)
+    return math.sqrt(width * float(moments @ key_moments))
 
 
 # -- Theorem 3.3
@@ -198,15 +198,15 @@ def finite(c: float) -> float | None:
 # -- Theorem 3.4
 
 
-def smaller(keys: Tensor, values: Tensor, held: Tensor, bounds: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of the tokens [b t .], of which the first `held` [b t] are there, a walk keeps; and which rows failed."""
+def smaller(keys: Tensor, values: Tensor, present: Tensor, bounds: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Which of the tokens [b t .], those of them that are `present` [b t], a walk keeps; and which rows failed."""
     signs = torch.cat(
         [
-            walks(keys[rows], values[rows] * held[rows, :, None], bounds[None, rows], uniforms[rows])[0][0]
+            walks(keys[rows], values[rows] * present[rows, :, None], bounds[None, rows], uniforms[rows])[0][0]
             for rows in (slice(start, start + ABREAST) for start in range(0, len(keys), ABREAST))
         ]
     )
-    positive, negative = (signs > 0) & held, (signs < 0) & held
+    positive, negative = (signs > 0) & present, (signs < 0) & present
     fewer = (positive.sum(1) <= negative.sum(1))[:, None]
     return torch.where(fewer, positive, negative), (signs == 0).any(1)
 
@@ -220,18 +220,18 @@ def streamed(keys: Tensor, values: Tensor, batch: int, small: float | None, draw
     """
     streams, length, _ = keys.shape
     keys, values = keys.reshape(-1, batch, keys.shape[-1]), values.reshape(-1, batch, values.shape[-1])
-    held = torch.ones(keys.shape[:2], dtype=torch.bool)
+    present = torch.ones(keys.shape[:2], dtype=torch.bool)
     failed = torch.zeros(streams, dtype=torch.bool)
     for level in range(int(math.log2(length / batch))):
         calls = 2 * length / batch
-        c = 30 * (held.sum(1).clamp(min=1) * calls / DELTA).log() if small is None else small * torch.ones(len(keys))
-        which, fell = smaller(keys, values, held, c * SQUARED_RADIUS, draw(level, len(keys), batch))
+        c = 30 * (present.sum(1).clamp(min=1) * calls / DELTA).log() if small is None else small * torch.ones(len(keys))
+        which, fell = smaller(keys, values, present, c * SQUARED_RADIUS, draw(level, len(keys), batch))
         failed |= fell.view(streams, -1).any(1)
         joined = which.view(-1, 2 * batch)
         order = torch.argsort(~joined, dim=1, stable=True)[:, :batch, None]
         keys, values = (x.view(len(joined), 2 * batch, -1).take_along_dim(order, 1) for x in (keys, values))
-        held = joined.take_along_dim(order[..., 0], 1)
-    return Tokens(keys, values), held, failed
+        present = joined.take_along_dim(order[..., 0], 1)
+    return Tokens(keys, values), present, failed
 
 
 def check_streams(length: int = 512, batch: int = 32) -> None:
@@ -253,10 +253,10 @@ def check_streams(length: int = 512, batch: int = 32) -> None:
         state = no_levels(batch, rate)
         for key, value in zip(keys[0], values[0], strict=True):
             state = merge_and_reduce(state, key, value, halve)
-        last, held, _ = streamed(keys, values, batch, small, lambda level, *_, uniforms=uniforms: uniforms[level])
+        last, present, _ = streamed(keys, values, batch, small, lambda level, *_, uniforms=uniforms: uniforms[level])
         assert state.levels[:-1] == (None,) * rate
-        assert torch.equal(state.levels[-1].keys, last.keys[held])
-        assert torch.equal(state.levels[-1].values, last.values[held])
+        assert torch.equal(state.levels[-1].keys, last.keys[present])
+        assert torch.equal(state.levels[-1].values, last.values[present])
 
 
 def answers(keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
@@ -295,10 +295,10 @@ def errors_of_streams(kind: str, batch: int, generator: torch.Generator) -> Iter
         return torch.rand(*shape, generator=generator, dtype=DOUBLE)
 
     for way, small in (("theorem", None), ("c = 16", 16.0), ("fair signs", math.inf)):
-        last, held, failed = streamed(keys, values, batch, small, draw)
-        kept = 2.0**rate * answers(last.keys, last.values * held[..., None], queries)
+        last, present, failed = streamed(keys, values, batch, small, draw)
+        kept = 2.0**rate * answers(last.keys, last.values * present[..., None], queries)
         c = 30 * math.log(2 * STREAM / DELTA) if small is None else small
-        more = {"c": finite(c), "failed": int(failed.sum()), "held": float(held.sum(1).double().mean())}
+        more = {"c": finite(c), "failed": int(failed.sum()), "held": float(present.sum(1).double().mean())}
         more |= {"first_halving_alone": expected_rms(batch, c, values.shape[-1]) / (batch * math.exp(-SCALE))}
         yield way, (kept - exact).norm(dim=-1)[~failed] / unit, more
     for way, size in (("sample of t", batch), ("sample of most held", batch * (rate + 2) // 2)):

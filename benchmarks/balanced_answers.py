@@ -9,7 +9,7 @@ from pathlib import Path
 
 from answers import bench, sum_up_into
 from common import RESULTS
-from kvsketch.evaluation.summary import Mean
+from kvsketch.evaluation.answers.summary import Mean
 
 TASKS = {"lines": "lines", "niah_single": "ruler", "niah_multikey": "ruler"}  # and their suites
 KEEPS = (0.5, 0.25, 0.125)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from answers import bench, sum_up_into
 from common import RESULTS
-from kvsketch.evaluation.pictures import family
-from kvsketch.evaluation.summary import Mean
+from kvsketch.evaluation.answers.pictures import family
+from kvsketch.evaluation.answers.summary import Mean
 
 SUMMARY = RESULTS / "clustering.jsonl"
 # The paper's r + k tokens of n, and the r it tried (notes on its Table 1 in docs/papers.md); n as longchat counts.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from kvsketch.evaluation.provenance import provenance
+from kvsketch.evaluation.results.provenance import provenance
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 

@@ -41,7 +41,7 @@ def save(figure, name: str) -> None:
 
 
 def label_ends(axes, ends: list[tuple[float, float, str, str]], gap: float = 0.055) -> None:
-    """Write each line's name behind its last point, (x, y, name, colour), names kept apart."""
+    """Write each line's name behind its last point, (x, y, name, colour), with room between the names."""
     to_axes = axes.transData + axes.transAxes.inverted()
     lowest = -1.0
     for x, y, name, colour in sorted(ends, key=lambda end: end[1]):
@@ -80,11 +80,11 @@ def memory() -> None:
     figure, axes = plain_axes(height=3.4)
     names = [row["way"] for row in found]
     peaks = [row["peak_growth_bytes"] / GIB for row in found]
-    held = [row["cache_bytes"] / GIB for row in found]
+    caches = [row["cache_bytes"] / GIB for row in found]
     colours = [STOCK if name.startswith("stock") else OTHERS[1] if name == "kvpress" else OURS for name in names]
     axes.barh(names, peaks, color=colours, alpha=0.4)
-    axes.barh(names, held, color=colours)
-    for place, (peak, cache) in enumerate(zip(peaks, held, strict=True)):
+    axes.barh(names, caches, color=colours)
+    for place, (peak, cache) in enumerate(zip(peaks, caches, strict=True)):
         axes.text(peak + 0.01, place, f"{peak:.2f}   cache {cache:.2f}", va="center", fontsize=8)
     axes.set_xlim(0, max(peaks) * 1.25)
     axes.set_xlabel("GiB above start: peak while reading (light), cache afterwards (dark)")

@@ -13,7 +13,7 @@ import torch
 from common import RESULTS, write_row
 from kvsketch.evaluation.embedded import load_embedded
 from kvsketch.evaluation.tasks import TASKS, Sample, Setting
-from kvsketch.evaluation.tasks.fit import Fitter
+from kvsketch.evaluation.tasks.length import Fitter
 from kvsketch.huggingface.capture import capture
 from kvsketch.kernels.kcenter import k_center
 

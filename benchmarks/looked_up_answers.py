@@ -15,8 +15,8 @@ from pathlib import Path
 from answers import bench
 from common import write_row
 from kvsketch.caches.registry import parse_spec
-from kvsketch.evaluation.rows import Row, read_rows
-from kvsketch.evaluation.summary import standard_error
+from kvsketch.evaluation.answers.summary import standard_error
+from kvsketch.evaluation.results.rows import Row, read_rows
 
 TASKS = {"lines": "lines", "passkey": "infinite", "kv": "infinite", "niah_single": "ruler", "niah_multikey": "ruler"}
 OUTSIDE = {"math_find": "infinite", "kv": "infinite", "lines": "lines"}  # unlike the needles that an index knows

@@ -208,7 +208,7 @@ class Suite:
     seconds: dict[str, float]
     lines: dict[str, dict[int, set[str]]]  # by file and line
 
-    def of(self, fault: Fault) -> list[str]:
+    def tests_of(self, fault: Fault) -> list[str]:
         """The tests that execute a fault's line, quick ones first; of a line that runs on import, those of its file."""
         here = self.lines.get(fault.path, {})
         found = here.get(fault.line, set())
@@ -265,7 +265,7 @@ def copied(folder: Path) -> Path:
 
 def run_with(fault: Fault, text: str, suite: Suite, patience: float) -> dict[str, object]:
     """Put the fault into a copy, and run the tests that execute its line until one fails."""
-    began, tests = time.monotonic(), suite.of(fault)
+    began, tests = time.monotonic(), suite.tests_of(fault)
     found: dict[str, object] = {**asdict(fault), "tests": len(tests), "caught_by": None}
     if not tests:
         return found

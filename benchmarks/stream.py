@@ -51,14 +51,14 @@ def main(tokens: int) -> None:
     (RESULTS / "stream.jsonl").unlink(missing_ok=True)
     cache = LayerCache(SubGen(keep=4096, delta=1.0, s=1024, t=2), 0)
     stream = Stream()
-    held = {"keys": torch.empty(1, 1, tokens, WIDTH), "values": torch.empty(1, 1, tokens, WIDTH)}
+    tokens_seen = {"keys": torch.empty(1, 1, tokens, WIDTH), "values": torch.empty(1, 1, tokens, WIDTH)}
     writing, next_row = 0.0, 2000
     since = 0
     while stream.count < tokens:
         start_of_chunk = stream.count
         keys, values = stream.chunk()
-        held["keys"][:, :, start_of_chunk : stream.count] = keys
-        held["values"][:, :, start_of_chunk : stream.count] = values
+        tokens_seen["keys"][:, :, start_of_chunk : stream.count] = keys
+        tokens_seen["values"][:, :, start_of_chunk : stream.count] = values
         start = time.perf_counter()
         cache.hold(NewTokens(keys, values))
         writing += time.perf_counter() - start
@@ -66,14 +66,14 @@ def main(tokens: int) -> None:
         if stream.count < next_row and stream.count < tokens:
             continue
         next_row = round(stream.count * 2)
-        row = {"tokens": stream.count, "write_seconds_per_token": writing / since} | compare(cache, held, stream)
+        row = {"tokens": stream.count, "write_seconds_per_token": writing / since} | compare(cache, tokens_seen, stream)
         write_row("stream", row)
         writing, since = 0.0, 0
 
 
-def compare(cache: LayerCache, held: dict[str, torch.Tensor], stream: Stream) -> dict[str, float]:
+def compare(cache: LayerCache, tokens_seen: dict[str, torch.Tensor], stream: Stream) -> dict[str, float]:
     """Seconds, bytes and errors of both; seconds for one query."""
-    keys, values = (tensor[:, :, : stream.count] for tensor in held.values())
+    keys, values = (tensor[:, :, : stream.count] for tensor in tokens_seen.values())
     queries = 0.25 * stream.centres[None, None, :QUERIES]
     query = queries[:, :, :1]
     past = cache.past.details()

@@ -12,11 +12,11 @@ from pathlib import Path
 from answers import bench
 from common import RESULTS, write_row
 from figures import FIGURES
-from kvsketch.evaluation import layer_error_pictures as pictures
-from kvsketch.evaluation.layer_error_plan import KEY
-from kvsketch.evaluation.layer_error_summary import compare, name_of, place_of, pool_norms, rate_name, summarise
-from kvsketch.evaluation.pictures import save
-from kvsketch.evaluation.rows import Row, name_alone, read_rows
+from kvsketch.evaluation.layers import pictures
+from kvsketch.evaluation.layers.plan import KEY
+from kvsketch.evaluation.layers.summary import compare, name_of, place_of, pool_norms, rate_name, summarise
+from kvsketch.evaluation.results.panels import save
+from kvsketch.evaluation.results.rows import Row, name_without_digest, read_rows
 
 TASKS = ("lines", "niah_single")
 METHODS = (
@@ -42,9 +42,10 @@ def sum_up(task: str, rows: Sequence[Row], norms: Sequence[Row]) -> None:
         ratio = ratios[method].get((layer, (method, block), rate))
         write_row("error", row | ({} if ratio is None else {"over_uniform": vars(ratio)}))
     for name in dict.fromkeys(row["prompt"] for row in norms):
-        mine = [row for row in norms if row["prompt"] == name]
-        pooled = {vectors: vars(norm) for vectors, norm in pool_norms(mine).items()}
-        write_row("error", {"task": task, "norms": pooled, "prompt": name_alone(name), "tokens": mine[0]["tokens"]})
+        of_prompt = [row for row in norms if row["prompt"] == name]
+        pooled = {vectors: vars(norm) for vectors, norm in pool_norms(of_prompt).items()}
+        row = {"task": task, "norms": pooled, "prompt": name_without_digest(name), "tokens": of_prompt[0]["tokens"]}
+        write_row("error", row)
 
 
 def print_tables(task: str, rows: Sequence[Row]) -> None:

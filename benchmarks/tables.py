@@ -8,9 +8,9 @@ MIB = 2**20
 def memory() -> None:
     print("| way | peak above start | cache afterwards | of full | prefill |\n|---|---|---|---|---|")
     for row in sorted(rows("memory"), key=lambda row: row["peak_growth_bytes"]):
-        peak, held = row["peak_growth_bytes"] / MIB, row["cache_bytes"] / MIB
+        peak, cache_size = row["peak_growth_bytes"] / MIB, row["cache_bytes"] / MIB
         taken = row["prefill_seconds"]
-        print(f"| {row['way']} | {peak:,.0f} MiB | {held:,.0f} MiB | {row['of_full']:.4f} | {taken:.0f} s |")
+        print(f"| {row['way']} | {peak:,.0f} MiB | {cache_size:,.0f} MiB | {row['of_full']:.4f} | {taken:.0f} s |")
 
 
 def decode() -> None:

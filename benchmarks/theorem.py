@@ -27,9 +27,9 @@ def clustered(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     centres = torch.randn(CLUSTERS, WIDTH, generator=generator, dtype=DOUBLE)
     centres *= 2 / centres.norm(dim=1, keepdim=True)
-    away = torch.randn(TOKENS, WIDTH, generator=generator, dtype=DOUBLE)
-    away *= DELTA / 2 * torch.rand(TOKENS, 1, generator=generator, dtype=DOUBLE) / away.norm(dim=1, keepdim=True)
-    keys = centres[torch.randint(CLUSTERS, (TOKENS,), generator=generator)] + away
+    offsets = torch.randn(TOKENS, WIDTH, generator=generator, dtype=DOUBLE)
+    offsets *= DELTA / 2 * torch.rand(TOKENS, 1, generator=generator, dtype=DOUBLE) / offsets.norm(dim=1, keepdim=True)
+    keys = centres[torch.randint(CLUSTERS, (TOKENS,), generator=generator)] + offsets
     return keys, torch.randn(TOKENS, WIDTH, generator=generator, dtype=DOUBLE)
 
 

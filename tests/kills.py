@@ -18,9 +18,10 @@ import kvsketch
 from fitted import fitted, result_of, same, settings, tiny_model, write_corpus
 from histories import model
 from kvsketch.caches.key_index import DESCRIPTION, read_index
-from kvsketch.evaluation.rows import RowsFile, key_of, read_rows
-from kvsketch.evaluation.runner import Plan, Runner
-from kvsketch.evaluation.training.tokenizer import build_tokenizer
+from kvsketch.evaluation.answers.plan import Plan
+from kvsketch.evaluation.answers.runner import Runner
+from kvsketch.evaluation.embedded.training.tokenizer import build_tokenizer
+from kvsketch.evaluation.results.rows import RowsFile, key_of, read_rows
 from kvsketch.files import UNFINISHED
 from states import difference, state_of
 

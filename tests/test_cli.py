@@ -21,9 +21,9 @@ from kvsketch.caches.base import BudgetedConfig
 from kvsketch.caches.registry import METHODS
 from kvsketch.cli.ending import ending, stop_at_once, stop_in_order
 from kvsketch.evaluation.embedded import load_embedded
-from kvsketch.evaluation.rows import RowsFile, read_rows
+from kvsketch.evaluation.embedded.training.tokenizer import build_tokenizer
+from kvsketch.evaluation.results.rows import RowsFile, read_rows
 from kvsketch.evaluation.tasks import TASKS, Setting
-from kvsketch.evaluation.training.tokenizer import build_tokenizer
 
 TEXT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 20
 LATIN = "caf\u00e9 ".encode("latin-1") * 40

@@ -11,7 +11,7 @@ import kvsketch
 from kvsketch.cli.commands import app
 from kvsketch.evaluation.embedded import load_embedded
 from kvsketch.evaluation.tasks import TASKS, Setting
-from kvsketch.evaluation.tasks.fit import Fitter
+from kvsketch.evaluation.tasks.length import Fitter
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -7,9 +7,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from kvsketch.evaluation.answers.plan import Plan
+from kvsketch.evaluation.answers.runner import Runner
 from kvsketch.evaluation.embedded import load_embedded
-from kvsketch.evaluation.runner import Plan, Runner
-from kvsketch.evaluation.training.tokenizer import build_tokenizer
+from kvsketch.evaluation.embedded.training.tokenizer import build_tokenizer
 
 ASSETS = Path(str(files("kvsketch") / "assets"))
 

@@ -16,7 +16,7 @@ import zoo
 from commands import SOURCE
 from histories import VOCABULARY, model
 from kvsketch.caches.key_index import read_index
-from kvsketch.evaluation.rows import RowsFile, read_rows
+from kvsketch.evaluation.results.rows import RowsFile, read_rows
 from kvsketch.files import TensorFile, write_tensors
 from made_index import make_index
 from states import difference, state_of

@@ -10,7 +10,7 @@ from fitted import LAYERS, TOKENIZER, fitted, result_of, same, settings, tiny_mo
 from kvsketch.algorithms import saap
 from kvsketch.caches.key_index import read_index
 from kvsketch.files import write_json, write_tensors
-from kvsketch.fitting.checkpoint import train_on
+from kvsketch.fitting.checkpoint import train_or_resume
 from kvsketch.fitting.classifiers import train
 from kvsketch.fitting.corpus import read_corpus
 from kvsketch.fitting.fit import split
@@ -104,7 +104,7 @@ def test_what_is_measured_is_what_single_queries_find(paths):
             query, asked = shard.queries[row][None], shard.queries_before[row][None]
             far = saap.to_learn_from(shard.query_positions[row][None], shard.key_positions, chosen.shards.apart)
             ways = {
-                "classifier": (classifiers.of_lane(lane).log_probabilities(asked).exp(), before),
+                "classifier": (classifiers.classifier_of(lane).log_probabilities(asked).exp(), before),
                 "kmeans": (asked @ centroids.before[lane].T, before),
                 "kmeans_rope": (query @ centroids.rotated[lane].T, rotated),
             }
@@ -258,7 +258,7 @@ def test_training_goes_on_where_it_was_saved(tmp_path):
 
     def trained(path, show=lambda step, loss: steps.append(step)):
         classifiers = classifiers_for(clusters, pool, settings(), 0)
-        train_on(path, classifiers, pool, recipe, generator("batches"), layer=0, save_every=0.0, show=show)
+        train_or_resume(path, classifiers, pool, recipe, generator("batches"), layer=0, save_every=0.0, show=show)
         return classifiers.state_dict()
 
     with pytest.raises(KeyboardInterrupt):
@@ -293,7 +293,7 @@ def test_what_is_not_finite_to_begin_with_is_not_the_rates_fault(tmp_path):
     pool.queries[0] = torch.nan
     classifiers = classifiers_for(clusters, pool, settings(start="random"), 0)
     with pytest.raises(ValueError, match=r"layer 7: .* after 0 of 500 steps, got nan: the model's own queries or keys"):
-        train_on(
+        train_or_resume(
             tmp_path / "training", classifiers, pool, Recipe(), generator("batches"),
             layer=7, save_every=0.0, show=lambda step, loss: None,
         )  # fmt: skip

@@ -71,7 +71,7 @@ def test_what_is_used_answers_as_what_was_trained(hidden):
     list(train(classifiers, queries, shares, batches(30), rate=1e-2))
     with torch.no_grad():
         for lane in range(LANES):
-            found = classifiers.of_lane(lane).log_probabilities(queries[lane])
+            found = classifiers.classifier_of(lane).log_probabilities(queries[lane])
             torch.testing.assert_close(found, classifiers(queries)[lane])
 
 

@@ -12,9 +12,9 @@ from commands import refused
 from commands import run as command
 from kvsketch.algorithms.subgen import founders, no_clusters, update_softmax_normalizer
 from kvsketch.attention import exact_attention
-from kvsketch.evaluation import inspection_pictures as pictures
-from kvsketch.evaluation.inspection import clusters_over_time, inspect_layer, median_distance, save_rows
-from kvsketch.evaluation.pictures import save
+from kvsketch.evaluation.inspection import pictures
+from kvsketch.evaluation.inspection.spread import clusters_over_time, inspect_layer, median_distance, save_rows
+from kvsketch.evaluation.results.panels import save
 from kvsketch.huggingface.capture import Captured, capture
 
 

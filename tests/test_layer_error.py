@@ -15,11 +15,11 @@ from commands import run as command
 from kvsketch.attention import exact_attention, weighted_attention
 from kvsketch.caches.layer import LayerCache
 from kvsketch.cli.bench_error_tables import tables
-from kvsketch.evaluation import layer_error_pictures as pictures
-from kvsketch.evaluation.layer_error import NORMS_KEY, cut, measure, norms_row, run
-from kvsketch.evaluation.layer_error_plan import KEY, Prompt, Study, middle_of
-from kvsketch.evaluation.layer_error_summary import compare, pool_norms, rate_name, summarise
-from kvsketch.evaluation.rows import RowsFile, key_of, read_rows
+from kvsketch.evaluation.layers import pictures
+from kvsketch.evaluation.layers.error import NORMS_KEY, cut, measure, norms_row, run
+from kvsketch.evaluation.layers.plan import KEY, Prompt, Study, middle_of
+from kvsketch.evaluation.layers.summary import compare, pool_norms, rate_name, summarise
+from kvsketch.evaluation.results.rows import RowsFile, key_of, read_rows
 from kvsketch.huggingface.capture import Captured, capture
 
 METHODS = ("balancekv", "uniform", "uniform(weights='none')", "streaming_llm", "clustergen", "subgen")
@@ -50,7 +50,7 @@ def one(spec, rate):
 
 def held_by(case, trial):
     cache = LayerCache(trial.with_budget(case.middle, case.exact), case.layer)
-    cache.hold(case.held)
+    cache.hold(case.context)
     return cache
 
 
@@ -82,8 +82,8 @@ def test_the_middle_is_all_but_a_block_of_what_lies_between(tokens):
     assert case.layer == 3
     assert case.middle == middle_of(tokens, EXACT)
     assert 0 <= tokens - 2 * EXACT - 1 - case.middle < 32
-    assert torch.equal(case.held.keys[0, :, :EXACT], seen.keys[:, :EXACT])
-    assert torch.equal(case.held.keys[0, :, EXACT:], seen.keys[:, -EXACT - 1 - case.middle : -EXACT])
+    assert torch.equal(case.context.keys[0, :, :EXACT], seen.keys[:, :EXACT])
+    assert torch.equal(case.context.keys[0, :, EXACT:], seen.keys[:, -EXACT - 1 - case.middle : -EXACT])
     assert torch.equal(case.last.values[0], seen.values[:, -EXACT:])
     assert torch.equal(case.queries[0], seen.queries[:, -EXACT:])
 
@@ -116,8 +116,8 @@ def test_the_error_is_that_of_the_entries_by_hand():
     case, trial = cut(captured(), EXACT), one("uniform", 0.25)
     past = held_by(case, trial).past.entries()
     sinks_and_one = [*range(EXACT), EXACT + 256]
-    keys = torch.cat([past.keys, case.held.keys[:, :, sinks_and_one], case.last.keys], 2)
-    values = torch.cat([past.values, case.held.values[:, :, sinks_and_one], case.last.values], 2)
+    keys = torch.cat([past.keys, case.context.keys[:, :, sinks_and_one], case.last.keys], 2)
+    values = torch.cat([past.values, case.context.values[:, :, sinks_and_one], case.last.values], 2)
     before = past.count + EXACT + 1
     weights = torch.cat([past.log_mass, torch.zeros(1, 1, 2 * EXACT + 1)], 2)
     order = torch.arange(before + EXACT)

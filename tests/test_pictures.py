@@ -6,19 +6,11 @@ import pytest
 from matplotlib.collections import PathCollection
 from PIL import Image
 
-from kvsketch.evaluation.page import write_page
-from kvsketch.evaluation.pictures import (
-    COLOURS,
-    EXACT,
-    draw_all,
-    family,
-    heading,
-    needle_map,
-    score_against_bytes,
-    score_against_length,
-)
-from kvsketch.evaluation.rows import RowsFile
-from kvsketch.evaluation.summary import summarise
+from kvsketch.evaluation.answers.page import write_page
+from kvsketch.evaluation.answers.pictures import draw_all, family, needle_map, score_against_bytes, score_against_length
+from kvsketch.evaluation.answers.summary import summarise
+from kvsketch.evaluation.results.panels import COLOURS, EXACT, heading
+from kvsketch.evaluation.results.rows import RowsFile
 
 METHODS = {"exact": 400, "uniform(keep=0.25)": 100, "uniform(keep=0.5)": 200, "uniform(keep=0.5, weights='none')": 200}
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvsketch.evaluation.rows import FORMAT, KEY, RowsFile, read_rows, sealed
-from kvsketch.evaluation.summary import standard_error, summarise, wilson
+from kvsketch.evaluation.answers.summary import standard_error, summarise, wilson
+from kvsketch.evaluation.results.rows import FORMAT, KEY, RowsFile, read_rows, with_checksum
 
 RUN = {"model": "a", "fingerprint": "123", "dtype": "float32", "kvsketch": "0.1.0"}
 
@@ -85,12 +85,12 @@ def test_a_file_may_have_a_key_of_its_own(tmp_path):
     ("text", "message"),
     [
         (json.dumps({"run": {"format": 99, "kvsketch": "9.0"}}), "made by another version of kvsketch: .*99.*9.0"),
-        (sealed({"run": {"format": FORMAT, "model": "b"}}).decode().strip(), "holds rows of another model: b"),
+        (with_checksum({"run": {"format": FORMAT, "model": "b"}}).decode().strip(), "holds rows of another model: b"),
         ("hello", "line 1: not JSON"),
         ("[1", "line 1: not JSON"),
         ("[1]", "line 1: not a row"),
         (json.dumps({"a": 1}), "line 1: not a row of a kvsketch benchmark"),
-        (sealed({"a": 1}).decode().strip(), "line 1: not a row of a kvsketch benchmark"),
+        (with_checksum({"a": 1}).decode().strip(), "line 1: not a row of a kvsketch benchmark"),
     ],
 )
 def test_other_files_are_refused_and_left_as_they_were(text, message, tmp_path):

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 import zoo
+from kvsketch.evaluation.answers.plan import Plan
+from kvsketch.evaluation.answers.runner import Runner
 from kvsketch.evaluation.embedded import load_embedded
-from kvsketch.evaluation.rows import RowsFile, key_of, read_rows
-from kvsketch.evaluation.runner import Plan, Runner
+from kvsketch.evaluation.embedded.training.tokenizer import build_tokenizer
+from kvsketch.evaluation.results.rows import RowsFile, key_of, read_rows
 from kvsketch.evaluation.tasks import Sample
-from kvsketch.evaluation.training.tokenizer import build_tokenizer
 
 TOKENIZER = build_tokenizer()
 TINY = {"model": "tiny", "fingerprint": "1", "kvsketch": "0.1.0"}
@@ -141,7 +142,7 @@ def test_a_length_too_short_is_refused_before_anything_runs():
 
 def test_a_question_that_opens_the_document_is_always_known():
     both = plan(tasks=("math_find", "kv"), wording="official")
-    assert [list(both.asked_of(cell)) for cell in both.cells()] == [["before"], ["before", "after"]]
+    assert [list(both.question_modes(cell)) for cell in both.cells()] == [["before"], ["before", "after"]]
     assert both.answers == 3 * 3
     rows = rows_of(Runner(tiny(), TOKENIZER, both))
     assert {row["asked"] for row in rows if row["task"] == "math_find"} == {"before"}

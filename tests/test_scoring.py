@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvsketch.evaluation.scoring import all_contained, among_words, first_digits, first_number, last_number
+from kvsketch.evaluation.tasks.scoring import all_contained, among_words, first_digits, first_number, last_number
 
 
 @pytest.mark.parametrize(

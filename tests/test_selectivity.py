@@ -25,7 +25,7 @@ from kvsketch.algorithms import lsh, saap
 from kvsketch.attention import exact_attention
 from kvsketch.caches.key_index import read_index
 from kvsketch.caches.registry import parse_spec
-from kvsketch.evaluation.rows import key_of, read_rows
+from kvsketch.evaluation.results.rows import key_of, read_rows
 from made_index import make_index
 from test_selectivity_keys import GROUP, HEADS, TOKENS, WIDTH, captured, text
 

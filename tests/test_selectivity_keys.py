@@ -30,7 +30,7 @@ import zoo
 from kvsketch.algorithms import saap
 from kvsketch.attention import NO_MASS
 from kvsketch.caches.key_index import read_index
-from kvsketch.evaluation.layer_error_plan import Prompt
+from kvsketch.evaluation.layers.plan import Prompt
 from kvsketch.huggingface.capture import Captured, capture
 
 HEADS, GROUP, WIDTH = 2, 3, 8

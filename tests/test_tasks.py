@@ -12,13 +12,13 @@ from collections import Counter
 
 import pytest
 
-from kvsketch.evaluation.haystack import SENTENCES, TextFile
+from kvsketch.evaluation.embedded.training.tokenizer import build_tokenizer
 from kvsketch.evaluation.tasks import TASKS, WORDINGS, Setting
-from kvsketch.evaluation.tasks.fit import Fitter
+from kvsketch.evaluation.tasks.haystack import SENTENCES, TextFile
+from kvsketch.evaluation.tasks.length import Fitter
 from kvsketch.evaluation.tasks.lines import HEADER
 from kvsketch.evaluation.tasks.longeval_files import read_cases
-from kvsketch.evaluation.training.tokenizer import build_tokenizer
-from kvsketch.evaluation.words import ADJECTIVES, NOUNS, names
+from kvsketch.evaluation.tasks.words import ADJECTIVES, NOUNS, names
 
 SUITES = {"lines", "needle", "ruler", "infinite"}
 NEEDLES = [name for name in TASKS if name.startswith("niah")]

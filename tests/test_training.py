@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from kvsketch.evaluation.embedded.training.documents import IGNORED, SHARES, Documents
+from kvsketch.evaluation.embedded.training.recipe import LENGTHS, SOLVED, WATCHED, Progress, Recipe
+from kvsketch.evaluation.embedded.training.start import Shape, start_model
+from kvsketch.evaluation.embedded.training.tokenizer import build_tokenizer
+from kvsketch.evaluation.embedded.training.train import reply_logits, train
 from kvsketch.evaluation.tasks import TASKS
-from kvsketch.evaluation.training.documents import IGNORED, SHARES, Documents
-from kvsketch.evaluation.training.recipe import LENGTHS, SOLVED, WATCHED, Progress, Recipe
-from kvsketch.evaluation.training.start import Shape, start_model
-from kvsketch.evaluation.training.tokenizer import build_tokenizer
-from kvsketch.evaluation.training.train import reply_logits, train
 from kvsketch.files import write_tensors
 
 TOKENIZER = build_tokenizer()

@@ -13,20 +13,18 @@ from benchmarks.selectivity import command
 
 from kvsketch.cli.app import MOST
 from kvsketch.cli.bench_error_inputs import (
-    Device,
     Layers,
     Methods,
     ModelName,
-    Out,
-    Precision,
     PromptFiles,
     Prompts,
     Task,
     Texts,
     Tokens,
-    ready,
+    load_inputs,
 )
 from kvsketch.cli.ending import ending
+from kvsketch.cli.options import Device, Precision, RowsFolder
 
 MOST_SEEDS = 10_000
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -34,7 +32,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command(help=__doc__)
 def selectivity(
-    out: Out,
+    out: RowsFolder,
     model: ModelName = None,
     methods: Methods = None,
     rates: Annotated[
@@ -79,7 +77,7 @@ def selectivity(
         window=window, asking=asking, top=top, heads=heads,
     )  # fmt: skip
     texts = Texts(files=tuple(prompt_file or ()), task=task, prompts=prompts, tokens=tokens)
-    command.run(options, ready(out, model, layers, texts, dtype, device))
+    command.run(options, load_inputs(out, model, layers, texts, dtype, device))
 
 
 def main() -> None:

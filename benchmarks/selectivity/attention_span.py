@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvsketch.attention import NO_MASS, logits_of
 from kvsketch.caches.base import BLOCK, check_count
-from kvsketch.evaluation.rows import Row
+from kvsketch.evaluation.results.rows import Row
 from kvsketch.huggingface.capture import Captured
 
 
@@ -40,7 +40,7 @@ class Cut:
         return slice(self.sinks, self.sinks + max(0, left) // BLOCK * BLOCK)
 
     @property
-    def said(self) -> dict[str, int]:
+    def labels(self) -> dict[str, int]:
         """All of it, by name."""
         return {"sinks": self.sinks, "window": self.window, "asking": self.asking}
 
@@ -61,14 +61,14 @@ def span(seen: Captured, cut: Cut, top: int) -> Row:
     Beside it the share that the past has of all its attention.
     """
     past = cut.past(seen.keys.shape[1])
-    of_top, of_past = list[float](), list[float]()
+    top_shares, past_shares = list[float](), list[float]()
     for logits in logits_by_head(seen, cut.asking):
         all_mass, past_logits = logits.logsumexp(2), logits[..., past]
         past_mass = past_logits.logsumexp(2)
         largest = past_logits.topk(min(top, past_logits.shape[2]), 2).values.logsumexp(2)
-        of_top += (largest - past_mass).exp().mean(1).tolist()
-        of_past += (past_mass - all_mass).exp().mean(1).tolist()
-    return {"past": past.stop - past.start, "top_shares": of_top, "past_shares": of_past}
+        top_shares += (largest - past_mass).exp().mean(1).tolist()
+        past_shares += (past_mass - all_mass).exp().mean(1).tolist()
+    return {"past": past.stop - past.start, "top_shares": top_shares, "past_shares": past_shares}
 
 
 def logits_by_head(seen: Captured, asking: int) -> Iterator[Float[Tensor, "g q n"]]:

@@ -1,8 +1,8 @@
 """How evenly keys fall into trained buckets: keys seen in training, of other texts, of one text, of one place in texts.
 
 Paper: Saap (2025), section 3 and Figure 2. The deviation here is the standard deviation of a head's bucket sizes over
-their mean: 0 is as many keys in every bucket, and √((C - 1) / m) is what m keys drawn evenly at random would have.
-The paper does not say how it scales its own.
+their mean: 0 is the same number of keys in every bucket, and √((C - 1) / m) is what m keys drawn evenly at random would
+have. The paper does not say how it scales its own.
 """
 
 import math
@@ -14,7 +14,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from kvsketch.algorithms.draws import uniforms
-from kvsketch.evaluation.rows import Row
+from kvsketch.evaluation.results.rows import Row
 
 DRAWS = 10  # samples of every kind, and ranges of positions
 KINDS = ("training texts", "other texts", "one other text", "a tenth of positions")

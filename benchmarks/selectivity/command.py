@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 from rich.progress import MofNCompleteColumn
 
 from kvsketch.cli.app import MOST, output, progress_bar, reported, say_no_pictures, some_numbers
-from kvsketch.cli.bench_error_inputs import Inputs, Texts, given, shares, specs
+from kvsketch.cli.bench_error_inputs import Inputs, Texts, or_default, shares, specs
 from kvsketch.cli.notes import say
 
 if TYPE_CHECKING:
     from benchmarks.selectivity.study import Asked
 
     from kvsketch.caches.key_index import KeyIndex
-    from kvsketch.evaluation.layer_error_plan import Prompt
-    from kvsketch.evaluation.rows import Row
+    from kvsketch.evaluation.layers.plan import Prompt
+    from kvsketch.evaluation.results.rows import Row
 
 LEARNT = "saap"  # needs an index: nothing learns about queries here
 METHODS = (
@@ -59,11 +59,11 @@ def read_options(
 
     if index and buckets:
         raise ValueError("--buckets are made where there is no index: give --index or --buckets")
-    made = list(dict.fromkeys(some_numbers("--buckets", given(buckets, BUCKETS), int)))
-    counted = some_numbers("--tables", given(tables, TABLES), int)
+    made = list(dict.fromkeys(some_numbers("--buckets", or_default(buckets, BUCKETS), int)))
+    counted = some_numbers("--tables", or_default(tables, TABLES), int)
     for name, count, most in [*(("buckets", x, MOST) for x in made), *(("tables", x, MOST_PARTS) for x in counted)]:
         check_count(name, count, least=1, most=most)
-    named = specs(given(methods, METHODS))
+    named = specs(or_default(methods, METHODS))
     if not index and methods is None:
         named.remove(LEARNT)
         say(f"{LEARNT} is left out: it looks things up by an index (--index FOLDER, made by kvsketch fit)")
@@ -71,16 +71,16 @@ def read_options(
         raise ValueError(f"{LEARNT} looks things up by an index: give one with --index, made by kvsketch fit")
     return Options(
         methods=named,
-        rates=shares(given(rates, RATES)),
+        rates=shares(or_default(rates, RATES)),
         tables=counted,
-        seeds=given(seeds, SEEDS),
+        seeds=or_default(seeds, SEEDS),
         folders=index or (),
         buckets=made,
         training=train_file or (),
-        sinks=given(sinks, 1),
+        sinks=or_default(sinks, 1),
         window=window,
-        asking=given(asking, 64),
-        top=given(top, 256),
+        asking=or_default(asking, 64),
+        top=or_default(top, 256),
         heads=[_head(part) for part in (heads or "").split(",") if part.strip()],
     )
 
@@ -115,7 +115,7 @@ def _asked(options: Options, inputs: Inputs) -> "Asked":
     from benchmarks.selectivity.plan import Study
     from benchmarks.selectivity.study import Asked
 
-    from kvsketch.evaluation.rows import name_alone
+    from kvsketch.evaluation.results.rows import name_without_digest
 
     given_indexes = _given_indexes(options, inputs)
     if given_indexes:
@@ -124,10 +124,10 @@ def _asked(options: Options, inputs: Inputs) -> "Asked":
     prompts = texts.read(inputs.tokenizer, inputs.model)
     lengths = [prompt.ids.shape[1] for prompt in prompts]
     cut = Cut(
-        sinks=options.sinks, window=given(options.window, min(WINDOW, min(lengths) // PART)), asking=options.asking
+        sinks=options.sinks, window=or_default(options.window, min(WINDOW, min(lengths) // PART)), asking=options.asking
     )
     for prompt, tokens in zip(prompts, lengths, strict=True):
-        cut.check_text(name_alone(prompt.name), tokens)
+        cut.check_text(name_without_digest(prompt.name), tokens)
     study = Study(
         methods=options.methods, indexes=(), cut=cut, rates=options.rates, tables=options.tables, seeds=options.seeds
     )
@@ -152,7 +152,7 @@ def _training(options: Options, texts: Texts, inputs: Inputs) -> "list[Prompt]":
 
 def _corpus(options: Options, tokens: int, inputs: Inputs) -> "list[Prompt]":
     """The texts of files, cut as `kvsketch fit` cuts them."""
-    from kvsketch.evaluation.layer_error_plan import Prompt
+    from kvsketch.evaluation.layers.plan import Prompt
     from kvsketch.fitting.corpus import read_corpus
 
     least = options.sinks + LEAST
@@ -220,20 +220,20 @@ def _draw(rows: "dict[str, list[Row]]", indexes: Sequence[str], out: Path) -> No
     if find_spec("matplotlib") is None:
         say_no_pictures("matplotlib", out)
         return
-    from benchmarks.selectivity import key_pictures as of_keys
-    from benchmarks.selectivity import pictures as of_lookups
+    from benchmarks.selectivity import key_pictures
+    from benchmarks.selectivity import pictures as lookup_pictures
 
-    from kvsketch.evaluation.pictures import save
+    from kvsketch.evaluation.results.panels import save
 
     pictures = {
-        "selectivity": of_lookups.lookups_picture(rows["lookups"], indexes),
-        "recall": of_lookups.lookups_picture(rows["lookups"], indexes, "recall"),
-        "spans": of_keys.spans_picture(rows["spans"]),
-        "spreads": of_keys.spreads_picture(rows["spreads"]),
+        "selectivity": lookup_pictures.lookups_picture(rows["lookups"], indexes),
+        "recall": lookup_pictures.lookups_picture(rows["lookups"], indexes, "recall"),
+        "spans": key_pictures.spans_picture(rows["spans"]),
+        "spreads": key_pictures.spreads_picture(rows["spreads"]),
     }
     if len(indexes) > 1:
-        pictures["buckets"] = of_lookups.buckets_picture(rows["lookups"])
+        pictures["buckets"] = lookup_pictures.buckets_picture(rows["lookups"])
     if rows["sizes"]:
-        pictures["sizes"] = of_keys.sizes_picture([row for row in rows["sizes"] if row["index"] == indexes[0]])
+        pictures["sizes"] = key_pictures.sizes_picture([row for row in rows["sizes"] if row["index"] == indexes[0]])
     made = [save(figure, out / f"{name}.png") for name, figure in pictures.items()]
     say(f"rows in {', '.join(f'{part}.jsonl' for part in rows)}, pictures in {', '.join(map(str, made))}")

@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, PercentFormatter
 
-from kvsketch.evaluation.pictures import COLOURS, EXACT, panels_for
-from kvsketch.evaluation.rows import Row
+from kvsketch.evaluation.results.panels import COLOURS, EXACT, panels_for
+from kvsketch.evaluation.results.rows import Row
 
 KEYS, QUERIES = COLOURS[0], COLOURS[1]
 BEFORE, AFTER = COLOURS[0], COLOURS[1]  # rotation

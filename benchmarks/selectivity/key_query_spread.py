@@ -8,10 +8,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvsketch.algorithms.saap import assign
-from kvsketch.evaluation.rows import Row
+from kvsketch.evaluation.results.rows import Row
 from kvsketch.huggingface.capture import Captured
 
-POINTS = 400  # keys, and as many queries, of a map
+POINTS = 400  # keys of a map, and the same number of queries
 ASKING = 256  # queries whose products are counted
 RECENT = 16  # keys up to the query's own
 BINS = 60

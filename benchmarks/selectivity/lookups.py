@@ -19,7 +19,7 @@ from kvsketch.caches.lookup import LookupConfig
 from kvsketch.caches.question import Arriving, Question
 from kvsketch.caches.slots import SlotsPast
 from kvsketch.caches.sorted_runs import SortedConfig
-from kvsketch.evaluation.rows import Row
+from kvsketch.evaluation.results.rows import Row
 from kvsketch.huggingface.capture import Captured
 
 
@@ -32,8 +32,8 @@ class Case:
     keys: Float[Tensor, "1 h n d"]  # of the past
     values: Float[Tensor, "1 h n e"]
     unrotated: Float[Tensor, "1 h n d"] | None
-    of_past: Partial
-    of_rest: Partial  # sinks, window, and the tokens that ask, each up to itself
+    past_attention: Partial
+    rest_attention: Partial  # sinks, window, and the tokens that ask, each up to itself
 
     @property
     def count(self) -> int:
@@ -42,7 +42,7 @@ class Case:
 
 
 def case_of(seen: Captured, cut: Cut) -> Case:
-    """What the study holds and asks of a layer."""
+    """What is looked up in a layer, and what asks."""
     tokens = seen.keys.shape[1]
     past = cut.past(tokens)
 
@@ -56,9 +56,9 @@ def case_of(seen: Captured, cut: Cut) -> Case:
     rest = (places <= places[-cut.asking :, None]) & ((places < past.start) | (places >= past.stop))
     question = Question(queries, before, seen.scale, seen.softcap, places[None, -cut.asking :])
     keys_of_past, values_of_past = keys[:, :, past], values[:, :, past]
-    of_past = exact_attention(queries, keys_of_past, values_of_past, seen.scale, softcap=seen.softcap)
-    of_rest = exact_attention(queries, keys, values, seen.scale, visible=rest[None, None], softcap=seen.softcap)
-    return Case(seen.layer, question, keys_of_past, values_of_past, keys_before, of_past, of_rest)
+    past_attention = exact_attention(queries, keys_of_past, values_of_past, seen.scale, softcap=seen.softcap)
+    rest_attention = exact_attention(queries, keys, values, seen.scale, visible=rest[None, None], softcap=seen.softcap)
+    return Case(seen.layer, question, keys_of_past, values_of_past, keys_before, past_attention, rest_attention)
 
 
 def measure(case: Case, trial: Trial) -> Row:
@@ -67,14 +67,14 @@ def measure(case: Case, trial: Trial) -> Row:
     `read` is the share of the past that was read, `recall` the share of the attention to the past that this had, both
     means over queries. `mse` is the paper's error; `error` is relative, a Frobenius norm over another.
     """
-    answers = merge(case.of_past, case.of_rest).out[0]
-    given, read, recall = case.of_rest.out[0], torch.zeros(case.keys.shape[1]), torch.zeros(len(answers))
+    answers = merge(case.past_attention, case.rest_attention).out[0]
+    given, read, recall = case.rest_attention.out[0], torch.zeros(case.keys.shape[1]), torch.zeros(len(answers))
     if trial.config is not None:
         found = filled(case, trial.config).find(case.question)
-        rest = [case.of_rest] if found.rest is None else [case.of_rest, found.rest]
+        rest = [case.rest_attention] if found.rest is None else [case.rest_attention, found.rest]
         given = merge(found.part, *rest).out[0]
         read = found.read[0].double().mean(1) / case.count
-        recall = (found.part.lse - case.of_past.lse)[0].exp().mean(1)
+        recall = (found.part.lse - case.past_attention.lse)[0].exp().mean(1)
     wrong, size = (given - answers).square(), answers.square()
     relative = (wrong.sum((1, 2)) / size.sum((1, 2)).clamp_min(1e-30)).sqrt()
     return {

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from kvsketch.algorithms.draws import uniforms
 from kvsketch.caches.key_index import DESCRIPTION, LayerIndex, layer_file, read_index, write_index
-from kvsketch.evaluation.layer_error_plan import Prompt
+from kvsketch.evaluation.layers.plan import Prompt
 from kvsketch.files import write_tensors
 from kvsketch.huggingface.capture import capture
 from kvsketch.huggingface.identity import describe_model

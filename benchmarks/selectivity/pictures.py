@@ -8,8 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from kvsketch.evaluation.pictures import COLOURS, EXACT, panels_for, plain
-from kvsketch.evaluation.rows import Row
+from kvsketch.evaluation.results.panels import COLOURS, EXACT, panels_for, plain
+from kvsketch.evaluation.results.rows import Row
 
 AXES = {"mse": "mean squared error", "error": "relative error", "recall": "recall of attention to the past"}
 SHARES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # of the past, where the axis is marked

@@ -16,13 +16,13 @@ from kvsketch.caches.lsh import LSH
 from kvsketch.caches.random_buckets import RandomBuckets
 from kvsketch.caches.registry import METHODS, parse_spec, read_call
 from kvsketch.caches.saap import IndexedConfig
-from kvsketch.evaluation.layer_error_plan import Prompt
-from kvsketch.evaluation.rows import Row, name_with_content
+from kvsketch.evaluation.layers.plan import Prompt
+from kvsketch.evaluation.results.rows import Row, name_with_digest
 
 # What a measurement depends on, but the model.
 KEY = ("prompt", "tokens", "layer", "method", "index", "knob", "seed", "sinks", "window", "asking")
 WINDOW_ALONE = "streaming_llm"  # which looks nothing up
-SET_HERE = ("index", "sinks", "window", "full_layers", "prefill", "chunk", "staging", "seed")
+SET_BY_STUDY = ("index", "sinks", "window", "full_layers", "prefill", "chunk", "staging", "seed")
 KNOBS = ("probes", "bins", "tables", "top")  # of which each method has one
 
 
@@ -94,15 +94,17 @@ class Study:
 
     def labels(self, prompt: Prompt, layer: int, trial: Trial) -> Row:
         """What makes a row another row than the rest."""
-        said = (prompt.name, prompt.ids.shape[1], layer, trial.method, trial.index, trial.knob, trial.seed)
-        return dict(zip(KEY, (*said, *self.cut.said.values()), strict=True))
+        values = (prompt.name, prompt.ids.shape[1], layer, trial.method, trial.index, trial.knob, trial.seed)
+        return dict(zip(KEY, (*values, *self.cut.labels.values()), strict=True))
 
-    def _with_indexes(self, config: LookupConfig, said: Collection[str]) -> Iterator[tuple[LookupConfig, str | None]]:
-        """A config for each index where it has one; random buckets are as many as the first index has."""
+    def _with_indexes(
+        self, config: LookupConfig, options: Collection[str]
+    ) -> Iterator[tuple[LookupConfig, str | None]]:
+        """A config for each index where it has one; random buckets have the number of the first index."""
         if isinstance(config, IndexedConfig):
             for index in self.indexes:
                 yield replace(config, index=str(index.folder)), index_name(index)
-        elif isinstance(config, RandomBuckets) and "buckets" not in said:
+        elif isinstance(config, RandomBuckets) and "buckets" not in options:
             yield replace(config, buckets=self.indexes[0].buckets), index_name(self.indexes[0])
         else:
             yield config, None
@@ -142,7 +144,7 @@ def buckets_of(config: BucketedConfig) -> int:
 
 def index_name(index: KeyIndex) -> str:
     """The folder's, with what it says of itself."""
-    return name_with_content(index.folder.name, repr(index.description).encode())
+    return name_with_digest(index.folder.name, repr(index.description).encode())
 
 
 def name_of(config: LookupConfig) -> str:
@@ -150,19 +152,19 @@ def name_of(config: LookupConfig) -> str:
     changed = [
         f"{f.name}={getattr(config, f.name)!r}"
         for f in fields(config)
-        if f.name not in (*SET_HERE, *KNOBS) and (getattr(config, f.name) != f.default or f.name == "kind")
+        if f.name not in (*SET_BY_STUDY, *KNOBS) and (getattr(config, f.name) != f.default or f.name == "kind")
     ]
     return f"{config.name}({', '.join(changed)})" if changed else config.name
 
 
 def read_method(spec: str) -> LookupConfig:
     """A spec's config, refused if it says what the study says."""
-    name, said = read_call(spec)
-    config = RandomTokens() if name == RandomTokens.name and not said else parse_spec(spec)
+    name, options = read_call(spec)
+    config = RandomTokens() if name == RandomTokens.name and not options else parse_spec(spec)
     if not isinstance(config, LookupConfig):
         there = [known for known, kind in METHODS.items() if issubclass(kind, LookupConfig)]
         raise ValueError(f"{spec} looks nothing up. Methods that do: {', '.join([*there, RandomTokens.name])}")
-    taken = [option for option in said if option in (*SET_HERE, *KNOBS)]
+    taken = [option for option in options if option in (*SET_BY_STUDY, *KNOBS)]
     if taken:
         raise ValueError(f"the study sets {', '.join(taken)} itself: leave it out of {spec!r}")
     return config

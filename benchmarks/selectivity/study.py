@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvsketch.caches.key_index import KeyIndex
-from kvsketch.evaluation.layer_error_plan import Prompt
-from kvsketch.evaluation.rows import Row, RowsFile, key_of, name_with_content, read_rows
+from kvsketch.evaluation.layers.plan import Prompt
+from kvsketch.evaluation.results.rows import Row, RowsFile, key_of, name_with_digest, read_rows
 from kvsketch.huggingface.capture import Captured, capture
 from kvsketch.kernels.buckets import assign
 
@@ -64,10 +64,10 @@ class Asked:
         """All rows of one text."""
         cut, place = self.study.cut, {"prompt": prompt.name, "tokens": prompt.ids.shape[1]}
         for layer in self.layers:
-            labels = place | {"layer": layer, "top": self.top} | cut.said
+            labels = place | {"layer": layer, "top": self.top} | cut.labels
             yield Item("spans", labels, lambda seen, case: span(seen, cut, self.top))
         for layer, head in self.heads if prompt is self.prompts[0] else ():
-            labels = place | {"layer": layer, "head": head, "index": index_name(self.study.indexes[0])} | cut.said
+            labels = place | {"layer": layer, "head": head, "index": index_name(self.study.indexes[0])} | cut.labels
             yield Item("spreads", labels, partial(self._spread, head))
         for layer, trial in product(self.layers, self.study.trials(self.study.past(prompt))):
             yield Item("lookups", self.study.labels(prompt, layer, trial), partial(_looked_up, trial))
@@ -92,11 +92,11 @@ class Files:
 
     def __init__(self, out: Path, run: dict[str, Any]) -> None:
         """Open or begin them."""
-        self.of = {part: RowsFile(out / f"{part}.jsonl", run, key) for part, key in KEYS.items()}
+        self.by_part = {part: RowsFile(out / f"{part}.jsonl", run, key) for part, key in KEYS.items()}
 
     def missing(self, items: Iterator[Item]) -> list[Item]:
         """Those that are in no file yet."""
-        return [item for item in items if item.key not in self.of[item.part].done]
+        return [item for item in items if item.key not in self.by_part[item.part].done]
 
     def rows(self, asked: Asked) -> dict[str, list[Row]]:
         """All rows that were asked for, whenever they were made, by part."""
@@ -104,7 +104,7 @@ class Files:
         wanted |= {("sizes", key_of(labels, KEYS["sizes"])) for _, labels in asked.sizes()}
         return {
             part: [row for row in read_rows(file.path, file.key)[1] if (part, key_of(row, file.key)) in wanted]
-            for part, file in self.of.items()
+            for part, file in self.by_part.items()
         }
 
 
@@ -118,9 +118,9 @@ def run(model: PreTrainedModel, asked: Asked, files: Files) -> Iterator[tuple[st
             case = case_of(seen, asked.study.cut)
             for item in missing:
                 if item.labels["layer"] == seen.layer:
-                    files.of[item.part].add([item.labels | item.measure(seen, case)])
+                    files.by_part[item.part].add([item.labels | item.measure(seen, case)])
                     yield f"layer {seen.layer}, {item.labels.get('method', item.part)}", 1
-    yield from _run_sizes(model, asked, files.of["sizes"])
+    yield from _run_sizes(model, asked, files.by_part["sizes"])
 
 
 def _looked_up(trial: Trial, seen: Captured, case: Case) -> Row:
@@ -156,4 +156,4 @@ def _buckets_of(model: PreTrainedModel, prompt: Prompt, places: Sequence[tuple[K
 
 def _together(texts: Sequence[Prompt]) -> str:
     """One name for several texts."""
-    return name_with_content(f"{len(texts)} texts", "\n".join(text.name for text in texts).encode())
+    return name_with_digest(f"{len(texts)} texts", "\n".join(text.name for text in texts).encode())

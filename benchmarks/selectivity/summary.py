@@ -9,7 +9,7 @@ from statistics import fmean
 
 from benchmarks.selectivity.plan import WINDOW_ALONE
 
-from kvsketch.evaluation.rows import Row
+from kvsketch.evaluation.results.rows import Row
 
 MEASURES = ("mse", "error", "recall")
 NAMES = {

@@ -8,7 +8,7 @@ from benchmarks.selectivity.summary import Curve, Point, at_read, label, summari
 from rich.console import Group
 
 from kvsketch.cli.bench_error_tables import table_of
-from kvsketch.evaluation.rows import Row
+from kvsketch.evaluation.results.rows import Row
 
 READS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 NOTE = (

@@ -18,7 +18,7 @@ import kvsketch
 import zoo
 from kvsketch.evaluation.embedded import load_embedded
 from kvsketch.evaluation.tasks import TASKS, Setting
-from kvsketch.evaluation.tasks.fit import Fitter
+from kvsketch.evaluation.tasks.length import Fitter
 from kvsketch.huggingface.identity import describe_model
 from made_index import make_index
 

@@ -140,7 +140,7 @@ def load_model(name: str | None, dtype: str, device: str | None) -> "tuple[PreTr
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         except MemoryError:
             raise
-        except Exception as error:  # a folder can be broken in any way, and transformers says it in as many
+        except Exception as error:  # a folder can be broken in any way, and transformers says so in any words
             what = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
             raise ValueError(f"{name} cannot be loaded as a model with its tokenizer ({what})") from error
     return model.to(place).eval(), tokenizer
@@ -167,7 +167,7 @@ def made_text(task: str, tokens: int, seed: str, tokenizer: "PreTrainedTokenizer
     At its end stand at most so many questions with their right answers.
     """
     from kvsketch.evaluation.tasks import TASKS, Sample, Setting
-    from kvsketch.evaluation.tasks.fit import Fitter
+    from kvsketch.evaluation.tasks.length import Fitter
 
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}; there are {', '.join(TASKS)}")

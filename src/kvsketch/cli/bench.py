@@ -15,12 +15,13 @@ from typer.core import TyperGroup
 
 from kvsketch.cli.app import MOST, check_folder, load_model, numbers, output, progress_bar, reported, say_no_pictures
 from kvsketch.cli.notes import say
+from kvsketch.cli.options import Device, ModelName, Precision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from kvsketch.evaluation.runner import Asked, Plan
-    from kvsketch.evaluation.summary import Mean
+    from kvsketch.evaluation.answers.plan import Asked, Plan
+    from kvsketch.evaluation.answers.summary import Mean
 
 ROWS = "rows.jsonl"
 WIDEST = 38  # letters of a method, before it goes on in the next line
@@ -46,68 +47,74 @@ class Suites(TyperGroup):
 
 
 bench = typer.Typer(cls=Suites, no_args_is_help=True)
+AskedOption = Annotated[
+    str, typer.Option(help="Is the question known before the cache compresses: before, after, or both.")
+]
+WordingOption = Annotated[
+    str | None, typer.Option(help="official or compact; compact is for the embedded model, and its default.")
+]
+NewTokensOption = Annotated[int | None, typer.Option(min=1, max=MOST, help="Instead of the task's own limit.")]
 
 
 def bench_suite(
     context: typer.Context,
     out: Annotated[Path, typer.Option("--out", "-o", help="Rows, pictures and the page go to this folder.")],
-    model: Annotated[str | None, typer.Argument(help="A model's folder or name; the embedded one if left out.")] = None,
+    model: ModelName = None,
     methods: Annotated[str, typer.Option("--methods", "-m", help="Specs, with ; between them.")] = METHODS,
     lengths: Annotated[str, typer.Option(help="Tokens in a prompt, with commas between them.")] = "1000,2000,4000",
     samples: Annotated[int, typer.Option(min=1, max=MOST, help="Prompts for each task, length and depth.")] = 200,
     tasks: Annotated[str | None, typer.Option(help="Only these tasks of the suite, with commas.")] = None,
-    asked: Annotated[
-        str, typer.Option(help="Is the question known before the cache compresses: before, after, or both.")
-    ] = "both",
+    asked: AskedOption = "both",
     depths: Annotated[str | None, typer.Option(help="Depths of the needle from 0 to 1, with commas.")] = None,
-    wording: Annotated[
-        str | None, typer.Option(help="official or compact; compact is for the embedded model, and its default.")
-    ] = None,
+    wording: WordingOption = None,
     haystack: Annotated[Path | None, typer.Option(help="A text to hide needles in, instead of noise.")] = None,
     cases: Annotated[Path | None, typer.Option(help="A file of LongEval's lines cases, instead of new ones.")] = None,
     seed: Annotated[int, typer.Option(help="Number of the first sample.")] = 0,
     batch: Annotated[int, typer.Option(min=1, max=MOST, help="Prompts read together.")] = 8,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, max=MOST, help="Instead of the task's own limit.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto for the checkpoint's own.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="Where to run; the default is the best there is.")] = None,
+    max_new_tokens: NewTokensOption = None,
+    dtype: Precision = "auto",
+    device: Device = None,
     raw: Annotated[bool, typer.Option("--raw", help="Do not use the model's chat template.")] = False,
 ) -> None:
     """Measure what methods do to a model's answers. Run it again to go on after an interruption."""
     suite = str(context.command.name)
     check_folder("--out", out)
+    plan = _plan(
+        suite, tasks, methods, lengths, depths, asked, wording or ("official" if model or cases else "compact"),
+        haystack, cases, samples=samples, seed=seed, batch=batch, max_new_tokens=max_new_tokens, raw=raw,
+    )  # fmt: skip
+    language_model, tokenizer = load_model(model, dtype, device)
+    with reported(lambda: show(out, plan.tasks)):
+        measure(plan, language_model, tokenizer, model, out)
 
-    from kvsketch.evaluation.haystack import Noise, TextFile
-    from kvsketch.evaluation.runner import Plan
+
+def _plan(
+    suite: str, tasks: str | None, methods: str, lengths: str, depths: str | None, asked: str, wording: str,
+    haystack: Path | None, cases: Path | None, **others: Any,
+) -> "Plan":  # fmt: skip
+    """The plan that the options name."""
+    from kvsketch.evaluation.answers.plan import Plan
     from kvsketch.evaluation.tasks import WORDINGS
+    from kvsketch.evaluation.tasks.haystack import Noise, TextFile
     from kvsketch.evaluation.tasks.longeval_files import read_cases
 
     if asked not in MODES:
         raise ValueError(f"--asked must be before, after or both, got {asked!r}")
-    wording = wording or ("official" if model or cases else "compact")
     if wording not in WORDINGS:
         raise ValueError(f"--wording must be one of {', '.join(WORDINGS)}, got {wording!r}")
     if cases is not None and suite != "lines":
         raise ValueError(f"--cases are LongEval's lines, which the suite {suite!r} has none of")
-    plan = Plan(
+    return Plan(
         tasks=_tasks(suite, tasks),
         methods=[spec.strip() for spec in methods.split(";") if spec.strip()],
         lengths=numbers("--lengths", lengths, int),
         asked=MODES[asked],
-        samples=samples,
         depths=numbers("--depths", depths or "", float),
         wording=wording,
         haystack=Noise() if haystack is None else TextFile(haystack),
-        seed=seed,
-        batch=batch,
-        max_new_tokens=max_new_tokens,
         cases=None if cases is None else read_cases(cases),
-        raw=raw,
+        **others,
     )
-    language_model, tokenizer = load_model(model, dtype, device)
-    with reported(lambda: show(out, plan.tasks)):
-        measure(plan, language_model, tokenizer, model, out)
 
 
 def report(
@@ -121,8 +128,8 @@ def report(
 
 def show(folder: Path, tasks: Sequence[str] | None = None) -> None:
     """Print the table of some tasks, or of all; write pictures and the page, where matplotlib is."""
-    from kvsketch.evaluation.rows import read_rows
-    from kvsketch.evaluation.summary import summarise
+    from kvsketch.evaluation.answers.summary import summarise
+    from kvsketch.evaluation.results.rows import read_rows
 
     _, rows = read_rows(folder / ROWS)
     wanted = [row for row in rows if tasks is None or row["task"] in tasks]
@@ -137,8 +144,8 @@ def measure(
     plan: "Plan", model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", name: str | None, out: Path
 ) -> None:
     """Run a plan into a folder's rows, with a bar."""
-    from kvsketch.evaluation.rows import RowsFile, key_of
-    from kvsketch.evaluation.runner import Runner
+    from kvsketch.evaluation.answers.runner import Runner
+    from kvsketch.evaluation.results.rows import RowsFile, key_of
 
     runner = Runner(model, tokenizer, plan)
     if not runner.template and not plan.raw:
@@ -154,7 +161,7 @@ def measure(
 def describe(model: "PreTrainedModel", name: str | None, fingerprint: str) -> dict[str, Any]:
     """What makes the rows of a run: the model, the versions, the machine."""
     from kvsketch.evaluation.embedded import NAME
-    from kvsketch.evaluation.provenance import provenance
+    from kvsketch.evaluation.results.provenance import provenance
 
     about = {
         "model": name or NAME,
@@ -178,7 +185,7 @@ def _tasks(suite: str, names: str | None) -> list[str]:
 
 def tables_of(means: "Sequence[Mean]") -> Group:
     """A table for each task, length and question mode, methods down: wide enough for their names on 80 columns."""
-    from kvsketch.evaluation.summary import ASKED
+    from kvsketch.evaluation.answers.summary import ASKED
 
     looking = any(mean.looked_up is not None for mean in means)
     widest = max(len(mean.method) for mean in means)
@@ -203,7 +210,7 @@ def write_report(folder: Path) -> None:
     """Pictures and a page from a folder's rows, where matplotlib is."""
     rows_path = folder / ROWS
     try:
-        from kvsketch.evaluation.page import write_page
+        from kvsketch.evaluation.answers.page import write_page
     except ImportError as error:
         say_no_pictures(str(error.name), rows_path)
         return

@@ -10,31 +10,29 @@ from rich.progress import MofNCompleteColumn
 
 from kvsketch.cli.app import numbers, output, progress_bar, reported, say_no_pictures
 from kvsketch.cli.bench_error_inputs import (
-    Device,
     Inputs,
     Layers,
     Methods,
     ModelName,
-    Out,
-    Precision,
     PromptFiles,
     Prompts,
     Task,
     Texts,
     Tokens,
-    given,
-    ready,
+    load_inputs,
+    or_default,
     shares,
     specs,
 )
 from kvsketch.cli.bench_error_tables import NOTE, tables
 from kvsketch.cli.notes import say
+from kvsketch.cli.options import Device, Precision, RowsFolder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from kvsketch.evaluation.layer_error_plan import Prompt, Study
-    from kvsketch.evaluation.rows import Row, RowsFile
+    from kvsketch.evaluation.layers.plan import Prompt, Study
+    from kvsketch.evaluation.results.rows import Row, RowsFile
 
 MOST_SEEDS = 10_000
 ROWS, NORMS = "error.jsonl", "norms.jsonl"
@@ -43,7 +41,7 @@ RATES, BLOCKS, SEEDS, EXACT = "0.5,0.25,0.125,0.0625", "64,128,256", 10, 256
 
 
 def bench_error(
-    out: Out,
+    out: RowsFolder,
     model: ModelName = None,
     methods: Methods = None,
     rates: Annotated[str | None, typer.Option(help=f"Shares of the tokens to keep ({RATES}).")] = None,
@@ -69,33 +67,33 @@ def bench_error(
     """
     study = read_study(methods, rates, seeds, blocks, exact)
     texts = Texts(files=tuple(prompt_file or ()), task=task, prompts=prompts, tokens=tokens)
-    run(study, ready(out, model, layers, texts, dtype, device))
+    run(study, load_inputs(out, model, layers, texts, dtype, device))
 
 
 def read_study(
     methods: str | None, rates: str | None, seeds: int | None, blocks: str | None, exact: int | None
 ) -> "Study":
     """The study that the options name."""
-    from kvsketch.evaluation.layer_error_plan import Study
+    from kvsketch.evaluation.layers.plan import Study
 
     return Study(
-        methods=specs(given(methods, METHODS)),
-        rates=shares(given(rates, RATES)),
-        blocks=numbers("--blocks", given(blocks, BLOCKS), int),
-        seeds=given(seeds, SEEDS),
-        exact=given(exact, EXACT),
+        methods=specs(or_default(methods, METHODS)),
+        rates=shares(or_default(rates, RATES)),
+        blocks=numbers("--blocks", or_default(blocks, BLOCKS), int),
+        seeds=or_default(seeds, SEEDS),
+        exact=or_default(exact, EXACT),
     )
 
 
 def run(study: "Study", inputs: Inputs) -> None:
     """Measure what is missing, with a bar; then tables and pictures of all that was asked for."""
-    from kvsketch.evaluation.layer_error import NORMS_KEY
-    from kvsketch.evaluation.layer_error_plan import KEY
-    from kvsketch.evaluation.rows import RowsFile, name_alone
+    from kvsketch.evaluation.layers.error import NORMS_KEY
+    from kvsketch.evaluation.layers.plan import KEY
+    from kvsketch.evaluation.results.rows import RowsFile, name_without_digest
 
     prompts, layers, out = inputs.texts.read(inputs.tokenizer, inputs.model), inputs.layers, inputs.out
     for prompt in prompts:
-        study.check_text(name_alone(prompt.name), prompt.ids.shape[1])
+        study.check_text(name_without_digest(prompt.name), prompt.ids.shape[1])
     errors, norms = RowsFile(out / ROWS, inputs.about, KEY), RowsFile(out / NORMS, inputs.about, NORMS_KEY)
 
     def report() -> None:
@@ -120,7 +118,7 @@ def _measure(
     norms: "RowsFile",
 ) -> None:
     """Run the study, with a bar."""
-    from kvsketch.evaluation.layer_error import run
+    from kvsketch.evaluation.layers.error import run
 
     with progress_bar(MofNCompleteColumn()) as bar:
         task = bar.add_task("reading", total=len(prompts) * len(layers) * len(study.trials))
@@ -132,9 +130,9 @@ def _asked_for(
     study: "Study", prompts: "Sequence[Prompt]", layers: Sequence[int], out: Path
 ) -> "tuple[list[Row], list[Row]]":
     """The folder's rows of errors and of norms that belong to this study, whenever they were made."""
-    from kvsketch.evaluation.layer_error import NORMS_KEY
-    from kvsketch.evaluation.layer_error_plan import KEY
-    from kvsketch.evaluation.rows import key_of, read_rows
+    from kvsketch.evaluation.layers.error import NORMS_KEY
+    from kvsketch.evaluation.layers.plan import KEY
+    from kvsketch.evaluation.results.rows import key_of, read_rows
 
     read = [(prompt, layer) for prompt in prompts for layer in layers]
     asked = {key_of(study.labels(prompt, layer, trial), KEY) for prompt, layer in read for trial in study.trials}
@@ -150,8 +148,8 @@ def _draw(rows: "Sequence[Row]", out: Path) -> None:
     if find_spec("matplotlib") is None:
         say_no_pictures("matplotlib", out / ROWS)
         return
-    from kvsketch.evaluation import layer_error_pictures as pictures
-    from kvsketch.evaluation.pictures import save
+    from kvsketch.evaluation.layers import pictures
+    from kvsketch.evaluation.results.panels import save
 
     made = [save(pictures.errors_picture(rows), out / "error.png")]
     if any(row["block"] is not None for row in rows):

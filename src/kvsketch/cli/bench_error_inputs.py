@@ -16,13 +16,12 @@ from kvsketch.cli.bench import describe
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from kvsketch.evaluation.layer_error_plan import Prompt
+    from kvsketch.evaluation.layers.plan import Prompt
 
 T = TypeVar("T")
 TASK, PROMPTS, TOKENS = "lines", 3, 4000  # the documents that are made
 
 # Options that all of them have.
-Out = Annotated[Path, typer.Option("--out", "-o", help="Rows and pictures go to this folder.")]
 ModelName = Annotated[
     str | None, typer.Argument(metavar="MODEL", help="A model's folder or name; the embedded one if left out.")
 ]
@@ -39,8 +38,6 @@ Tokens = Annotated[
     int | None,
     typer.Option(min=1, max=MOST, help=f"Tokens of a document, {TOKENS:,} if left out; and the most of a file."),
 ]
-Precision = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto for the checkpoint's own.")]
-Device = Annotated[str | None, typer.Option(help="Where to run; the default is the best there is.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +67,13 @@ class Texts:
 
     def read(self, tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedModel") -> "list[Prompt]":
         """All of them, cut to the tokens wanted, on the model's device."""
-        from kvsketch.evaluation.layer_error_plan import Prompt
-        from kvsketch.evaluation.rows import name_with_content
+        from kvsketch.evaluation.layers.plan import Prompt
+        from kvsketch.evaluation.results.rows import name_with_digest
 
         found = list[Prompt]()
         for name, text in self.contents or self._made(tokenizer):
             ids = tokenizer(text, return_tensors="pt")["input_ids"][:, : self.tokens]
-            found.append(Prompt(name_with_content(name, json.dumps(ids.tolist()).encode()), ids.to(model.device)))
+            found.append(Prompt(name_with_digest(name, json.dumps(ids.tolist()).encode()), ids.to(model.device)))
         return found
 
     def _made(self, tokenizer: "PreTrainedTokenizerBase") -> list[tuple[str, str]]:
@@ -108,8 +105,8 @@ def shares(text: str) -> list[float]:
     return some_numbers("--rates", text, _share)
 
 
-def given(value: T | None, default: T) -> T:
-    """What was said, or the default where nothing was."""
+def or_default(value: T | None, default: T) -> T:
+    """The value, or the default where none was given."""
     return default if value is None else value
 
 
@@ -120,7 +117,9 @@ def _share(text: str) -> float:
         raise ValueError(f"{text} is no number") from error
 
 
-def ready(out: Path, model: str | None, layers: str | None, texts: Texts, dtype: str, device: str | None) -> Inputs:
+def load_inputs(
+    out: Path, model: str | None, layers: str | None, texts: Texts, dtype: str, device: str | None
+) -> Inputs:
     """The model, loaded, with everything else that a study is given."""
     check_folder("--out", out)
     wanted = None if layers is None else some_numbers("--layers", layers, int)

@@ -6,8 +6,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from kvsketch.evaluation.layer_error_summary import compare, name_of, pool_norms, rate_name, summarise
-from kvsketch.evaluation.rows import Row, name_alone
+from kvsketch.evaluation.layers.summary import compare, name_of, pool_norms, rate_name, summarise
+from kvsketch.evaluation.results.rows import Row, name_without_digest
 
 COMPARED, BASELINE = "balancekv", "uniform"  # whose errors are divided by whose
 NOTE = (
@@ -58,6 +58,6 @@ def _norms_table(norms: Sequence[Row]) -> Group:
     cells = dict[tuple[str, str], str]()
     for prompt, tokens in dict.fromkeys((row["prompt"], row["tokens"]) for row in norms):
         pooled = pool_norms([row for row in norms if row["prompt"] == prompt])
-        line = f"{name_alone(prompt)}, {tokens:,} tokens"
+        line = f"{name_without_digest(prompt)}, {tokens:,} tokens"
         cells |= {(line, heading): str(pooled[name]) for name, heading in headings.items()}
     return table_of("norms over all layers, heads and tokens: mean ± half of its 95 % interval", "prompt", cells)

@@ -1,7 +1,7 @@
 """`kvsketch demo`: methods side by side on one document."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -13,9 +13,18 @@ from kvsketch.cli.app import MOST, check_folder, output, size_for_people
 from kvsketch.cli.ending import stop_in_order
 from kvsketch.cli.notes import notes
 
+if TYPE_CHECKING:
+    from kvsketch.evaluation.answers.demo import Row
+
 TASKS = ("lines", "niah_single", "niah_multikey")  # of the report: one dense, two that are not
 LENGTHS = (1000, 2000)
 SHOWN = 7  # characters of an answer: a number has five, and six columns must fit a line
+NOTE = (
+    "error: how far attention's answers are from exact attention's after the record was read, relative; "
+    "mean over layers and heads. read/s, write/s: tokens a second. Green answers are right. Every line of this "
+    "record is random, so what a method dropped it cannot know; needles in noise are the other case: "
+    "kvsketch bench ruler --samples 20 --lengths 2000 --out FOLDER"
+)
 
 
 def demo(
@@ -26,8 +35,6 @@ def demo(
     samples: Annotated[int, typer.Option(min=1, max=MOST, help="Prompts for each task and length of the report.")] = 5,
 ) -> None:
     """Compare methods on one record of lines: bytes, speed, and the answers to six questions."""
-    from kvsketch.evaluation.demo import demo_methods, run_demo
-
     if out is not None:
         check_folder("--out", out)
     console = output()
@@ -36,10 +43,17 @@ def demo(
         "the first near the start of the record, the last near its end.",
         soft_wrap=True,
     )
-    costs = Table(box=SIMPLE_HEAD, pad_edge=False)
-    costs.add_column("method", overflow="fold")
-    for heading in ("cache", "of full", "error", "read/s", "write/s"):
-        costs.add_column(heading, justify="right", no_wrap=True)
+    rows = _run_with_bar(tokens)
+    console.print(_costs_table(rows))
+    console.print(_answers_table(rows))
+    console.print(NOTE)
+    if out is not None:
+        _report(out, samples)
+
+
+def _run_with_bar(tokens: int) -> "list[Row]":
+    from kvsketch.evaluation.answers.demo import demo_methods, run_demo
+
     stop_in_order()
     with Progress(
         SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), console=notes, transient=True
@@ -48,41 +62,45 @@ def demo(
         rows = []
         for row in run_demo(tokens, lambda method: bar.update(task, description=method)):
             rows.append(row)
-            error = row.report.error
-            costs.add_row(
-                row.method,
-                size_for_people(row.report.nbytes),
-                f"{row.report.nbytes / row.report.full_nbytes:.1%}",
-                "0" if error is None else f"{error:.3f}",
-                f"{row.prefill.rate:,.0f}",
-                f"{row.decode.rate:,.0f}",
-            )
             bar.advance(task)
-    console.print(costs)
-    answers = Table("line at", box=SIMPLE_HEAD, pad_edge=False)
-    for asked in rows[0].answers:
-        answers.add_column(f"{asked.depth:.0%}", justify="right", no_wrap=True)
-    answers.add_column("right", justify="right", no_wrap=True)
+    return rows
+
+
+def _costs_table(rows: "list[Row]") -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("method", overflow="fold")
+    for heading in ("cache", "of full", "error", "read/s", "write/s"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        texts = (Text(one.text[:SHOWN], style="green" if one.right else "red") for one in row.answers)
-        right = f"{sum(one.right for one in row.answers)} of {len(row.answers)}"
-        answers.add_row(row.method.split("(")[0], *texts, right)
-    console.print(answers)
-    console.print(
-        "error: how far attention's answers are from exact attention's after the record was read, relative; "
-        "mean over layers and heads. read/s, write/s: tokens a second. Green answers are right. Every line of this "
-        "record is random, so what a method dropped it cannot know; needles in noise are the other case: "
-        "kvsketch bench ruler --samples 20 --lengths 2000 --out FOLDER"
-    )
-    if out is not None:
-        _report(out, samples)
+        error = row.report.error
+        table.add_row(
+            row.method,
+            size_for_people(row.report.nbytes),
+            f"{row.report.nbytes / row.report.full_nbytes:.1%}",
+            "0" if error is None else f"{error:.3f}",
+            f"{row.prefill.rate:,.0f}",
+            f"{row.decode.rate:,.0f}",
+        )
+    return table
+
+
+def _answers_table(rows: "list[Row]") -> Table:
+    table = Table("line at", box=SIMPLE_HEAD, pad_edge=False)
+    for question in rows[0].answers:
+        table.add_column(f"{question.depth:.0%}", justify="right", no_wrap=True)
+    table.add_column("right", justify="right", no_wrap=True)
+    for row in rows:
+        texts = (Text(answer.text[:SHOWN], style="green" if answer.right else "red") for answer in row.answers)
+        right = f"{sum(answer.right for answer in row.answers)} of {len(row.answers)}"
+        table.add_row(row.method.split("(")[0], *texts, right)
+    return table
 
 
 def _report(folder: Path, samples: int) -> None:
     from kvsketch.cli.bench import measure, write_report
-    from kvsketch.evaluation.demo import demo_methods
+    from kvsketch.evaluation.answers.demo import demo_methods
+    from kvsketch.evaluation.answers.plan import Plan
     from kvsketch.evaluation.embedded import load_embedded
-    from kvsketch.evaluation.runner import Plan
 
     model, tokenizer = load_embedded()
     plan = Plan(tasks=TASKS, methods=demo_methods(), lengths=LENGTHS, samples=samples, wording="compact", raw=True)

@@ -10,19 +10,21 @@ from rich.table import Table
 import kvsketch
 from kvsketch.cli.app import MOST, load_model, progress_bar, read_text, size_for_people
 from kvsketch.cli.notes import notes, say
+from kvsketch.cli.options import Device, ModelName, Precision
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from kvsketch.evaluation.session import Timing
+    from kvsketch.caches.base import MethodConfig
+    from kvsketch.evaluation.answers.session import Timing
 
 
 LEAST_TEMPERATURE = 1e-4  # below it, logits divided by it are no numbers any more
 
 
 def generate(
-    model: Annotated[str | None, typer.Argument(help="A model's folder or name; the embedded one if left out.")] = None,
+    model: ModelName = None,
     method: Annotated[
         str | None, typer.Option("--method", "-m", help="How the cache is kept small; uniform(keep=0.25) if left out.")
     ] = None,
@@ -32,38 +34,23 @@ def generate(
     load_cache: Annotated[Path | None, typer.Option(help="Start from a saved cache instead of a text.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, max=MOST, help="Length of the answer.")] = 128,
     chunk: Annotated[int | None, typer.Option(min=1, max=MOST, help="Read the text so many tokens at a time.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto for the checkpoint's own.")] = "auto",
-    device: Annotated[
-        str | None, typer.Option(help="Where to run, such as cuda; the default is the best there is.")
-    ] = None,
+    dtype: Precision = "auto",
+    device: Device = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.0,
     raw: Annotated[bool, typer.Option("--raw", help="Do not use the model's chat template.")] = False,
     report: Annotated[bool, typer.Option("--report", help="Also show what each layer holds.")] = False,
 ) -> None:
     """Read a text with a bounded cache, and answer or go on."""
-    from kvsketch.evaluation.session import split_prompt, uses_template
-
     _check_sources(prompt_file, question, load_cache, save_cache, method)
     if temperature and not LEAST_TEMPERATURE <= temperature < math.inf:
         raise ValueError(f"--temperature must be 0, or a number from {LEAST_TEMPERATURE:g} on, got {temperature}")
     config = kvsketch.parse_spec(method or "uniform(keep=0.25)")
     text = None if prompt_file is None else read_text(prompt_file)
     language_model, tokenizer = load_model(model, dtype, device)
-    template = uses_template(tokenizer, raw)
-    before, after = text or "", question or ""  # what the cache reads, and what comes after it
-    if template:
-        before, after = split_prompt(tokenizer, before, after)
-    new = _ids(tokenizer, after, language_model, special=False) if after else None
-    prefill_time = None
-    if load_cache is not None:
-        cache = kvsketch.load_cache(language_model, load_cache)
-    else:
-        cache = kvsketch.make_cache(language_model, config)
-        ids = _ids(tokenizer, before, language_model, special=not template)
-        if new is None and save_cache is None:
-            ids, new = ids[:, :-1], ids[:, -1:]  # to go on, the model needs one token that the cache has not read
-        if ids.shape[1]:
-            prefill_time = _read_with_bar(language_model, ids, cache, chunk)
+    before, new = _tokens(language_model, tokenizer, text or "", question or "", raw)
+    if new is None and save_cache is None:
+        before, new = before[:, :-1], before[:, -1:]  # to go on, the model needs one token that the cache has not read
+    cache, prefill_time = _loaded_or_filled(language_model, config, load_cache, before, chunk)
     not_saved = None if save_cache is None else _try_to_save(cache, save_cache, answers=new is not None)
     decode_time = None
     if new is not None:
@@ -73,6 +60,29 @@ def generate(
         say(str(cache.report()))
     if not_saved is not None:
         raise not_saved
+
+
+def _tokens(
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", text: str, question: str, raw: bool
+) -> "tuple[Tensor, Tensor | None]":
+    """What the cache reads, and what comes after it, if anything does."""
+    from kvsketch.evaluation.answers.session import split_prompt, uses_template
+
+    template = uses_template(tokenizer, raw)
+    if template:
+        text, question = split_prompt(tokenizer, text, question)
+    before = _ids(tokenizer, text, model, special=not template)
+    return before, _ids(tokenizer, question, model, special=False) if question else None
+
+
+def _loaded_or_filled(
+    model: "PreTrainedModel", config: "MethodConfig", saved: Path | None, ids: "Tensor", chunk: int | None
+) -> "tuple[Any, Timing | None]":
+    """The saved cache, or a new one that has read these tokens; and how fast it read."""
+    if saved is not None:
+        return kvsketch.load_cache(model, saved), None
+    cache = kvsketch.make_cache(model, config)
+    return cache, _read_with_bar(model, ids, cache, chunk) if ids.shape[1] else None
 
 
 def _try_to_save(cache: Any, path: Path, *, answers: bool) -> Exception | None:
@@ -109,7 +119,7 @@ def _ids(tokenizer: "PreTrainedTokenizerBase", text: str, model: "PreTrainedMode
 
 
 def _read_with_bar(model: "PreTrainedModel", ids: "Tensor", cache: Any, chunk: int | None) -> "Timing":
-    from kvsketch.evaluation.session import read_prompt
+    from kvsketch.evaluation.answers.session import read_prompt
 
     count = ids.shape[1]
     in_one_call = chunk is None and cache.config.prefill == "exact"  # then the bar can only show that it is at work
@@ -128,7 +138,7 @@ def _answer(
 ) -> "Timing":
     from transformers import TextStreamer
 
-    from kvsketch.evaluation.session import answer
+    from kvsketch.evaluation.answers.session import answer
 
     options = {"do_sample": True, "temperature": temperature} if temperature else {}
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)

@@ -1,6 +1,7 @@
 """`kvsketch inspect`: whether a model's keys cluster."""
 
 import math
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
@@ -21,82 +22,110 @@ from kvsketch.cli.app import (
     some_numbers,
 )
 from kvsketch.cli.notes import say
+from kvsketch.cli.options import Device, ModelName, Precision, RowsFolder
 
 if TYPE_CHECKING:
-    from kvsketch.evaluation.inspection import Row
+    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from kvsketch.evaluation.inspection.spread import Row
+    from kvsketch.huggingface.capture import Captured
 
 LEAST_TOKENS = 16
+NOTE = (
+    "δ in shares of the median distance between keys. In brackets 2δr: SubGen's theorem asks for samples in "
+    "proportion to its exponential."
+)
+PromptFile = Annotated[
+    Path | None, typer.Option(help="A text to read; - is standard input. Left out: a record of lines.")
+]
+Layers = Annotated[
+    str | None, typer.Option(help="These layers, with commas; left out, five from the first to the last.")
+]
+Shares = Annotated[str, typer.Option(help="Radii δ, as shares of the median distance between keys.")]
 
 
 def inspect(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Rows and pictures go to this folder.")],
-    model: Annotated[str | None, typer.Argument(help="A model's folder or name; the embedded one if left out.")] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option(help="A text to read; - is standard input. Left out: a record of lines.")
-    ] = None,
+    out: RowsFolder,
+    model: ModelName = None,
+    prompt_file: PromptFile = None,
     tokens: Annotated[int, typer.Option(min=64, max=MOST, help="Read so many tokens of the text at most.")] = 4000,
-    layers: Annotated[
-        str | None, typer.Option(help="These layers, with commas; left out, five from the first to the last.")
-    ] = None,
+    layers: Layers = None,
     heads: Annotated[str, typer.Option(help="KV heads to draw maps of, with commas.")] = "0",
-    shares: Annotated[
-        str, typer.Option(help="Radii δ, as shares of the median distance between keys.")
-    ] = "0.25,0.5,0.75,1",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto for the checkpoint's own.")] = "auto",
-    device: Annotated[
-        str | None, typer.Option(help="Where to run, such as cuda; the default is the best there is.")
-    ] = None,
+    shares: Shares = "0.25,0.5,0.75,1",
+    dtype: Precision = "auto",
+    device: Device = None,
 ) -> None:
     """Show how a model's keys, values and queries are spread: clusters against length, norms, and maps."""
     check_folder("--out", out)
     wanted_layers = None if layers is None else some_numbers("--layers", layers, int)
     wanted_heads = some_numbers("--heads", heads, int)
-    wanted_shares = numbers("--shares", shares, float)
-    if not wanted_shares or not all(0 < share < math.inf for share in wanted_shares):
-        raise ValueError(f"--shares must be positive numbers with commas between them, got {shares!r}")
+    wanted_shares = _positive("--shares", shares)
     text = None if prompt_file is None else read_text(prompt_file)
 
     if find_spec("matplotlib") is None:
         raise ValueError("pictures need matplotlib: pip install 'kvsketch[inspect]'")
 
-    from kvsketch.evaluation import inspection_pictures as pictures
-    from kvsketch.evaluation.inspection import inspect_layer, save_rows
-    from kvsketch.evaluation.pictures import save
-    from kvsketch.evaluation.provenance import provenance
+    from kvsketch.evaluation.inspection.spread import save_rows
+    from kvsketch.evaluation.results.provenance import provenance
     from kvsketch.huggingface.capture import capture
 
     language_model, tokenizer = load_model(model, dtype, device)
-    read = made_text("lines", tokens, "inspect", tokenizer) if text is None else text
-    ids = tokenizer(read, return_tensors="pt")["input_ids"]
-    ids = ids[:, :tokens].to(language_model.device)
-    if ids.shape[1] < LEAST_TOKENS:
-        raise ValueError(f"the text has {ids.shape[1]} tokens; at least {LEAST_TOKENS} are needed to see a spread")
+    ids = _read(language_model, tokenizer, text, tokens)
     seen = capture(language_model, ids, wanted_layers, at_most=5)
     available = seen[0].keys.shape[0]
     if not all(0 <= head < available for head in wanted_heads):
         raise ValueError(f"--heads must be from 0 to {available - 1} for this model, got {heads!r}")
-    rows = list["Row"]()
-    with progress_bar() as bar:
-        task = bar.add_task("clustering", total=len(seen) * available)
-        for layer in seen:
-            for row in inspect_layer(layer, wanted_shares):
-                rows.append(row)
-                bar.advance(task)
+    rows = _measure(seen, wanted_shares)
     about = {"model": model or "embedded", "text": str(prompt_file or "a record of lines"), "tokens": ids.shape[1]}
     save_rows(rows, out / "inspect.jsonl", about | provenance())
     for table in _tables(rows):
         output().print(table)
-    say(
-        "δ in shares of the median distance between keys. In brackets 2δr: SubGen's theorem asks for samples in "
-        f"proportion to its exponential. Rows: {out}"
-    )
+    say(f"{NOTE} Rows: {out}")
+    _draw(rows, seen, wanted_heads, out)
+
+
+def _positive(option: str, text: str) -> list[float]:
+    found = numbers(option, text, float)
+    if not found or not all(0 < number < math.inf for number in found):
+        raise ValueError(f"{option} must be positive numbers with commas between them, got {text!r}")
+    return found
+
+
+def _read(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", text: str | None, tokens: int) -> "Tensor":
+    """The text's first tokens, on the model's device; without a text, those of a record of lines."""
+    read = made_text("lines", tokens, "inspect", tokenizer) if text is None else text
+    ids = tokenizer(read, return_tensors="pt")["input_ids"][:, :tokens]
+    if ids.shape[1] < LEAST_TOKENS:
+        raise ValueError(f"the text has {ids.shape[1]} tokens; at least {LEAST_TOKENS} are needed to see a spread")
+    return ids.to(model.device)
+
+
+def _measure(seen: "Sequence[Captured]", shares: Sequence[float]) -> "list[Row]":
+    """Rows of all layers and heads, with a bar."""
+    from kvsketch.evaluation.inspection.spread import inspect_layer
+
+    rows = list["Row"]()
+    with progress_bar() as bar:
+        task = bar.add_task("clustering", total=len(seen) * seen[0].keys.shape[0])
+        for layer in seen:
+            for row in inspect_layer(layer, shares):
+                rows.append(row)
+                bar.advance(task)
+    return rows
+
+
+def _draw(rows: "list[Row]", seen: "Sequence[Captured]", heads: Sequence[int], out: Path) -> None:
+    """Pictures; maps only where scikit-learn is."""
+    from kvsketch.evaluation.inspection import pictures
+    from kvsketch.evaluation.results.panels import save
 
     save(pictures.clusters_picture(rows), out / "clusters.png")
     save(pictures.norms_picture(rows), out / "norms.png")
     if find_spec("sklearn") is None:
         say("no maps: they need scikit-learn (pip install 'kvsketch[inspect]')")
     else:
-        save(pictures.maps_picture(seen, wanted_heads), out / "maps.png")
+        save(pictures.maps_picture(seen, heads), out / "maps.png")
     say("pictures: " + ", ".join(sorted(path.name for path in out.glob("*.png"))))
 
 

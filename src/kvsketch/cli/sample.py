@@ -1,6 +1,7 @@
 """`kvsketch sample`: documents of a task, to look at, to ask about, or to fit an index to."""
 
 import json
+from functools import cache
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,6 +10,8 @@ from kvsketch.cli.app import MOST
 from kvsketch.cli.notes import say
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from kvsketch.evaluation.tasks import Sample
 
 
@@ -30,9 +33,8 @@ def sample(
 
     With --jsonl the lines are a corpus for `kvsketch fit`.
     """
-    from kvsketch.evaluation.embedded import load_tokenizer
     from kvsketch.evaluation.tasks import TASKS, WORDINGS, Setting
-    from kvsketch.evaluation.tasks.fit import Fitter
+    from kvsketch.evaluation.tasks.length import Fitter
 
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}; there are {', '.join(TASKS)}")
@@ -40,26 +42,34 @@ def sample(
         raise ValueError(f"--wording must be one of {', '.join(WORDINGS)}, got {wording!r}")
     if count > 1 and not jsonl:
         raise ValueError(f"--count {count} is for --jsonl: without it one document is printed")
-    tokenizer = load_tokenizer()
-
-    def length(text: str) -> int:
-        return len(tokenizer(text)["input_ids"])
-
     if jsonl:
         setting = Setting(size=1, questions=questions, wording=wording)
-        fitter = Fitter(TASKS[task], setting, lambda made: length(_answered(made)))
+        fitter = Fitter(TASKS[task], setting, lambda made: _length(_answered(made)))
         for number in range(count):
             print(json.dumps({"text": _answered(fitter.sample(tokens, f"sample/{seed}/{number}"))}))
         return
-
-    def longest(made: "Sample") -> int:
-        return max(length(made.context + question.prompt) for question in made.questions)
-
-    made = Fitter(TASKS[task], Setting(size=1, wording=wording), longest).sample(tokens, f"sample/{seed}")
+    made = Fitter(TASKS[task], Setting(size=1, wording=wording), _longest).sample(tokens, f"sample/{seed}")
     print(made.context, end="")
     question = made.questions[0]
     say(f"question: {question.prompt!r}")
     say(f"answers:  {', '.join(question.answers)}")
+
+
+@cache
+def _tokenizer() -> "PreTrainedTokenizerBase":
+    from kvsketch.evaluation.embedded import load_tokenizer
+
+    return load_tokenizer()
+
+
+def _length(text: str) -> int:
+    """Its tokens, as the embedded model reads it."""
+    return len(_tokenizer()(text)["input_ids"])
+
+
+def _longest(made: "Sample") -> int:
+    """Tokens of the document with its longest question."""
+    return max(_length(made.context + question.prompt) for question in made.questions)
 
 
 def _answered(made: "Sample") -> str:

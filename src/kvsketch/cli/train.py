@@ -9,7 +9,7 @@ from kvsketch.cli.app import MOST, check_device, check_folder, progress_bar
 from kvsketch.cli.notes import say
 
 if TYPE_CHECKING:
-    from kvsketch.evaluation.training.recipe import Progress as Training
+    from kvsketch.evaluation.embedded.training.recipe import Progress as Training
 
 
 def train_demo(
@@ -21,8 +21,8 @@ def train_demo(
     device: Annotated[str | None, typer.Option(help="Where to train; the default is the best there is.")] = None,
 ) -> None:
     """Train the small model that this package contains; run it again to go on after an interruption."""
-    from kvsketch.evaluation.training.recipe import LENGTHS, Recipe
-    from kvsketch.evaluation.training.train import train
+    from kvsketch.evaluation.embedded.training.recipe import LENGTHS, Recipe
+    from kvsketch.evaluation.embedded.training.train import train
 
     check_folder("the folder", folder)
     recipe = Recipe(seed=seed) if tokens is None else Recipe(tokens=tokens, seed=seed)

@@ -16,7 +16,7 @@ from kvsketch.fitting.pool import Pool
 from kvsketch.fitting.settings import Recipe
 
 
-def train_on(
+def train_or_resume(
     path: Path,
     classifiers: Classifiers,
     pool: Pool,

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from kvsketch.algorithms.saap import QueryClassifier, fold_normalization
 
 EPSILON, MOMENTUM = 1e-5, 0.1  # of the normalization: torch's own
-LITTLE = 0.1  # of what units say that are no part of where a classifier begins
+SPARE_UNITS = 0.1  # factor on the weights of units that the linear start does not need
 
 
 class Classifiers(nn.Module):
-    """As many classifiers as there are lanes; with `hidden=0` a single layer each."""
+    """A classifier for every lane; with `hidden=0` a single layer each."""
 
     mean: Tensor
     variance: Tensor
@@ -66,7 +66,7 @@ class Classifiers(nn.Module):
     ) -> None:
         """Begin near a linear map of queries like these, where the inner layer is wide enough for one.
 
-        It takes two units for every number of a query, as x = relu(x) - relu(-x); the others have a little to say.
+        It takes two units for every number of a query, as x = relu(x) - relu(-x); the others begin small.
         """
         if not self.hidden:
             self.second.copy_(weight)
@@ -84,15 +84,15 @@ class Classifiers(nn.Module):
             self.first_bias[:, :, units] = 0.0
             self.mean[:, :, units], self.variance[:, :, units] = sign * mean, spread.square()
             self.second[:, units] = sign * scaled
-        self.second[:, 2 * width :] *= LITTLE
+        self.second[:, 2 * width :] *= SPARE_UNITS
         self.second_bias.copy_(bias + mean @ weight)
 
     def log_probabilities(self, lane: int, queries: Float[Tensor, "q d"]) -> Float[Tensor, "q c"]:
         """What one lane says, by what is used after training."""
-        return self.of_lane(lane).log_probabilities(queries)
+        return self.classifier_of(lane).log_probabilities(queries)
 
     @torch.no_grad()
-    def of_lane(self, lane: int) -> QueryClassifier:
+    def classifier_of(self, lane: int) -> QueryClassifier:
         """One head's classifier, for use: the normalization is part of its first layer."""
         last = (self.second[lane].T, self.second_bias[lane, 0])
         if not self.hidden:

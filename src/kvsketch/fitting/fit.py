@@ -66,39 +66,64 @@ def fit(
     of their own stay.
     """
     device = str(model.device) if cluster is None else cluster.place()  # a cluster that is not there is said at once
-    limits = settings.shards
-    corpus = read_corpus(files, tokenizer, tokens=settings.tokens, least=limits.least_tokens, apart=limits.apart)
-    for text in corpus.notes:
-        note(text)
+    corpus = _read_files(files, tokenizer, settings, note)
     train, held_out = split(corpus, settings)
     _check_enough_keys(train, settings)
-    layers = layers_of(model, limits.layers)
-    described = describe_model(model)
-    dtype = str(model.dtype).removeprefix("torch.")
-    run = Run(out.resolve(), {**described, "id": name}, dtype, settings, corpus)
+    layers = layers_of(model, settings.shards.layers)
+    run = Run(
+        out.resolve(), {**describe_model(model), "id": name}, str(model.dtype).removeprefix("torch."), settings, corpus
+    )
     if run.begin():
         note(f"{out} is finished already")
         return _finished(run, keep)
 
-    known = {**described, "dtype": dtype}
-    shards = Shards((shards_folder or run.work / "shards").resolve(), known, replace(limits, layers=tuple(layers)))
+    shards = _shards_of(run, model, layers, shards_folder)
     _read(corpus, shards, (lambda: model) if cluster is None else partial(cluster.load, device), cluster, show)
-    paths = [shards.path(text) for text in train]
-    layers = _with_long_range_queries(layers, paths, settings, note)
-    job = LayerFit(
+    layers = _with_long_range_queries(layers, [shards.path(text) for text in train], settings, note)
+    job = _layer_fit(run, shards, train, held_out, device=device, save_every=save_every, keep=keep)
+    _fit_layers(job, layers, cluster, show)
+    run.finish({layer: report_of(run.out, layer) for layer in layers}, {**(about or {}), **_sizes(train, held_out)})
+    return _finished(run, keep)
+
+
+def _read_files(
+    files: Sequence[Path], tokenizer: PreTrainedTokenizerBase, settings: FitSettings, note: Callable[[str], None]
+) -> Corpus:
+    """The corpus, with a note of what was left out of it."""
+    limits = settings.shards
+    corpus = read_corpus(files, tokenizer, tokens=settings.tokens, least=limits.least_tokens, apart=limits.apart)
+    for text in corpus.notes:
+        note(text)
+    return corpus
+
+
+def _shards_of(run: Run, model: PreTrainedModel, layers: list[int], folder: Path | None) -> Shards:
+    known = {**describe_model(model), "dtype": run.dtype}
+    settings = replace(run.settings.shards, layers=tuple(layers))
+    return Shards((folder or run.work / "shards").resolve(), known, settings)
+
+
+def _layer_fit(
+    run: Run,
+    shards: Shards,
+    train: list[Text],
+    held_out: list[Text],
+    *,
+    device: str,
+    save_every: float,
+    keep: bool,
+) -> LayerFit:
+    return LayerFit(
         out=run.out,
         work=run.work,
-        train=paths,
+        train=[shards.path(text) for text in train],
         lengths=[len(text.ids) for text in train],
         held_out=[shards.path(text) for text in held_out],
-        settings=settings,
+        settings=run.settings,
         device=device,
         save_every=save_every,
         keep=keep,
     )
-    _fit_layers(job, layers, cluster, show)
-    run.finish({layer: report_of(run.out, layer) for layer in layers}, {**(about or {}), **_sizes(train, held_out)})
-    return _finished(run, keep)
 
 
 def split(corpus: Corpus, settings: FitSettings) -> tuple[list[Text], list[Text]]:

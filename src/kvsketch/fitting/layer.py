@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvsketch.caches.key_index import LayerIndex, layer_file
 from kvsketch.files import read_about, read_tensors, write_tensors
-from kvsketch.fitting.checkpoint import train_on
+from kvsketch.fitting.checkpoint import train_or_resume
 from kvsketch.fitting.classifiers import Classifiers
 from kvsketch.fitting.measure import measure
 from kvsketch.fitting.pool import Clusters, Pool, cluster, fill_pool
@@ -55,7 +55,7 @@ class LayerFit:
         settings, device, seconds = self.settings, self.device, dict[str, float]()
         self.work.mkdir(parents=True, exist_ok=True)
 
-        def kept(kind: type[T], name: str, make: Callable[[], T]) -> T:
+        def made_once(kind: type[T], name: str, make: Callable[[], T]) -> T:
             self.show(layer, 0, name)
             file = self._file(layer, name)
             begin = time.monotonic()
@@ -64,10 +64,10 @@ class LayerFit:
             seconds[name] = (read_about(file) or {})["seconds"]
             return kind(**read_tensors(file, device))
 
-        clusters = kept(Clusters, "clusters", lambda: cluster(self.train, self.lengths, layer, settings, device))
-        pool = kept(Pool, "pool", lambda: fill_pool(self.train, layer, clusters.before, settings, device))
+        clusters = made_once(Clusters, "clusters", lambda: cluster(self.train, self.lengths, layer, settings, device))
+        pool = made_once(Pool, "pool", lambda: fill_pool(self.train, layer, clusters.before, settings, device))
         classifiers = classifiers_for(clusters, pool, settings, layer)
-        seconds["training"] = train_on(
+        seconds["training"] = train_or_resume(
             self._file(layer, "training"),
             classifiers,
             pool,
@@ -101,14 +101,14 @@ def classifiers_for(clusters: Clusters, pool: Pool, settings: FitSettings, layer
 
 def index_of(clusters: Clusters, classifiers: Classifiers) -> LayerIndex:
     """What a cache looks keys and queries up by."""
-    alone = [classifiers.of_lane(lane) for lane in range(len(clusters.before))]
+    by_lane = [classifiers.classifier_of(lane) for lane in range(len(clusters.before))]
 
-    def together(parts: list[Tensor | None]) -> Tensor | None:
+    def stacked(parts: list[Tensor | None]) -> Tensor | None:
         """As products take them; biases as rows."""
         there = [part for part in parts if part is not None]
         return torch.stack([part.T if part.ndim == 2 else part[None] for part in there]) if there else None
 
-    second, second_bias = together([one.second for one in alone]), together([one.second_bias for one in alone])
+    second, second_bias = stacked([one.second for one in by_lane]), stacked([one.second_bias for one in by_lane])
     assert second is not None
     assert second_bias is not None
     return LayerIndex(
@@ -116,8 +116,8 @@ def index_of(clusters: Clusters, classifiers: Classifiers) -> LayerIndex:
         rotated_centroids=clusters.rotated,
         second=second,
         second_bias=second_bias,
-        first=together([one.first for one in alone]),
-        first_bias=together([one.first_bias for one in alone]),
+        first=stacked([one.first for one in by_lane]),
+        first_bias=stacked([one.first_bias for one in by_lane]),
     )
 
 

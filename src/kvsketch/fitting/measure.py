@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from kvsketch.algorithms.saap import divergence
 from kvsketch.fitting.classifiers import Classifiers
 from kvsketch.fitting.pool import Clusters, queries_of, shares_of
 from kvsketch.fitting.settings import FitSettings
-from kvsketch.fitting.shards import long_range_queries, read_layer
+from kvsketch.fitting.shards import ShardLayer, long_range_queries, read_layer
 from kvsketch.kernels.buckets import assign
 
 PROBES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -41,28 +41,30 @@ def measure(
         shard = read_layer(path, layer, device)
         buckets = assign(shard.keys_before.float(), clusters.before)
         rotated_buckets = assign(shard.keys.float(), clusters.rotated)
-        nothing = torch.zeros_like(shard.keys)  # by which all keys have the same share: so many are in a bucket
         for lane in range(len(clusters.before)):
             chosen = queries_of(shard, lane, long_range_only=bool(has_far[lane]))
             if not len(chosen):
                 continue
-            asked, rotated = shard.queries_before[chosen].float(), shard.queries[chosen].float()
-            answers = classifiers.log_probabilities(lane, asked)
-            kmeans = asked @ clusters.before[lane].T
-            by_centroid = rotated @ clusters.rotated[lane].T
-            for ways, of_keys in (
-                ({CLASSIFIER: answers, KMEANS: kmeans}, buckets),
-                ({ROTATED: by_centroid}, rotated_buckets),
-            ):
-                shares, sizes = (
-                    shares_of(shard, chosen, lane, keys, of_keys, settings.buckets, settings)
-                    for keys in (shard.keys, nothing)
-                )
-                for name, scores in ways.items():
-                    tally.add(name, lane, scores, shares, sizes)
-                if CLASSIFIER in ways:
-                    tally.losses[lane] += float(divergence(answers, shares)) * len(chosen)
+            queries, rotated = shard.queries_before[chosen].float(), shard.queries[chosen].float()
+            answers = classifiers.log_probabilities(lane, queries)
+            shares, sizes = _shares_and_sizes(shard, chosen, lane, buckets, settings)
+            tally.add(CLASSIFIER, lane, answers, shares, sizes)
+            tally.add(KMEANS, lane, queries @ clusters.before[lane].T, shares, sizes)
+            tally.losses[lane] += float(divergence(answers, shares)) * len(chosen)
+            shares, sizes = _shares_and_sizes(shard, chosen, lane, rotated_buckets, settings)
+            tally.add(ROTATED, lane, rotated @ clusters.rotated[lane].T, shares, sizes)
     return tally.result()
+
+
+def _shares_and_sizes(
+    shard: ShardLayer, chosen: Int64[Tensor, " q"], lane: int, buckets: Int64[Tensor, "l n"], settings: FitSettings
+) -> tuple[Float[Tensor, "q c"], Float[Tensor, "q c"]]:
+    """Of each query's far attention, and of the far keys themselves, the share that each bucket has."""
+    equal = torch.zeros_like(shard.keys)  # every key has the same share of a query's attention
+    shares, sizes = (
+        shares_of(shard, chosen, lane, keys, buckets, settings.buckets, settings) for keys in (shard.keys, equal)
+    )
+    return shares, sizes
 
 
 class Tally:

@@ -67,7 +67,7 @@ def sample_keys(
 def fill_pool(
     paths: list[Path], layer: int, centroids: Float[Tensor, "l c d"], settings: FitSettings, device: str
 ) -> Pool:
-    """Long-range queries of every KV head, as many from every text; a head that has none learns from others.
+    """Long-range queries of every KV head, the same number from every text; a head that has none learns from others.
 
     Where a head has fewer than another, some of them are there more than once.
     """
@@ -93,8 +93,8 @@ def fill_pool(
 
 def queries_of(shard: ShardLayer, lane: int, *, long_range_only: bool) -> Int64[Tensor, " q"]:
     """The numbers of a KV head's queries in a shard."""
-    mine = shard.query_heads == lane
-    return (mine & shard.query_is_far if long_range_only else mine).nonzero()[:, 0]
+    of_head = shard.query_heads == lane
+    return (of_head & shard.query_is_far if long_range_only else of_head).nonzero()[:, 0]
 
 
 def shares_of(

@@ -19,7 +19,7 @@ class Run:
     """A fit and its folder; `begin` before anything is written there."""
 
     out: Path
-    model: dict[str, Any]  # its description and its id
+    model: dict[str, Any]  # what must be the same of a model for the index to fit it, and its id
     dtype: str
     settings: FitSettings
     corpus: Corpus
@@ -70,10 +70,10 @@ class Run:
     def _check_same(self, path: Path) -> None:
         there = read_json(path)
         new = self.description()
-        held, wanted = _flat({name: there.get(name) for name in new}), _flat(new)
-        other = [name for name in {**held, **wanted} if held.get(name) != wanted.get(name)]
+        earlier, this = _flat({name: there.get(name) for name in new}), _flat(new)
+        other = [name for name in {**earlier, **this} if earlier.get(name) != this.get(name)]
         if other:
-            named = ", ".join(f"{name} {held.get(name)!r}, now {wanted.get(name)!r}" for name in other[:3])
+            named = ", ".join(f"{name} {earlier.get(name)!r}, now {this.get(name)!r}" for name in other[:3])
             raise ValueError(f"{self.out} holds another fit: {named}. Go on with that, or name another folder")
 
 

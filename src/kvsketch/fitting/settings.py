@@ -26,8 +26,8 @@ def _check(settings: Any, **least: int) -> None:
 class ShardSettings:
     """What is noted down of a text."""
 
-    apart: int = APART  # queries learn from keys that are farther away than this
-    away: int = LONG_RANGE  # and only queries whose best key is farther away than this
+    apart: int = APART  # queries learn from keys more than this many tokens away
+    away: int = LONG_RANGE  # only queries learn whose best key is more than this many tokens away
     sinks: int = 1  # first keys of a text, which are no part of anything here
     queries: int = 512  # of each KV head, at most
     layers: tuple[int, ...] = ()

@@ -23,9 +23,9 @@ from kvsketch.huggingface.capture import Captured, capture
 from kvsketch.kernels.buckets import long_range
 
 FORMAT = 2
-AT_ONCE = 256  # positions whose queries are looked at together
-FEWER = 8  # one in so many queries, where none is long-range
-LOOKED_AT = 16  # for every query wanted, at most
+POSITIONS_AT_ONCE = 256  # positions whose queries are looked at together
+FALLBACK_PART = 8  # where no query is long-range, one in so many of those wanted
+CANDIDATES = 16  # looked at for every query wanted, at most
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Shards:
     """A folder of shards, all by the same model and settings."""
 
     folder: Path
-    model: dict[str, Any]  # its description, and the precision it ran in
+    model: dict[str, Any]  # what identifies it, and the precision it ran in
     settings: ShardSettings
 
     def path(self, text: Text) -> Path:
@@ -118,7 +118,7 @@ def _seen(path: Path, layer: int) -> dict[str, Any]:
 
 
 def choose_queries(seen: Captured, settings: ShardSettings, draw: torch.Generator) -> dict[str, Tensor]:
-    """Keys of a layer, and for every KV head as many long-range queries as wanted, or as there are."""
+    """Keys of a layer, and for every KV head the number of long-range queries wanted, or all there are."""
     assert seen.keys_before is not None
     assert seen.queries_before is not None
     heads, count, _ = seen.keys.shape
@@ -127,19 +127,17 @@ def choose_queries(seen: Captured, settings: ShardSettings, draw: torch.Generato
     keys, at = seen.keys.float(), torch.arange(count, device=seen.keys.device)
     first = settings.least_tokens - 1  # the first position from where a key far away can be seen
     order = torch.randperm(count - first, generator=draw).to(at.device) + first
-    most = -(-settings.queries * LOOKED_AT // group)  # positions
+    most = -(-settings.queries * CANDIDATES // group)  # positions
     places, far = list[Tensor](), list[Tensor]()
-    for part in order[:most].split(AT_ONCE):
+    for part in order[:most].split(POSITIONS_AT_ONCE):
         here = (part[:, None] * group + torch.arange(group, device=at.device)).flatten()
         places.append(here)
         far.append(long_range(grouped[:, here].float(), keys, here // group, at, settings.away, settings.sinks))
         if int(torch.cat(far, 1).sum(1).min()) >= settings.queries:
             break
     looked_at, is_far = torch.cat(places), torch.cat(far, 1)
-    chosen = [
-        looked_at[found][: settings.queries] if bool(found.any()) else looked_at[: -(-settings.queries // FEWER)]
-        for found in is_far
-    ]
+    others = looked_at[: -(-settings.queries // FALLBACK_PART)]
+    chosen = [looked_at[found][: settings.queries] if bool(found.any()) else others for found in is_far]
     head = torch.repeat_interleave(torch.tensor([len(found) for found in chosen]).to(at.device))
     place = torch.cat(chosen)
     return {

@@ -20,8 +20,8 @@ CONNECTION_SECONDS = 10
 class RayCluster:
     """Where work is spread: a cluster's address, "auto" for the one this machine is part of, "local" for a new one.
 
-    Every worker reads and writes the same folders, loads the model by itself, and computes with as many threads as
-    this process would: numbers depend on that.
+    Every worker reads and writes the same folders, loads the model by itself, and computes with the number of threads
+    that this process would use: results depend on it.
     """
 
     address: str

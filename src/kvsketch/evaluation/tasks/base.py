@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal
 
-from kvsketch.evaluation.haystack import Haystack, Noise
+from kvsketch.evaluation.tasks.haystack import Haystack, Noise
 
 Wording = Literal["official", "compact"]
 WORDINGS: tuple[Wording, ...] = ("official", "compact")

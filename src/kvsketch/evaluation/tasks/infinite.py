@@ -3,8 +3,8 @@
 import random
 import statistics
 
-from kvsketch.evaluation.scoring import among_words, first_digits, first_number
 from kvsketch.evaluation.tasks.base import Question, Sample, Setting, Task, ask_records, random_uuid, spread
+from kvsketch.evaluation.tasks.scoring import among_words, first_digits, first_number
 
 HIDDEN = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. "
@@ -28,8 +28,8 @@ def number_string(draw: random.Random, setting: Setting) -> Sample:
 
 
 def _hidden_digits(draw: random.Random, setting: Setting, key: str, what: str) -> Sample:
-    fact = f"The {what} is {key}. Remember it. {key} is the {what}."
-    pieces, depths = spread(draw, setting.haystack.pieces(draw, setting.size), [fact], setting.depth)
+    sentence = f"The {what} is {key}. Remember it. {key} is the {what}."
+    pieces, depths = spread(draw, setting.haystack.pieces(draw, setting.size), [sentence], setting.depth)
     if setting.wording == "official":
         context = HIDDEN + setting.haystack.joint.join(pieces)
         question = Question(f"\n\nWhat is the {what}?\n\n", (key,), f" {key}.", depths[0], f"The {what} is")

@@ -2,9 +2,9 @@
 
 import random
 
-from kvsketch.evaluation.scoring import last_number
 from kvsketch.evaluation.tasks.base import Question, Sample, Setting, Task, ask_records
-from kvsketch.evaluation.words import names
+from kvsketch.evaluation.tasks.scoring import last_number
+from kvsketch.evaluation.tasks.words import names
 
 HEADER = (
     "Below is a record of lines I want you to remember. Each line begins with 'line <line index>' and contains a "

@@ -5,7 +5,7 @@ import json
 import zlib
 from pathlib import Path
 
-from kvsketch.evaluation.rows import name_with_content
+from kvsketch.evaluation.results.rows import name_with_digest
 from kvsketch.evaluation.tasks.base import Question, Sample
 from kvsketch.files import as_text, is_text, name_of, read_file
 
@@ -22,7 +22,7 @@ def read_cases(path: str | Path) -> tuple[str, list[Sample]]:
         except (OSError, EOFError, zlib.error) as error:
             raise ValueError(f"{path} cannot be unpacked: {error}") from error
     lines = enumerate(as_text(content, path).split("\n"), 1)
-    name = name_with_content(name_of(path).split(".")[0] or path.name, packed)
+    name = name_with_digest(name_of(path).split(".")[0] or path.name, packed)
     return name, [_case(line, path, number) for number, line in lines if line.strip()]
 
 

@@ -5,9 +5,9 @@ The question and the needle follow gkamradt/LLMTest_NeedleInAHaystack in form; t
 
 import random
 
-from kvsketch.evaluation.scoring import all_contained
 from kvsketch.evaluation.tasks.base import Question, Sample, Setting, Task, spread
-from kvsketch.evaluation.words import names
+from kvsketch.evaluation.tasks.scoring import all_contained
+from kvsketch.evaluation.tasks.words import names
 
 
 def needle(draw: random.Random, setting: Setting) -> Sample:
@@ -15,14 +15,14 @@ def needle(draw: random.Random, setting: Setting) -> Sample:
     (key,) = names(draw, 1, setting.invented)
     number = str(draw.randint(1_000_000, 9_999_999))
     if setting.wording == "official":
-        fact = f"The special magic number of {key} is: {number}."
+        sentence = f"The special magic number of {key} is: {number}."
         text, opening = f"\n\nWhat is the special magic number of {key}?", f" The special magic number of {key} is:"
         introduction, reply = "This is a very long text. A question on it follows.\n\n", f" {number}."
     else:
-        fact = f"The magic number of {key} is {number}."
+        sentence = f"The magic number of {key} is {number}."
         text, opening = f"\nWhat is the magic number of {key}?", f" The magic number of {key} is "
         introduction, reply = "A text:\n", f"{number}."
-    pieces, depths = spread(draw, setting.haystack.pieces(draw, setting.size), [fact], setting.depth)
+    pieces, depths = spread(draw, setting.haystack.pieces(draw, setting.size), [sentence], setting.depth)
     context = introduction + setting.haystack.joint.join(pieces)
     return Sample(context, (Question(text, (number,), reply, depths[0], opening),))
 

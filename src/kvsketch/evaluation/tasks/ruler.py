@@ -12,12 +12,14 @@ from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 
-from kvsketch.evaluation.scoring import all_contained
 from kvsketch.evaluation.tasks.base import Question, Sample, Setting, Task, random_uuid, spread
-from kvsketch.evaluation.words import ADJECTIVES, NOUNS, distinct, invented_word, names
+from kvsketch.evaluation.tasks.scoring import all_contained
+from kvsketch.evaluation.tasks.words import ADJECTIVES, NOUNS, distinct, invented_word, names
 
 NEEDLES = 4  # keys, values or queries of the tasks that have several
 HOPS = 4
+OFFICIAL_NEEDLE = "One of the special magic {kind}s for {title} is: {value}."
+COMPACT_NEEDLE = "The magic {kind} of {title} is {value}."
 COMMON, FREQUENT = 10, 3
 EXAMPLE_PIECES = 10  # pieces of haystack in the worked example of variable tracking
 RULER_LONG = 4096  # tokens from which lists of common words count 30 and 3 instead of 6 and 1
@@ -39,22 +41,18 @@ def needles(
     number = random_uuid if uuids else _number
     titles = [random_uuid(draw) for _ in range(setting.size)] if dense and uuids else []
     titles = titles or names(draw, setting.size if dense else keys, setting.invented)
-    held = {title: [number(draw) for _ in range(values)] for title in titles}
+    numbers = {title: [number(draw) for _ in range(values)] for title in titles}
     kind = "uuid" if uuids else "number"
     official = setting.wording == "official"
-    fact = (
-        "One of the special magic {kind}s for {title} is: {value}."
-        if official
-        else "The magic {kind} of {title} is {value}."
-    )
-    pairs = [(title, value) for title, found in held.items() for value in found]
-    facts = [fact.format(kind=kind, title=title, value=value) for title, value in pairs]
+    form = OFFICIAL_NEEDLE if official else COMPACT_NEEDLE
+    pairs = [(title, value) for title, found in numbers.items() for value in found]
+    sentences = [form.format(kind=kind, title=title, value=value) for title, value in pairs]
     if dense:
-        pieces, depths = facts, [i / max(1, len(facts) - 1) for i in range(len(facts))]
+        pieces, depths = sentences, [i / max(1, len(sentences) - 1) for i in range(len(sentences))]
     else:
-        pieces, depths = spread(draw, setting.haystack.pieces(draw, setting.size), facts, setting.depth)
+        pieces, depths = spread(draw, setting.haystack.pieces(draw, setting.size), sentences, setting.depth)
     depth = dict(zip(pairs, depths, strict=True))
-    place = {pair: pieces.index(fact) for pair, fact in zip(pairs, facts, strict=True)} if values > 1 else depth
+    place = {pair: pieces.index(text) for pair, text in zip(pairs, sentences, strict=True)} if values > 1 else depth
     asked = draw.sample(titles, len(titles))
     groups = [asked[i : i + queries] for i in range(0, len(asked) - queries + 1, queries)]
     one = queries * values == 1
@@ -63,7 +61,9 @@ def needles(
     questions = []
     for group in groups[: setting.questions]:
         # one title's values are expected in the order of the text
-        answers = [pair for title in group for pair in sorted(((title, v) for v in held[title]), key=place.__getitem__)]
+        answers = [
+            pair for title in group for pair in sorted(((title, v) for v in numbers[title]), key=place.__getitem__)
+        ]
         text, opening, reply = ask(kind, group, answers)
         questions.append(Question(text, tuple(v for _, v in answers), reply, depth[answers[0]], opening))
     return Sample(context, tuple(questions))
@@ -147,13 +147,13 @@ def _chain(draw: random.Random, letters: int) -> tuple[list[str], list[str], str
     )
 
 
-def _ruler_chain(body: str, names_of: list[str], value: str) -> tuple[str, str, str]:
+def _ruler_chain(body: str, chain: list[str], value: str) -> tuple[str, str, str]:
     """Context, question and the answer's opening."""
     # "assgined" is what the official prompt says
     return (
         f"Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{body}",
         f"\nQuestion: Find all variables that are assigned the value {value} in the text above.",
-        f" Answer: According to the chain(s) of variable assignment in the text above, {len(names_of)} variables are "
+        f" Answer: According to the chain(s) of variable assignment in the text above, {len(chain)} variables are "
         f"assgined the value {value}, they are: ",
     )
 

@@ -35,12 +35,12 @@ class RowsFile:
         for earlier in runs:
             for name, what in (("fingerprint", "model"), ("dtype", "precision"), ("kvsketch", "version")):
                 if earlier.get(name) != run.get(name):
-                    held, new = (
+                    written, this = (
                         f"{about.get('model')} in {about.get('dtype')}, kvsketch {about.get('kvsketch')}"
                         for about in (earlier, run)
                     )
                     raise ValueError(
-                        f"{path} holds rows of another {what}: {held}; this is {new}. Write to another folder"
+                        f"{path} holds rows of another {what}: {written}; this is {this}. Write to another folder"
                     )
         self.done = {key_of(row, key) for row in rows}
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ class RowsFile:
     def _write(self, lines: list[Row]) -> None:
         try:
             with self.path.open("ab") as file:
-                file.write(b"".join(map(sealed, lines)))
+                file.write(b"".join(map(with_checksum, lines)))
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
@@ -65,12 +65,12 @@ class RowsFile:
             raise OSError(error.errno, what, str(self.path)) from error
 
 
-def sealed(line: Row) -> bytes:
+def with_checksum(line: Row) -> bytes:
     """A line of the file: JSON that ends with a checksum of what stands before it."""
-    return _json({**line, CHECK: _check_of(line)}) + b"\n"
+    return _json({**line, CHECK: _checksum(line)}) + b"\n"
 
 
-def _check_of(line: Row) -> str:
+def _checksum(line: Row) -> str:
     return f"{zlib.crc32(_json(line)):08x}"
 
 
@@ -85,7 +85,7 @@ def read_rows(path: Path, key: Sequence[str] = KEY) -> tuple[list[dict[str, Any]
     if not lines and not b'{"run": '.startswith(cut[:8]):
         raise ValueError(f"{path} is not a file of rows: it begins with {cut[:40]!r}")
     for number, line in enumerate(lines, 1):
-        found = _opened(line, f"{path}, line {number}")
+        found = _read_line(line, f"{path}, line {number}")
         if "run" in found:
             runs.append(found["run"])
         elif not runs or any(name not in found for name in key):
@@ -95,8 +95,8 @@ def read_rows(path: Path, key: Sequence[str] = KEY) -> tuple[list[dict[str, Any]
     return runs, rows
 
 
-def _opened(line: bytes, where: str) -> Row:
-    """What `sealed` was given."""
+def _read_line(line: bytes, where: str) -> Row:
+    """A line as it was before it got its checksum, which must be right."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:  # broken UTF-8 is a ValueError
@@ -112,18 +112,18 @@ def _opened(line: bytes, where: str) -> Row:
     if CHECK not in found:
         raise ValueError(f"{where}: not a row of a kvsketch benchmark")
     check = found.pop(CHECK)
-    if check != _check_of(found):
+    if check != _checksum(found):
         raise ValueError(f"{where}: damaged, it is not what was written. {REMOVE}")
     return found
 
 
-def name_with_content(name: str, content: bytes) -> str:
-    """A name for rows that is another one for another content."""
+def name_with_digest(name: str, content: bytes) -> str:
+    """A name for rows, with a digest by which other content has another name."""
     return f"{name}#{zlib.crc32(content):08x}"
 
 
-def name_alone(name: str) -> str:
-    """What `name_with_content` was given, for people."""
+def name_without_digest(name: str) -> str:
+    """The name as people know it."""
     return name.rpartition("#")[0] or name
 
 

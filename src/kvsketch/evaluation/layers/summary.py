@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvsketch.evaluation.rows import Row
+from kvsketch.evaluation.results.rows import Row
 
 NORMAL = 1.96  # standard errors on either side: 95 % of a normal distribution
 VECTORS = ("queries", "keys", "values")

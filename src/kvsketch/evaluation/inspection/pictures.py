@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from kvsketch.algorithms.kcenter import greedy_k_center
-from kvsketch.evaluation.inspection import Row
-from kvsketch.evaluation.pictures import COLOURS, panels_for
+from kvsketch.evaluation.inspection.spread import Row
+from kvsketch.evaluation.results.panels import COLOURS, panels_for
 from kvsketch.huggingface.capture import Captured
 
 CENTRES = 16  # as in Figure 1 of the SubGen paper

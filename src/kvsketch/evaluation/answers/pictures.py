@@ -1,28 +1,29 @@
 """Pictures of rows, and of nothing else: needle maps, score against bytes, score against length."""
 
 import math
-import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from kvsketch.evaluation.rows import Row
-from kvsketch.evaluation.summary import ASKED, Mean, summarise, titles
+from kvsketch.evaluation.answers.summary import ASKED, Mean, summarise, titles
+from kvsketch.evaluation.results.panels import (
+    COLOURS,
+    EXACT,
+    boxes_for_missing_letters,
+    heading,
+    panels_for,
+    plain,
+    save,
+)
+from kvsketch.evaluation.results.rows import Row
 
-EXACT = "#9a9a9a"
-COLOURS = (
-    "#0b6e75", "#d1495b", "#edae49", "#30638e", "#6a4c93", "#5f7a3a",
-    "#b0578d", "#00a6a6", "#8c510a", "#f4845f", "#4d4d4d", "#7fb069",
-)  # fmt: skip
 DASH = 3.0  # length of a curve's dashes where another lies on it, in widths of the line
 DEPTHS = 10  # rows of a needle map where depths were drawn at random
 
@@ -37,16 +38,8 @@ class Picture:
 
 def draw_all(rows: Sequence[Row], folder: Path) -> list[Picture]:
     """Every picture that the rows allow."""
-    with _boxes_for_letters_without_a_glyph():
+    with boxes_for_missing_letters():
         return [*draw_scores(summarise(rows), folder), *draw_needles(rows, folder)]
-
-
-@contextmanager
-def _boxes_for_letters_without_a_glyph() -> Iterator[None]:
-    """A name may have letters that the font lacks: they are drawn as boxes, and no warning says so."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")
-        yield
 
 
 def draw_scores(means: Sequence[Mean], folder: Path) -> list[Picture]:
@@ -113,8 +106,8 @@ def score_against_bytes(means: Sequence[Mean]) -> Figure:
                 axes.axhline(mean.score, color=EXACT, lw=1.5, ls="--")
         curves = list[Curve]()
         for name in dict.fromkeys(family(mean.method) for mean in here if mean.method != "exact"):
-            means_of = sorted((m for m in here if family(m.method) == name), key=lambda m: m.share)
-            curves.append(Curve(name, colours[name], [100 * m.share for m in means_of], means_of))
+            curve_means = sorted((m for m in here if family(m.method) == name), key=lambda m: m.share)
+            curves.append(Curve(name, colours[name], [100 * m.share for m in curve_means], curve_means))
         _draw_curves(axes, curves)
         axes.set_title(heading(f"{task}, {length:,} tokens"), loc="left", fontsize=10)
         axes.set_xlabel("bytes of a full cache (%)")
@@ -131,8 +124,8 @@ def score_against_length(means: Sequence[Mean]) -> Figure:
         here = [mean for mean in means if mean.task == task]
         curves = list[Curve]()
         for name in dict.fromkeys(mean.method for mean in here):
-            means_of = sorted((m for m in here if m.method == name), key=lambda m: m.length)
-            curves.append(Curve(name, colours[name], [float(m.length) for m in means_of], means_of))
+            curve_means = sorted((m for m in here if m.method == name), key=lambda m: m.length)
+            curves.append(Curve(name, colours[name], [float(m.length) for m in curve_means], curve_means))
         _draw_curves(axes, curves)
         axes.set_title(heading(task), loc="left", fontsize=10)
         lengths = sorted({mean.length for mean in here})
@@ -152,8 +145,8 @@ def needle_map(rows: Sequence[Row]) -> Figure:
     figure, panels = panels_for(len(methods), share_y=True)
     for axes, method in zip(panels, methods, strict=True):
         cells = [[list[float]() for _ in lengths] for _ in depths]
-        theirs = [row for row in rows if row["method"] == method]
-        for row in theirs:
+        method_rows = [row for row in rows if row["method"] == method]
+        for row in method_rows:
             place = depths.index(row["depth"]) if given else min(DEPTHS - 1, int(row["at"] * DEPTHS))
             cells[place][lengths.index(row["length"])].append(row["score"])
         found = [[sum(cell) / len(cell) if cell else math.nan for cell in line] for line in cells]
@@ -162,7 +155,7 @@ def needle_map(rows: Sequence[Row]) -> Figure:
             for x, value in enumerate(line):
                 if not math.isnan(value):
                     axes.text(x, y, f"{value:.2f}".removeprefix("0"), ha="center", va="center", fontsize=7)
-        share = sum(row["nbytes"] for row in theirs) / sum(row["full_nbytes"] for row in theirs)
+        share = sum(row["nbytes"] for row in method_rows) / sum(row["full_nbytes"] for row in method_rows)
         axes.set_title(heading(f"{method}\n{share:.0%} of the bytes"), loc="left", fontsize=9)
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=8)
         axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=8)
@@ -185,18 +178,6 @@ def _colours(means: Sequence[Mean], name: Callable[[Mean], str] = lambda mean: f
     return {one: colours.get(one, EXACT) for one in names}
 
 
-def panels_for(count: int, columns: int = 3, width: float = 3.6, *, share_y: bool = False) -> tuple[Figure, list[Axes]]:
-    """A figure with `count` panels of this width in inches, at most `columns` side by side."""
-    wide = min(columns, count)
-    high = -(-count // wide)
-    figure = Figure(figsize=(width * wide, 3.0 * high), dpi=150)
-    grid = figure.subplots(high, wide, squeeze=False, sharey=share_y)
-    panels = list(grid.flat)
-    for unused in panels[count:]:
-        unused.set_visible(False)
-    return figure, panels[:count]
-
-
 @dataclass(frozen=True)
 class Curve:
     """A method's means, and where they stand."""
@@ -215,11 +196,11 @@ class Curve:
 def _draw_curves(axes: Axes, curves: Sequence[Curve]) -> None:
     """Curves with their intervals; lines that lie on one another are dashed in turn, and their markers are rings."""
     wide = max((abs(place) for curve in curves for place in curve.places), default=0.0)
-    same_place = partial(_near, wide=wide)
+    same_point = partial(_same_point, wide=wide)
     for number, curve in enumerate(curves):
-        alike = _alike(curve, curves, same_place)
-        place = alike.index(curve)
-        dashes = (place * DASH, (DASH, DASH * (len(alike) - 1))) if len(alike) > 1 else "-"
+        overlapping = _overlapping(curve, curves, same_point)
+        place = overlapping.index(curve)
+        dashes = (place * DASH, (DASH, DASH * (len(overlapping) - 1))) if len(overlapping) > 1 else "-"
         scores = [mean.score for mean in curve.means]
         below = [max(0.0, mean.score - mean.interval[0]) for mean in curve.means]
         above = [max(0.0, mean.interval[1] - mean.score) for mean in curve.means]
@@ -228,41 +209,31 @@ def _draw_curves(axes: Axes, curves: Sequence[Curve]) -> None:
             capsize=2, label=plain(curve.name), zorder=2 + number,
         )  # fmt: skip
         later = [
-            sum(any(same_place(one, o) for o in other.points) for other in curves[number + 1 :]) for one in curve.points
+            sum(any(same_point(one, o) for o in other.points) for other in curves[number + 1 :]) for one in curve.points
         ]
         sizes = [(4 + 3 * count) ** 2 for count in later]
         axes.scatter(curve.places, scores, s=sizes, color=curve.colour, lw=0, zorder=2 + number, clip_on=False)
 
 
-def _near(one: tuple[float, float], other: tuple[float, float], wide: float) -> bool:
-    """Whether two points of a picture cannot be told apart: their markers are as large as this."""
+def _same_point(one: tuple[float, float], other: tuple[float, float], wide: float) -> bool:
+    """Whether two points of a picture look like one: their distance is less than a marker."""
     return abs(one[0] - other[0]) <= 0.02 * wide and abs(one[1] - other[1]) <= 0.02
 
 
-def _alike(curve: Curve, curves: Sequence[Curve], same_place: Callable[[Any, Any], bool]) -> list[Curve]:
+def _overlapping(curve: Curve, curves: Sequence[Curve], same_point: Callable[[Any, Any], bool]) -> list[Curve]:
     """The curves that lie on this one, on one of those, and so on: itself too, in the order that they are drawn in."""
     found, new = [curve], [curve]
     while new:
         last, new = new, []
         for other in curves:
-            if other not in found and any(_coincide(one, other, same_place) for one in last):
+            if other not in found and any(_coincide(one, other, same_point) for one in last):
                 found.append(other)
                 new.append(other)
     return [other for other in curves if other in found]
 
 
-def _coincide(one: Curve, other: Curve, same_place: Callable[[Any, Any], bool]) -> bool:
-    return len(one.points) == len(other.points) and all(map(same_place, one.points, other.points))
-
-
-def plain(text: str) -> str:
-    """Text as it is: matplotlib takes what stands between two $ for mathematics."""
-    return text.replace("$", r"\$")
-
-
-def heading(text: str, width: int = 40) -> str:
-    """The same above a panel, in as many lines as it needs not to run into the next one."""
-    return plain("\n".join(part for line in text.split("\n") for part in wrap(line, width)))
+def _coincide(one: Curve, other: Curve, same_point: Callable[[Any, Any], bool]) -> bool:
+    return len(one.points) == len(other.points) and all(map(same_point, one.points, other.points))
 
 
 def _finish(figure: Figure, panels: Sequence[Axes], colours: dict[str, str]) -> Figure:
@@ -278,11 +249,3 @@ def _finish(figure: Figure, panels: Sequence[Axes], colours: dict[str, str]) -> 
 
 def _save(figure: Figure, folder: Path, name: str, caption: str) -> Picture:
     return Picture(save(figure, folder / f"{name}.png"), caption)
-
-
-def save(figure: Figure, path: Path) -> Path:
-    """Write a picture, and the folder if need be."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _boxes_for_letters_without_a_glyph():
-        figure.savefig(path, bbox_inches="tight")
-    return path

@@ -13,11 +13,11 @@ from torch import Tensor
 from kvsketch.caches.base import BLOCK, BudgetedConfig, MethodConfig
 from kvsketch.caches.budget import Keep
 from kvsketch.caches.registry import METHODS, parse_spec, read_call
-from kvsketch.evaluation.rows import Row, key_of
+from kvsketch.evaluation.results.rows import Row, key_of
 
 # What an error depends on, but the model.
 KEY = ("prompt", "tokens", "layer", "method", "rate", "block", "seed", "exact")
-SET_HERE = ("keep", "sinks", "window", "prefill", "chunk")  # options that the study chooses for all methods alike
+SET_BY_STUDY = ("keep", "sinks", "window", "prefill", "chunk")  # options that the study chooses for all methods alike
 SWEPT = ("block", "seed")  # options that it varies
 
 
@@ -49,7 +49,7 @@ class Trial:
 
     def with_budget(self, middle: int, exact: int) -> BudgetedConfig:
         """The config that holds `exact` tokens, one of the window, and the rate's share of the middle."""
-        return self._with(exact, exact + 1 + BLOCK + self.kept(middle))  # a block is left free: windows run over
+        return self._with_keep(exact, exact + 1 + BLOCK + self.kept(middle))  # a block is left free: windows run over
 
     def kept(self, middle: int) -> int:
         """The rate's share of the middle, to the nearest block: streaming_llm cannot hold anything else."""
@@ -57,7 +57,7 @@ class Trial:
 
     def check(self, middle: int, exact: int) -> None:
         """Refuse a middle of which the rate leaves less than the method needs."""
-        least = max(BLOCK, self._with(exact, 1.0).least_entries() - exact - 1 - BLOCK)
+        least = max(BLOCK, self._with_keep(exact, 1.0).least_entries() - exact - 1 - BLOCK)
         if self.kept(middle) < least:
             raise ValueError(
                 f"rate {self.rate:g} of the {middle:,} tokens between the first and the last {exact} is "
@@ -65,7 +65,7 @@ class Trial:
                 "rate, or fewer exact tokens"
             )
 
-    def _with(self, exact: int, keep: Keep) -> BudgetedConfig:
+    def _with_keep(self, exact: int, keep: Keep) -> BudgetedConfig:
         changes: dict[str, Any] = {"window": 1} if hasattr(self.config, "window") else {}
         return replace(self.config, keep=keep, sinks=exact, **changes)
 
@@ -103,9 +103,9 @@ class Study:
 
     def _variants(self, spec: str) -> Iterator[tuple[BudgetedConfig, str]]:
         """A spec with every block and seed, and its name."""
-        config, said = _read(spec)
+        config, options = _read(spec)
         sweeps = dict[str, Sequence[int]]()
-        if hasattr(config, "block") and "block" not in said:
+        if hasattr(config, "block") and "block" not in options:
             if not self.blocks:
                 raise ValueError(f"{spec} halves blocks: name at least one size of them, such as 256")
             sweeps["block"] = self.blocks
@@ -132,9 +132,10 @@ class Study:
         return [trial for trial in self.trials if key_of(self.labels(prompt, layer, trial), KEY) not in done]
 
     def labels(self, prompt: Prompt, layer: int, trial: Trial) -> Row:
-        """What makes a row of errors another row than the rest."""
-        said = (prompt.name, prompt.ids.shape[1], layer, trial.method, trial.rate, trial.block, trial.seed, self.exact)
-        return dict(zip(KEY, said, strict=True))
+        """What tells a row of errors from others."""
+        place = (prompt.name, prompt.ids.shape[1], layer)
+        setting = (trial.method, trial.rate, trial.block, trial.seed, self.exact)
+        return dict(zip(KEY, (*place, *setting), strict=True))
 
 
 def middle_of(tokens: int, exact: int) -> int:
@@ -144,14 +145,14 @@ def middle_of(tokens: int, exact: int) -> int:
 
 def _read(spec: str) -> tuple[BudgetedConfig, Collection[str]]:
     """A spec's config, and the options that it sets."""
-    config, said = parse_spec(spec), read_call(spec)[1]
-    taken = [name for name in SET_HERE if name in said]
+    config, options = parse_spec(spec), read_call(spec)[1]
+    taken = [name for name in SET_BY_STUDY if name in options]
     if taken:
         raise ValueError(f"the study sets {', '.join(taken)} itself, from its rates: leave it out of {spec!r}")
     if not isinstance(config, BudgetedConfig):
         forgetful = [name for name, known in METHODS.items() if issubclass(known, BudgetedConfig)]
         raise ValueError(f"{spec} keeps every token: its errors would be 0. Methods that drop: {', '.join(forgetful)}")
-    return config, said
+    return config, options
 
 
 def _name(config: MethodConfig) -> str:
@@ -159,6 +160,6 @@ def _name(config: MethodConfig) -> str:
     changed = [
         f"{f.name}={getattr(config, f.name)!r}"
         for f in fields(config)
-        if f.name not in (*SET_HERE, *SWEPT) and getattr(config, f.name) != f.default
+        if f.name not in (*SET_BY_STUDY, *SWEPT) and getattr(config, f.name) != f.default
     ]
     return f"{config.name}({', '.join(changed)})" if changed else config.name

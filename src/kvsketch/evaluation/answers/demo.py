@@ -8,10 +8,10 @@ import torch
 
 from kvsketch.caches.base import BudgetedConfig
 from kvsketch.caches.registry import METHODS
+from kvsketch.evaluation.answers.session import Timing, answer, read_prompt
 from kvsketch.evaluation.embedded import load_embedded
-from kvsketch.evaluation.session import Timing, answer, read_prompt
 from kvsketch.evaluation.tasks import TASKS, Sample, Setting
-from kvsketch.evaluation.tasks.fit import Fitter
+from kvsketch.evaluation.tasks.length import Fitter
 from kvsketch.huggingface import Report, make_cache
 
 KEEP = 0.25

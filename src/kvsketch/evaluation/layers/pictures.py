@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvsketch.evaluation.layer_error_summary import Curve, Errors, Place, name_of, rate_name, summarise
-from kvsketch.evaluation.pictures import COLOURS, panels_for, plain
-from kvsketch.evaluation.rows import Row
+from kvsketch.evaluation.layers.summary import Curve, Errors, Place, name_of, rate_name, summarise
+from kvsketch.evaluation.results.panels import COLOURS, panels_for, plain
+from kvsketch.evaluation.results.rows import Row
 
 HIGHEST = 2.0  # a relative error of 1 is an answer of zeros; curves that explode leave at the top
 

@@ -13,10 +13,10 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
-from kvsketch.evaluation.haystack import SENTENCES
 from kvsketch.evaluation.tasks import TASKS, Setting
+from kvsketch.evaluation.tasks.haystack import SENTENCES
 from kvsketch.evaluation.tasks.lines import HEADER
-from kvsketch.evaluation.words import ADJECTIVES, NOUNS
+from kvsketch.evaluation.tasks.words import ADJECTIVES, NOUNS
 
 BEGIN, END, PAD = "<begin>", "<end>", "<pad>"
 PIECES = 1000  # byte-pair pieces for words that are not listed, bytes included

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
-from kvsketch.evaluation.pictures import Picture, draw_all
-from kvsketch.evaluation.rows import read_rows
-from kvsketch.evaluation.summary import ASKED, Mean, summarise
+from kvsketch.evaluation.answers.pictures import Picture, draw_all
+from kvsketch.evaluation.answers.summary import ASKED, Mean, summarise
+from kvsketch.evaluation.results.rows import read_rows
 from kvsketch.evaluation.tasks import TASKS
 from kvsketch.files import replacing
 
@@ -20,9 +20,9 @@ def write_page(rows_path: Path, folder: Path) -> Path:
     if not rows:
         raise ValueError(f"{rows_path} has no rows yet: run a benchmark into this folder first")
     pictures = draw_all(rows, folder)
-    template = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    ).from_string((files("kvsketch") / "evaluation" / "report.html").read_text(encoding="utf-8"))
+    source = (files("kvsketch.evaluation.answers") / "report.html").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(source)
     page = folder / "report.html"
     means = summarise(rows)
     text = template.render(

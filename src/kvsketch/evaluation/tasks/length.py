@@ -18,7 +18,7 @@ class Fitter:
         """`count` gives the tokens of a sample's longest prompt; the size in `setting` is not looked at."""
         self.task, self.setting, self.count = task, setting, count
         low, high = (self.count(self._make(size, PROBE_LENGTH, "probe", None)) for size in PROBED)
-        self.each = max(1e-3, (high - low) / (PROBED[1] - PROBED[0]))
+        self.tokens_per_unit = max(1e-3, (high - low) / (PROBED[1] - PROBED[0]))
 
     def sample(self, length: int, seed: str, depth: float | None = None) -> Sample:
         """A document whose longest prompt, context and question, has at most `length` tokens."""
@@ -31,7 +31,7 @@ class Fitter:
                 f"{self.task.name}: {length:,} tokens are too few for one sample, which takes {tokens:,} at the least"
             )
         while tokens < FILLED * length:
-            size = fits + max(1, int((length - tokens) / self.each))
+            size = fits + max(1, int((length - tokens) / self.tokens_per_unit))
             if too_long is not None and size >= too_long:
                 size = (fits + too_long) // 2
             if size == fits:  # there is no size between

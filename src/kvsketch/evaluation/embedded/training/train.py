@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from kvsketch.evaluation.training.documents import IGNORED, Batch, Documents
-from kvsketch.evaluation.training.recipe import LENGTHS, Progress, Recipe
-from kvsketch.evaluation.training.start import Shape, start_model
-from kvsketch.evaluation.training.tokenizer import build_tokenizer
+from kvsketch.evaluation.embedded.training.documents import IGNORED, Batch, Documents
+from kvsketch.evaluation.embedded.training.recipe import LENGTHS, Progress, Recipe
+from kvsketch.evaluation.embedded.training.start import Shape, start_model
+from kvsketch.evaluation.embedded.training.tokenizer import build_tokenizer
 from kvsketch.files import read_json, read_tensors, write_json, write_tensors
 from kvsketch.fitting import adam
 
@@ -38,14 +38,7 @@ def train(
         raise ValueError(f"{folder} has files in it, and none of a training run: name a new folder, or that of a run")
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer()
-    model = start_model(
-        len(tokenizer),
-        shape=Shape(),
-        begin=tokenizer.bos_token_id,
-        end=tokenizer.eos_token_id,
-        pad=tokenizer.pad_token_id,
-        seed=recipe.seed,
-    ).to(device)
+    model = _new_model(tokenizer, recipe.seed).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.rate, betas=(0.9, 0.95), weight_decay=0.0)
     progress = _resume(folder, recipe, model, optimizer)
     documents = Documents(tokenizer, recipe.seed)
@@ -65,6 +58,17 @@ def train(
                 saved = time.monotonic()
     _save(folder, recipe, progress, model, optimizer)
     return save_model(folder / "model", model, tokenizer)
+
+
+def _new_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> LlamaForCausalLM:
+    return start_model(
+        len(tokenizer),
+        shape=Shape(),
+        begin=tokenizer.bos_token_id,
+        end=tokenizer.eos_token_id,
+        pad=tokenizer.pad_token_id,
+        seed=seed,
+    )
 
 
 def save_model(folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> Path:
@@ -91,7 +95,7 @@ def reply_logits(model: LlamaForCausalLM, batch: Batch) -> tuple[Tensor, Tensor]
 
 
 def _batches(documents: Documents, recipe: Recipe, progress: Progress) -> list[Batch]:
-    """Documents of the present length, and as many tokens of shorter ones."""
+    """Documents of the present length, and the same number of tokens of shorter ones."""
     draw = random.Random(f"{recipe.seed}/{progress.step}/lengths")
     longest = LENGTHS[progress.stage]
     shorter = draw.choice(LENGTHS[max(0, progress.stage - 3) : progress.stage + 1])

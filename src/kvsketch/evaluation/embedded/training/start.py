@@ -21,7 +21,7 @@ class Shape:
     """The sizes of the model."""
 
     hidden: int = 256
-    heads: int = 8  # as many offsets as layer 0 looks back
+    heads: int = 8  # of layer 0: one for each offset that it looks back
     kv_heads: int = 4
     head_dim: int = 64
     layers: int = 4

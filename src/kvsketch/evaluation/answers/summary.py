@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from kvsketch.evaluation.rows import Row, name_alone
+from kvsketch.evaluation.results.rows import Row, name_without_digest
 
 ASKED = {"before": "question known before compression", "after": "question asked after compression"}
-APART = ("wording", "haystack", "template", "new_tokens", "depth")  # rows that differ in one of these are not averaged
+NOT_AVERAGED = ("wording", "haystack", "template", "new_tokens", "depth")  # over: rows that differ here stay separate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +51,12 @@ def summarise(rows: Iterable[Row]) -> list[Mean]:
 
 
 def titles(rows: Iterable[Row]) -> Callable[[Row], str]:
-    """Names for people of what each row belongs to: its task, with whatever keeps it apart from others of these."""
+    """Names for people of what each row belongs to: its task, with whatever differs among the rows of that task."""
     rows = list(rows)
     values = defaultdict[tuple[str, str | None, str], set[Any]](set)
     for row in rows:
-        for name in APART:
-            values[row["task"], row["cases"], name].add(_apart(row, name))
+        for name in NOT_AVERAGED:
+            values[row["task"], row["cases"], name].add(_group_value(row, name))
     file_of = _file_names({row[name] for row in rows for name in ("cases", "haystack") if row[name] is not None})
 
     def title(row: Row) -> str:
@@ -68,22 +68,22 @@ def titles(rows: Iterable[Row]) -> Callable[[Row], str]:
             "new_tokens": f"{row['new_tokens']} new tokens",
             "depth": "depths drawn at random" if row["depth"] is None else "given depths",
         }
-        said = [words[name] for name in APART if len(values[task, cases, name]) > 1]
+        said = [words[name] for name in NOT_AVERAGED if len(values[task, cases, name]) > 1]
         named = task if cases is None else f"{task}: {file_of[cases]}"
         return f"{named} ({', '.join(said)})" if said else named
 
     return title
 
 
-def _apart(row: Row, name: str) -> Any:
-    """What keeps a row apart from others; depths belong together if all are given."""
+def _group_value(row: Row, name: str) -> Any:
+    """What must be equal for rows to be averaged; of depths only whether they are given."""
     return row[name] is None if name == "depth" else row[name]
 
 
 def _file_names(names: Collection[str]) -> dict[str, str]:
     """Names of files without the digest of their content, where they are still different names then."""
-    times = Counter(map(name_alone, names))
-    return {name: name if times[name_alone(name)] > 1 else name_alone(name) for name in names}
+    times = Counter(map(name_without_digest, names))
+    return {name: name if times[name_without_digest(name)] > 1 else name_without_digest(name) for name in names}
 
 
 def wilson(score: float, count: int, z: float = 1.96) -> tuple[float, float]:
@@ -103,10 +103,9 @@ def standard_error(scores: list[float]) -> float:
 
 def _mean(task: str, asked: str, length: int, method: str, rows: list[Row]) -> Mean:
     scores = [row["score"] for row in rows]
-    held = statistics.fmean(row["nbytes"] for row in rows)
-    read = [
-        row["looked_up"] for row in rows if row.get("looked_up") is not None
-    ]  # rows of earlier versions say nothing
+    nbytes = statistics.fmean(row["nbytes"] for row in rows)
+    # rows of earlier versions say nothing of this
+    looked_up = [row["looked_up"] for row in rows if row.get("looked_up") is not None]
     return Mean(
         task=task,
         asked=asked,
@@ -116,8 +115,8 @@ def _mean(task: str, asked: str, length: int, method: str, rows: list[Row]) -> M
         tokens=statistics.fmean(row["tokens"] for row in rows),
         score=statistics.fmean(scores),
         error=standard_error(scores),
-        nbytes=held,
-        share=held / statistics.fmean(row["full_nbytes"] for row in rows),
+        nbytes=nbytes,
+        share=nbytes / statistics.fmean(row["full_nbytes"] for row in rows),
         seconds=statistics.fmean(row["seconds"] for row in rows),
-        looked_up=statistics.fmean(read) if read else None,
+        looked_up=statistics.fmean(looked_up) if looked_up else None,
     )

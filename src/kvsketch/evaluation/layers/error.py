@@ -3,7 +3,7 @@
 Paper: BalanceKV (NeurIPS 2025), section 4.1 and appendix B.1. The first and the last `exact` tokens of a text are
 kept, a method holds those between, and the last `exact` queries ask, each seeing the tokens up to itself:
 
-    [ first | middle | one | last ]     held in one call: first, middle, one; then `last` asks
+    [ first | middle | one | last ]     a cache is given first, middle, one in one call; then `last` asks
       exact   method   window  exact
 
 Tokens leave a window a block at a time and never leave it empty. So one token of the middle stays, and up to a block
@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 
 from kvsketch.caches.exact import Exact
 from kvsketch.caches.layer import LayerCache, NewTokens
-from kvsketch.evaluation.layer_error_plan import Prompt, Study, Trial, middle_of
-from kvsketch.evaluation.rows import Row, RowsFile
+from kvsketch.evaluation.layers.plan import Prompt, Study, Trial, middle_of
+from kvsketch.evaluation.results.rows import Row, RowsFile
 from kvsketch.huggingface.capture import Captured, capture
 
 NORMS_KEY = ("prompt", "tokens", "layer")  # what norms depend on, but the model
@@ -52,10 +52,10 @@ def run(
 
 @dataclass(frozen=True)
 class Case:
-    """A layer's share of a text, as the study cuts it: tokens to hold, and the last ones, which ask."""
+    """A layer's part of a text, as the study cuts it: tokens that a cache is given, and the last ones, which ask."""
 
     layer: int
-    held: NewTokens
+    context: NewTokens
     last: NewTokens
     queries: Float[Tensor, "1 hg q d"]
     scale: float
@@ -69,43 +69,47 @@ class Case:
     @property
     def middle(self) -> int:
         """Tokens between them that leave the window."""
-        return self.held.keys.shape[2] - self.exact - 1
+        return self.context.keys.shape[2] - self.exact - 1
 
     @cached_property
     def answers(self) -> Float[Tensor, "hg q e"]:
         """The exact ones, in float32 at least."""
         precise = torch.promote_types(self.queries.dtype, torch.float32)
-        held, last = (NewTokens(part.keys.to(precise), part.values.to(precise)) for part in (self.held, self.last))
+        context, last = (
+            NewTokens(part.keys.to(precise), part.values.to(precise)) for part in (self.context, self.last)
+        )
         cache = LayerCache(Exact(), self.layer)
-        cache.hold(held)
+        cache.hold(context)
         return cache.read(self.queries.to(precise), last, self.scale, self.softcap).out[0]
 
 
 def cut(seen: Captured, exact: int) -> Case:
-    """What the study holds and asks of a layer."""
+    """What a cache is given of a layer, and what asks."""
     count = seen.keys.shape[1]
     after_first = count - exact - 1 - middle_of(count, exact)  # those between the first tokens and here are left out
     stop = count - exact
 
-    def held(x: Tensor) -> Tensor:
+    def without_gap(x: Tensor) -> Tensor:
         return torch.cat([x[:, :exact], x[:, after_first:stop]], 1)[None]
 
     last = NewTokens(seen.keys[None, :, stop:], seen.values[None, :, stop:])
     queries = seen.queries[None, :, stop:]
-    return Case(seen.layer, NewTokens(held(seen.keys), held(seen.values)), last, queries, seen.scale, seen.softcap)
+    return Case(
+        seen.layer, NewTokens(without_gap(seen.keys), without_gap(seen.values)), last, queries, seen.scale, seen.softcap
+    )
 
 
 def measure(case: Case, trial: Trial) -> Row:
-    """The relative error of a method's answers, together and for each query head; what it held and how long it took."""
+    """The relative error of a method's answers, together and for each query head; its entries, bytes and time."""
     cache = LayerCache(trial.with_budget(case.middle, case.exact), case.layer)
     device = case.queries.device
     began = _now(device)
-    cache.hold(case.held)
+    cache.hold(case.context)
     seconds = _now(device) - began
     entries = cache.count_entries()
-    assert entries is not None, "tokens are held"
+    assert entries is not None, "the cache has tokens"
     nbytes = cache.nbytes
-    cache.recording = True  # nobody asks after this: what `last` brings need not be compressed
+    cache.recording = True  # no query follows: what `last` brings need not be compressed
     found = cache.read(case.queries, case.last, case.scale, case.softcap).out[0]
     wrong = (found.to(case.answers.dtype) - case.answers).square().sum((1, 2))
     size = case.answers.square().sum((1, 2)).clamp_min(1e-30)

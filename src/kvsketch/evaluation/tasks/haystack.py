@@ -5,7 +5,7 @@ import re
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-from kvsketch.evaluation.rows import name_with_content
+from kvsketch.evaluation.results.rows import name_with_digest
 from kvsketch.files import as_text, name_of, read_file
 
 SENTENCES = (
@@ -60,7 +60,7 @@ class TextFile(Haystack):
     def __init__(self, path: str | Path) -> None:
         content = read_file(path)  # once: what comes through a pipe does not come again
         text = as_text(content, path).replace("\r\n", "\n").replace("\r", "\n")
-        self.name = name_with_content(name_of(path), text.encode())
+        self.name = name_with_digest(name_of(path), text.encode())
         found = re.split(r"(?<=[.!?])[\"')\]]*\s+|\n\s*\n", text)
         self.sentences = [" ".join(sentence.split()) for sentence in found if sentence and sentence.strip()]
         if not self.sentences:

@@ -1,0 +1,89 @@
+"""What is to be run: tasks, lengths and methods, checked before there is any work."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvsketch.evaluation.tasks import TASKS, Sample, Task, Wording
+from kvsketch.evaluation.tasks.haystack import Haystack, Noise
+
+Asked = Literal["before", "after"]  # the question is known before the cache compresses, or only afterwards
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """Prompts of one kind."""
+
+    task: Task
+    length: int
+    depth: float | None = None
+    cases: str | None = None  # the name of a file of ready prompts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is to be run."""
+
+    tasks: Sequence[str]
+    methods: Sequence[str]
+    lengths: Sequence[int]
+    asked: Sequence[Asked] = ("before", "after")
+    samples: int = 200
+    depths: Sequence[float] = ()  # of the needle; anywhere if there are none
+    wording: Wording = "official"
+    haystack: Haystack = field(default_factory=Noise)
+    seed: int = 0
+    batch: int = 8
+    max_new_tokens: int | None = None  # the task's own if None
+    cases: tuple[str, Sequence[Sample]] | None = None  # ready prompts instead of made ones
+    raw: bool = False  # without the model's chat template
+
+    def __post_init__(self) -> None:
+        for name in self.tasks:
+            if name not in TASKS:
+                raise ValueError(f"unknown task {name!r}; there are {', '.join(TASKS)}")
+        for name in ("samples", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.methods:
+            raise ValueError("name at least one method, such as exact")
+        for length in self.lengths:
+            if length < 1:
+                raise ValueError(f"lengths must be positive, got {length}")
+        if not (self.tasks and self.asked and (self.lengths or self.cases)):
+            raise ValueError("name at least one task, one length and one mode")
+        for depth in self.depths:
+            if not 0 <= depth <= 1:
+                raise ValueError(f"a depth is a share of the document from 0 to 1, got {depth}")
+        fixed = [name for name in self.tasks if not TASKS[name].takes_depth]
+        if self.depths and fixed:
+            raise ValueError(f"{', '.join(fixed)} cannot be told where answers lie: leave out the task, or the depths")
+        if self.cases is not None and (self.seed or self.depths):
+            raise ValueError("ready prompts are what they are: leave out seed and depths")
+        if self.cases is not None and not self.cases[1]:
+            raise ValueError(f"{self.cases[0]} has no cases")
+
+    def cells(self) -> Iterator[Cell]:
+        """Everything to run, short prompts first."""
+        if self.cases is not None:  # ready prompts have the length they have
+            yield from (Cell(task=TASKS[name], length=0, cases=self.cases[0]) for name in self.tasks)
+            return
+        for length in sorted(self.lengths):
+            for name in self.tasks:
+                for depth in self.depths or (None,):
+                    yield Cell(task=TASKS[name], length=length, depth=depth)
+
+    def question_modes(self, cell: Cell) -> Sequence[Asked]:
+        """When a cell's questions are known: where the document begins with the question, always before."""
+        known = cell.task.asks_first and self.wording == "official"
+        return [asked for asked in self.asked if asked == "before"] if known else self.asked
+
+    @property
+    def prompts(self) -> int:
+        """Prompts in a cell."""
+        return self.samples if self.cases is None else min(self.samples, len(self.cases[1]))
+
+    @property
+    def answers(self) -> int:
+        """How many rows this makes."""
+        return self.prompts * sum(len(self.question_modes(cell)) for cell in self.cells()) * len(self.methods)

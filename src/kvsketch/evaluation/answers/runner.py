@@ -1,0 +1,176 @@
+"""Runs tasks on a model with several methods, and gives a row for each answer.
+
+A batch of documents is read once, exactly. Each method then compresses what was read, and is asked; where the question
+is known before, a copy of the exact cache reads it too before that. This is what the method would have done alone: with
+`prefill="exact"` a method's tokens see all earlier ones of the call. Methods that read in chunks, or need what an exact
+cache does not have, read for themselves.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvsketch.caches.exact import Exact
+from kvsketch.caches.registry import parse_spec
+from kvsketch.evaluation.answers.plan import Asked, Cell, Plan
+from kvsketch.evaluation.answers.reading import Prompt, Reading, can_share_reading
+from kvsketch.evaluation.answers.session import split_ids, split_prompt, uses_template
+from kvsketch.evaluation.results.rows import Row
+from kvsketch.evaluation.tasks import Sample, Setting, Task
+from kvsketch.evaluation.tasks.length import Fitter
+from kvsketch.huggingface import make_cache
+
+# Whatever a checkpoint's own generation settings are, the likeliest token is taken.
+GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+
+
+@dataclass(frozen=True)
+class Step:
+    """What was just done: the rows it gave, and how many answers it settles."""
+
+    label: str
+    rows: list[Row]
+    answers: int
+
+
+class Runner:
+    """Answers a plan's prompts."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, plan: Plan) -> None:
+        self.model, self.tokenizer, self.plan = model, tokenizer, plan
+        self.methods = {str(config): config for config in map(parse_spec, plan.methods)}
+        if len(self.methods) < len(plan.methods):
+            raise ValueError(f"a method is named twice in {'; '.join(plan.methods)}")
+        exact = make_cache(model, Exact())
+        self.fingerprint = str(exact.model.fingerprint())  # what tells this model from others
+        # Stock's sliding layers count the padding between a document and a shorter question as tokens.
+        self.batch = plan.batch if len(exact.sketch_layers) == len(exact.layers) else 1
+        self.template = uses_template(tokenizer, plan.raw)
+        self._fitters = dict[str, Fitter]()
+        self._longest: int | None = None
+        for cell in self.plan.cells():
+            self._prompt(cell, 0)  # a length that is too short shows now, not after hours
+
+    def run(self, done: set[tuple[Any, ...]], key: Callable[[Row], tuple[Any, ...]]) -> Iterator[Step]:
+        """Rows, a batch and method at a time; what is done already is passed over without work."""
+        for cell in self.plan.cells():
+            for start in range(0, self.plan.prompts, self.batch):
+                numbers = range(start, min(start + self.batch, self.plan.prompts))
+                everything = [(asked, method) for asked in self.plan.question_modes(cell) for method in self.methods]
+                missing = [
+                    (asked, method)
+                    for asked, method in everything
+                    if any(key(self._labels(cell, asked, number, method)) not in done for number in numbers)
+                ]
+                label = f"{cell.task.name}, {self._length(cell):,} tokens"
+                yield Step(f"{label}, read", [], len(numbers) * (len(everything) - len(missing)))
+                for rows in self._answer(cell, numbers, missing) if missing else ():
+                    yield Step(f"{label}, {rows[0]['method']}", rows, len(rows))
+
+    def _length(self, cell: Cell) -> int:
+        """Tokens of a cell's longest prompt: what was asked for, or what all ready prompts of the file have."""
+        if self.plan.cases is None:
+            return cell.length
+        if self._longest is None:
+            self._longest = max(map(self._count, self.plan.cases[1]))
+        return self._longest
+
+    def _answer(self, cell: Cell, numbers: range, missing: list[tuple[Asked, str]]) -> Iterator[list[Row]]:
+        prompts = [self._prompt(cell, number) for number in numbers]
+        reading = Reading(self.model, prompts, self._pad)
+        for asked, name in missing:
+            if can_share_reading(self.methods[name]):
+                reading.exact(asked)  # before the clock starts: the first method would pay for all
+            began = time.perf_counter()
+            cache = reading.compressed(asked, self.methods[name])
+            report = cache.report()
+            ask, mask = self._pad([p.question if asked == "after" else p.question[-1:] for p in prompts])
+            out = self.model.generate(
+                **cache.new_tokens(ask, mask),
+                past_key_values=cache,
+                max_new_tokens=self._new_tokens(cell),
+                pad_token_id=self._pad_id,
+                **GREEDY,
+            )
+            seconds = time.perf_counter() - began
+            looked_up = cache.report().looked_up
+            texts = self.tokenizer.batch_decode(out[:, ask.shape[1] :], skip_special_tokens=True)
+            yield [
+                {
+                    **self._labels(cell, asked, number, name),
+                    "tokens": len(prompt.context) + len(prompt.question),
+                    "at": prompt.depth,
+                    "score": cell.task.score(text, prompt.answers),
+                    "output": text,
+                    "answers": list(prompt.answers),
+                    "nbytes": round(report.nbytes / len(prompts)),
+                    "full_nbytes": round(report.full_nbytes / len(prompts)),
+                    "looked_up": looked_up,  # share of the past, mean over the batch and the layers that look up
+                    "seconds": round(seconds / len(prompts), 4),  # to compress and to answer
+                }
+                for number, prompt, text in zip(numbers, prompts, texts, strict=True)
+            ]
+
+    def _labels(self, cell: Cell, asked: Asked, number: int, method: str) -> Row:
+        return {
+            "task": cell.task.name,
+            "wording": self.plan.wording,
+            "haystack": self.plan.haystack.name,
+            "cases": cell.cases,
+            "template": self.template,
+            "asked": asked,
+            "length": self._length(cell),
+            "depth": cell.depth,
+            "new_tokens": self._new_tokens(cell),
+            "sample": self.plan.seed + number,
+            "method": method,
+        }
+
+    def _prompt(self, cell: Cell, number: int) -> Prompt:
+        if self.plan.cases is not None:
+            sample = self.plan.cases[1][number]
+        else:
+            seed = f"{cell.length}/{cell.depth}/{self.plan.seed + number}"
+            sample = self._fitter(cell.task).sample(cell.length, seed, cell.depth)
+        return self._tokens(sample)
+
+    def _tokens(self, sample: Sample, number: int = 0) -> Prompt:
+        """A sample's prompt with one of its questions, in the model's chat template if it has one."""
+        question = sample.questions[number]
+        before, after = sample.context, question.text
+        if self.template:
+            before, after = split_prompt(self.tokenizer, before, after)
+        context, ask = split_ids(self.tokenizer, before, after + question.opening, special=not self.template)
+        return Prompt(context, ask, question.answers, question.depth)
+
+    def _count(self, sample: Sample) -> int:
+        prompts = [self._tokens(sample, number) for number in range(len(sample.questions))]
+        return max(len(prompt.context) + len(prompt.question) for prompt in prompts)
+
+    def _fitter(self, task: Task) -> Fitter:
+        if task.name not in self._fitters:
+            setting = Setting(size=1, wording=self.plan.wording, haystack=self.plan.haystack)
+            self._fitters[task.name] = Fitter(task, setting, self._count)
+        return self._fitters[task.name]
+
+    def _new_tokens(self, cell: Cell) -> int:
+        return self.plan.max_new_tokens or cell.task.new_tokens
+
+    @property
+    def _pad_id(self) -> int:
+        for known in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
+            if known is not None:
+                return int(known)
+        return 0  # any number does: padding is masked
+
+    def _pad(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """Rows padded on the left, and which tokens are real."""
+        width = max(map(len, rows))
+        ids = torch.tensor([[self._pad_id] * (width - len(row)) + row for row in rows])
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+        return ids.to(self.model.device), mask.to(self.model.device)

@@ -1,0 +1,1 @@
+"""How a model's keys, values and queries are spread."""

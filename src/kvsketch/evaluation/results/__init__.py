@@ -1,0 +1,1 @@
+"""What all measurements share: files of rows, where they come from, and panels to draw them on."""
