@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 import kvsketch
 from common import random_llama, seconds, write_row
-from kvsketch.caches.layer import NewTokens
+from kvsketch.caches.core.tokens import NewTokens
 
 METHODS = ("exact", "uniform(keep=0.25)", "uniform(keep=4096)", "streaming_llm(keep=0.25)")
 

@@ -12,18 +12,22 @@ import statistics
 import tempfile
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 
 from common import seconds, write_row
-from kvsketch.caches import key_index, sorted_runs
-from kvsketch.caches.base import BLOCK, LeavingTokens
+from kvsketch.caches.core.budget import Budget
+from kvsketch.caches.core.config import BLOCK
+from kvsketch.caches.core.lanes import Lanes
+from kvsketch.caches.core.layer import LayerCache
+from kvsketch.caches.core.query import Query
+from kvsketch.caches.core.tokens import Columns, NewTokens, Seen, Unrotated
 from kvsketch.caches.exact import Exact
-from kvsketch.caches.key_index import layer_file
-from kvsketch.caches.layer import LayerCache, NewTokens
-from kvsketch.caches.question import Arriving, Question, Unrotated
-from kvsketch.caches.saap import Saap
+from kvsketch.caches.lookup import key_index, store
+from kvsketch.caches.lookup.key_index import layer_file
+from kvsketch.caches.lookup.saap import Saap, SaapLookup
 from kvsketch.files import write_tensors
 from kvsketch.kernels.indexed_attention import reference
 
@@ -63,14 +67,10 @@ def labels_of(kind: str, buckets: int, tokens: int) -> torch.Tensor:
 
 
 def filled(config: Saap, keys: torch.Tensor, values: torch.Tensor, labels: torch.Tensor) -> LayerCache:
-    """A cache whose window holds the last tokens and whose past holds the others, in these buckets."""
+    """A cache that holds the tokens in these buckets."""
     cache = LayerCache(config, LAYER)
-    recent = config.sinks + config.window
-    before, after = keys.shape[2] - recent, keys.shape[2]
-    end = keys[:, :, before:after]
-    cache.hold(NewTokens(end, values[:, :, before:after], None, Unrotated(end, end)))
-    ranks = torch.arange(before)[None]
-    cache.past.write(LeavingTokens(keys[:, :, :before], values[:, :, :before], ranks, (before,), labels[:, :, :before]))
+    with patch.object(SaapLookup, "note", return_value=labels):
+        cache.hold(NewTokens(keys, values, None, Unrotated(keys, keys)))
     return cache
 
 
@@ -100,33 +100,29 @@ def dense_forms(keys: torch.Tensor, values: torch.Tensor) -> dict:
 def check(cache: LayerCache, dtype: torch.dtype) -> None:
     """What a lookup finds is what the definition finds, to the rounding of the dtype."""
     query, new = token(-1, dtype)
-    past = cache.past.pasts[0]
-    question = Question(query, new.unrotated.queries, SCALE)
     seen: dict = {}
-    kernel = sorted_runs.indexed_attention
+    kernel = store.indexed_attention
 
-    def noting(queries, rows, segments, scale, softcap=None):
-        seen["exact"] = reference.attend(queries.double(), rows.double(), segments, scale)
-        return kernel(queries, rows, segments, scale, softcap=softcap)
+    def noting(queries, pairs, segments, scale, softcap=None):
+        seen["exact"] = reference.attend(queries.double(), pairs.double(), segments, scale)
+        return kernel(queries, pairs, segments, scale, softcap=softcap)
 
-    sorted_runs.indexed_attention = noting
-    try:
-        found = past.find(question).part
-    finally:
-        sorted_runs.indexed_attention = kernel
+    with patch.object(store, "indexed_attention", noting):
+        found = cache.past.answer(Query(query, SCALE, None, new.unrotated.queries)).attended
     error = (found.out.double() - seen["exact"].out).norm() / seen["exact"].out.norm()
     assert error < 2 * torch.finfo(dtype).eps, f"a lookup is {error:.1e} from its definition"
 
 
 def writing(config: Saap, keys: torch.Tensor, values: torch.Tensor, labels: torch.Tensor) -> list[float]:
     """Seconds for every block of tokens that leaves the window, from the first on: labelled, and sorted in."""
-    past, taken = config.slots(LAYER), []
+    method, taken = config.new_method(LAYER), []
+    lanes = Lanes(method, 1, [Budget(1.0, None, 0)] * HEADS)
     for start in range(0, keys.shape[2] - BLOCK, BLOCK):
         part = slice(start, start + BLOCK)
         ranks = torch.arange(start, start + BLOCK)[None]
-        arriving = Arriving(keys[:, :, part], keys[:, :, part], ranks)
-        block = LeavingTokens(keys[:, :, part], values[:, :, part], ranks, (start + BLOCK,), labels[:, :, part])
-        taken.append(seconds(partial(past.label, arriving)) + seconds(partial(past.write, block)))
+        seen = Seen(keys[:, :, part], keys[:, :, part], ranks)
+        block = Columns(keys[:, :, part], values[:, :, part], ranks, labels[:, :, part])
+        taken.append(seconds(partial(method.note, seen)) + seconds(partial(lanes.write, block, [start + BLOCK])))
     return taken
 
 
@@ -169,7 +165,7 @@ def measure(tokens: int, buckets: int, probes: int, hidden: int, rounds: int, th
         "threads": threads, "buckets": buckets, "probes": probes, "hidden": hidden, "staging": config.staging,
     }  # fmt: skip
     for name, taken in times.items():
-        read = caches[name].past.selectivity() if name in SKEWS else None
+        read = caches[name].past.share_read() if name in SKEWS else None
         low, *_, high = statistics.quantiles(taken, n=20)
         write_row("lookup", {"what": name} | about | {
             "ms": round(1e3 * medians[name], 2), "ms_5": round(1e3 * low, 2), "ms_95": round(1e3 * high, 2),

@@ -12,8 +12,9 @@ import torch
 
 from common import RESULTS, write_row
 from kvsketch.attention import WeightedTokens, exact_attention
-from kvsketch.caches.layer import LayerCache, NewTokens
-from kvsketch.caches.subgen import SubGen
+from kvsketch.caches.core.layer import LayerCache
+from kvsketch.caches.core.tokens import NewTokens
+from kvsketch.caches.forgetting.subgen import SubGen
 from kvsketch.kernels.weighted_attention import weighted_attention
 
 WIDTH, CHUNK, QUERIES = 64, 1000, 20

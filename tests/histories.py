@@ -24,10 +24,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 import kvsketch
-from kvsketch.caches.base import EntriesPast
-from kvsketch.caches.exact_first import ExactFirst
+from kvsketch.caches.forgetting.subgen.holding import SubGenHolding
+from kvsketch.caches.lookup.store import Store
 from kvsketch.caches.registry import parse_spec
-from kvsketch.caches.subgen import SubGenPast
 from kvsketch.huggingface.supported import unwrapped
 from made_index import make_index
 from states import difference, state_of
@@ -383,7 +382,7 @@ class History(RuleBasedStateMachine):
         rows, keep = len(self.rows), self.config.budget_given
         entry = rows * KV_HEADS * 2 * WIDTH * self.model.dtype.itemsize + rows * 12
         if isinstance(keep, str):
-            fixed = self.cache.sketch_layers[0].held.budget.fixed
+            fixed = self.cache.sketch_layers[0].held.budgets[0].fixed
         else:
             fixed = keep if isinstance(keep, int) else max(keep * longest, self.config.least_entries())
         for layer in self.cache.sketch_layers:
@@ -445,20 +444,31 @@ def mass_of(past, config):
         return None
     if getattr(config, "weights", "count") == "none":
         return None
-    if isinstance(past, EntriesPast):
-        entries = past.entries()
-        return None if entries is None else entries.log_mass.double().exp().sum(2).expand(-1, KV_HEADS)
-    if isinstance(past, ExactFirst) and past.groups:
-        found = torch.zeros(len(past.groups), KV_HEADS, dtype=torch.float64)
-        for group in set(past.groups):
-            rows = [row for row, number in enumerate(past.groups) if number == group]
-            if group < 0:
-                found[rows] = past.held.valid.sum(1).double()[:, None].expand(-1, KV_HEADS)
-            else:
-                assert isinstance(past.pasts[group], SubGenPast)
-                found[rows] = past.pasts[group].clusters.sizes.sum(2).double()
-        return found
-    return None
+    if past is None or past.empty:
+        return None
+    found = torch.zeros(past.rows, past.heads, dtype=torch.float64)
+    for bundle in past.bundles:
+        mass = _mass_of_bundle(bundle)
+        if mass is None:
+            return None
+        rows, heads = torch.tensor(bundle.rows)[:, None], torch.tensor(bundle.heads)
+        found[rows, heads] = mass.double().expand(len(bundle.rows) * len(bundle.heads)).view(len(bundle.rows), -1)
+    return found
+
+
+def _mass_of_bundle(bundle):
+    held = bundle.holding
+    if not bundle.count or isinstance(held, Store):
+        return torch.tensor([float(bundle.count)])
+    if isinstance(held, SubGenHolding):
+        if held.clusters is None:
+            return torch.tensor([float(held.exact[0].length)])
+        return held.clusters.sizes.sum(1).double()
+    tokens = held.weighted
+    if tokens is None:
+        return torch.zeros(1)
+    weights = torch.zeros(1, 1, tokens.count) if tokens.log_mass is None else tokens.log_mass
+    return weights[0].double().exp().sum(1)
 
 
 def play(spec, *, histories, number=None, shrink=True):

@@ -17,7 +17,7 @@ import torch
 import kvsketch
 from fitted import fitted, result_of, same, settings, tiny_model, write_corpus
 from histories import model
-from kvsketch.caches.key_index import DESCRIPTION, read_index
+from kvsketch.caches.lookup.key_index import DESCRIPTION, read_index
 from kvsketch.evaluation.answers.plan import Plan
 from kvsketch.evaluation.answers.runner import Runner
 from kvsketch.evaluation.embedded.training.tokenizer import build_tokenizer

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from kvsketch.caches.key_index import layer_file, write_index
+from kvsketch.caches.lookup.key_index import layer_file, write_index
 from kvsketch.files import write_tensors
 
 

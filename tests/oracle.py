@@ -9,8 +9,8 @@ from transformers.modeling_utils import AttentionInterface
 from kvsketch.algorithms.draws import uniforms
 from kvsketch.algorithms.sampling import Sample, empty_sample, offer_token
 from kvsketch.attention import WeightedTokens, exact_attention, merge, weighted_attention
-from kvsketch.caches.base import BLOCK, MethodConfig
-from kvsketch.caches.budget import Budget
+from kvsketch.caches.core.budget import Budget
+from kvsketch.caches.core.config import BLOCK, MethodConfig
 
 NAME = "oracle"
 DROPPED = float("-inf")

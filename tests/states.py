@@ -2,7 +2,7 @@
 
 import torch
 
-ASKED = ("error", "longest_query", "recall", ".read", ".asked")  # of the queries that came, not of what is held
+ASKED = ("error", "longest_query", "recall", ".reads")  # of the queries that came, not of what is held
 
 
 def state_of(cache, *, asked=True):

@@ -8,13 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsketch.algorithms.balancekv import halve_exactly, softmax_balance
+from kvsketch.algorithms.draws import uniforms as uniforms_at
 from kvsketch.attention import exact_attention
-from kvsketch.caches.balancekv import WALKS, BalanceKV, BalanceKVPast, Levels
-from kvsketch.caches.base import BLOCK, LeavingTokens
-from kvsketch.caches.budget import Budget
-from kvsketch.caches.layer import LayerCache, NewTokens
-from kvsketch.caches.uniform import Uniform
+from kvsketch.caches.core.budget import Budget
+from kvsketch.caches.core.config import BLOCK
+from kvsketch.caches.core.layer import LayerCache
+from kvsketch.caches.core.tokens import NewTokens
+from kvsketch.caches.forgetting.balancekv import BalanceKV
+from kvsketch.caches.forgetting.balancekv.levels import Levels
+from kvsketch.caches.forgetting.balancekv.practical import WALKS
+from kvsketch.caches.forgetting.uniform import Uniform
 from kvsketch.kernels.balanced_walk import keep_half, reference, strips
+from lanes import Fed, entries_of, entries_of_rows
 
 GREEDY = WALKS["greedy"]
 
@@ -163,12 +168,6 @@ def test_after_one_long_call_weights_differ_by_a_factor_of_two(count, share, blo
     assert count <= room or room - 32 <= levels.total <= room
 
 
-def leaving(keys, values, first=0):
-    count = keys.shape[2]
-    ranks = (first + torch.arange(count)).expand(len(keys), -1)
-    return LeavingTokens(keys, values, ranks, (first + count,) * len(keys))
-
-
 def numbered(count, rows=1):
     """Values that say which token it was."""
     keys = normal(rows, 2, count, 8)
@@ -178,13 +177,11 @@ def numbered(count, rows=1):
 @pytest.mark.parametrize("keep", [0.125, 0.25, 0.3, 0.75])
 def test_older_tokens_come_first_and_stand_for_at_least_as_many(keep):
     keys, values = numbered(4096)
-    past = BalanceKVPast(BalanceKV(keep=keep), Budget(keep, None, 164), 0)
-    past.write(leaving(keys, values))
-    held = past.entries()
+    held = Fed(BalanceKV(keep=keep), Budget(keep, None, 164), heads=2).write(keys, values).entries()
     assert (held.values[..., 0].diff(dim=2) > 0).all(), "tokens keep their order, and none comes twice"
     weights = held.log_mass.exp().round()
-    assert (weights[0, 0].diff() <= 0).all()
-    assert weights.sum() == 4096
+    assert (weights.diff(dim=2) <= 0).all()
+    assert weights.sum(2).tolist() == [[4096, 4096]]
     assert 0.95 * keep < (held.keys.shape[2] + 68) / 4164 <= keep
     assert weights.max() <= 2 ** math.ceil(math.log2(1 / keep) + 0.2), "no token stands for more than it has to"
 
@@ -193,18 +190,17 @@ def test_the_blocks_that_are_halved_together_are_halved_as_one_by_one():
     """A long call halves many blocks at once; its halves are those of the algorithm, block after block."""
     count, size = 1024, 64
     keys, values = normal(1, 1, count, 8), normal(1, 1, count, 8, seed=1)
-    past = BalanceKVPast(BalanceKV(keep=512, block=size), Budget(None, 100 + 640, 132), 5)
-    past.write(leaving(keys, values))
-    levels = past.held.levels[0]
-    assert levels.held[0] + levels.held[1] == sum(levels.held)
+    fed = Fed(BalanceKV(keep=512, block=size), Budget(None, 100 + 640, 132), layer=5).write(keys, values)
+    held, halved = (fed.holding.numbers()[name] for name in ("held", "halved"))
+    assert held[0] + held[1] == sum(held)
     kept = []
-    for start in range(0, levels.halved[0], size):
+    for start in range(0, halved[0], size):
         part = slice(start, start + size)
         products = reference.products(keys[0, :, part], values[0, :, part], 8**-0.5)[0].double()
-        drawn = past._draw(1, 0, torch.arange(start, start + size)[None], 1)[0, 0, 0]
+        drawn = uniforms_at(0, 5, 0, 0, torch.arange(start, start + size))
         kept += (start + (halve_exactly(products, GREEDY, drawn) > 0).nonzero()[:, 0]).tolist()
-    kept += range(levels.halved[0], count)
-    assert torch.equal(past.entries().keys[0, 0], keys[0, 0, kept])
+    kept += range(halved[0], count)
+    assert torch.equal(fed.entries().keys[0, 0], keys[0, 0, kept])
 
 
 def test_sharpness_is_a_factor_on_the_logits_of_the_walk():
@@ -213,7 +209,7 @@ def test_sharpness_is_a_factor_on_the_logits_of_the_walk():
     caches = [LayerCache(BalanceKV(keep=0.25, sharpness=sharpness), 0) for sharpness in (0.25, 1, 1)]
     for cache, given_keys in zip(caches, (2 * keys, keys, 2 * keys), strict=True):
         cache.hold(NewTokens(given_keys, values))
-    soft, half, sharp = (cache.past.entries().values for cache in caches)
+    soft, half, sharp = (entries_of(cache.past).values for cache in caches)
     assert torch.equal(soft, half)
     assert not torch.equal(soft, sharp)
 
@@ -225,9 +221,7 @@ def test_the_estimate_is_unbiased():
     query = normal(8, seed=2)
     found = []
     for seed in range(seeds):
-        past = BalanceKVPast(BalanceKV(keep=0.25, seed=seed, block=32), Budget(0.25, None, 132), 0)
-        past.write(leaving(keys, values))
-        held = past.entries()
+        held = Fed(BalanceKV(keep=0.25, seed=seed, block=32), Budget(0.25, None, 132)).write(keys, values).entries()
         weights = torch.exp(held.keys[0, 0] @ query + held.log_mass[0, 0])
         found.append(torch.cat([weights @ held.values[0, 0], weights.sum()[None]]))
     got = torch.stack(found).double()
@@ -275,7 +269,7 @@ def test_a_stream_in_chunks_loses_no_weight(augmented):
     cache = LayerCache(BalanceKV(keep=0.25, augmented=augmented), 0)
     for number in range(6):
         cache.hold(NewTokens(normal(1, 2, 500, 8, seed=number), normal(1, 2, 500, 4, seed=number)))
-        assert cache.past.entries().log_mass.exp().sum(2).round().tolist() == [[cache.left[0]]]
+        assert entries_of(cache.past).log_mass.exp().sum(2).round().tolist() == [[cache.left[0]] * 2]
 
 
 @pytest.mark.slow
@@ -305,20 +299,19 @@ def test_rows_of_unequal_lengths_have_levels_of_their_own():
     for row, length in enumerate(lengths):
         ranks[row, : 4096 - length] = -1
         ranks[row, 4096 - length :] = torch.arange(length)
-    past = BalanceKVPast(BalanceKV(keep=0.25), Budget(0.25, None, 132), 0)
-    past.write(LeavingTokens(keys, values, ranks, tuple(lengths)))
-    weights = past.entries().log_mass.exp().round().sum((1, 2))
-    assert weights.tolist() == lengths
-    assert past.count_entries()[0, 0] == 64
+    fed = Fed(BalanceKV(keep=0.25), Budget(0.25, None, 132), rows=3, heads=2).write(keys, values, ranks=ranks)
+    weights = [held.log_mass.exp().round().sum(2).tolist() for held in entries_of_rows(fed.lanes)]
+    assert weights == [[[length] * 2] for length in lengths]
+    assert fed.count_entries()[0].tolist() == [64, 64]
 
 
 # -- set apart
 
 
-def past_of(room, **options):
+def with_room(room, *, rows=1, heads=1, **options):
     """One that holds `room` tokens at most."""
     config = BalanceKV(keep=room + 100, **options)
-    return BalanceKVPast(config, Budget(None, config.exact_entries() + room, config.least_entries()), 0)
+    return Fed(config, Budget(None, config.exact_entries() + room, config.least_entries()), rows=rows, heads=heads)
 
 
 def outliers(keys, mean, count):
@@ -331,34 +324,31 @@ def outliers(keys, mean, count):
 @pytest.mark.parametrize("apart", [0.25, 0.5])
 def test_what_points_away_from_the_mean_of_all_keys_is_set_apart(apart):
     keys, values = 1 + normal(2, 3, 600, 8), normal(2, 3, 600, 4, seed=1)
-    past = past_of(200, augmented=True, apart=apart)
-    past.write(leaving(keys, values))
+    held = with_room(200, rows=2, heads=3, augmented=True, apart=apart).write(keys, values).entries()
     count = int(200 * apart)
-    assert torch.equal(past.entries().keys[:, :, :count], outliers(keys, keys.mean(2), count))
-    assert (past.entries().log_mass[:, :, :count] == 0).all()
-    assert past.entries().log_mass.exp().sum() == pytest.approx(2 * 600, rel=1e-6)
+    assert torch.equal(held.keys[:, :, :count], outliers(keys, keys.mean(2), count))
+    assert (held.log_mass[:, :, :count] == 0).all()
+    torch.testing.assert_close(held.log_mass.exp().sum(2), torch.full((2, 3), 600.0), rtol=1e-6, atol=0)
 
 
 def test_what_does_not_point_away_any_more_comes_back_to_the_levels():
     """The mean moves to the other side: those set apart before are the usual ones then."""
     early, late = 3 + normal(1, 1, 300, 8), -3 + normal(1, 1, 2000, 8, seed=1)
     early[:, :, 100:110] *= -1
-    past = past_of(200, augmented=True)
-    past.write(leaving(early, early))
+    fed = with_room(200, augmented=True).write(early, early)
     first = outliers(early, early.mean(2), 100)
-    assert torch.equal(past.entries().keys[:, :, :100], first)
-    past.write(leaving(late, late, first=300))
+    assert torch.equal(fed.entries().keys[:, :, :100], first)
+    fed.write(late, late)
     mean = torch.cat([early, late], 2).mean(2)
     # Of the early keys only those set apart then were still at hand, one by one.
-    assert torch.equal(past.entries().keys[:, :, :100], outliers(torch.cat([first, late], 2), mean, 100))
-    assert past.entries().log_mass.exp().sum() == pytest.approx(2300, rel=1e-6)
+    assert torch.equal(fed.entries().keys[:, :, :100], outliers(torch.cat([first, late], 2), mean, 100))
+    assert fed.entries().log_mass.exp().sum() == pytest.approx(2300, rel=1e-6)
 
 
 def test_a_small_room_is_left_to_the_levels():
-    past = past_of(BLOCK, augmented=True, apart=0.9)
-    past.write(leaving(normal(1, 1, 900, 8), normal(1, 1, 900, 4)))
-    assert past.held.levels[0].apart == 0
-    assert past.entries().count <= BLOCK
+    fed = with_room(BLOCK, augmented=True, apart=0.9).write(normal(1, 1, 900, 8), normal(1, 1, 900, 4))
+    assert fed.holding.numbers()["apart"] == 0
+    assert fed.entries().count <= BLOCK
 
 
 @pytest.mark.parametrize("options", [{}, {"augmented": True}, {"walk": "fair"}, {"mode": "faithful"}], ids=str)
@@ -366,23 +356,22 @@ def test_a_small_room_is_left_to_the_levels():
 def test_calls_of_any_size_are_taken(options, calls):
     """Odd counts, single tokens, calls smaller and larger than a block; some values are zero."""
     room = 64
-    config = BalanceKV(keep=room + 100, **options)
-    past = config.new_past(Budget(None, config.exact_entries() + room, config.least_entries()), 0)
+    fed = with_room(room, heads=2, **options)
     seen = 0
     for number, count in enumerate(calls):
         values = normal(1, 2, count, 4, seed=number)
         values[:, :, ::3] = 0.0
-        past.write(leaving(normal(1, 2, count, 8, seed=number), values, first=seen))
+        fed.write(normal(1, 2, count, 8, seed=number), values)
         seen += count
-        held = past.entries()
-        assert past.count_entries().max() <= room
+        held = fed.entries()
+        assert fed.count_entries().max() <= room
         if seen <= room:
-            assert past.count_entries().tolist() == [[seen, seen]]
-        got = past.attend(normal(1, 2, 3, 8), 1.0, None)
+            assert fed.count_entries().tolist() == [[seen, seen]]
+        got = fed.attend(normal(1, 2, 3, 8), 1.0)
         assert got.out.isfinite().all()
         mass = held.log_mass.exp().sum(2)
         assert mass.max() <= seen * (1 + 1e-6)
-        if config.mode == "practical":
+        if options.get("mode") != "faithful":
             assert mass.min() >= seen * (1 - 1e-6), "every token is stood for"
 
 

@@ -10,22 +10,26 @@ from hypothesis import strategies as st
 from kvsketch.algorithms.balancekv import bucket_of, softmax_balance
 from kvsketch.algorithms.draws import uniforms
 from kvsketch.attention import exact_attention
-from kvsketch.caches.balancekv import BalanceKV
-from kvsketch.caches.balancekv_theorem import (
-    ABOVE,
-    BELOW,
+from kvsketch.caches.core.config import BLOCK
+from kvsketch.caches.core.layer import LayerCache
+from kvsketch.caches.core.query import Query
+from kvsketch.caches.core.tokens import NewTokens
+from kvsketch.caches.forgetting.balancekv import BalanceKV
+from kvsketch.caches.forgetting.balancekv.batches import (
+    DENOMINATOR,
     GONE,
+    NUMERATOR,
     RETRIES,
     Theorem,
-    TheoremPast,
-    fitting,
     halve,
     next_batches,
     random_half,
 )
-from kvsketch.caches.base import BLOCK, LeavingTokens
-from kvsketch.caches.layer import LayerCache, NewTokens
+from kvsketch.caches.forgetting.balancekv.levels import fitting
+from kvsketch.caches.forgetting.balancekv.theorem import TheoremHolding
 from kvsketch.kernels.balanced_walk import keep_smaller, reference
+from kvsketch.kernels.weighted_attention import weighted_attention
+from lanes import arriving
 
 FAITHFUL = Theorem(block=64, constant=30, failure=0.01, epsilon=0.1, seed=3, layer=5)
 
@@ -176,7 +180,7 @@ def test_full_batches_of_the_lowest_level_come_first_and_the_oldest_of_them():
     levels = torch.tensor([[1, 1, 0, 0, 0, 0, GONE, 0], [1, 1, 0, 0, 0, 0, 0, 0]], dtype=torch.int8)
     buckets = torch.zeros(2, 8)
     found = next_batches(levels, buckets, 2, excess=2)
-    assert [(which, places.tolist()) for which, places in found] == [(BELOW, [2, 3]), (ABOVE, [2, 3])]
+    assert [(which, places.tolist()) for which, places in found] == [(DENOMINATOR, [2, 3]), (NUMERATOR, [2, 3])]
 
 
 def test_buckets_are_never_mixed():
@@ -184,27 +188,28 @@ def test_buckets_are_never_mixed():
     buckets = torch.stack([torch.zeros(8), torch.tensor([0.0, 3, 0, 3, 0, 3, 0, 3])])
     found = next_batches(levels, buckets, 4, excess=6)
     assert [(which, places.tolist()) for which, places in found] == [
-        (BELOW, [0, 1, 2, 3]), (ABOVE, [0, 2, 4, 6]), (BELOW, [4, 5, 6, 7])
+        (DENOMINATOR, [0, 1, 2, 3]), (NUMERATOR, [0, 2, 4, 6]), (DENOMINATOR, [4, 5, 6, 7])
     ]  # fmt: skip
 
 
 def test_where_no_batch_is_full_the_largest_is_halved():
     levels = torch.tensor([[0, 0, 1, 1, 1], [GONE, 0, 1, GONE, 1]], dtype=torch.int8)
     found = next_batches(levels, torch.zeros(2, 5), 32, excess=1)
-    assert [(which, places.tolist()) for which, places in found] == [(BELOW, [2, 3, 4])]
+    assert [(which, places.tolist()) for which, places in found] == [(DENOMINATOR, [2, 3, 4])]
 
 
 def test_small_rooms_have_small_batches():
     assert [fitting(256, room) for room in (33, 300, 600, 5000)] == [32, 32, 64, 256]
 
 
-# -- the past
+# -- what lanes hold
 
 
-def leaving(keys, values, first=0):
-    count = keys.shape[2]
-    ranks = (first + torch.arange(count)).expand(len(keys), -1)
-    return LeavingTokens(keys, values, ranks, (first + count,) * len(keys))
+def holding_of(keys, values, room, theorem=FAITHFUL):
+    """What lanes hold of tokens [b, h, n, ·] with room for so many."""
+    holding = TheoremHolding(theorem, lambda seen: room)
+    holding.write(arriving(keys, values))
+    return holding
 
 
 def uneven(count, rows=1, heads=2, seed=0):
@@ -221,12 +226,12 @@ def step_by_step(keys, values, room, head):
     count = len(keys)
     buckets = [bucket_of(value) for value in values]
     levels = torch.zeros(2, count, dtype=torch.int8)
-    levels[ABOVE, [i for i in range(count) if buckets[i] is None]] = GONE
+    levels[NUMERATOR, [i for i in range(count) if buckets[i] is None]] = GONE
     marks = torch.tensor([[0.0] * count, [-math.inf if bucket is None else bucket for bucket in buckets]])
     used = 0
     while (excess := int((levels > GONE).any(0).sum()) - room) > 0:
         for which, places in next_batches(levels, marks, fitting(FAITHFUL.block, room), excess):
-            taken = values[places] if which == ABOVE else torch.ones(len(places), 1)
+            taken = values[places] if which == NUMERATOR else torch.ones(len(places), 1)
             numbers = uniforms(FAITHFUL.seed, FAITHFUL.layer, head, used + torch.arange(len(places)), 0)
             used += len(places)
             if len(places) < BLOCK:
@@ -243,32 +248,31 @@ def step_by_step(keys, values, room, head):
 def test_all_rows_and_heads_together_hold_what_the_one_head_algorithm_holds():
     room, count = 200, 700
     keys, values = uneven(count, rows=2)
-    past = TheoremPast(FAITHFUL, lambda seen: room)
-    past.write(leaving(keys, values))
+    sets = holding_of(keys, values, room).sets
     for row in range(2):
         for head in range(2):
             levels = step_by_step(keys[row, head], values[row, head], room, head)
             there = (levels > GONE).any(0)
             held = int(there.sum())
             assert 0.7 * room < held <= room
-            assert torch.equal(past.sets.levels[row, head, :, :held], levels[:, there])
-            assert torch.equal(past.sets.keys[row, head, :held], keys[row, head, there])
-            assert (past.sets.levels[row, head, :, held:] == GONE).all()
+            lane = 2 * row + head
+            assert torch.equal(sets.levels[lane, :, :held], levels[:, there])
+            assert torch.equal(sets.keys[lane, :held], keys[row, head, there])
+            assert (sets.levels[lane, :, held:] == GONE).all()
     assert levels.max() >= 2, "some were halved twice"
 
 
 def test_weights_are_two_to_the_level_and_what_is_in_no_set_is_gone():
     keys, values = uneven(600)
-    past = TheoremPast(FAITHFUL, lambda seen: 250)
-    past.write(leaving(keys, values))
-    held = past.entries()
+    holding = holding_of(keys, values, 250)
+    held, sets = holding.tokens(), holding.sets
     for weights, level in (
-        (held.log_mass, past.sets.levels[:, :, BELOW]),
-        (held.log_value, past.sets.levels[:, :, ABOVE]),
+        (held.log_mass[0], sets.levels[:, DENOMINATOR]),
+        (held.log_value[0], sets.levels[:, NUMERATOR]),
     ):
         expected = torch.where(level == GONE, 0.0, 2.0 ** level.float())
         torch.testing.assert_close(weights.exp(), expected)
-    zero = (held.values == 0).all(3) & past.sets.held
+    zero = (held.values == 0).all(3) & sets.held
     assert zero.any(), "some of the tokens without a value are still below"
     assert (held.log_value[zero] == -math.inf).all()
 
@@ -279,9 +283,7 @@ def test_the_mass_of_the_denominator_is_that_of_all_tokens_less_what_the_smaller
     Two or three times here, and small batches at the end lose more.
     """
     keys, values = uneven(4000, heads=8)
-    past = TheoremPast(FAITHFUL, lambda seen: 1200)
-    past.write(leaving(keys, values))
-    mass = past.entries().log_mass.exp().sum(2)
+    mass = holding_of(keys, values, 1200).tokens().log_mass.exp().sum(2)
     assert (mass < 4000).all()
     assert (mass > 0.6 * 4000).all()
 
@@ -290,14 +292,12 @@ def test_buckets_of_tiny_values_are_erased_once_a_large_one_has_come():
     keys = 0.1 * normal(1, 1, 40, 8)
     values = normal(1, 1, 40, 4)
     values[:, :, :20] *= 1e-6
-    config = theorem(epsilon=0.5)
-    past = TheoremPast(config, lambda seen: 100)
-    past.write(leaving(keys[:, :, :20], values[:, :, :20]))
-    assert (past.sets.levels[:, :, ABOVE] == 0).all(), "all are alike so far"
-    past.write(leaving(keys[:, :, 20:], values[:, :, 20:], first=20))
-    assert (past.sets.levels[0, 0, ABOVE, :20] == GONE).all()
-    assert (past.sets.levels[0, 0, ABOVE, 20:] == 0).all()
-    assert (past.sets.levels[0, 0, BELOW] == 0).all(), "their keys still count below"
+    holding = holding_of(keys[:, :, :20], values[:, :, :20], 100, theorem(epsilon=0.5))
+    assert (holding.sets.levels[:, NUMERATOR] == 0).all(), "all are alike so far"
+    holding.write(arriving(keys[:, :, 20:], values[:, :, 20:], before=20))
+    assert (holding.sets.levels[0, NUMERATOR, :20] == GONE).all()
+    assert (holding.sets.levels[0, NUMERATOR, 20:] == 0).all()
+    assert (holding.sets.levels[0, DENOMINATOR] == 0).all(), "their keys still count below"
 
 
 def test_an_erased_bucket_is_that_of_line_8():
@@ -305,13 +305,12 @@ def test_an_erased_bucket_is_that_of_line_8():
     keys, count = 0.5 * normal(1, 1, 30, 8), 30
     values = torch.zeros(1, 1, count, 1)
     values[0, 0, :, 0] = 2.0 ** torch.arange(0, -count, -1)
-    past = TheoremPast(FAITHFUL, lambda seen: 100)
-    past.write(leaving(keys, values))
+    sets = holding_of(keys, values, 100).sets
     r = float(keys.norm(dim=3).max())
     least = FAITHFUL.epsilon / (2 * count) * math.exp(-(r**2) * 8**-0.5)
     kept = [2.0**i > least for i in range(0, -count, -1)]
     assert 5 < sum(kept) < 25
-    assert (past.sets.levels[0, 0, ABOVE] > GONE).tolist() == [*sorted(kept, reverse=True)]
+    assert (sets.levels[0, NUMERATOR] > GONE).tolist() == [*sorted(kept, reverse=True)]
 
 
 def relative_error(keep, seed, **options):
@@ -351,12 +350,12 @@ def test_answers_are_numbers_and_no_longer_than_the_longest_value(dtype, softcap
     for seed in range(20):
         size = (4, 40)[seed % 2]
         keys, values = size * normal(1, 2, 600, 8, seed=seed), normal(1, 2, 600, 4, seed=seed + 1)
-        past = TheoremPast(FAITHFUL, lambda seen: 150)
-        past.write(leaving(keys.to(dtype), values.to(dtype)))
+        holding = holding_of(keys.to(dtype), values.to(dtype), 150)
         query = size * normal(1, 4, 64, 8, seed=seed + 2).to(dtype)
         longest = values.norm(dim=3).amax(2).repeat_interleave(2, 1)[..., None]
-        assert (past.attend(query, 8**-0.5, softcap).out.float().norm(dim=3) <= longest * 1.02).all()
-        bare = super(TheoremPast, past).attend(query, 8**-0.5, softcap).out
+        got = holding.answer(Query(query, 8**-0.5, softcap), None).attended.out
+        assert (got.float().norm(dim=3) <= longest * 1.02).all()
+        bare = weighted_attention(query, holding.tokens(), 8**-0.5, softcap=softcap).out
         assert bare.isfinite().all()
         exploding += int((bare.abs().amax(3) > 10 * longest).sum())
     assert exploding > 0, "the bound must have been needed"
@@ -368,11 +367,11 @@ def test_keys_too_long_for_the_theorem_are_warned_of():
     for factor, warns in ((0.99, False), (1.01, True)):
         keys = normal(1, 1, 50, 8)
         keys *= factor * radius / keys.norm(dim=3, keepdim=True)
-        past = TheoremPast(FAITHFUL, lambda seen: 100)
-        assert past.warning() is None
-        past.write(leaving(keys, normal(1, 1, 50, 4)))
-        assert (past.warning() is not None) == warns
-    assert 'use mode="practical"' in past.warning()
+        holding = TheoremHolding(FAITHFUL, lambda seen: 100)
+        assert holding.warning() is None
+        holding.write(arriving(keys, normal(1, 1, 50, 4)))
+        assert (holding.warning() is not None) == warns
+    assert 'use mode="practical"' in holding.warning()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from safetensors import safe_open
 import kvsketch
 import zoo
 from commands import SOURCE, finished, process, refused, run
-from kvsketch.caches.base import BudgetedConfig
+from kvsketch.caches.core.config import BudgetedConfig
 from kvsketch.caches.registry import METHODS
 from kvsketch.cli.ending import ending, stop_at_once, stop_in_order
 from kvsketch.evaluation.embedded import load_embedded

@@ -12,6 +12,7 @@ import pytest
 SETTING = """
 import sys, warnings
 import torch, zoo, kvsketch
+from uneven import uneven
 warnings.filterwarnings("ignore")
 torch.set_num_threads(1)
 
@@ -29,6 +30,7 @@ for case in sys.argv[1:]:
     family, spec = case.split(": ")
     torch._dynamo.reset()
     model = zoo.build(family, layers=2)  # more would be compiled like these
+    spec = uneven(spec.removeprefix("uneven ")) if spec.startswith("uneven ") else spec
     cache = kvsketch.prefill(model, zoo.tokens(1, 200), kvsketch.make_cache(model, spec))
     unbroken(model, input_ids=torch.tensor([[5]]), past_key_values=cache)
 """
@@ -75,6 +77,7 @@ def run(script, *given):
 
 def test_a_decode_step_has_no_graph_break():
     every = [f"llama: {spec}" for spec in ("exact", "uniform(keep=0.5, window=16)", "streaming_llm(keep=128)")]
+    every += ["llama: uneven uniform(keep=160, window=16)", "llama: uneven streaming_llm(keep=128)"]
     run(STEP, *every, *(f"{family}: uniform(keep=0.5)" for family in ("qwen3", "gemma2", "gpt_oss", "lfm2")))
 
 

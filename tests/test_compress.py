@@ -5,7 +5,7 @@ import torch
 
 import kvsketch
 import zoo
-from kvsketch.caches.base import BudgetedConfig
+from kvsketch.caches.core.config import BudgetedConfig
 from kvsketch.caches.registry import METHODS
 
 LOOKUPS = [
@@ -17,7 +17,7 @@ LOOKUPS = [
 SPECS = [f"{name}(keep=0.25)" for name, config in METHODS.items() if issubclass(config, BudgetedConfig)]
 SPECS += ["exact", "uniform(keep='300KB', window=16)", *LOOKUPS]
 # Of the queries that came, not of what is held.
-ASKED = ("error", "longest_query", "recall", ".read", ".asked")
+ASKED = ("error", "longest_query", "recall", ".reads")
 CASES = [("llama", spec, True) for spec in SPECS] + [("llama", SPECS[-1], False)]
 CASES += [(family, SPECS[0], True) for family in ("gemma3", "gpt_oss", "qwen3")]
 
@@ -39,7 +39,7 @@ def state(cache):
 def counted_bytes(cache):
     """What is noted of a prompt's last queries, which looked up; in a cache that was compressed none have yet."""
     named = [item for layer in cache.sketch_layers for item in layer.state()[0].items()]
-    return sum(tensor.nbytes for name, tensor in named if name.endswith((".read", ".asked")))
+    return sum(tensor.nbytes for name, tensor in named if name.endswith(".reads"))
 
 
 @pytest.mark.parametrize(("family", "spec", "padded"), CASES)

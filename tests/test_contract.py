@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from kvsketch.attention import exact_attention
-from kvsketch.caches.base import BLOCK
-from kvsketch.caches.layer import LayerCache, NewTokens
-from kvsketch.caches.question import Unrotated
+from kvsketch.caches.core.config import BLOCK
+from kvsketch.caches.core.layer import LayerCache
+from kvsketch.caches.core.tokens import NewTokens, Unrotated
 from kvsketch.caches.registry import METHODS, methods, parse_spec
 from made_index import make_index
 
@@ -88,7 +88,7 @@ def held(cache):
     """All that a cache holds, as comparable tensors."""
     tensors, numbers = cache.state()
     numbers.pop("measured_at")
-    asked = ("error", "longest_query", "recall", ".read", ".asked")  # of the queries, not of what is held
+    asked = ("error", "longest_query", "recall", ".reads")  # of the queries, not of what is held
     tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(asked)}
     return {name: tensor.clone() for name, tensor in tensors.items()}, numbers
 
@@ -337,5 +337,5 @@ def test_a_step_looks_up_though_other_rows_are_padding_in_it(name):
     got = feed(together, query, keys, values, [400, 1], valid)[1:, :, -1:]
     single = [t[1:] for t in (query, keys, values)]
     torch.testing.assert_close(got, feed(alone, *single, [400, 1])[:, :, -1:], rtol=1e-4, atol=1e-5)
-    assert (alone.past.selectivity() < 1).all(), "something was left out"
-    torch.testing.assert_close(together.past.selectivity()[1], alone.past.selectivity()[0])
+    assert (alone.past.share_read() < 1).all(), "something was left out"
+    torch.testing.assert_close(together.past.share_read()[1], alone.past.share_read()[0])

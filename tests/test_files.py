@@ -88,7 +88,7 @@ def test_the_file_holds_what_the_cache_holds(saved):
     assert path.stat().st_size < 1.1 * cache.nbytes + 16_384
     with safe_open(path, "pt") as file:
         header = json.loads(file.metadata()["kvsketch"])
-    assert header["format"] == 3
+    assert header["format"] == 4
     assert header["method"] == "uniform"
     assert header["options"]["keep"] == 0.25  # defaults too: they may be others when the file is read
     assert header["model_type"] == "llama"
@@ -155,10 +155,14 @@ def changed(layers, **state):
     return [{**layer, "state": layer["state"] | state} for layer in layers]
 
 
+def in_stream(layers, **state):
+    return changed(layers, streams=[layers[0]["state"]["streams"][0] | state])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 99}, "has format 99, this version of kvsketch reads format 3: have a new cache read the text"),
+        ({"format": 99}, "has format 99, this version of kvsketch reads format 4: have a new cache read the text"),
         ({"format": None}, "has format None"),
         ({"method": "quantum"}, "a method 'quantum', which this version of kvsketch does not have; it has exact"),
         ({"method": 3}, "does not describe a cache: its method is 3"),
@@ -166,7 +170,11 @@ def changed(layers, **state):
         ({"options": {"keep": 0.25, "colour": "red"}}, "options 'colour', which this version of kvsketch does not"),
         ({"options": {"keep": "much"}}, "a cache of uniform that cannot be: keep='much' is not a size"),
         ({"options": []}, "its options is"),
-        ({"rests_on": 5}, "its rests_on is 5"),
+        (
+            {"format": 3},
+            "has format 3, this version of kvsketch reads format 4: have a new cache read",
+        ),
+        ({"source": 5}, "its source is 5"),
         ({"fingerprint": None}, "its fingerprint is None"),
         ({"layers": {}}, "its layers is"),
         ({"layers": []}, "does not hold the layers that this model has"),
@@ -175,9 +183,10 @@ def changed(layers, **state):
         (lambda known: {"layers": changed(known["layers"], seen="many")}, "holds a state of layer 0 that"),
         (lambda known: {"layers": changed(known["layers"], seen=-5)}, "holds a state of layer 0 that"),
         (lambda known: {"layers": changed(known["layers"], lengths=[1])}, "holds a state of layer 0 that"),
-        (lambda known: {"layers": changed(known["layers"], left=[0, 10**9])}, "holds a state of layer 0 that"),
-        (lambda known: {"layers": changed(known["layers"], budget=["a"])}, "holds a state of layer 0 that"),
-        (lambda known: {"layers": changed(known["layers"], past={})}, "holds a state of layer 0 that"),
+        (lambda known: {"layers": in_stream(known["layers"], left=[0, 10**9])}, "holds a state of layer 0 that"),
+        (lambda known: {"layers": changed(known["layers"], budgets=["a"])}, "holds a state of layer 0 that"),
+        (lambda known: {"layers": in_stream(known["layers"], past={})}, "holds a state of layer 0 that"),
+        (lambda known: {"layers": in_stream(known["layers"], heads=[0])}, "holds a state of layer 0 that"),
         (lambda known: {"layers": changed(known["layers"], offsets=7)}, "holds a state of layer 0 that"),
     ],
     ids=lambda part: part if isinstance(part, str) else "",
@@ -191,7 +200,7 @@ def test_descriptions_that_no_cache_has(change, message, saved):
         kvsketch.load_cache(model, path)
 
 
-@pytest.mark.parametrize("name", ["0.keys", "1.ranks", "2.past.keys"])
+@pytest.mark.parametrize("name", ["0.0.keys", "1.0.ranks", "2.0.past.0.keys"])
 @pytest.mark.parametrize("change", ["gone", "shape", "type"])
 def test_tensors_that_no_cache_has(name, change, saved):
     model, _, path = saved

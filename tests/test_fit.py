@@ -8,7 +8,7 @@ import torch
 
 from fitted import LAYERS, TOKENIZER, fitted, result_of, same, settings, tiny_model, write_corpus
 from kvsketch.algorithms import saap
-from kvsketch.caches.key_index import read_index
+from kvsketch.caches.lookup.key_index import read_index
 from kvsketch.files import write_json, write_tensors
 from kvsketch.fitting.checkpoint import train_or_resume
 from kvsketch.fitting.classifiers import train

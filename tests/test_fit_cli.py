@@ -7,7 +7,7 @@ import torch
 
 from commands import refused, run
 from fitted import TOKENIZER, tiny_model, write_corpus
-from kvsketch.caches.key_index import read_index
+from kvsketch.caches.lookup.key_index import read_index
 from kvsketch.evaluation.embedded import load_embedded
 from kvsketch.huggingface.identity import describe_model
 

@@ -218,7 +218,7 @@ def test_a_call_that_fails_half_way_leaves_a_cache_that_says_so(family, layer):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("uniform(keep='30KB', window=16)", "give more bytes"),
+        ("uniform(keep='20KB', window=16)", "give more bytes"),
         ("saap(index='INDEX', window=16)", r"attach\(model, before_rotation=True\)"),
     ],
     ids=["bytes", "unwatched"],

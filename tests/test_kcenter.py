@@ -8,11 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsketch.algorithms.kcenter import Centres, greedy_k_center, take_tokens
-from kvsketch.caches.base import LeavingTokens
-from kvsketch.caches.clustergen import ClusterGen, ClusterGenPast
-from kvsketch.caches.layer import LayerCache, NewTokens
+from kvsketch.caches.core.budget import Budget
+from kvsketch.caches.core.layer import LayerCache
+from kvsketch.caches.core.tokens import NewTokens
+from kvsketch.caches.forgetting.clustergen import ClusterGen
 from kvsketch.kernels import kcenter
 from kvsketch.kernels.kcenter import lazy, reference
+from lanes import Fed
 
 
 def points(kind, count, width=32, seed=0):
@@ -141,29 +143,35 @@ def test_more_centres_than_points_are_all_points():
 # -- the cache
 
 
-def leaving(keys, values, first):
-    count = keys.shape[2]
-    ranks = first + torch.arange(count)[None]
-    return LeavingTokens(keys, values, ranks.expand(len(keys), -1), (first + count,) * len(keys))
+def with_room(room, heads, weights="count"):
+    """One that has room for `room(count)` centres when `count` tokens have left the window."""
+
+    class WithRoom(ClusterGen):
+        def room(self, budget, count):
+            return room(count)
+
+    return Fed(WithRoom(weights=weights), Budget(0.25, None, 136), heads=heads)
 
 
 def test_the_cache_holds_what_the_algorithm_holds():
     """Three calls, two heads: sizes, and how far tokens are, follow through all of them."""
     keys = torch.stack([points("clustered", 900, seed=i) for i in range(2)])[None].double()
     values = torch.stack([points("gauss", 900, seed=i + 5) for i in range(2)])[None]
-    past = ClusterGenPast(lambda count: 100 + count // 10, "count")
+    fed = with_room(lambda count: 100 + count // 10, heads=2)
     held = [Centres(keys[0, 0, :0], values[0, 0, :0], torch.zeros(0), torch.zeros(0).double())] * 2
     for start, stop in ((0, 400), (400, 640), (640, 900)):
-        past.write(leaving(keys[:, :, start:stop], values[:, :, start:stop], start))
+        fed.write(keys[:, :, start:stop], values[:, :, start:stop])
         for head in range(2):
             part = keys[0, head, start:stop], values[0, head, start:stop]
             held[head] = take_tokens(held[head], *part, 100 + stop // 10)
+    entries = fed.holding.entries()
+    sizes, reach = entries.per_entry["sizes"], entries.per_entry["reach"]
     for head in range(2):
-        assert torch.equal(past.centres.keys[0, head], held[head].keys)
-        assert torch.equal(past.centres.values[0, head], held[head].values)
-        assert torch.equal(past.centres.sizes[0, head].float(), held[head].sizes)
-        torch.testing.assert_close(past.centres.reach[0, head].double(), held[head].reach, rtol=1e-5, atol=1e-5)
-    assert past.centres.sizes.sum() == 2 * 900
+        assert torch.equal(entries.keys[head], held[head].keys)
+        assert torch.equal(entries.values[head], held[head].values)
+        assert torch.equal(sizes[head].float(), held[head].sizes)
+        torch.testing.assert_close(reach[head].double(), held[head].reach, rtol=1e-5, atol=1e-5)
+    assert sizes.sum() == 2 * 900
 
 
 def test_no_token_is_farther_from_its_centre_than_the_centre_says():
@@ -188,12 +196,12 @@ def test_no_token_is_farther_from_its_centre_than_the_centre_says():
 
 def test_weights_are_sizes_or_as_published_none():
     keys, values = torch.randn(2, 1, 3, 500, 8, generator=torch.Generator().manual_seed(0))
-    counted, published = (ClusterGenPast(lambda count: 50, weights) for weights in ("count", "none"))
-    for past in (counted, published):
-        past.write(leaving(keys, values, 0))
-    assert torch.equal(counted.entries().keys, published.entries().keys)
-    torch.testing.assert_close(counted.entries().log_mass.exp().sum(2), torch.full((1, 3), 500.0))
-    assert (published.entries().log_mass == 0).all()
+    counted, published = (
+        with_room(lambda count: 50, 3, weights).write(keys, values).entries() for weights in ("count", "none")
+    )
+    assert torch.equal(counted.keys, published.keys)
+    torch.testing.assert_close(counted.log_mass.exp().sum(2), torch.full((1, 3), 500.0))
+    assert published.log_mass is None
 
 
 def test_half_of_the_budget_goes_to_the_latest_tokens():
@@ -220,10 +228,21 @@ def test_a_trickle_of_tokens_is_not_clustered_at_every_block():
     assert 10 < falls < 25  # 62 blocks of 32 tokens
 
 
+@pytest.mark.parametrize("keep", [264, 0.01])
+def test_many_sinks_and_the_least_budget_leave_room_for_the_latest_tokens(keep):
+    config = ClusterGen(keep=keep, sinks=100)
+    assert config.least_entries() == 264
+    cache = LayerCache(config, 0)
+    for seed in range(10):
+        keys = torch.randn(1, 2, 64, 4, generator=torch.Generator().manual_seed(seed))
+        cache.hold(NewTokens(keys, keys))
+        assert int(cache.count_entries().max()) <= 264
+
+
 def test_wrong_options_are_refused_by_name():
     with pytest.raises(ValueError, match="weights must be one of count, none, got 'sum'"):
         ClusterGen(weights="sum")
     with pytest.raises(ValueError, match="window must be a whole number of at least 1, got 0"):
         ClusterGen(window=0)
-    with pytest.raises(ValueError, match="needs at least"):
-        ClusterGen(keep=100)
+    with pytest.raises(ValueError, match="needs at least 100"):
+        ClusterGen(keep=99)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kvsketch.caches.key_index import DESCRIPTION, FORMAT, layer_file, read_index
+from kvsketch.caches.lookup.key_index import DESCRIPTION, FORMAT, layer_file, read_index
 from kvsketch.files import read_json, write_json, write_tensors
 from kvsketch.huggingface.identity import describe_model
 from made_index import make_index

@@ -13,7 +13,7 @@ import zoo
 from commands import refused
 from commands import run as command
 from kvsketch.attention import exact_attention, weighted_attention
-from kvsketch.caches.layer import LayerCache
+from kvsketch.caches.core.layer import LayerCache
 from kvsketch.cli.bench_error_tables import tables
 from kvsketch.evaluation.layers import pictures
 from kvsketch.evaluation.layers.error import NORMS_KEY, cut, measure, norms_row, run
@@ -21,6 +21,7 @@ from kvsketch.evaluation.layers.plan import KEY, Prompt, Study, middle_of
 from kvsketch.evaluation.layers.summary import compare, pool_norms, rate_name, summarise
 from kvsketch.evaluation.results.rows import RowsFile, key_of, read_rows
 from kvsketch.huggingface.capture import Captured, capture
+from lanes import entries_of
 
 METHODS = ("balancekv", "uniform", "uniform(weights='none')", "streaming_llm", "clustergen", "subgen")
 ENTRIES_ALONE = METHODS[:-1]  # SubGen's entries have a key or a value less: it counts them by their bytes
@@ -114,12 +115,12 @@ def test_exact_answers_are_those_of_the_definition(softcap):
 def test_the_error_is_that_of_the_entries_by_hand():
     """Weighted entries and the last tokens in one sum, and the norms of what differs."""
     case, trial = cut(captured(), EXACT), one("uniform", 0.25)
-    past = held_by(case, trial).past.entries()
+    past = entries_of(held_by(case, trial).past)
     sinks_and_one = [*range(EXACT), EXACT + 256]
     keys = torch.cat([past.keys, case.context.keys[:, :, sinks_and_one], case.last.keys], 2)
     values = torch.cat([past.values, case.context.values[:, :, sinks_and_one], case.last.values], 2)
     before = past.count + EXACT + 1
-    weights = torch.cat([past.log_mass, torch.zeros(1, 1, 2 * EXACT + 1)], 2)
+    weights = torch.cat([past.log_mass, torch.zeros(1, HEADS, 2 * EXACT + 1)], 2)
     order = torch.arange(before + EXACT)
     visible = (order <= before + torch.arange(EXACT)[:, None])[None, None]
     tokens = dataclasses.replace(past, keys=keys, values=values, log_mass=weights)

@@ -12,16 +12,19 @@ from hypothesis import strategies as st
 from kvsketch.algorithms import lsh as one_head
 from kvsketch.algorithms import saap
 from kvsketch.attention import WeightedTokens, exact_attention, merge, weighted_attention
-from kvsketch.caches.base import LeavingTokens
-from kvsketch.caches.bucketed import choose
-from kvsketch.caches.kmeans import KMeans
-from kvsketch.caches.layer import LayerCache, NewTokens
-from kvsketch.caches.lsh import LSH
-from kvsketch.caches.question import Arriving, Question, Unrotated
-from kvsketch.caches.random_buckets import RandomBuckets
-from kvsketch.caches.retrieval import Retrieval
-from kvsketch.caches.saap import Saap, SaapPast
-from kvsketch.caches.sorted_runs import BASE
+from kvsketch.caches.core.budget import Budget
+from kvsketch.caches.core.layer import LayerCache
+from kvsketch.caches.core.query import Query
+from kvsketch.caches.core.tokens import NewTokens, Seen, Unrotated
+from kvsketch.caches.lookup import store as store_module
+from kvsketch.caches.lookup.buckets import Limits, choose
+from kvsketch.caches.lookup.kmeans import KMeans
+from kvsketch.caches.lookup.lsh import LSH
+from kvsketch.caches.lookup.random_buckets import RandomBuckets
+from kvsketch.caches.lookup.retrieval import Retrieval
+from kvsketch.caches.lookup.saap import Saap, SaapLookup
+from kvsketch.caches.lookup.store import BASE, Store
+from lanes import Fed
 from made_index import make_index
 
 HEADS, GROUP, WIDTH, BUCKETS = 2, 3, 16, 8
@@ -37,21 +40,19 @@ def tokens(count, seed=0):
     return tuple(normal(1, HEADS, count, WIDTH, seed=3 * seed + i) for i in range(3))
 
 
-def question(count=1, seed=50):
+def some_queries(count=1, seed=50):
     queries = normal(1, HEADS * GROUP, count, WIDTH, seed=seed)
-    return Question(queries, queries.flip(-1), SCALE, None, 1000 + torch.arange(count)[None])
+    return Query(queries, SCALE, None, queries.flip(-1), 1000 + torch.arange(count)[None])
 
 
 def filled(config, keys, values, unrotated, sizes=None, layer=1):
-    """A past that was given the tokens in parts of these sizes."""
-    past, start = config.slots(layer), 0
+    """A method that was given the tokens in parts of these sizes."""
+    fed, start = Fed(config, Budget(1.0, None, 0), layer=layer, heads=HEADS), 0
     for size in sizes or [keys.shape[2]]:
         part = slice(start, start + size)
-        ranks = torch.arange(start, start + size)[None]
-        labels = past.label(Arriving(keys[:, :, part], unrotated[:, :, part], ranks))
-        past.write(LeavingTokens(keys[:, :, part], values[:, :, part], ranks, (start + size,), labels))
+        fed.write(keys[:, :, part], values[:, :, part], unrotated[:, :, part])
         start += size
-    return past
+    return fed
 
 
 @pytest.fixture
@@ -70,8 +71,8 @@ def classifier_of(learnt, head):
 def test_saap_in_a_layer_is_saap_in_each_head(tmp_path, hidden, probes):
     config = Saap(index=make_index(tmp_path / "i", heads=HEADS, width=WIDTH, hidden=hidden), probes=probes, staging=1)
     keys, values, unrotated = tokens(300)
-    past, asking = filled(config, keys, values, unrotated), question()
-    found = past.find(asking)
+    fed, asking = filled(config, keys, values, unrotated), some_queries()
+    found = fed.ask(asking)
     learnt = config.learnt.layer(1)
     for head in range(HEADS):
         group = slice(head * GROUP, (head + 1) * GROUP)
@@ -79,8 +80,8 @@ def test_saap_in_a_layer_is_saap_in_each_head(tmp_path, hidden, probes):
         classifier = classifier_of(learnt, head)
         visit = saap.visited(classifier.log_probabilities(asking.unrotated[0, group, 0]).exp(), probes)
         expected = saap.attend(asking.queries[0, group, 0], keys[0, head], values[0, head], buckets, visit, SCALE)
-        torch.testing.assert_close(found.part.out[:, group], expected.out)
-        torch.testing.assert_close(found.part.lse[:, group], expected.lse)
+        torch.testing.assert_close(found.attended.out[:, group], expected.out)
+        torch.testing.assert_close(found.attended.lse[:, group], expected.lse)
         assert found.read[0, head, 0] / 300 == pytest.approx(saap.selectivity(buckets, visit))
 
 
@@ -88,17 +89,17 @@ def test_saap_in_a_layer_is_saap_in_each_head(tmp_path, hidden, probes):
 def test_kmeans_visits_the_nearest_centroids(index, rope):
     config = KMeans(index=index, probes=2, staging=1, rope=rope)
     keys, values, unrotated = tokens(300)
-    past, asking = filled(config, keys, values, unrotated), question()
+    fed, asking = filled(config, keys, values, unrotated), some_queries()
     learnt = config.learnt.layer(1)
     centroids = learnt.rotated_centroids if rope else learnt.centroids
     seen, asked = (keys, asking.queries) if rope else (unrotated, asking.unrotated)
-    found = past.find(asking)
+    found = fed.ask(asking)
     for head in range(HEADS):
         group = slice(head * GROUP, (head + 1) * GROUP)
         buckets = saap.assign(seen[0, head], centroids[head])
         visit = (asked[0, group, 0] @ centroids[head].T).mean(0).topk(2).indices
         expected = saap.attend(asking.queries[0, group, 0], keys[0, head], values[0, head], buckets, visit, SCALE)
-        torch.testing.assert_close(found.part.out[:, group], expected.out)
+        torch.testing.assert_close(found.attended.out[:, group], expected.out)
 
 
 @pytest.mark.parametrize("kind", ["kdeformer", "reformer", "magicpig"])
@@ -106,11 +107,11 @@ def test_lsh_in_a_layer_is_lsh_in_each_head(kind):
     """Sorted as one run; the queries of a group read what each of them finds."""
     config = LSH(kind=kind, bins=5, bits=4, tables=9, staging=256)
     keys, values, unrotated = tokens(256)
-    past, asking = filled(config, keys, values, unrotated), question()
-    found = past.find(asking)
+    fed, asking = filled(config, keys, values, unrotated), some_queries()
+    found = fed.ask(asking)
     for head in range(HEADS):
         group = slice(head * GROUP, (head + 1) * GROUP)
-        directions = past.directions._of(HEADS, keys)[head]
+        directions = fed.method.directions._of(HEADS, keys)[head]
         seen = {
             "kdeformer": lambda q, k, d: one_head.kdeformer(q, k, d, 5),
             "reformer": lambda q, k, d: one_head.reformer(q, k, d, 5),
@@ -122,13 +123,13 @@ def test_lsh_in_a_layer_is_lsh_in_each_head(kind):
             visible=together[None, None, None],
         )  # fmt: skip
         assert found.read[0, head, 0] == together.sum()
-        torch.testing.assert_close(found.part.out[:, group], part.out)
+        torch.testing.assert_close(found.attended.out[:, group], part.out)
 
 
 def test_retrieval_reads_what_the_group_attends_to_most():
     keys, values, unrotated = tokens(300)
-    past, asking = filled(Retrieval(top=20), keys, values, unrotated), question()
-    found = past.find(asking)
+    fed, asking = filled(Retrieval(top=20), keys, values, unrotated), some_queries()
+    found = fed.ask(asking)
     for head in range(HEADS):
         group = slice(head * GROUP, (head + 1) * GROUP)
         attention = torch.softmax(asking.queries[0, group, 0] @ keys[0, head].T * SCALE, 1)
@@ -138,31 +139,41 @@ def test_retrieval_reads_what_the_group_attends_to_most():
             asking.queries[:, group], keys[:, head : head + 1], values[:, head : head + 1], SCALE,
             visible=most[None, None, None],
         )  # fmt: skip
-        torch.testing.assert_close(found.part.out[:, group], expected.out)
+        torch.testing.assert_close(found.attended.out[:, group], expected.out)
     assert (found.read == 20).all()
+
+
+@pytest.mark.parametrize("config", [Retrieval(top=20), LSH(kind="magicpig", bits=4, tables=9)], ids=str)
+def test_what_is_read_is_the_same_for_many_queries_some_at_a_time(config, monkeypatch):
+    fed, asking = filled(config, *tokens(300)), some_queries(count=7)
+    at_once = fed.ask(asking)
+    monkeypatch.setattr(store_module, "MASK_AT_ONCE", 300 * HEADS * GROUP * 2)
+    in_parts = fed.ask(asking)
+    assert torch.equal(in_parts.read, at_once.read)
+    torch.testing.assert_close(in_parts.attended.out, at_once.attended.out)
 
 
 def test_nothing_that_reads_as_many_tokens_has_more_of_the_mass_than_retrieval(index):
     """With one query in a group: for several together the largest mean is not each one's largest."""
     keys, values, unrotated = tokens(600)
     queries = normal(1, HEADS, 1, WIDTH, seed=7)
-    asking = Question(queries, queries.flip(-1), SCALE, None, torch.tensor([[600]]))
+    asking = Query(queries, SCALE, None, queries.flip(-1), torch.tensor([[600]]))
     for config in (Saap(index=index, probes=1, staging=1), RandomBuckets(buckets=8, probes=1, staging=1)):
-        found = filled(config, keys, values, unrotated).find(asking)
+        found = filled(config, keys, values, unrotated).ask(asking)
         for head in range(HEADS):
-            best = filled(Retrieval(top=int(found.read[0, head, 0])), keys, values, unrotated).find(asking)
-            assert best.part.lse[0, head, 0] >= found.part.lse[0, head, 0]
+            best = filled(Retrieval(top=int(found.read[0, head, 0])), keys, values, unrotated).ask(asking)
+            assert best.attended.lse[0, head, 0] >= found.attended.lse[0, head, 0]
 
 
 def test_random_buckets_read_their_share_and_no_bucket_is_preferred():
     config = RandomBuckets(buckets=20, probes=5, staging=1)
-    past = filled(config, *tokens(2000))
-    asked = past.scores(question(count=200)).topk(5, dim=3).indices
+    fed = filled(config, *tokens(2000))
+    asked = fed.method.ask(some_queries(count=200), HEADS).topk(5, dim=3).indices
     counts = torch.bincount(asked.flatten(), minlength=20).double()
     expected = asked.numel() / 20
     error = math.sqrt(expected * (1 - 5 / 20))
     assert (counts - expected).abs().max() < 4 * error
-    read = past.find(question(count=200)).read.double().mean() / 2000
+    read = fed.ask(some_queries(count=200)).read.double().mean() / 2000
     # A bucket's size varies as a binomial; five of twenty are read for each of 400 lanes.
     assert abs(float(read) - 0.25) < 4 * math.sqrt(0.25 * 0.75 / 2000)
 
@@ -178,15 +189,15 @@ def test_limits_hold_and_the_best_bucket_is_always_visited(seed, probes, most):
     def read(visited):
         return (size.gather(3, visited.buckets) * visited.taken).sum(3)
 
-    free = choose(scores, sizes, probes)
+    free = choose(scores, sizes, Limits(probes))
     assert free.taken.all()
-    capped = choose(scores, sizes, probes, visit=most)
+    capped = choose(scores, sizes, Limits(probes, visit=most))
     best = size.gather(3, capped.buckets[..., :1])[..., 0]
     assert (read(capped) <= torch.maximum(torch.tensor(most), best)).all()
     assert (size.gather(3, capped.buckets) * capped.taken).sum(3).ge(best).all()
-    share = choose(scores, sizes, probes, visit=0.25)
+    share = choose(scores, sizes, Limits(probes, visit=0.25))
     assert (read(share) <= torch.maximum(0.25 * size.sum(3), best)).all()
-    heavy = choose(scores, sizes, 8, mass=0.9)
+    heavy = choose(scores, sizes, Limits(8, mass=0.9))
     found = (scores.gather(3, heavy.buckets) * heavy.taken).sum(3)
     assert (found >= 0.9 - 1e-5).all()
     last = (scores.gather(3, heavy.buckets) * heavy.taken).masked_fill(~heavy.taken, 2).amin(3)
@@ -196,8 +207,8 @@ def test_limits_hold_and_the_best_bucket_is_always_visited(seed, probes, most):
 def test_what_is_not_visited_stands_in_as_means(index):
     config = Saap(index=index, probes=3, staging=32, estimate=True)
     keys, values, unrotated = tokens(320)
-    past, asking = filled(config, keys, values, unrotated, [200, 7, 1, 112]), question(count=4)
-    found = past.find(asking)
+    fed, asking = filled(config, keys, values, unrotated, [200, 7, 1, 112]), some_queries(count=4)
+    found = fed.ask(asking)
     learnt = config.learnt.layer(1)
     for head in range(HEADS):
         group = slice(head * GROUP, (head + 1) * GROUP)
@@ -209,8 +220,8 @@ def test_what_is_not_visited_stands_in_as_means(index):
             means = [torch.stack([x[0, head, buckets == b].mean(0) for b in rest])[None, None] for x in (keys, values)]
             counts = torch.tensor([float((buckets == b).sum()) for b in rest]).log()[None, None]
             expected = weighted_attention(asking.queries[:, group, at : at + 1], WeightedTokens(*means, counts), SCALE)
-            torch.testing.assert_close(found.rest.out[:, group, at : at + 1], expected.out, rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(found.rest.lse[:, group, at : at + 1], expected.lse, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(found.estimated.out[:, group, at : at + 1], expected.out, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(found.estimated.lse[:, group, at : at + 1], expected.lse, rtol=1e-4, atol=1e-5)
 
 
 def test_the_estimate_is_part_of_the_answer_and_not_of_the_recall(index):
@@ -228,9 +239,9 @@ def test_the_estimate_is_part_of_the_answer_and_not_of_the_recall(index):
     assert (plain.recall < 0.9).all()
     assert estimated.error.mean() < plain.error.mean()
     asking = query[:, :, -1:]
-    found = estimated.past.look_up(Question(asking, asking.flip(-1), SCALE))
+    found = estimated.past.answer(Query(asking, SCALE, None, asking.flip(-1)))
     window = weighted_attention(asking, estimated.window.tokens(), SCALE)
-    expected = merge(found.part, window, found.rest)
+    expected = merge(found.attended, window, found.estimated)
     got = estimated.attend(asking, SCALE, unrotated=asking.flip(-1))
     torch.testing.assert_close(got.out, expected.out)
 
@@ -261,36 +272,34 @@ def test_runs_are_sorted_few_and_hold_every_token_once(sizes):
     staging = 32
     config = RandomBuckets(buckets=10, probes=3, staging=staging)
     keys, values, _ = tokens(sum(sizes))
-    past = filled(config, keys, values, keys, sizes)
-    edges = [*past.runs, past.sorted_to]
+    fed = filled(config, keys, values, keys, sizes)
+    store = fed.holding
+    edges = [*store.runs, store.sorted_to]
     lengths = [(end - start) // staging for start, end in pairwise(edges)]
-    assert past.count - past.sorted_to < staging
+    assert store.count - store.sorted_to < staging
     assert sum(lengths) == sum(sizes) // staging
     assert len(lengths) <= math.log(max(lengths), BASE) + 2
     assert all(longer > shorter for longer, shorter in pairwise(lengths))
-    for _, labels in past.labels_of_runs():
-        assert (labels.diff(dim=2) >= 0).all()
-    for held, came in ((past.keys, keys), (past.values, values)):
-        assert torch.equal(held.sort(2).values, came.sort(2).values)
-    at = torch.arange(past.count)
-    labels = past.label(Arriving(keys, None, at[None]))[0, :, :, 0]
+    for _, labels in store.labels_of_runs():
+        assert (labels.diff(dim=1) >= 0).all()
+    for held, came in ((store.keys, keys[0]), (store.values, values[0])):
+        assert torch.equal(held.sort(1).values, came.sort(1).values)
+    at = torch.arange(store.count)
+    labels = fed.method.note(Seen(keys, None, at[None]))[0, :, :, 0]
     for head in range(HEADS):
         place = {tuple(key): number for number, key in enumerate(keys[0, head].tolist())}
-        found = [place[tuple(key)] for key in past.keys[0, head].tolist()]
-        assert torch.equal(past.labels.view[0, head, :, 0], labels[head][found]), "labels moved with their keys"
+        found = [place[tuple(key)] for key in store.keys[head].tolist()]
+        assert torch.equal(store.labels.view[head, :, 0], labels[head][found]), "labels moved with their keys"
 
 
 def test_a_token_is_moved_a_few_times_and_not_at_every_step(monkeypatch):
     moved = []
     config = RandomBuckets(buckets=10, probes=3, staging=32)
     keys, values, _ = tokens(32 * 300)
-    past = config.slots(1)
-    sort = type(past)._sort
-    monkeypatch.setattr(type(past), "_sort", lambda self, a, b: (moved.append(b - a), sort(self, a, b)))
-    for start in range(0, keys.shape[2], 32):
-        part, ranks = slice(start, start + 32), torch.arange(start, start + 32)[None]
-        labels = past.label(Arriving(keys[:, :, part], None, ranks))
-        past.write(LeavingTokens(keys[:, :, part], values[:, :, part], ranks, (start + 32,), labels))
+    sort = Store._sort
+    monkeypatch.setattr(Store, "_sort", lambda self, a, b: (moved.append(b - a), sort(self, a, b)))
+    filled(config, keys, values, keys, [32] * 300)
+    assert moved
     # A digit of base 4 is sorted again for each of its values: 2.5 times on average, for each of log₄ 300 digits.
     assert sum(moved) / keys.shape[2] < 2.5 * math.ceil(math.log(300, BASE))
 
@@ -298,28 +307,31 @@ def test_a_token_is_moved_a_few_times_and_not_at_every_step(monkeypatch):
 def test_new_tokens_are_read_while_they_wait(index):
     config = Saap(index=index, probes=1, staging=100)
     keys, values, unrotated = tokens(199)
-    past = filled(config, keys, values, unrotated)
-    asking = question()
-    found = past.find(asking)
+    fed = filled(config, keys, values, unrotated)
+    asking = some_queries()
+    found = fed.ask(asking)
     assert (found.read >= 99).all()
-    waiting = exact_attention(asking.queries, past.keys[:, :, 100:], past.values[:, :, 100:], SCALE)
-    assert torch.equal(past.keys[:, :, 100:], keys[:, :, 100:])
-    assert (found.part.lse >= waiting.lse - 1e-5).all()
+    store = fed.holding
+    waiting = exact_attention(asking.queries, store.keys[None, :, 100:], store.values[None, :, 100:], SCALE)
+    assert torch.equal(store.keys[:, 100:], keys[0, :, 100:])
+    assert (found.attended.lse >= waiting.lse - 1e-5).all()
 
 
 def test_no_probes_read_the_window_and_what_waits_alone(index):
-    past = filled(Saap(index=index, probes=0, staging=10), *tokens(205))
-    assert (past.find(question()).read == 5).all()
+    fed = filled(Saap(index=index, probes=0, staging=10), *tokens(205))
+    assert (fed.ask(some_queries()).read == 5).all()
 
 
 def test_without_probes_an_estimate_of_all_buckets_is_left(index):
     keys, values, unrotated = tokens(400)
-    past = filled(Saap(index=index, probes=0, staging=1, estimate=True), keys, values, unrotated)
-    found = past.find(question())
+    fed = filled(Saap(index=index, probes=0, staging=1, estimate=True), keys, values, unrotated)
+    found = fed.ask(some_queries())
     assert (found.read == 0).all()
-    every = filled(Saap(index=index, probes=BUCKETS, staging=1), keys, values, unrotated).find(question())
-    assert (found.rest.lse <= every.part.lse + 1e-5).all(), "means have too little mass, by Jensen's inequality"
-    assert (found.rest.lse > every.part.lse - 1).all()
+    every = filled(Saap(index=index, probes=BUCKETS, staging=1), keys, values, unrotated).ask(some_queries())
+    assert (found.estimated.lse <= every.attended.lse + 1e-5).all(), (
+        "means have too little mass, by Jensen's inequality"
+    )
+    assert (found.estimated.lse > every.attended.lse - 1).all()
 
 
 def test_a_padded_row_reads_what_it_reads_alone_and_padding_is_not_counted():
@@ -336,7 +348,36 @@ def test_a_padded_row_reads_what_it_reads_alone_and_padding_is_not_counted():
         part = [x[row : row + 1, :, skip:] for x in (query, keys, values)]
         expected = alone.read(part[0], NewTokens(*part[1:]), SCALE).out
         torch.testing.assert_close(got[row : row + 1, :, skip:], expected, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(together.past.selectivity()[row], alone.past.selectivity()[0])
+        torch.testing.assert_close(together.past.share_read()[row], alone.past.share_read()[0])
+
+
+def test_what_is_read_is_counted_once_and_by_nobody_who_only_asks(index):
+    """A forward pass counts; looking again does not."""
+    config = Saap(index=index, probes=2, staging=1, window=30, full_layers=0)
+    cache = LayerCache(config, 1)
+    keys, values, unrotated = tokens(201)
+    query = normal(1, HEADS * GROUP, 201, WIDTH, seed=9)
+    cache.hold(
+        NewTokens(keys[:, :, :200], values[:, :, :200], None, Unrotated(query[:, :, :200], unrotated[:, :, :200]))
+    )
+    asking = Query(query[:, :, 200:], SCALE, None, query[:, :, 200:].flip(-1), torch.tensor([[200]]))
+    found = cache.past.answer(asking)
+    cache.attend(asking.queries, SCALE, unrotated=asking.unrotated)
+    assert cache.past.share_read() is None
+    seen = Unrotated(asking.unrotated, unrotated[:, :, 200:])
+    cache.read(asking.queries, NewTokens(keys[:, :, 200:], values[:, :, 200:], None, seen), SCALE)
+    torch.testing.assert_close(cache.past.share_read(), found.read[:, :, 0] / cache.past.counts[0], check_dtype=False)
+
+
+def test_labels_that_there_are_not_are_refused_whether_sorted_in_or_waiting(index):
+    for staging in (10, 1000):
+        config = Saap(index=index, staging=staging)
+        for label in (-1, BUCKETS):
+            lanes = filled(config, *tokens(205)).lanes
+            tensors, numbers = lanes.tensors(), lanes.numbers()
+            tensors["0.labels"][1, 3] = label
+            with pytest.raises(ValueError, match=f"labels from .*{label}.* of {BUCKETS} buckets"):
+                lanes.restore(tensors, numbers)
 
 
 def test_every_step_draws_its_own_buckets():
@@ -344,27 +385,28 @@ def test_every_step_draws_its_own_buckets():
     cache = LayerCache(config, 1)
     keys, values, _ = tokens(200)
     cache.hold(NewTokens(keys, values))
+    (store,) = (bundle.holding for bundle in cache.past.bundles)
     reads = []
     for step in range(20):
-        before = cache.past.pasts[0].read
+        before = store.reads
         query = normal(1, HEADS * GROUP, 1, WIDTH, seed=step)
         cache.read(query, NewTokens(*(normal(1, HEADS, 1, WIDTH, seed=100 + step) for _ in range(2))), SCALE)
-        after = cache.past.pasts[0].read
-        reads.append(tuple((after if before is None else after - before).flatten().tolist()))
+        after = store.reads
+        reads.append(tuple((after if before is None else after - before)[:, 0].tolist()))
     assert len(set(reads)) > 10
 
 
 def test_fewer_keys_than_buckets_and_all_keys_in_one_bucket(index):
     config = Saap(index=index, probes=3, staging=1)
     few = filled(config, *tokens(3))
-    assert few.find(question()).part.out.isfinite().all()
+    assert few.ask(some_queries()).attended.out.isfinite().all()
     keys, values, unrotated = tokens(100)
     same = filled(config, keys, values, unrotated[:, :, :1].expand(-1, -1, 100, -1))
-    found = same.find(question(count=30))
+    found = same.ask(some_queries(count=30))
     assert set(found.read.flatten().tolist()) <= {0, 100}, "the one bucket, or empty ones"
     empty = found.read.repeat_interleave(GROUP, 1) == 0
-    assert (found.part.lse[empty] == float("-inf")).all()
-    assert found.part.out.isfinite().all()
+    assert (found.attended.lse[empty] == float("-inf")).all()
+    assert found.attended.out.isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -408,15 +450,16 @@ def test_by_density_few_tokens_are_read_for_much_of_what_is_expected(index):
     """The buckets with most for each of their tokens first; no probe is spent on an empty one."""
     scores = torch.tensor([0.4, 0.3, 0.2, 0.06, 0.04])[None, None, None]
     sizes = torch.tensor([400, 10, 100, 0, 1])[None, None]
-    assert choose(scores, sizes, 3).buckets.tolist() == [[[[0, 1, 2]]]]
-    assert choose(scores, sizes, 3, per_token=True).buckets.tolist() == [[[[4, 1, 2]]]]
-    capped = choose(scores, sizes, 5, visit=111, per_token=True)
+    assert choose(scores, sizes, Limits(3)).buckets.tolist() == [[[[0, 1, 2]]]]
+    assert choose(scores, sizes, Limits(3, per_token=True)).buckets.tolist() == [[[[4, 1, 2]]]]
+    capped = choose(scores, sizes, Limits(5, visit=111, per_token=True))
     assert capped.taken.tolist() == [[[[True, True, True, False, False]]]]
-    past = filled(Saap(index=index, probes=2, staging=1, prefer="density"), *tokens(400))
-    asking = question()
-    visited = choose(past.scores(asking), past.sizes, 2, per_token=True)
-    size = past.sizes[:, :, None].gather(3, visited.buckets)
-    assert torch.equal(past.find(asking).read, size.sum(3))
+    fed = filled(Saap(index=index, probes=2, staging=1, prefer="density"), *tokens(400))
+    asking = some_queries()
+    sizes = fed.holding.index.sizes[None]
+    visited = choose(fed.method.ask(asking, HEADS), sizes, Limits(2, per_token=True))
+    size = sizes[:, :, None].gather(3, visited.buckets)
+    assert torch.equal(fed.ask(asking).read, size.sum(3))
     with pytest.raises(ValueError, match="prefer must be one of mass, density, got 'speed'"):
         Saap(prefer="speed")
 
@@ -432,35 +475,40 @@ def read_one_by_one(cache, count, seed=0):
     return keys, unrotated
 
 
+def noted(cache):
+    """The window's columns, all with their labels: those of the latest wait to be made together."""
+    stream = cache.streams.only
+    stream.take_notes()
+    return stream.window.columns
+
+
 @pytest.mark.parametrize("count", [1, 31, 32, 33, 75, 200])
 def test_tokens_that_come_one_by_one_have_the_labels_of_those_that_come_together(index, count):
     config = Saap(index=index, probes=2, window=40, staging=16, full_layers=0)
     cache = LayerCache(config, 1)
     keys, unrotated = read_one_by_one(cache, count)
-    expected = cache.past.label(Arriving(unrotated, unrotated, torch.arange(count)[None]))
-    held, left = cache.window.columns, cache.left[0]
-    torch.testing.assert_close(held.labels[:, :, 0], expected[:, :, 0])  # the sink
-    torch.testing.assert_close(held.labels[:, :, 1:], expected[:, :, 1 + left :])
+    expected = cache.past.method.note(Seen(unrotated, unrotated, torch.arange(count)[None]))
+    held, left = noted(cache), cache.left[0]
+    torch.testing.assert_close(held.notes[:, :, 0], expected[:, :, 0])  # the sink
+    torch.testing.assert_close(held.notes[:, :, 1:], expected[:, :, 1 + left :])
+    (store,) = (bundle.holding for bundle in cache.past.bundles)
     for head in range(HEADS if left else 0):
-        past, label_of = (
-            cache.past.pasts[0],
-            dict(zip(map(tuple, keys[0, head].tolist()), expected[0, head], strict=True)),
-        )
-        found = [label_of[tuple(key)] for key in past.keys[0, head].tolist()]
+        label_of = dict(zip(map(tuple, keys[0, head].tolist()), expected[0, head], strict=True))
+        found = [label_of[tuple(key)] for key in store.keys[head].tolist()]
         assert len(found) == left
-        assert torch.equal(past.labels.view[0, head], torch.stack(found))
+        assert torch.equal(store.labels.view[head], torch.stack(found))
 
 
 def test_labels_are_made_for_many_tokens_at_once_and_no_more_than_a_block_waits(index, monkeypatch):
     cache = LayerCache(Saap(index=index, probes=2, window=100, staging=16, full_layers=0), 1)
     labelled = []
-    label = SaapPast.label
-    monkeypatch.setattr(SaapPast, "label", lambda self, new: labelled.append(new.keys.shape[2]) or label(self, new))
+    note = SaapLookup.note
+    monkeypatch.setattr(SaapLookup, "note", lambda self, new: labelled.append(new.keys.shape[2]) or note(self, new))
     read_one_by_one(cache, 75)
     assert labelled == [32, 32]
     cache.crop(5)  # what waits has labels first
     assert labelled == [32, 32, 11]
-    assert cache.window.columns.labels.shape[2] == 70
+    assert cache.window.columns.notes.shape[2] == 70
 
 
 def test_a_copy_and_what_is_saved_have_the_labels_of_all_their_tokens(index):
@@ -472,9 +520,10 @@ def test_a_copy_and_what_is_saved_have_the_labels_of_all_their_tokens(index):
     for each in (cache, twin, loaded):
         read_one_by_one(each, 90, seed=1)
     for other in (twin, loaded):
-        assert torch.equal(other.window.columns.labels, cache.window.columns.labels)
-        assert torch.equal(other.past.pasts[0].labels.view, cache.past.pasts[0].labels.view)
-    assert twin.window.labeller is twin.past
+        assert torch.equal(noted(other).notes, noted(cache).notes)
+        assert torch.equal(other.past.bundles[0].holding.labels.view, cache.past.bundles[0].holding.labels.view)
+    stream, (bundle,) = twin.streams.only, twin.past.bundles
+    assert stream.method is twin.past.method is bundle.holding.index.method is not cache.past.method
 
 
 def do_something(cache, rows, choose):
@@ -492,7 +541,7 @@ def do_something(cache, rows, choose):
         cache.crop(max(0, min(there, choose(range(1, 7)))))
     elif kind == "rows":
         new = [choose(range(rows)) for _ in range(choose([1, 2, 3]))]
-        cache.map_rows(lambda x: x[new], new)
+        cache.map_rows(new)
         rows = len(new)
     elif kind == "copy":
         cache = copy.deepcopy(cache)
@@ -512,12 +561,15 @@ def test_whatever_happens_every_token_has_the_label_of_its_key(data, tmp_path_fa
     rows, choose = data.draw(st.sampled_from([1, 3])), lambda options: data.draw(st.sampled_from(options))
 
     def check(keys, labels, there):
-        expected = cache.past.label(Arriving(keys, None, torch.zeros(keys.shape[0], keys.shape[2]).long()))
+        expected = cache.past.method.note(Seen(keys, None, torch.zeros(keys.shape[0], keys.shape[2]).long()))
         assert torch.equal(expected[there], labels[there])
 
     for _ in range(data.draw(st.integers(1, 60))):
         cache, rows = do_something(cache, rows, choose)
-    held = cache.window.columns
-    check(held.keys, held.labels, (held.ranks >= 0)[:, None].expand(-1, HEADS, -1))
-    for past in (past for past in cache.past.pasts if not past.empty):  # a group of rows that wrote nothing yet
-        check(past.keys, past.labels.view, torch.ones_like(past.labels.view[..., 0], dtype=torch.bool))
+    held = noted(cache)
+    check(held.keys, held.notes, (held.ranks >= 0)[:, None].expand(-1, HEADS, -1))
+    for bundle in (bundle for bundle in cache.past.bundles if bundle.count):  # some rows may have written nothing yet
+        keys, labels = (
+            x.unflatten(0, (len(bundle.rows), HEADS)) for x in (bundle.holding.keys, bundle.holding.labels.view)
+        )
+        check(keys, labels, torch.ones_like(labels[..., 0], dtype=torch.bool))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import kvsketch
-from kvsketch.caches.saap import SaapPast
+from kvsketch.caches.lookup.saap import SaapLookup
 from kvsketch.huggingface.identity import describe_model
 from made_index import make_index
 from zoo import FAMILIES, build, tokens
@@ -224,8 +224,8 @@ def test_what_was_learnt_may_be_read_in_inference_mode_and_used_outside(tmp_path
 def test_a_model_that_writes_has_its_keys_labelled_a_block_at_a_time(tmp_path, monkeypatch):
     model = build("llama")
     spec = f"saap(index={index_of(tmp_path / 'index', model)!r}, probes=2, window=200, staging=20)"
-    labelled, label = [], SaapPast.label
-    monkeypatch.setattr(SaapPast, "label", lambda self, new: labelled.append(new.keys.shape[2]) or label(self, new))
+    labelled, note = [], SaapLookup.note
+    monkeypatch.setattr(SaapLookup, "note", lambda self, new: labelled.append(new.keys.shape[2]) or note(self, new))
     cache = kvsketch.make_cache(model, spec)
     written(model, tokens(1, 100), cache, 70)
     cache.report()

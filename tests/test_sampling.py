@@ -123,8 +123,9 @@ def test_a_fixed_reservoir_is_a_simple_random_sample():
 
 @pytest.mark.parametrize("fraction", [0.1, 0.25, 0.3, 0.5, 1.0])
 def test_a_plan_for_a_fraction_stays_within_it(fraction):
-    from kvsketch.caches.budget import Budget
-    from kvsketch.caches.uniform import BLOCK, Uniform
+    from kvsketch.caches.core.budget import Budget
+    from kvsketch.caches.core.config import BLOCK
+    from kvsketch.caches.forgetting.uniform import Uniform
 
     config = Uniform(keep=fraction)
     plan = config.plan(Budget(fraction, None, config.least_entries()))

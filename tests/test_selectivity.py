@@ -23,7 +23,7 @@ from commands import refused
 from commands import run as command
 from kvsketch.algorithms import lsh, saap
 from kvsketch.attention import exact_attention
-from kvsketch.caches.key_index import read_index
+from kvsketch.caches.lookup.key_index import read_index
 from kvsketch.caches.registry import parse_spec
 from kvsketch.evaluation.results.rows import key_of, read_rows
 from made_index import make_index
@@ -88,7 +88,7 @@ def test_a_case_is_exact_attention_in_two_parts(softcap):
     past = CUT.past(TOKENS)
     assert torch.equal(case.keys[0], seen.keys[:, past])
     assert torch.equal(case.unrotated[0], seen.keys_before[:, past])
-    assert torch.equal(case.question.unrotated[0], seen.queries_before[:, -10:])
+    assert torch.equal(case.query.unrotated[0], seen.queries_before[:, -10:])
     visible = (torch.arange(TOKENS - 10, TOKENS)[:, None] >= torch.arange(TOKENS))[None, None]
     expected = exact_attention(
         seen.queries[None, :, -10:], seen.keys[None], seen.values[None], 0.5, visible=visible, softcap=softcap
@@ -174,7 +174,7 @@ def test_hashing_by_hand_gives_the_same_numbers(kind):
     seen, past = captured(), CUT.past(TOKENS)
     config = parse_spec(f"lsh(kind={kind!r}, bits=4, bins=6, tables=8)")
     case = case_of(seen, CUT)
-    directions = filled(case, config).directions.drawn
+    directions = filled(case, config).method.directions.drawn
     visible = torch.zeros(HEADS, 10, past.stop - past.start, dtype=torch.bool)
     for head in range(HEADS):
         for query_head in range(head * GROUP, (head + 1) * GROUP):  # a group reads what any of its queries finds
@@ -188,18 +188,22 @@ def test_hashing_by_hand_gives_the_same_numbers(kind):
     assert row["head_recalls"] == pytest.approx(recall.tolist(), rel=1e-4)
 
 
+def seen_at_random(case, seed):
+    """Which tokens [h, q, n] the queries read."""
+    lanes = filled(case, RandomTokens(top=20, seed=seed))
+    (store,) = (bundle.holding for bundle in lanes.bundles)
+    return store.index.visible(store, lanes.method.ask(case.query, HEADS)[0])
+
+
 def test_random_tokens_are_as_many_as_asked_for_and_others_for_every_query_head_and_seed():
     case = case_of(captured(), CUT)
-    past = filled(case, RandomTokens(top=20))
-    visible = past.visible(case.question)
-    assert visible.shape == (1, HEADS, 10, case.count)
-    assert torch.equal(visible.sum(3), torch.full((1, HEADS, 10), 20))
-    assert len({tuple(line.tolist()) for line in visible.flatten(0, 2)}) == HEADS * 10
-    other = filled(case, RandomTokens(top=20, seed=1)).visible(case.question)
-    assert not torch.equal(visible, other)
+    visible = seen_at_random(case, 0)
+    assert visible.shape == (HEADS, 10, case.count)
+    assert torch.equal(visible.sum(2), torch.full((HEADS, 10), 20))
+    assert len({tuple(line.tolist()) for line in visible.flatten(0, 1)}) == HEADS * 10
+    assert not torch.equal(visible, seen_at_random(case, 1))
     # Every token is as likely: over 200 seeds, within four standard errors.
-    seeds = [filled(case, RandomTokens(top=20, seed=seed)).visible(case.question) for seed in range(200)]
-    rates = torch.stack(seeds).double().mean((0, 2, 3))[0]
+    rates = torch.stack([seen_at_random(case, seed) for seed in range(200)]).double().mean((0, 1, 2))
     share = 20 / case.count
     assert float((rates - share).abs().max()) < 4.5 * math.sqrt(share * (1 - share) / (200 * HEADS * 10))
 
@@ -231,7 +235,7 @@ def test_errors_fall_and_recall_grows_with_what_is_read(folder):
 
 def index_with(folder, learnt):
     index = read_index(folder)
-    index._layers[0, "cpu"] = learnt
+    index._layers[0, "cpu", torch.float32] = learnt
     return index
 
 

@@ -29,7 +29,7 @@ from benchmarks.selectivity.own_buckets import cluster, folder_of, keys_of, make
 import zoo
 from kvsketch.algorithms import saap
 from kvsketch.attention import NO_MASS
-from kvsketch.caches.key_index import read_index
+from kvsketch.caches.lookup.key_index import read_index
 from kvsketch.evaluation.layers.plan import Prompt
 from kvsketch.huggingface.capture import Captured, capture
 

@@ -3,9 +3,9 @@
 import pytest
 
 import kvsketch
-from kvsketch.caches.budget import Budget, parse_bytes
+from kvsketch.caches.core.budget import Budget, parse_bytes
+from kvsketch.caches.forgetting.uniform import Uniform
 from kvsketch.caches.registry import METHODS
-from kvsketch.caches.uniform import Uniform
 
 
 def test_a_spec_is_a_typed_frozen_config():

@@ -23,13 +23,15 @@ from kvsketch.algorithms.subgen import (
     update_within_capacity,
 )
 from kvsketch.attention import exact_attention
-from kvsketch.caches.base import LeavingTokens
-from kvsketch.caches.budget import Budget
-from kvsketch.caches.clusters import KEY, MERGE, Clusters
-from kvsketch.caches.lanes import Draws, blocks
-from kvsketch.caches.layer import LayerCache, NewTokens
-from kvsketch.caches.subgen import SubGen, SubGenPast
-from kvsketch.caches.value_samples import VALUE
+from kvsketch.caches.core.budget import Budget
+from kvsketch.caches.core.config import BLOCK
+from kvsketch.caches.core.layer import LayerCache
+from kvsketch.caches.core.tokens import NewTokens
+from kvsketch.caches.forgetting.subgen import SubGen
+from kvsketch.caches.forgetting.subgen.clusters import KEY, MERGE, Clusters
+from kvsketch.caches.forgetting.subgen.slots import Draws
+from kvsketch.caches.forgetting.subgen.value_samples import VALUE
+from lanes import Fed, arriving, holding_of
 
 
 def clustered(count, clusters, *, width=8, spread=0.05, seed=0, distance=2.0):
@@ -264,10 +266,16 @@ def test_the_error_falls_with_the_root_of_the_samples():
 # -- the cache
 
 
-def leaving(keys, values, first=0):
-    count = keys.shape[2]
-    ranks = (first + torch.arange(count)).expand(len(keys), -1)
-    return LeavingTokens(keys, values, ranks, (first + count,) * len(keys))
+def clustering(config, budget, *, layer=0, heads=1):
+    """Clusters and samples from the first token on: none are held exactly."""
+    fed = Fed(config, budget, layer=layer, heads=heads)
+    fed.holding.room = lambda count: 0
+    return fed
+
+
+def sizes_of(holding):
+    """Value samples and clusters that there is room for."""
+    return holding.sizes(holding.samples.keys.shape[2], holding.samples.values.shape[2])
 
 
 def one_head(config, keys, values, *, head, layer, capacities, samples_plan):
@@ -307,18 +315,18 @@ def test_the_cache_holds_what_the_algorithm_holds(budget, given, kind):
     if kind == "lattice":  # many equal distances, and many equal keys
         streams = [(keys.round(), values) for keys, values in streams]
     keys, values = (torch.stack(parts)[None] for parts in zip(*streams, strict=True))
-    past = SubGenPast(config, budget, layer)
+    fed = clustering(config, budget, layer=layer, heads=2)
     for start, stop in ((0, 96), (96, 128), (128, 512)):
-        past.write(leaving(keys[:, :, start:stop], values[:, :, start:stop], start))
-    plan, slots = past._sizes().samples, past._sizes().samples.slots
-    room = past._sizes().clusters
+        fed.write(keys[:, :, start:stop], values[:, :, start:stop])
+    plan, room = sizes_of(fed.holding).samples, sizes_of(fed.holding).clusters
+    slots = plan.slots
     ends = [next(stop for stop in (96, 128, 512) if i < stop) for i in range(count)]  # of the calls
     capacities = [(room.stratum_of(end - 1)[0] + 1) * room.slots for end in ends]
     for head in range(2):
         clusters, delta, strata = one_head(
             config, keys[0, head], values[0, head], head=head, layer=layer, capacities=capacities, samples_plan=plan
         )
-        held = {name: tensor[0, head] for name, tensor in past.tensors().items()}
+        held = {name: tensor[head] for name, tensor in fed.holding.tensors().items()}
         number = int(held["clusters.number"])
         assert torch.equal(held["clusters.representatives"][:number], clusters.representatives)
         assert torch.equal(held["clusters.samples"][:number], clusters.samples)
@@ -337,9 +345,8 @@ def test_no_key_is_farther_from_its_representative_than_the_cluster_reaches(grow
     """Memberships are followed through all merges."""
     config = SubGen(keep=200, growth=growth)
     keys = torch.randn(320, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    past = SubGenPast(config, Budget(None, 200, 164), 0)
-    past.write(leaving(keys[None, None], keys[None, None]))
-    capacity = past._sizes().clusters.slots
+    held = clustering(config, Budget(None, 200, 164)).write(keys[None, None], keys[None, None]).holding
+    capacity = sizes_of(held).clusters.slots
     clusters, delta = no_clusters(1, keys[0]), 0.0
     members = dict[tuple[float, ...], list[int]]()
     for i, key in enumerate(keys):
@@ -350,8 +357,8 @@ def test_no_key_is_farther_from_its_representative_than_the_cluster_reaches(grow
             members = _regroup(members, clusters, i, keys)
         x = clusters.representatives[nearest_cluster(clusters, key)[0]]
         members.setdefault(tuple(x.tolist()), []).append(i)
-    assert past.clusters.growths > 1
-    reach = past.clusters.reach[0, 0]
+    assert held.clusters.growths > 1
+    reach = held.clusters.reach[0]
     for x, bound in zip(clusters.representatives, reach, strict=False):
         farthest = (keys[members[tuple(x.tolist())]] - x).norm(dim=1).max()
         assert farthest <= bound + 1e-6 <= delta * growth / (growth - 1) + 1e-5
@@ -362,11 +369,10 @@ def test_the_cache_answers_what_the_algorithm_answers(normalizer):
     """With one stratum: z/τ of the paper, or z over the larger of τ and the sum of z's own weights."""
     config = SubGen(keep=300, normalizer=normalizer, t=2)
     keys, values = clustered(600, 12)
-    past = SubGenPast(config, Budget(None, 300, 164), 0)
-    past.write(leaving(keys[None, None], values[None, None]))
-    room = past._sizes().clusters.slots
+    fed = clustering(config, Budget(None, 300, 164)).write(keys[None, None], values[None, None])
+    room = sizes_of(fed.holding).clusters.slots
     clusters, _, (samples,) = one_head(
-        config, keys, values, head=0, layer=0, capacities=[room] * 600, samples_plan=past._sizes().samples
+        config, keys, values, head=0, layer=0, capacities=[room] * 600, samples_plan=sizes_of(fed.holding).samples
     )
     for seed in range(5):
         query = torch.randn(8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -374,7 +380,7 @@ def test_the_cache_answers_what_the_algorithm_answers(normalizer):
         log_tau = log_normalizer(clusters, query, 0.5)
         if normalizer == "larger":
             log_tau = torch.maximum(log_tau, log_terms.logsumexp(0))
-        got = past.attend(query[None, None, None], 0.5, None)
+        got = fed.attend(query[None, None, None], 0.5)
         torch.testing.assert_close(got.out[0, 0, 0], torch.exp(log_terms - log_tau) @ directions, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(got.lse[0, 0, 0], log_tau, rtol=1e-5, atol=1e-6)
 
@@ -386,27 +392,25 @@ def test_no_answer_is_longer_than_the_longest_value():
     query = 4 * torch.randn(1, 1, 50, 16, generator=generator)
     longest = {}
     for normalizer in ("clusters", "larger"):
-        past = SubGenPast(SubGen(keep=300, normalizer=normalizer), Budget(None, 300, 164), 0)
-        past.write(leaving(keys, values))
-        longest[normalizer] = float(past.attend(query, 1.0, None).out.norm(dim=-1).max() / values.norm(dim=-1).max())
+        fed = clustering(SubGen(keep=300, normalizer=normalizer), Budget(None, 300, 164)).write(keys, values)
+        longest[normalizer] = float(fed.attend(query, 1.0).out.norm(dim=-1).max() / values.norm(dim=-1).max())
     assert longest["larger"] <= 1 + 1e-5
     assert longest["clusters"] > 2
 
 
 def test_huge_keys_in_bfloat16_are_held_as_they_are():
     keys = torch.randn(1, 1, 400, 8, generator=torch.Generator().manual_seed(0)).bfloat16() * 1e30
-    past = SubGenPast(SubGen(keep=200), Budget(None, 200, 164), 0)
-    past.write(leaving(keys, torch.ones(1, 1, 400, 8).bfloat16()))
-    assert all(tensor.isfinite().all() for tensor in past.tensors().values())
-    assert past.clusters.sizes.sum() == 400
+    fed = clustering(SubGen(keep=200), Budget(None, 200, 164)).write(keys, torch.ones(1, 1, 400, 8).bfloat16())
+    assert all(tensor.isfinite().all() for tensor in fed.holding.tensors().values())
+    assert fed.holding.clusters.sizes.sum() == 400
 
 
 def test_identical_keys_never_fill_the_memory():
-    past = SubGenPast(SubGen(keep=200), Budget(None, 200, 164), 0)
     keys = torch.full((1, 1, 3200, 8), 0.1)
-    past.write(leaving(keys, torch.randn(1, 1, 3200, 8, generator=torch.Generator().manual_seed(0))))
-    assert int(past.clusters.number) == 1
-    assert int(past.clusters.growths) == 0
+    values = torch.randn(1, 1, 3200, 8, generator=torch.Generator().manual_seed(0))
+    held = clustering(SubGen(keep=200), Budget(None, 200, 164)).write(keys, values).holding
+    assert int(held.clusters.number) == 1
+    assert int(held.clusters.growths) == 0
 
 
 def test_memory_and_clusters_do_not_grow_with_the_stream():
@@ -443,7 +447,7 @@ def test_wrong_options_are_refused_by_name(options, message):
 
 def test_a_short_row_and_a_long_row_of_a_batch_are_held_in_their_own_ways():
     """One overflows and is sampled, the other is still exact."""
-    count, lengths = 400, [400, 90]
+    count, lengths = 400, [400, 150]
     keys, values = torch.randn(2, 2, 1, count, 8, generator=torch.Generator().manual_seed(0))
     valid = torch.ones(2, count, dtype=torch.bool)
     valid[1, : count - lengths[1]] = False
@@ -454,7 +458,8 @@ def test_a_short_row_and_a_long_row_of_a_batch_are_held_in_their_own_ways():
     full = exact_attention(query, keys, values, 1.0, visible=valid[:, None, None]).out
     torch.testing.assert_close(got[1], full[1])
     assert (got[0] - full[0]).norm() > 0.01 * full[0].norm()
-    assert cache.past.groups == [0, -1]
+    held_exactly = {tuple(bundle.rows): bundle.holding.clusters is None for bundle in cache.past.bundles}
+    assert held_exactly == {(0,): False, (1,): True}
 
 
 @pytest.mark.parametrize("kind", ["clusters", "noise"])
@@ -465,7 +470,7 @@ def test_it_says_when_keys_do_not_cluster(kind):
         keys = 3 * torch.randn_like(keys)
     cache = LayerCache(SubGen(keep=300), 0)
     cache.hold(NewTokens(keys[None, None], values[None, None]))
-    cache.attend(keys[None, None, :8], 1.0)
+    cache.read(keys[None, None, :8], NewTokens(keys[None, None, :8], values[None, None, :8]), 1.0)
     details, warning = cache.past.details(), cache.past.warning()
     if kind == "clusters":
         assert details["log spread"] < 1
@@ -485,7 +490,7 @@ def test_many_samples_for_a_cluster_stay_within_the_budget(keep, t):
     budget = keep if isinstance(keep, int) else keep * 4000
     entry = 2 * 2 * 16 * 4 + 12
     assert 0.8 * budget * entry <= cache.nbytes <= (1.05 * budget + 128) * entry
-    assert cache.past.pasts[0]._sizes().clusters.slots >= 2
+    assert sizes_of(holding_of(cache.past)).clusters.slots >= 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -500,7 +505,7 @@ def test_values_may_be_wider_or_narrower_than_keys(dtype):
         answer = cache.attend(keys[:, :, :5], 1.0)
         assert answer.out.shape == (1, 1, 5, wide)
         assert answer.out.isfinite().all()
-        clusters[width] = cache.past.pasts[0]._sizes().clusters.slots
+        clusters[width] = sizes_of(holding_of(cache.past)).clusters.slots
     assert clusters[8] > 2 * clusters[24]
 
 
@@ -508,17 +513,17 @@ def test_samples_stay_uniform_through_many_merges():
     """2,000 heads with the same keys hold the same clusters, and each a sample of its own of every one of them."""
     heads, count, slots = 2000, 64, 6
     keys = normal(count, 2).float()[None, None].expand(1, heads, -1, -1)
-    clusters = Clusters.none(keys, 1, 0.0)
+    clusters = Clusters.none(keys[0], 1, 0.0)
     clusters.make_slots(slots)
-    room = torch.full((heads,), slots)
-    for block in blocks(leaving(keys, keys)):
-        clusters.take(block, room, 1.25, Draws(0, 0, heads))
-    assert clusters.growths[0, 0] >= 5
-    assert (clusters.representatives == clusters.representatives[:, :1]).all()
+    new = arriving(keys, keys)
+    for start in range(0, count, BLOCK):
+        clusters.take(new.part(start, start + BLOCK), slots, 1.25, Draws(0, 0, new.heads))
+    assert clusters.growths[0] >= 5
+    assert (clusters.representatives == clusters.representatives[:1]).all()
     owners = set[int]()
-    for cluster in range(int(clusters.number[0, 0])):
-        drawn = (clusters.samples[0, :, cluster, 0, None] == keys[0, 0]).all(2).double().mean(0)
-        size = int(clusters.sizes[0, 0, cluster])
+    for cluster in range(int(clusters.number[0])):
+        drawn = (clusters.samples[:, cluster, 0, None] == keys[0, 0]).all(2).double().mean(0)
+        size = int(clusters.sizes[0, cluster])
         members = drawn.nonzero()[:, 0].tolist()
         assert len(members) == size
         error = math.sqrt(1 / size * (1 - 1 / size) / heads)
@@ -542,7 +547,8 @@ def test_what_was_said_of_the_keys_is_kept_with_the_cache():
     cache.hold(NewTokens(keys, keys))
     assert "log spread" not in cache.past.details()
     assert cache.past.warning() is None, "nothing was asked yet"
-    cache.attend(keys[:, :, :5], 1.0)
+    cache.read(keys[:, :, :5], NewTokens(keys[:, :, :5], keys[:, :, :5]), 1.0)
+    assert "log spread" in cache.past.details()
     loaded = LayerCache(SubGen(keep=200), 0)
     loaded.restore(*cache.state())
     assert loaded.past.details() == cache.past.details()
@@ -559,12 +565,10 @@ def test_no_queries_are_no_answers():
 def test_the_memory_of_clusters_is_used():
     """Noise in 64 dimensions: all pairs are about equally far, and a large factor of growth would merge almost all."""
     keys = torch.randn(1, 4, 2048, 64, generator=torch.Generator().manual_seed(0))
-    past = SubGenPast(SubGen(keep=1024), Budget(None, 1024, 164), 0)
-    past.write(leaving(keys, keys))
-    assert past.clusters.number.min() > past._sizes().clusters.slots / 2
-    share = SubGenPast(SubGen(keep=0.5), Budget(0.5, None, 164), 0)
-    share.write(leaving(keys, keys))
-    assert share.clusters.number.min() > share.clusters.sizes.shape[2] / 2
+    held = clustering(SubGen(keep=1024), Budget(None, 1024, 164), heads=4).write(keys, keys).holding
+    assert held.clusters.number.min() > sizes_of(held).clusters.slots / 2
+    share = clustering(SubGen(keep=0.5), Budget(0.5, None, 164), heads=4).write(keys, keys).holding
+    assert share.clusters.number.min() > share.clusters.sizes.shape[1] / 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -581,7 +585,7 @@ def test_values_of_zero_are_answered_with_zero_by_the_cache_too():
     keys = torch.randn(1, 1, 600, 8, generator=torch.Generator().manual_seed(0))
     cache = LayerCache(SubGen(keep=200), 0)
     cache.hold(NewTokens(keys, torch.zeros(1, 1, 600, 8)))
-    assert (cache.past.pasts[0].samples.norms == 0).all()
+    assert (holding_of(cache.past).samples.norms == 0).all()
     answer = cache.attend(keys[:, :, :5], 1.0)
     assert (answer.out == 0).all()
     assert answer.lse.isfinite().all()

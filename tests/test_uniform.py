@@ -8,9 +8,11 @@ import torch
 from kvsketch.algorithms.draws import uniforms
 from kvsketch.algorithms.sampling import empty_sample, offer_token
 from kvsketch.attention import exact_attention, weighted_attention
-from kvsketch.caches.base import BLOCK
-from kvsketch.caches.layer import LayerCache, NewTokens
-from kvsketch.caches.uniform import Uniform
+from kvsketch.caches.core.config import BLOCK
+from kvsketch.caches.core.layer import LayerCache
+from kvsketch.caches.core.tokens import NewTokens
+from kvsketch.caches.forgetting.uniform import Uniform
+from lanes import entries_of
 
 HEADS, WIDTH = 3, 8
 SCALE = WIDTH**-0.5
@@ -28,15 +30,15 @@ def test_every_head_holds_what_the_one_head_algorithm_holds(keep):
     cache = LayerCache(config, layer=2)
     cache.read(query, NewTokens(keys, values), SCALE)
     left = (900 - config.sinks - config.window) // BLOCK * BLOCK
-    entries = cache.past.entries()
+    entries = entries_of(cache.past)
     for head in range(HEADS):
-        sample = empty_sample(config.plan(cache.budget), keys[0, head, 0], values[0, head, 0])
+        sample = empty_sample(config.plan(cache.budgets[0]), keys[0, head, 0], values[0, head, 0])
         for rank in range(left):
             at = config.sinks + rank
             sample = offer_token(sample, keys[0, head, at], values[0, head, at], uniforms(9, 2, head, rank))
         assert torch.equal(entries.keys[0, head], sample.keys)
         assert torch.equal(entries.values[0, head], sample.values)
-        assert torch.equal(entries.log_mass[0, 0], sample.log_weights)
+        assert torch.equal(entries.log_mass[0, head], sample.log_weights)
 
 
 @pytest.mark.slow
@@ -90,8 +92,8 @@ def test_without_weights_the_exact_parts_weigh_too_much():
         part = cache.attend(query[:, :, -16:], SCALE)
         errors[weights] = (part.lse - exact.lse).abs().mean().item()
     assert errors["none"] > 10 * errors["count"]
-    unweighted = weighted_attention(query[:, :, -1:], cache.past.entries(), SCALE)
-    assert (cache.past.entries().log_mass == 0).all()
+    unweighted = weighted_attention(query[:, :, -1:], entries_of(cache.past), SCALE)
+    assert (entries_of(cache.past).log_mass == 0).all()
     assert unweighted.out.isfinite().all()
 
 
@@ -102,7 +104,7 @@ def test_layers_and_heads_draw_for_themselves():
     for layer in (0, 1):
         cache = LayerCache(Uniform(keep=0.25), layer)
         cache.read(query, NewTokens(keys, values), SCALE)
-        held += list(cache.past.entries().keys[0])
+        held += list(entries_of(cache.past).keys[0])
     for i, one in enumerate(held):
         for other in held[:i]:
             assert not torch.equal(one, other)

@@ -16,7 +16,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvsketch.attention import NO_MASS, logits_of
-from kvsketch.caches.base import BLOCK, check_count
+from kvsketch.caches.core.checks import check_count
+from kvsketch.caches.core.config import BLOCK
 from kvsketch.evaluation.results.rows import Row
 from kvsketch.huggingface.capture import Captured
 

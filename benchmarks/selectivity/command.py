@@ -15,7 +15,7 @@ from kvsketch.cli.notes import say
 if TYPE_CHECKING:
     from benchmarks.selectivity.study import Asked
 
-    from kvsketch.caches.key_index import KeyIndex
+    from kvsketch.caches.lookup.key_index import KeyIndex
     from kvsketch.evaluation.layers.plan import Prompt
     from kvsketch.evaluation.results.rows import Row
 
@@ -54,8 +54,8 @@ def read_options(
     top: int | None, heads: str | None,
 ) -> Options:  # fmt: skip
     """The options with their defaults; without an index, what learns about queries is left out."""
-    from kvsketch.caches.base import check_count
-    from kvsketch.caches.lsh import MOST_PARTS
+    from kvsketch.caches.core.checks import check_count
+    from kvsketch.caches.lookup.lsh import MOST_PARTS
 
     if index and buckets:
         raise ValueError("--buckets are made where there is no index: give --index or --buckets")
@@ -162,7 +162,7 @@ def _corpus(options: Options, tokens: int, inputs: Inputs) -> "list[Prompt]":
 
 def _given_indexes(options: Options, inputs: Inputs) -> "list[KeyIndex]":
     """Indexes that fit the model."""
-    from kvsketch.caches.key_index import read_index
+    from kvsketch.caches.lookup.key_index import read_index
     from kvsketch.huggingface.identity import describe_model
 
     indexes = [read_index(folder) for folder in options.folders]
@@ -186,7 +186,7 @@ def _own_indexes(options: Options, training: "Sequence[Prompt]", inputs: Inputs)
     """Buckets made with a bar, or found where they were made before."""
     from benchmarks.selectivity.own_buckets import folder_of, make_buckets
 
-    from kvsketch.caches.key_index import read_index
+    from kvsketch.caches.lookup.key_index import read_index
 
     steps = make_buckets(inputs.model, training, inputs.layers, options.buckets, inputs.out, options.sinks)
     with progress_bar() as bar:

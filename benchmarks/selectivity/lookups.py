@@ -2,7 +2,7 @@
 
 Paper: Saap (2025), appendix B with Figure 5 and appendix E.4 with Figure 10. A text is cut as `attention_span` cuts it;
 the last tokens ask, sinks and window and what came up to themselves is attended exactly, and of the past each reads
-what a cache's past finds. All numbers are in float32 at least, so that the errors are the method's alone.
+what a cache finds. All numbers are in float32 at least, so that the errors are the method's alone.
 """
 
 from dataclasses import dataclass, replace
@@ -14,11 +14,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvsketch.attention import Partial, exact_attention, merge
-from kvsketch.caches.base import LeavingTokens
-from kvsketch.caches.lookup import LookupConfig
-from kvsketch.caches.question import Arriving, Question
-from kvsketch.caches.slots import SlotsPast
-from kvsketch.caches.sorted_runs import SortedConfig
+from kvsketch.caches.core.budget import Budget
+from kvsketch.caches.core.lanes import Lanes
+from kvsketch.caches.core.query import Query
+from kvsketch.caches.core.tokens import Columns, Seen
+from kvsketch.caches.lookup.config import LookupConfig, SortedConfig
 from kvsketch.evaluation.results.rows import Row
 from kvsketch.huggingface.capture import Captured
 
@@ -28,7 +28,7 @@ class Case:
     """A layer's share of a text: what asks, the past, and exact attention over both parts of it."""
 
     layer: int
-    question: Question
+    query: Query
     keys: Float[Tensor, "1 h n d"]  # of the past
     values: Float[Tensor, "1 h n e"]
     unrotated: Float[Tensor, "1 h n d"] | None
@@ -54,11 +54,11 @@ def case_of(seen: Captured, cut: Cut) -> Case:
     keys_before = None if seen.keys_before is None else precise(seen.keys_before[:, past])
     places = torch.arange(tokens, device=keys.device)
     rest = (places <= places[-cut.asking :, None]) & ((places < past.start) | (places >= past.stop))
-    question = Question(queries, before, seen.scale, seen.softcap, places[None, -cut.asking :])
+    query = Query(queries, seen.scale, seen.softcap, before, places[None, -cut.asking :])
     keys_of_past, values_of_past = keys[:, :, past], values[:, :, past]
     past_attention = exact_attention(queries, keys_of_past, values_of_past, seen.scale, softcap=seen.softcap)
     rest_attention = exact_attention(queries, keys, values, seen.scale, visible=rest[None, None], softcap=seen.softcap)
-    return Case(seen.layer, question, keys_of_past, values_of_past, keys_before, past_attention, rest_attention)
+    return Case(seen.layer, query, keys_of_past, values_of_past, keys_before, past_attention, rest_attention)
 
 
 def measure(case: Case, trial: Trial) -> Row:
@@ -70,11 +70,13 @@ def measure(case: Case, trial: Trial) -> Row:
     answers = merge(case.past_attention, case.rest_attention).out[0]
     given, read, recall = case.rest_attention.out[0], torch.zeros(case.keys.shape[1]), torch.zeros(len(answers))
     if trial.config is not None:
-        found = filled(case, trial.config).find(case.question)
-        rest = [case.rest_attention] if found.rest is None else [case.rest_attention, found.rest]
-        given = merge(found.part, *rest).out[0]
+        found = filled(case, trial.config).answer(case.query)
+        assert found.whole is not None, "there are tokens"
+        assert found.attended is not None, "those are read"
+        assert found.read is not None, "some of them"
+        given = merge(found.whole, case.rest_attention).out[0]
         read = found.read[0].double().mean(1) / case.count
-        recall = (found.part.lse - case.past_attention.lse)[0].exp().mean(1)
+        recall = (found.attended.lse - case.past_attention.lse)[0].exp().mean(1)
     wrong, size = (given - answers).square(), answers.square()
     relative = (wrong.sum((1, 2)) / size.sum((1, 2)).clamp_min(1e-30)).sqrt()
     return {
@@ -92,12 +94,13 @@ def measure(case: Case, trial: Trial) -> Row:
     }
 
 
-def filled(case: Case, config: LookupConfig) -> SlotsPast:
-    """A cache's past that holds the text's; where it sorts tokens, all of them together."""
+def filled(case: Case, config: LookupConfig) -> Lanes:
+    """What a cache holds of the text's past; where it sorts tokens, all of them together."""
     if isinstance(config, SortedConfig):
         config = replace(config, staging=case.count)
-    past = config.slots(case.layer)
+    method = config.new_method(case.layer)
+    lanes = Lanes(method, 1, [Budget(1.0, None, 0)] * case.keys.shape[1])
     ranks = torch.arange(case.count, device=case.keys.device)[None]
-    labels = past.label(Arriving(case.keys, case.unrotated, ranks))
-    past.write(LeavingTokens(case.keys, case.values, ranks, (case.count,), labels))
-    return past
+    notes = method.note(Seen(case.keys, case.unrotated, ranks))
+    lanes.write(Columns(case.keys, case.values, ranks, notes), [case.count], [False])
+    return lanes

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvsketch.algorithms.draws import uniforms
-from kvsketch.caches.key_index import DESCRIPTION, LayerIndex, layer_file, read_index, write_index
+from kvsketch.caches.lookup.key_index import DESCRIPTION, LayerIndex, layer_file, read_index, write_index
 from kvsketch.evaluation.layers.plan import Prompt
 from kvsketch.files import write_tensors
 from kvsketch.huggingface.capture import capture

@@ -8,14 +8,13 @@ from typing import Any
 from benchmarks.selectivity.attention_span import Cut
 from benchmarks.selectivity.random_tokens import RandomTokens
 
-from kvsketch.caches.base import check_count
-from kvsketch.caches.bucketed import BucketedConfig
-from kvsketch.caches.key_index import KeyIndex
-from kvsketch.caches.lookup import LookupConfig
-from kvsketch.caches.lsh import LSH
-from kvsketch.caches.random_buckets import RandomBuckets
+from kvsketch.caches.core.checks import check_count
+from kvsketch.caches.lookup.config import BucketedConfig, LookupConfig
+from kvsketch.caches.lookup.key_index import KeyIndex
+from kvsketch.caches.lookup.lsh import LSH
+from kvsketch.caches.lookup.random_buckets import RandomBuckets
+from kvsketch.caches.lookup.saap import IndexedConfig
 from kvsketch.caches.registry import METHODS, parse_spec, read_call
-from kvsketch.caches.saap import IndexedConfig
 from kvsketch.evaluation.layers.plan import Prompt
 from kvsketch.evaluation.results.rows import Row, name_with_digest
 

@@ -8,10 +8,11 @@ from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from kvsketch.algorithms.draws import uniforms
-from kvsketch.caches.base import check_count, check_seed
-from kvsketch.caches.lookup import LookupConfig
-from kvsketch.caches.masked import MaskedPast
-from kvsketch.caches.question import Arriving, Question
+from kvsketch.caches.core.checks import check_count, check_seed
+from kvsketch.caches.core.query import Answer, Query
+from kvsketch.caches.core.tokens import Seen
+from kvsketch.caches.lookup.config import LookupConfig
+from kvsketch.caches.lookup.store import Index, Lookup, Store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,24 +29,41 @@ class RandomTokens(LookupConfig):
         check_count("top", self.top, least=1)
         check_seed(self.seed)
 
-    def slots(self, layer: int) -> MaskedPast:
-        return RandomTokensPast(self, layer)
+    def new_method(self, layer: int) -> Lookup:
+        return RandomTokensLookup(self, layer)
 
 
-class RandomTokensPast(MaskedPast):
-    """All tokens, each with its rank."""
+class RandomTokensLookup(Lookup):
+    """All tokens, each with its rank; a query is known by its KV head and its number."""
 
     def __init__(self, config: RandomTokens, layer: int) -> None:
-        super().__init__()
         self.config, self.layer = config, layer
 
-    def label(self, arriving: Arriving) -> Int64[Tensor, "b h n t"]:
-        return arriving.ranks[:, None, :, None].expand(-1, arriving.keys.shape[1], -1, -1).contiguous()
+    def note(self, seen: Seen) -> Int64[Tensor, "b h n t"]:
+        return seen.ranks[:, None, :, None].expand(-1, seen.keys.shape[1], -1, -1).contiguous()
 
-    def visible(self, question: Question) -> Bool[Tensor, "b h q n"]:
-        ranks = self.labels.view[:, :, None, :, 0]
-        heads, queries = ranks.shape[1], question.queries.shape[2]
-        head, query = (torch.arange(size, device=ranks.device) for size in (heads, queries))
-        drawn = uniforms(self.config.seed, self.layer, head[:, None, None], query[:, None], ranks)
-        least = drawn.kthvalue(min(self.config.top, drawn.shape[3]), dim=3, keepdim=True).values
+    def ask(self, query: Query, heads: int) -> Int64[Tensor, "b h q 2"]:
+        rows, _, queries, _ = query.queries.shape
+        each = (torch.arange(size, device=query.queries.device) for size in (rows, heads, queries))
+        return torch.stack(torch.meshgrid(*each, indexing="ij")[1:], 3)
+
+    def new_index(self) -> Index:
+        return Drawn(self.config, self.layer)
+
+
+class Drawn(Index):
+    """A query reads the tokens for which the least numbers are drawn."""
+
+    def __init__(self, config: RandomTokens, layer: int) -> None:
+        self.config, self.layer = config, layer
+
+    def find(self, store: Store, query: Query, asked: Int64[Tensor, "l q 2"] | None) -> Answer:
+        assert asked is not None, "what is drawn is drawn for a head and a query"
+        return store.read_where(query, lambda start, stop: self.visible(store, asked[:, start:stop])[None])
+
+    def visible(self, store: Store, asked: Int64[Tensor, "l q 2"]) -> Bool[Tensor, "l q n"]:
+        """The tokens that each query reads."""
+        head, query = asked[..., None].unbind(2)
+        drawn = uniforms(self.config.seed, self.layer, head, query, store.labels.view[:, None, :, 0])
+        least = drawn.kthvalue(min(self.config.top, drawn.shape[2]), dim=2, keepdim=True).values
         return drawn <= least

@@ -15,7 +15,7 @@ from benchmarks.selectivity.plan import KEY, Study, Trial, index_name
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvsketch.caches.key_index import KeyIndex
+from kvsketch.caches.lookup.key_index import KeyIndex
 from kvsketch.evaluation.layers.plan import Prompt
 from kvsketch.evaluation.results.rows import Row, RowsFile, key_of, name_with_digest, read_rows
 from kvsketch.huggingface.capture import Captured, capture

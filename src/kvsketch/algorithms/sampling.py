@@ -52,6 +52,14 @@ def choose_slots(plan: Plan, ranks: Int64[Tensor, "..."], uniform: Float[Tensor,
     return torch.where(slot < plan.slots, stratum * plan.slots + slot, -1)
 
 
+def last_writer(slot: Int64[Tensor, "l n"], slots: int) -> Int64[Tensor, "l {slots}"]:
+    """For each slot the last token that took it, or -1."""
+    order = torch.arange(slot.shape[1], device=slot.device).expand_as(slot)
+    last = torch.full((len(slot), slots + 1), -1, device=slot.device)
+    # Tokens that were passed over write to a slot behind the last, which is cut off.
+    return last.scatter_reduce_(1, slot.masked_fill(slot < 0, slots), order, "amax")[:, :slots]
+
+
 def log_weights(plan: Plan, count: Int64[Tensor, "..."], slots: int) -> Float[Tensor, "... slots"]:
     """Log of how many tokens each of the first `slots` slots stands for, after `count` tokens; -inf if empty."""
     slot = torch.arange(slots, device=count.device)

@@ -1,1 +1,1 @@
-"""What a layer holds: `layer.py` moves tokens from stream to window to past; one method per file."""
+"""What a layer holds: the core, the methods that forget, those that look things up, and their names."""

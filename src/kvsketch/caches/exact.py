@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvsketch.caches.base import KeepingConfig, Past
-from kvsketch.caches.budget import Budget
-from kvsketch.caches.streaming_llm import Nothing
+from kvsketch.caches.core.budget import Budget
+from kvsketch.caches.core.config import KeepingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,5 +16,5 @@ class Exact(KeepingConfig):
     def window_size(self, budget: Budget, count: int) -> int | None:
         return None
 
-    def new_past(self, budget: Budget, layer: int) -> Past:
-        return Nothing()
+    def new_method(self, layer: int) -> None:
+        """Nothing ever leaves the window."""

@@ -6,18 +6,18 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
-from kvsketch.caches.balancekv import BalanceKV
-from kvsketch.caches.base import MethodConfig
-from kvsketch.caches.clustergen import ClusterGen
+from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.exact import Exact
-from kvsketch.caches.kmeans import KMeans
-from kvsketch.caches.lsh import LSH
-from kvsketch.caches.random_buckets import RandomBuckets
-from kvsketch.caches.retrieval import Retrieval
-from kvsketch.caches.saap import Saap
-from kvsketch.caches.streaming_llm import StreamingLLM
-from kvsketch.caches.subgen import SubGen
-from kvsketch.caches.uniform import Uniform
+from kvsketch.caches.forgetting.balancekv import BalanceKV
+from kvsketch.caches.forgetting.clustergen import ClusterGen
+from kvsketch.caches.forgetting.streaming_llm import StreamingLLM
+from kvsketch.caches.forgetting.subgen import SubGen
+from kvsketch.caches.forgetting.uniform import Uniform
+from kvsketch.caches.lookup.kmeans import KMeans
+from kvsketch.caches.lookup.lsh import LSH
+from kvsketch.caches.lookup.random_buckets import RandomBuckets
+from kvsketch.caches.lookup.retrieval import Retrieval
+from kvsketch.caches.lookup.saap import Saap
 
 METHODS: dict[str, type[MethodConfig]] = {
     "exact": Exact,

@@ -15,7 +15,7 @@ from kvsketch.cli.options import Device, ModelName, Precision
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from kvsketch.caches.key_index import KeyIndex
+    from kvsketch.caches.lookup.key_index import KeyIndex
     from kvsketch.fitting.fit import Progress
     from kvsketch.fitting.settings import FitSettings
 

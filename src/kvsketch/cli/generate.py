@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from kvsketch.caches.base import MethodConfig
+    from kvsketch.caches.core.config import MethodConfig
     from kvsketch.evaluation.answers.session import Timing
 
 

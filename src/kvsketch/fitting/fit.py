@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvsketch.caches.key_index import KeyIndex, read_index
+from kvsketch.caches.lookup.key_index import KeyIndex, read_index
 from kvsketch.fitting.corpus import Corpus, Text, read_corpus
 from kvsketch.fitting.layer import LayerFit, report_of
 from kvsketch.fitting.run import Run

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from kvsketch.caches.key_index import LayerIndex, layer_file
+from kvsketch.caches.lookup.key_index import LayerIndex, layer_file
 from kvsketch.files import read_about, read_tensors, write_tensors
 from kvsketch.fitting.checkpoint import train_or_resume
 from kvsketch.fitting.classifiers import Classifiers

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvsketch.caches.key_index import DESCRIPTION, write_index
+from kvsketch.caches.lookup.key_index import DESCRIPTION, write_index
 from kvsketch.files import UNFINISHED, read_json, write_json
 from kvsketch.fitting.corpus import Corpus
 from kvsketch.fitting.settings import FitSettings

@@ -16,8 +16,8 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from transformers.modeling_utils import AttentionInterface
 
 from kvsketch.attention import Partial, WeightedTokens, merge
-from kvsketch.caches.layer import LayerCache, NewTokens
-from kvsketch.caches.question import Unrotated
+from kvsketch.caches.core.layer import LayerCache
+from kvsketch.caches.core.tokens import NewTokens, Unrotated
 from kvsketch.huggingface.frequencies import GUARD
 from kvsketch.kernels.weighted_attention import reference
 

@@ -61,22 +61,6 @@ def check_layers(stack: LayerStack, decoder: Any, rows: int) -> None:
         layer.check_watched(module)
 
 
-def check_in_step(stack: LayerStack, index: int, count: int) -> None:
-    """Refuse tokens for a layer behind the first one that are not those that the first one took."""
-    waiting = next((other for other in stack.sketch if other.pending), None)
-    if waiting is not None:
-        raise ValueError(
-            f"layer {waiting.held.layer} took {waiting.pending} tokens that its attention never asked for: "
-            "this model changes keys between cache and attention, which kvsketch does not support"
-        )
-    layer, first = stack.layers[index], stack.counting[0]
-    if layer.get_seq_length() + count != first.get_seq_length():
-        raise ValueError(
-            f"layer {index} was given {count} tokens at position {layer.get_seq_length()}, but the first "
-            f"layer stands at {first.get_seq_length()}: all layers must read the same tokens"
-        )
-
-
 def check_finite(index: int, keys: Tensor, values: Tensor) -> None:
     """Refuse a layer's keys and values that are no numbers."""
     for name, tensor in (("keys", keys), ("values", values)):

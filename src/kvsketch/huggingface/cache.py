@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from kvsketch.caches.base import MethodConfig
+from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.registry import parse_spec
 from kvsketch.huggingface import stock, taking_back
 from kvsketch.huggingface.attention import check_mask, check_not_empty, refuse_weights
-from kvsketch.huggingface.before_call import check_finite, check_in_step, check_layers, check_places, check_tokens
+from kvsketch.huggingface.before_call import check_finite, check_layers, check_places, check_tokens
 from kvsketch.huggingface.cache_file import check_same_weights, write_cache
 from kvsketch.huggingface.compressing import check_can_become, read_again
 from kvsketch.huggingface.layer import SketchLayer
@@ -123,7 +123,7 @@ class SketchCache(Cache):
         if not isinstance(layer, SketchLayer):
             self._check_begun()
         if layer is not self.stack.counting[0]:
-            check_in_step(self.stack, layer_idx, count)
+            self._check_in_step(layer, layer_idx, count)
         elif not self.underway:  # a layer was called by itself, or a part of the model that was compiled
             self._check_call(key_states.shape[0], count)
             self._recognise()
@@ -131,11 +131,25 @@ class SketchCache(Cache):
         # step, and a NaN shows in the logits as it does with any cache.
         if count > 1 and not torch.compiler.is_compiling():
             check_finite(layer_idx, key_states, value_states)
-        self.stack.touched = self.underway
+        self.stack.touched, self.stack.latest = self.underway, layer
         keys, values = layer.update(key_states, value_states, *args, **kwargs)
         if not isinstance(layer, SketchLayer):
             stock.release_unused(layer, prompt=count > 1)
         return keys, values
+
+    def _check_in_step(self, layer: Any, index: int, count: int) -> None:
+        """Refuse tokens for a layer behind the first one that are not those that the first one took."""
+        latest, first = self.stack.latest, self.stack.counting[0]
+        if isinstance(latest, SketchLayer) and latest.pending and latest is not layer:
+            raise ValueError(
+                f"layer {latest.held.layer} took {latest.pending} tokens that its attention never asked for: "
+                "this model changes keys between cache and attention, which kvsketch does not support"
+            )
+        if layer.get_seq_length() + count != first.get_seq_length():
+            raise ValueError(
+                f"layer {index} was given {count} tokens at position {layer.get_seq_length()}, but the first "
+                f"layer stands at {first.get_seq_length()}: all layers must read the same tokens"
+            )
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
         """Take a state of a layer with linear attention or a convolution."""

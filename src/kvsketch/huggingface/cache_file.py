@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvsketch.caches.base import MethodConfig
+from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.registry import METHODS
 from kvsketch.files import DTYPE_NAMES, DTYPES, TensorFile, write_tensors
 from kvsketch.huggingface import stock
@@ -17,12 +17,12 @@ from kvsketch.huggingface.identity import check_method_fits, fingerprint
 from kvsketch.huggingface.layer import SketchLayer
 from kvsketch.huggingface.model import ModelLink
 
-FORMAT = 3
+FORMAT = 4
 # What a description has, and of which kind.
 KINDS: dict[str, type | tuple[type, ...]] = {
     "method": str,
     "options": dict,
-    "rests_on": (str, type(None)),
+    "source": (str, type(None)),
     "model_type": str,
     "fingerprint": str,
     "dtype": (str, type(None)),
@@ -49,8 +49,8 @@ def write_cache(
     description = {
         "format": FORMAT,
         "method": config.name,
-        "options": asdict(config.anywhere()),
-        "rests_on": config.rests_on(),
+        "options": asdict(config.with_full_paths()),
+        "source": config.source_digest(),
         "model_type": model_type,
         "fingerprint": read_by,
         "dtype": None if dtype is None else DTYPE_NAMES[dtype],
@@ -98,7 +98,7 @@ def read_description(file: TensorFile) -> dict[str, Any]:
 def config_for(known: dict[str, Any], model: PreTrainedModel, path: Path) -> MethodConfig:
     """The config of a cache that was saved for this model."""
     config = _config(known, path)
-    _check_what_it_rests_on(config, model, known["rests_on"], path)
+    _check_source(config, model, known["source"], path)
     if known["fingerprint"] != fingerprint(model):
         raise ValueError(
             f"{path} was saved for another model (a {known['model_type']!r:.40}): keys mean nothing to other weights. "
@@ -128,11 +128,11 @@ def _config(known: Mapping[str, Any], path: str | Path) -> MethodConfig:
         raise ValueError(f"{path} holds a cache of {name} that cannot be: {error}") from error
 
 
-def _check_what_it_rests_on(config: MethodConfig, model: PreTrainedModel, before: str | None, path: str | Path) -> None:
+def _check_source(config: MethodConfig, model: PreTrainedModel, before: str | None, path: str | Path) -> None:
     """Refuse a cache whose method now takes something else from outside than when it was saved."""
     try:
         check_method_fits(config, model)
-        now = config.rests_on()
+        now = config.source_digest()
     except ValueError as error:
         raise ValueError(f"{path} holds a cache of {config}: {error}") from error
     if now != before:

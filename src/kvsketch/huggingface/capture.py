@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvsketch.attention import Partial
-from kvsketch.caches.layer import LayerCache, NewTokens
+from kvsketch.caches.core.layer import LayerCache
+from kvsketch.caches.core.tokens import NewTokens
 from kvsketch.huggingface import SketchCache, detach, make_cache, prefill
 from kvsketch.huggingface.attaching import is_attached
 from kvsketch.huggingface.layer import SketchLayer

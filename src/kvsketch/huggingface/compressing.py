@@ -2,7 +2,7 @@
 
 import copy
 
-from kvsketch.caches.base import MethodConfig
+from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.exact import Exact
 from kvsketch.huggingface.layer import SketchLayer
 from kvsketch.huggingface.layers import LayerStack

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvsketch.caches.base import MethodConfig
-from kvsketch.caches.layer import chunks
+from kvsketch.caches.core.config import MethodConfig
+from kvsketch.caches.core.tokens import chunks
 from kvsketch.caches.registry import parse_spec
 from kvsketch.huggingface.attaching import attach
 from kvsketch.huggingface.cache import SketchCache

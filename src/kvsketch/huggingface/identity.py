@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from kvsketch.caches.base import MethodConfig
+from kvsketch.caches.core.config import MethodConfig
 from kvsketch.huggingface.modules import config_value, heads_of
 from kvsketch.huggingface.weights import fingerprint_of_weights
 

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from kvsketch.attention import Partial
-from kvsketch.caches.base import MethodConfig
-from kvsketch.caches.layer import LayerCache, NewTokens
-from kvsketch.caches.question import Unrotated
+from kvsketch.caches.core.config import MethodConfig
+from kvsketch.caches.core.layer import LayerCache
+from kvsketch.caches.core.tokens import NewTokens, Unrotated
 from kvsketch.huggingface import stock
 from kvsketch.huggingface.attention import as_autocast, link, without_autocast
 from kvsketch.huggingface.model import ModelLink
@@ -63,7 +63,7 @@ class SketchLayer(CacheLayerMixin):
         if not exact.held.started:
             return
         columns = exact.held.window.columns
-        valid = columns.ranks >= 0 if exact.held.window.ragged else None
+        valid = columns.ranks >= 0 if exact.held.ragged else None
         with without_autocast(columns.keys):
             self.held.hold(NewTokens(columns.keys, columns.values, valid))
         self.held.seen = exact.held.seen  # places where all rows are padded are counted, but not held
@@ -83,7 +83,8 @@ class SketchLayer(CacheLayerMixin):
     def check_asked_by(self, module: nn.Module) -> None:
         """The attention function has found this layer; refuse a module that is another model's."""
         self.pending = 0
-        self.model.check_module(module)
+        if id(module) not in self.model.modules:
+            self.model.check_module(module)
 
     def check_watched(self, module: nn.Module) -> None:
         """Refuse an attention module of which nobody knows what it rotates, where the method asks for that."""
@@ -103,12 +104,11 @@ class SketchLayer(CacheLayerMixin):
 
     def check_keys(self, keys: Tensor) -> None:
         """Refuse keys that cannot be this layer's."""
-        if not self.held.started:
-            return
-        ours, keys = self.held.window.keys.view, as_autocast(keys)
-        if (ours.shape[1], ours.shape[3], ours.dtype) != (keys.shape[1], keys.shape[3], keys.dtype):
+        keys, kind = as_autocast(keys), self.held.kind
+        if kind is not None and kind != (keys.shape[1], keys.shape[3], keys.dtype):
+            heads, width, dtype = kind
             raise ValueError(
-                f"layer {self.held.layer} holds {ours.shape[1]} KV heads of width {ours.shape[3]} in {ours.dtype}, "
+                f"layer {self.held.layer} holds {heads} KV heads of width {width} in {dtype}, "
                 f"but {keys.shape[1]} of width {keys.shape[3]} in {keys.dtype} came: the cache is another model's, or "
                 "was filled under another torch.autocast"
             )
@@ -157,22 +157,20 @@ class SketchLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row `beam_idx[i]` was."""
-        self._map_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)), beam_idx.tolist())
+        self._map_rows(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times."""
-        rows = [row for row in range(len(self.held.lengths)) for _ in range(repeats)]
-        self._map_rows(lambda tensor: tensor.repeat_interleave(repeats, 0), rows)
+        self._map_rows([row for row in range(len(self.held.lengths)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Only these rows."""
         index = torch.as_tensor(indices)
-        index = index.nonzero()[:, 0] if index.dtype == torch.bool else index
-        self._map_rows(lambda tensor: tensor.index_select(0, index.to(tensor.device)), index.tolist())
+        self._map_rows((index.nonzero()[:, 0] if index.dtype == torch.bool else index).tolist())
 
-    def _map_rows(self, move: Callable[[Tensor], Tensor], rows: list[int]) -> None:
-        self.held.map_rows(move, rows)
-        self.positions.map_rows(move, rows)
+    def _map_rows(self, rows: list[int]) -> None:
+        self.held.map_rows(rows)
+        self.positions.map_rows(rows)
 
     @property
     def nbytes(self) -> int:
@@ -190,7 +188,7 @@ class SketchLayer(CacheLayerMixin):
         self.reset()
         self.held.restore(tensors, numbers)
         self.positions.restore(tensors, numbers, self.held.lengths, self.held.seen, known=self.is_first)
-        self.lazy_initialization(tensors["keys"], tensors["values"])
+        self.lazy_initialization(self.held.window.keys.view, self.held.window.values.view)
 
     def offload(self) -> None:
         """Not supported; `make_cache` never asks for it."""

@@ -12,8 +12,8 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
-from kvsketch.caches.base import MethodConfig
-from kvsketch.caches.budget import parse_bytes
+from kvsketch.caches.core.budget import parse_bytes
+from kvsketch.caches.core.config import MethodConfig
 from kvsketch.huggingface import stock
 from kvsketch.huggingface.layer import HybridSketchLayer, SketchLayer
 from kvsketch.huggingface.model import ModelLink
@@ -26,6 +26,7 @@ class LayerStack:
     def __init__(self, config: MethodConfig, model: ModelLink) -> None:
         self.config, self.model = config, model
         self.dtype: torch.dtype | None = None  # that of autocast, or of the model, when the first tokens came
+        self.latest: Any = None  # the layer that took tokens last
         self.touched = False  # a call or a move of rows has changed some layers, and has not come to its end
         types, options = get_layer_types_and_kwargs(model.config)
         options = [options] * len(types) if isinstance(options, dict) else options  # one dict up to transformers 5.17

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvsketch.caches.base import MethodConfig
+from kvsketch.caches.core.config import MethodConfig
 from kvsketch.huggingface.attention import ATTENTION_NAME
 from kvsketch.huggingface.frequencies import ChangingFrequencies, DropGuard
 from kvsketch.huggingface.identity import check_method_fits, fingerprint

@@ -1,20 +1,19 @@
 """Where the tokens that were read stand in their rows, and whether new ones follow on them."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvsketch.caches.layer import NewTokens
-from kvsketch.caches.storage import Rows
+from kvsketch.caches.core.buffers import Growing
+from kvsketch.caches.core.tokens import NewTokens
 
 
 class Positions:
     """Which tokens so far are padding, and at which position each row began."""
 
     def __init__(self) -> None:
-        self.padding = Rows(dim=1)  # once there is any: which tokens so far are real
+        self.padding = Growing(dim=1)  # once there is any: which tokens so far are real
         self.offsets: list[int] | None = None  # position less rank, of each row's first token
         self.checked = False  # those of the present call were looked at
 
@@ -85,9 +84,9 @@ class Positions:
         if self.padding.length:
             self.padding.remove(self.padding.length - count, self.padding.length)
 
-    def map_rows(self, move: Callable[[Tensor], Tensor], rows: list[int]) -> None:
-        """Have each row become what another one was: by a function of tensors, and by their numbers."""
-        self.padding.map(move)
+    def map_rows(self, rows: list[int]) -> None:
+        """Row i becomes what row `rows[i]` was."""
+        self.padding.select(torch.tensor(rows))
         self.offsets = None if self.offsets is None else [self.offsets[row] for row in rows]
 
     # -- copies and files

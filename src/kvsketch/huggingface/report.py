@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from kvsketch.caches.question import LookupPast
 from kvsketch.huggingface.layer import SketchLayer
 from kvsketch.huggingface.layers import LayerStack, bytes_held
 
@@ -102,10 +101,11 @@ def _report_on_layer(index: int, layer: SketchLayer) -> LayerReport:
     full = 0
     if entries is not None:
         keys, values = held.window.keys.view, held.window.values.view
-        per_token = keys.shape[1] * (keys.shape[3] + values.shape[3]) * keys.element_size()
+        per_token = held.heads * (keys.shape[3] + values.shape[3]) * keys.element_size()
         full = held.seen * keys.shape[0] * per_token + layer.nbytes - held.nbytes
-    details, warning = ({}, None) if held.past is None else (held.past.details(), held.past.warning())
-    read = held.past.selectivity() if isinstance(held.past, LookupPast) else None
+    details, warning, read = dict[str, float](), None, None
+    if held.started:
+        details, warning, read = held.streams.details(), held.streams.warning(), held.streams.share_read()
     return LayerReport(
         layer=index,
         entries=_per_head(entries),

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
-from kvsketch.caches.layer import LayerCache
-from kvsketch.caches.storage import storage_bytes, with_prefix, writable
+from kvsketch.caches.core.buffers import writable
+from kvsketch.caches.core.layer import LayerCache
+from kvsketch.caches.core.storage import storage_bytes, with_prefix
 
 STATES = {"conv": "conv_states", "recurrent": "recurrent_states"}  # of layers with linear attention or a convolution
 SAVED = {  # layers whose state is known: what their class is called

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvsketch.caches.base import BudgetedConfig
+from kvsketch.caches.core.config import BudgetedConfig
 from kvsketch.caches.registry import METHODS
 from kvsketch.evaluation.answers.session import Timing, answer, read_prompt
 from kvsketch.evaluation.embedded import load_embedded

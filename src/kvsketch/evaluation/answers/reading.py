@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvsketch.caches.base import MethodConfig
+from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.exact import Exact
 from kvsketch.evaluation.answers.plan import Asked
 from kvsketch.huggingface import SketchCache, make_cache, prefill

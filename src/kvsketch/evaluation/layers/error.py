@@ -20,8 +20,9 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvsketch.caches.core.layer import LayerCache
+from kvsketch.caches.core.tokens import NewTokens
 from kvsketch.caches.exact import Exact
-from kvsketch.caches.layer import LayerCache, NewTokens
 from kvsketch.evaluation.layers.plan import Prompt, Study, Trial, middle_of
 from kvsketch.evaluation.results.rows import Row, RowsFile
 from kvsketch.huggingface.capture import Captured, capture

@@ -10,8 +10,8 @@ from typing import Any
 from jaxtyping import Int64
 from torch import Tensor
 
-from kvsketch.caches.base import BLOCK, BudgetedConfig, MethodConfig
-from kvsketch.caches.budget import Keep
+from kvsketch.caches.core.budget import Keep
+from kvsketch.caches.core.config import BLOCK, BudgetedConfig, MethodConfig
 from kvsketch.caches.registry import METHODS, parse_spec, read_call
 from kvsketch.evaluation.results.rows import Row, key_of
 

@@ -14,11 +14,29 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from kvsketch.attention import NO_MASS, Partial, WeightedTokens, log_of, merge
+from kvsketch.kernels.indexed_attention import reference as masked
 from kvsketch.kernels.indexed_attention.segments import Segments
 from kvsketch.kernels.weighted_attention import fused, reference
 
+FEW_QUERIES = 8  # each has its rows copied; more of them share a pass over all rows
 PART = 2048  # rows at most
 COPIED_AT_ONCE = 1 << 20  # numbers, for each thread
+
+
+def indexed_attention(
+    query: Float[Tensor, "b hg q d"],
+    pairs: Float[Tensor, "b h n de"],
+    segments: Segments,
+    scale: float,
+    *,
+    softcap: float | None = None,
+) -> Partial:
+    """Attention of every query over the rows of its segments; queries of a group share them.
+
+    A pair is a key, as wide as a query, with its value behind it: what is read together lies together.
+    """
+    form = attend if query.shape[2] <= FEW_QUERIES else masked.attend
+    return form(query, pairs, segments, scale, softcap=softcap)
 
 
 def attend(
@@ -31,7 +49,7 @@ def attend(
 ) -> Partial:
     """Attention of every query over the rows of its segments."""
     lanes, width = (*pairs.shape[:2], query.shape[2]), pairs.shape[3]
-    counts, order = segments.rows.flatten().sort(descending=True)
+    counts, order = segments.length.sum(-1).flatten().sort(descending=True)
     longest_first: list[int] = counts.tolist()
     # A power of two, so that any usual number of threads has equally much to do.
     parts = 1 << (max(1, -(-longest_first[0] // PART)) - 1).bit_length()

@@ -1,0 +1,54 @@
+"""Answers of bundles of lanes, put together in the order of the batch."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from kvsketch.attention import NO_MASS, Partial
+from kvsketch.caches.core.query import Answer, Query
+
+
+def in_rows(answer: Answer, rows: int) -> Answer:
+    """The answer of lanes that came as KV heads of one row, as that of the rows that they are."""
+    if rows == 1:
+        return answer
+
+    def split(x: Tensor) -> Tensor:
+        return x.unflatten(1, (rows, -1))[0]
+
+    def of_rows(part: Partial | None) -> Partial | None:
+        return None if part is None else Partial(split(part.out), split(part.lse))
+
+    read = None if answer.read is None else split(answer.read)
+    return Answer(of_rows(answer.attended), of_rows(answer.estimated), read)
+
+
+def joined(found: Sequence[tuple[int, Answer]], query: Query, heads: int, order: Int64[Tensor, " l"]) -> Answer:
+    """The answers of several bundles of so many lanes each, `order` saying where each lane of the batch is in them."""
+    group, queries = query.queries.shape[1] // heads, query.queries.shape[2]
+    width = next(answer.attended.out.shape[3] for _, answer in found if answer.attended is not None)
+
+    def of_lanes(count: int, part: Partial | None) -> tuple[Tensor, Tensor]:
+        if part is None:
+            out = query.queries.new_zeros(count, group, queries, width, dtype=torch.float32)
+            return out, out.new_full(out.shape[:3], NO_MASS)
+        return part.out[0].unflatten(0, (count, group)).float(), part.lse[0].unflatten(0, (count, group)).float()
+
+    def together(parts: list[tuple[int, Partial | None]]) -> Partial | None:
+        if all(part is None for _, part in parts):
+            return None
+        each = zip(*(of_lanes(*part) for part in parts), strict=True)
+        return Partial(*(torch.cat(x).index_select(0, order).flatten(0, 1)[None] for x in each))
+
+    def read_by(count: int, answer: Answer) -> Tensor:
+        none = torch.zeros(count, queries, dtype=torch.int64, device=order.device)
+        return none if answer.read is None else answer.read[0]
+
+    attended = together([(count, answer.attended) for count, answer in found])
+    estimated = together([(count, answer.estimated) for count, answer in found])
+    if all(answer.read is None for _, answer in found):
+        return Answer(attended, estimated)
+    read = torch.cat([read_by(count, answer) for count, answer in found])
+    return Answer(attended, estimated, read.index_select(0, order)[None])

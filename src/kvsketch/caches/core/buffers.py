@@ -1,0 +1,211 @@
+"""What grows by a token at a time: a tensor, and the window of a stream, which is one of several such tensors.
+
+The window is passive: `stream.py` says what comes and what leaves. It has one column per token, in the order in which
+they came. Where rows have unequal lengths a column may be one row's and not another's: its rank is -1 there, and its
+log weight `-inf`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from kvsketch.attention import WeightedTokens, log_mass_of
+from kvsketch.caches.core.storage import in_front, storage_bytes
+from kvsketch.caches.core.tokens import Columns
+
+SPARE = 32  # places allocated beyond those asked for; and one in SPARE of them, so that growing stays cheap
+
+
+class Growing:
+    """A tensor that grows along one dimension without being copied at every step.
+
+    A buffer of n places is copied once in n/32 appended ones: 32 places a token, beside the n that
+    attention reads anyway, for 3 % of idle memory.
+    """
+
+    def __init__(self, dim: int, first: Tensor | None = None) -> None:
+        """Empty, or with a tensor that is nobody else's."""
+        self.dim = dim
+        self.length = 0
+        self.buffer: Tensor | None = None
+        if first is not None:
+            self.buffer, self.length = first.contiguous(), first.shape[dim]
+
+    @property
+    def view(self) -> Tensor:
+        """The places in use."""
+        assert self.buffer is not None, "nothing was stored yet"
+        return self.buffer.narrow(self.dim, 0, self.length)
+
+    def resize(self, length: int, like: Tensor, most: int | None = None) -> None:
+        """Have `length` places shaped as those of `like`; new ones are not filled. Room is never made beyond `most`."""
+        if self.buffer is None or length > self.buffer.shape[self.dim]:
+            room = length + _spare(length)
+            shape = list(like.shape)
+            shape[self.dim] = room if most is None else max(length, min(room, most))
+            grown = torch.empty(shape, dtype=like.dtype, device=like.device)
+            if self.length:
+                grown.narrow(self.dim, 0, self.length).copy_(self.view)
+            self.buffer = grown
+        self.make_writable()
+        self.length = length
+
+    def append(self, new: Tensor) -> None:
+        """Add places at the end."""
+        self._add_places(new).copy_(new)
+
+    def append_beside(self, *parts: Tensor) -> None:
+        """Add places at the end that are made of these side by side, in their last dimension."""
+        widths = [part.shape[-1] for part in parts]
+        whole = self._add_places(parts[0].new_empty(()).expand(*parts[0].shape[:-1], sum(widths)))
+        for place, part in zip(whole.split(widths, dim=-1), parts, strict=True):
+            place.copy_(part)
+
+    def _add_places(self, like: Tensor) -> Tensor:
+        """Have places shaped as these at the end; they are not filled."""
+        start, new = self.length, like.shape[self.dim]
+        self.resize(start + new, like)
+        return self.view.narrow(self.dim, start, new)
+
+    def replace_from(self, start: int, new: Tensor, most: int | None = None) -> None:
+        """Have these places from `start` on, and none behind them."""
+        self.resize(start + new.shape[self.dim], new, most)
+        self.view.narrow(self.dim, start, new.shape[self.dim]).copy_(new)
+        self._give_back()
+
+    def remove(self, start: int, stop: int) -> None:
+        """Take out places start…stop-1 and close the gap."""
+        behind = self.length - stop
+        if behind and stop > start:
+            self.make_writable()
+            moved = self.view.narrow(self.dim, stop, behind).clone()  # the two ranges may overlap
+            self.view.narrow(self.dim, start, behind).copy_(moved)
+        self.length -= stop - start
+        self._give_back()
+
+    def make_writable(self) -> None:
+        """Take a copy where torch would refuse to change what there is."""
+        if self.buffer is not None:
+            self.buffer = writable(self.buffer)
+
+    def select(self, index: Int64[Tensor, " m"]) -> None:
+        """Have these of the first dimension alone."""
+        if self.buffer is not None:
+            self.buffer = self.view.index_select(0, index.to(self.buffer.device))
+
+    def _give_back(self) -> None:
+        """Shrink a buffer that has more room than growing by tokens ever makes, as after a long chunk."""
+        assert self.buffer is not None
+        if self.buffer.shape[self.dim] > self.length + 2 * _spare(self.length):
+            self.buffer = self.view.clone()
+
+
+def _spare(length: int) -> int:
+    return max(SPARE, length // SPARE)
+
+
+class Window:
+    """Sinks and latest tokens."""
+
+    def __init__(self) -> None:
+        self.keys, self.values, self.ranks = Growing(dim=2), Growing(dim=2), Growing(dim=1)
+        self.notes: Growing | None = None  # of the first columns: those of the others are still to come
+        self.ragged = False  # whether there may be columns that are not all rows' own
+
+    @property
+    def length(self) -> int:
+        """Number of columns."""
+        return self.ranks.length
+
+    @property
+    def columns(self) -> Columns:
+        """All columns, as views."""
+        notes = None if self.notes is None else self.notes.view
+        return Columns(self.keys.view, self.values.view, self.ranks.view, notes)
+
+    def tokens(self) -> WeightedTokens:
+        """What attention sees."""
+        held = self.ranks.view >= 0 if self.ragged else None
+        return WeightedTokens(self.keys.view, self.values.view, log_mass_of(held))
+
+    def append(self, new: Columns) -> None:
+        """Add columns at the end."""
+        self.keys.append(new.keys)
+        self.values.append(new.values)
+        self.ranks.append(new.ranks)
+        self.append_notes(new.notes)
+
+    def append_notes(self, notes: Int64[Tensor, "b h n t"] | None) -> None:
+        """Add notes about columns that have none yet."""
+        if notes is not None:
+            self.notes = self.notes or Growing(dim=2)
+            self.notes.append(notes)
+
+    def remove(self, start: int, stop: int) -> None:
+        """Take out columns whose tokens have left."""
+        for grown in self._all:
+            grown.remove(start, stop)
+
+    def take_out(self, leaving: Tensor) -> None:
+        """Mark places [b, n] as not a row's any more."""
+        self.ranks.make_writable()
+        self.ranks.view.masked_fill_(leaving, -1)
+
+    def crop(self, lengths: Sequence[int]) -> None:
+        """Take back all tokens of each row but the first so many."""
+        kept = self.ranks.view < torch.tensor(lengths, device=self.ranks.view.device)[:, None]
+        if self.ragged:
+            self.take_out(~kept)
+            self.compact()
+        else:
+            self.remove(int(kept[0].sum()), self.length)
+
+    def compact(self) -> None:
+        """Have no more columns than the fullest row needs, each row's tokens to the right in their order."""
+        held = self.ranks.view >= 0
+        width = int(held.sum(1).max()) if held.numel() else 0
+        spare = self.length - width
+        if spare == 0:
+            return
+        index = in_front(~held)[:, spare:]  # empty places first
+        for grown in self._all:
+            x = grown.view
+            if grown.dim == 1:
+                moved = x.gather(1, index)
+            else:
+                moved = x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+            grown.make_writable()
+            grown.view.narrow(grown.dim, 0, width).copy_(moved)
+            grown.remove(width, grown.length)
+
+    def map_rows(self, rows: Int64[Tensor, " b"]) -> None:
+        """Row i becomes what row `rows[i]` was."""
+        for grown in self._all:
+            grown.select(rows)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors of the state by name."""
+        found = {"keys": self.keys.view, "values": self.values.view, "ranks": self.ranks.view}
+        return found if self.notes is None else found | {"notes": self.notes.view}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held, spare room included."""
+        return storage_bytes(grown.buffer for grown in self._all)
+
+    @property
+    def _all(self) -> tuple[Growing, ...]:
+        exact = (self.keys, self.values, self.ranks)
+        return exact if self.notes is None else (*exact, self.notes)
+
+
+def writable(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where it was made in inference mode and that is over: torch would refuse to change it.
+
+    The compiler can trace none of these questions; within compiled code the tensor is taken as it is.
+    """
+    if torch.compiler.is_compiling() or not tensor.is_inference() or torch.is_inference_mode_enabled():
+        return tensor
+    return tensor.clone()

@@ -1,0 +1,242 @@
+"""What a method that forgets is: it chooses, for lanes that are alike, which entries they hold from now on.
+
+It sees what the lanes hold and what arrives, and says which of them to keep, as numbers; or brings keys and values of
+its own making. Whatever else it needs to know about an entry, a lane or all of them it declares by name; bytes, files,
+beams, copies and reports follow from that.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from kvsketch.attention import WeightedTokens, fold_groups, logits_of
+from kvsketch.caches.core.budget import MOST, Budget
+from kvsketch.caches.core.buffers import Growing
+from kvsketch.caches.core.method import Holding, Method
+from kvsketch.caches.core.query import Query
+from kvsketch.caches.core.storage import chosen, storage_bytes, with_prefix
+from kvsketch.caches.core.tokens import Arriving
+from kvsketch.kernels.weighted_attention.reference import LOGITS_AT_ONCE
+
+MASS = "mass"  # what an entry got of the attention of all queries so far, where a method declares it
+
+
+@dataclass(frozen=True)
+class Entries:
+    """What the lanes of a bundle hold, and what a method has declared about it."""
+
+    keys: Float[Tensor, "l n d"]
+    values: Float[Tensor, "l n e"]
+    per_entry: dict[str, Tensor] = field(default_factory=dict)  # [l, n]
+    per_lane: dict[str, Tensor] = field(default_factory=dict)  # [l, …]
+    numbers: dict[str, Any] = field(default_factory=dict)  # the same for all lanes: JSON
+
+    @property
+    def count(self) -> int:
+        """Entries of each lane."""
+        return self.keys.shape[1]
+
+    def with_new(self, new: Arriving, start: int = 0) -> "Entries":
+        """Those from `start` on and the new tokens: what there is to choose from. Numbers about new ones are 0."""
+        keys, values = (
+            torch.cat([held[:, start:], came], 1) for held, came in ((self.keys, new.keys), (self.values, new.values))
+        )
+        about = {
+            name: torch.cat([x[:, start:], x.new_zeros(len(x), new.count)], 1) for name, x in self.per_entry.items()
+        }
+        return Entries(keys, values, about, self.per_lane, self.numbers)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Entries `start`… of every lane, as they are from now on; those before stay as they were.
+
+    `index` counts the entries held from `start` on, and then the new tokens; None is all of them. Or `made` are keys
+    and values of the method's own.
+    """
+
+    index: Int64[Tensor, "l k"] | None
+    start: int = 0
+    log_mass: Float[Tensor, "#l k"] | None = None  # log of how many tokens each stands for; None: 1
+    log_value: Float[Tensor, "#l k"] | None = None  # log of its weight in the answer; None: the same
+    made: tuple[Float[Tensor, "l k d"], Float[Tensor, "l k e"]] | None = None
+    per_entry: dict[str, Tensor] = field(default_factory=dict)
+    per_lane: dict[str, Tensor] = field(default_factory=dict)
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+
+class Chooser(Method):
+    """A method that holds weighted entries, all of them read for every query."""
+
+    per_entry: Mapping[str, torch.dtype] = {}
+    per_lane: Mapping[str, torch.dtype] = {}
+    shared: Sequence[str] = ()  # what is the same for all lanes, as JSON
+
+    @abstractmethod
+    def choose(self, held: Entries, new: Arriving, budget: Budget) -> Kept:
+        """What lanes with this budget hold once these tokens have come."""
+
+    def check(self, held: Entries, log_mass: Tensor | None, count: int, budget: Budget) -> None:
+        """Refuse entries that cannot be what is held of `count` tokens."""
+
+    def details(self, held: Entries, count: int) -> dict[str, float]:
+        """What a report should show beside entries and bytes."""
+        return {}
+
+    def new_holding(self, budget: Budget) -> Holding:
+        return ChosenEntries(self, budget)
+
+
+class ChosenEntries(Holding):
+    """The entries that a chooser has chosen."""
+
+    def __init__(self, chooser: Chooser, budget: Budget) -> None:
+        self.chooser, self.budget = chooser, budget
+        self.held = dict[str, Growing]()  # keys, values, weights, and what is declared per entry
+        self.per_lane = dict[str, Tensor]()
+        self.host = dict[str, Any]()
+
+    def entries(self, like: Arriving | None = None) -> Entries:
+        """What is held; nothing yet, of tokens like these."""
+        if self.held:
+            about = {name: self.held[f"entry.{name}"].view for name in self.chooser.per_entry}
+            return Entries(self.held["keys"].view, self.held["values"].view, about, self.per_lane, self.host)
+        assert like is not None, "nothing is held"
+        lanes, device = len(like.keys), like.keys.device
+        none = {name: torch.zeros(lanes, 0, dtype=kind, device=device) for name, kind in self.chooser.per_entry.items()}
+        return Entries(like.keys[:, :0], like.values[:, :0], none)
+
+    def write(self, new: Arriving) -> None:
+        self.keep(self.chooser.choose(self.entries(new), new, self.budget), new)
+
+    def keep(self, kept: Kept, new: Arriving) -> None:
+        """Hold what was chosen."""
+        held, start = self.entries(new), kept.start
+        found = dict[str, Tensor]()
+        for name, old, came in (("keys", held.keys, new.keys), ("values", held.values, new.values)):
+            if kept.made is not None:
+                found[name] = kept.made[name == "values"]
+            elif kept.index is None:
+                found[name] = came
+                start = held.count
+            else:
+                found[name] = chosen(torch.cat([old[:, start:], came], 1), kept.index)
+        for name, x in found.items():
+            self._replace(name, start, x, fresh=kept.index is not None or kept.made is not None)
+        lanes, count = len(new.keys), self.held["keys"].length
+        shared = torch.zeros(1, count - kept.start, device=new.keys.device)
+        for name, weights in (("log_mass", kept.log_mass), ("log_value", kept.log_value)):
+            if weights is not None or name in self.held:
+                self._replace(name, kept.start, shared if weights is None else weights)
+        for name, kind in self.chooser.per_entry.items():
+            about = kept.per_entry.get(name)
+            if about is None:
+                about = self._carried(held.per_entry[name], kept, new)
+            self._replace(f"entry.{name}", kept.start, about.to(kind))
+        self.per_lane = {**self.per_lane, **kept.per_lane}
+        self.host = kept.numbers
+        assert all(len(x.view) in (1, lanes) and x.length == count for x in self.held.values())
+        self._weigh()
+
+    @staticmethod
+    def _carried(about: Tensor, kept: Kept, new: Arriving) -> Tensor:
+        """What is known about each entry goes with it; about new ones it is 0."""
+        pool = torch.cat([about[:, kept.start :], about.new_zeros(len(about), new.count)], 1)
+        return pool if kept.index is None else pool.gather(1, kept.index)
+
+    def _replace(self, name: str, start: int, x: Tensor, *, fresh: bool = True) -> None:
+        """Have `x` from `start` on; `fresh`: nobody else has it."""
+        grown = self.held.get(name)
+        if not start and fresh and self.budget.fixed is None:
+            self.held[name] = Growing(1, x)  # no copy, and no room to spare
+            return
+        if not start and (grown is None or len(grown.view) != len(x)):
+            grown = Growing(dim=1)
+        elif grown is None:
+            grown = Growing(1, x.new_zeros(len(x), start))  # nothing was said of those before: they had the weight 1
+        elif len(grown.view) != len(x):  # what lanes shared differs from now on, or the other way round
+            lanes = max(len(grown.view), len(x))
+            x, grown = x.expand(lanes, -1), Growing(1, grown.view.expand(lanes, -1).clone())
+        self.held[name] = grown
+        grown.replace_from(start, x, self.budget.fixed)
+
+    def _weigh(self) -> None:
+        """The entries as attention takes them."""
+        weights = (self.held[name].view[None] if name in self.held else None for name in ("log_mass", "log_value"))
+        found = WeightedTokens(self.held["keys"].view[None], self.held["values"].view[None], *weights)
+        self.weighted = found if found.count else None
+
+    # -- reading
+
+    def observe(self, query: Query, read: Tensor | None, lse: Float[Tensor, "1 lg q"] | None) -> None:
+        """Add what each entry got of the queries' attention to its mass."""
+        assert lse is not None, "a method that asks for mass is told the denominators"
+        tokens, mass = self.weighted, self.held[f"entry.{MASS}"]
+        if tokens is None:
+            return
+        mass.make_writable()
+        block = max(1, LOGITS_AT_ONCE // max(1, query.queries.shape[1] * tokens.count))
+        for part, own in zip(query.queries.split(block, 2), lse.split(block, 2), strict=True):
+            logits = logits_of(part, tokens.keys, query.scale, query.softcap)
+            if tokens.log_mass is not None:
+                logits = logits + tokens.log_mass[:, :, None]
+            shares = torch.exp(logits - fold_groups(own[..., None], tokens.keys.shape[1]))
+            mass.view.add_(shares.sum(2)[0])
+
+    def count_entries(self) -> int:
+        return self.held["keys"].length
+
+    # -- state
+
+    @property
+    def nbytes(self) -> int:
+        return storage_bytes([*(x.buffer for x in self.held.values()), *self.per_lane.values()])
+
+    def details(self, count: int) -> dict[str, float]:
+        return self.chooser.details(self.entries(), count)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: x.view for name, x in self.held.items()} | {f"lane.{n}": x for n, x in self.per_lane.items()}
+
+    def numbers(self) -> dict[str, Any]:
+        return self.host
+
+    def restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any], count: int) -> None:
+        _check(tensors, self.chooser)
+        if set(numbers) != set(self.chooser.shared):
+            raise ValueError(f"{list(numbers)!s:.80} of lanes that share {list(self.chooser.shared)}")
+        self.per_lane, self.host = with_prefix(tensors, "lane."), dict(numbers)
+        self.held = {name: Growing(1, x) for name, x in tensors.items() if not name.startswith("lane.")}
+        self._weigh()
+        log_mass = self.held["log_mass"].view if "log_mass" in self.held else None
+        self.chooser.check(self.entries(), log_mass, count, self.budget)
+
+
+def _check(tensors: dict[str, Tensor], chooser: Chooser) -> None:
+    """Refuse tensors that are not what a chooser holds."""
+    kinds = {f"entry.{name}": kind for name, kind in chooser.per_entry.items()}
+    of_lanes = {f"lane.{name}": kind for name, kind in chooser.per_lane.items()}
+    weights = {"log_mass", "log_value"} & tensors.keys()
+    kinds |= dict.fromkeys(weights, torch.float32)
+    keys, values = tensors.get("keys"), tensors.get("values")
+    right = keys is not None and values is not None and keys.ndim == values.ndim == 3
+    if right and keys is not None and values is not None:
+        lanes, count = keys.shape[:2]
+        right = (
+            tensors.keys() == {"keys", "values"} | kinds.keys() | of_lanes.keys()
+            and values.shape[:2] == (lanes, count)
+            and keys.is_floating_point()
+            and count <= MOST
+            and all(tensors[name].dtype == kind for name, kind in (kinds | of_lanes).items())
+            and all(tensors[name].shape in ((lanes, count), (1, count)) for name in weights)
+            and all(tensors[name].shape == (lanes, count) for name in kinds.keys() - weights)
+            and all(tensors[name].ndim >= 1 and len(tensors[name]) == lanes for name in of_lanes)
+        )
+    if not right:
+        shapes = {name: (tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in tensors.items()}
+        raise ValueError(f"entries of {shapes!s:.150}")

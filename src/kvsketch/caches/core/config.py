@@ -1,0 +1,162 @@
+"""What a method is told: a frozen config."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from kvsketch.caches.core.budget import Budget, Keep, check_keep
+from kvsketch.caches.core.checks import check_choice, check_count
+from kvsketch.caches.core.method import Method
+
+MANY = 256  # a call of so many tokens is long; one of fewer, but two at least, is one of a row of calls
+BLOCK = 32  # tokens leave the window in blocks of this many, so that no method works token by token
+PREFILLS = ("exact", "streaming")
+WEIGHTS = ("count", "none")  # does an entry stand for the tokens it was chosen from, or for itself alone
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodConfig(ABC):
+    """What every method is told: the exact parts, and how a prompt is read.
+
+    `prefill="exact"`: the tokens of one call see all earlier tokens of that call exactly; the past
+    is written at its end. `prefill="streaming"`: a call is read in chunks of `chunk` tokens, each
+    seeing what the cache holds by then, so memory does not grow with the prompt.
+    """
+
+    name: ClassVar[str]
+    before_rotation: ClassVar[bool] = False  # whether it asks for queries and keys as they were before rotation
+    window_by_budget: ClassVar[bool] = False  # whether heads with another budget have another window
+
+    sinks: int = 4
+    prefill: str = "exact"
+    chunk: int = 1024
+
+    def __post_init__(self) -> None:
+        check_count("sinks", self.sinks, least=0)
+        check_count("chunk", self.chunk, least=1)
+        check_choice("prefill", self.prefill, PREFILLS)
+
+    @property
+    @abstractmethod
+    def budget_given(self) -> Keep:
+        """The budget as the user gave it; 1.0 where the method keeps all."""
+
+    @abstractmethod
+    def floor(self) -> int:
+        """What every lane may hold, however small its share: sinks and window, and what a method cannot do without."""
+
+    def least_entries(self) -> int:
+        """The smallest number of entries that can be asked for: the window runs over by up to a block."""
+        return self.floor() + BLOCK
+
+    @abstractmethod
+    def window_size(self, budget: Budget, count: int) -> int | None:
+        """How many of the latest tokens stay exact once `count` were seen; None is all of them."""
+
+    @abstractmethod
+    def new_method(self, layer: int) -> Method | None:
+        """What is done in one layer with tokens that leave the window; None where nothing remains of them."""
+
+    def shares(self, layer: int, heads: int) -> Sequence[float]:
+        """In what proportion the KV heads of a layer share its budget."""
+        return (1.0,) * heads
+
+    def for_layer(self, layer: int) -> "MethodConfig":
+        """What this method is in one layer, where layers differ."""
+        return self
+
+    def check_model(self, facts: Callable[[], dict[str, Any]]) -> None:  # noqa: B027 (most serve all models)
+        """Refuse a model that this config cannot serve, given what there is to know about it."""
+
+    def source_digest(self) -> str | None:
+        """What this config takes from elsewhere, in a few letters that change when that does."""
+        return None
+
+    def with_full_paths(self) -> "MethodConfig":
+        """The same config for a program that runs in another folder."""
+        return self
+
+    def __str__(self) -> str:
+        """The spec that parses back to this config: the budget, and the fields that differ from their defaults."""
+        said = [f for f in fields(self) if f.name == "keep" or getattr(self, f.name) != f.default]
+        changed = [f"{f.name}={getattr(self, f.name)!r}" for f in sorted(said, key=lambda f: f.name != "keep")]
+        return f"{self.name}({', '.join(changed)})" if changed else self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepingConfig(MethodConfig):
+    """A method that forgets nothing, and so needs no budget."""
+
+    @property
+    def budget_given(self) -> Keep:
+        return 1.0
+
+    def floor(self) -> int:
+        return 0
+
+    def least_entries(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetedConfig(MethodConfig):
+    """A method that forgets: `keep` says how much may be held (sinks, window and past together)."""
+
+    keep: Keep = 0.25
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_keep(self.keep)
+        self.check_entries(self.keep if isinstance(self.keep, int) else None)
+
+    @property
+    def budget_given(self) -> Keep:
+        return self.keep
+
+    def check_entries(self, entries: int | None) -> None:
+        """Refuse a fixed number of entries that the exact parts alone would use up."""
+        if entries is not None and entries < self.least_entries():
+            raise ValueError(
+                f"keep={self.keep!r} leaves {entries} entries per row and KV head, but {self} needs at least "
+                f"{self.least_entries()}: give more, or fewer sinks or a smaller window"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowedConfig(BudgetedConfig):
+    """A method that keeps the last `window` tokens exactly and works on those before them."""
+
+    window: int = 64
+
+    def __post_init__(self) -> None:
+        check_count("window", self.window, least=1)
+        super().__post_init__()
+
+    def exact_entries(self) -> int:
+        """Entries that sinks and window take at most; the window may run over by one block."""
+        return self.sinks + self.window + BLOCK
+
+    def floor(self) -> int:
+        return self.sinks + self.window
+
+    def window_size(self, budget: Budget, count: int) -> int | None:
+        return self.window
+
+    def room(self, budget: Budget, count: int) -> int:
+        """How many entries of the past the budget leaves when `count` tokens have left the window."""
+        if budget.fixed is not None:
+            return max(0, budget.fixed - self.exact_entries())
+        exact = self.sinks + self.window
+        return max(0, budget.entries(count + exact) - exact)
+
+    def strata(self, fraction: float, first_entries: int, entries: int) -> tuple[int, int]:
+        """Tokens of the first stratum, which holds `first_entries`, and of every later one, which holds `entries`.
+
+        The first one is so long that it ends when the whole cache, exact parts included, is down to the
+        fraction; before that the cache holds what it needs at least.
+        """
+        exact = self.sinks + self.window
+        first = max(BLOCK, math.ceil((first_entries + exact) / fraction) - exact)
+        return first, math.ceil(entries / fraction)

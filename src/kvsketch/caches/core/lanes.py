@@ -1,0 +1,284 @@
+"""What a layer remembers of the tokens that left its window: lanes, which may hold different numbers of entries.
+
+A lane is one KV head of one row of the batch. Lanes that have the same budget, and got the same number of tokens in
+every call, lie together in a bundle: dense tensors that torch reads in place. So a row that is shorter than others, or
+a head with another budget, is nothing special to a method: it sees the lanes of a bundle, and no padding.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from kvsketch.caches.core.answers import in_rows, joined
+from kvsketch.caches.core.budget import Budget
+from kvsketch.caches.core.method import Holding, Method
+from kvsketch.caches.core.query import Answer, Query
+from kvsketch.caches.core.storage import in_front, with_prefix
+from kvsketch.caches.core.tokens import Arriving, Columns
+from kvsketch.kernels.weighted_attention import weighted_attention
+
+
+@dataclass
+class Bundle:
+    """Some KV heads of some rows, and what they hold. Lanes are counted row by row."""
+
+    rows: list[int]
+    heads: list[int]
+    holding: Holding
+    count: int = 0  # tokens that came to each lane
+    whole: bool = False  # whether these are all lanes there are, in their order
+    at: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)  # rows and heads, as tensors
+
+    def of(self, x: Tensor) -> Tensor:
+        """The part [l, …] of something [b, h, …] that belongs to these lanes."""
+        if not self.whole:
+            rows, heads = self._index(x.device)
+            x = x[rows, heads]
+        return x.flatten(0, 1)
+
+    def query(self, query: Query, heads: int) -> Query:
+        """What these lanes are asked: as queries of one row, whose KV heads they are."""
+        if self.whole and len(self.rows) == 1:
+            return query
+        queries = query.queries.unflatten(1, (heads, -1))
+        return replace(query, queries=self.of(queries).flatten(0, 1)[None], unrotated=None, ranks=None)
+
+    def lane_heads(self, device: torch.device) -> Int64[Tensor, " l"]:
+        """The KV head of each lane."""
+        rows, heads = self._index(device)
+        return heads.expand(len(rows), -1).flatten()
+
+    def _index(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device not in self.at:
+            rows, heads = (torch.tensor(numbers, device=device) for numbers in (self.rows, self.heads))
+            self.at[device] = (rows[:, None], heads[None])
+        return self.at[device]
+
+
+class Lanes:
+    """All lanes of a layer."""
+
+    def __init__(self, method: Method, rows: int, budgets: Sequence[Budget]) -> None:
+        """For each KV head what its lanes may hold."""
+        self.method, self.budgets, self.heads = method, list(budgets), len(budgets)
+        self.bundles = list[Bundle]()
+        for budget in dict.fromkeys(budgets):
+            heads = [head for head, own in enumerate(budgets) if own == budget]
+            self.bundles.append(Bundle(list(range(rows)), heads, method.new_holding(budget)))
+        self._note_order(rows)
+
+    def _note_order(self, rows: int) -> None:
+        """Where each lane is when the bundles are put one behind the other."""
+        heads = len(self.budgets)
+        self.rows = rows
+        lanes = [row * heads + head for bundle in self.bundles for row in bundle.rows for head in bundle.heads]
+        place = {lane: i for i, lane in enumerate(lanes)}
+        self.order = [place[lane] for lane in range(rows * heads)]
+        for bundle in self.bundles:
+            bundle.whole, bundle.at = len(self.bundles) == 1, {}
+        self._order_at = dict[torch.device, Tensor]()
+
+    @property
+    def empty(self) -> bool:
+        """Whether no token has come yet."""
+        return not any(bundle.count for bundle in self.bundles)
+
+    @property
+    def counts(self) -> list[int]:
+        """Tokens that came, per row."""
+        found = {row: bundle.count for bundle in self.bundles for row in bundle.rows}
+        return [found[row] for row in range(self.rows)]
+
+    # -- writing
+
+    def write(self, tokens: Columns, counts: Sequence[int], few: Sequence[bool]) -> None:
+        """Take tokens that leave the window, after which `counts` came in all; those of other rows have rank -1.
+
+        `few` says of each row whether its call had a few tokens.
+        """
+        added = [count - before for count, before in zip(counts, self.counts, strict=True)]
+        self._divide([(count, own and count > 0) for count, own in zip(added, few, strict=True)])
+        todo = list[tuple[Holding, Arriving]]()
+        for bundle in self.bundles:
+            count = added[bundle.rows[0]]
+            if count:
+                todo.append((bundle.holding, self._arriving(bundle, tokens, count, few=few[bundle.rows[0]])))
+                bundle.count += count
+        self.method.write(todo)
+
+    def _divide(self, added: Sequence[tuple[int, bool]]) -> None:
+        """Have bundles whose rows get the same number of tokens, in the same kind of call."""
+        divided = list[Bundle]()
+        for bundle in self.bundles:
+            parts = dict[tuple[int, bool], list[int]]()
+            for place, row in enumerate(bundle.rows):
+                parts.setdefault(added[row], []).append(place)
+            divided += [bundle] if len(parts) == 1 else [self._with_rows(bundle, own) for own in parts.values()]
+        if len(divided) > len(self.bundles):
+            self.bundles = divided
+            self._note_order(self.rows)
+
+    def _with_rows(self, bundle: Bundle, places: Sequence[int], rows: Sequence[int] | None = None) -> Bundle:
+        """A bundle with the rows at these places alone, under other numbers if some are given."""
+        holding = self.method.new_holding(self.budgets[bundle.heads[0]])
+        if bundle.count:
+            holding.restore(bundle.holding.tensors(), bundle.holding.numbers(), bundle.count)
+            heads = len(bundle.heads)
+            lanes = torch.tensor([place * heads + head for place in places for head in range(heads)])
+            holding.select(lanes, bundle.count)
+        kept = [bundle.rows[place] for place in places] if rows is None else list(rows)
+        return Bundle(kept, bundle.heads, holding, bundle.count)
+
+    @staticmethod
+    def _arriving(bundle: Bundle, tokens: Columns, count: int, *, few: bool) -> Arriving:
+        """The tokens of a bundle's lanes, holes between them closed."""
+        keys, values = bundle.of(tokens.keys), bundle.of(tokens.values)
+        notes = None if tokens.notes is None else bundle.of(tokens.notes)
+        if tokens.count > count:
+            real = tokens.ranks[bundle.rows] >= 0
+            index = in_front(real)[:, :count].repeat_interleave(len(bundle.heads), 0)
+            lanes = torch.arange(len(index), device=index.device)[:, None]
+            keys, values = keys[lanes, index], values[lanes, index]
+            notes = None if notes is None else notes[lanes, index]
+        return Arriving(keys, values, bundle.count, bundle.lane_heads(keys.device), notes, few)
+
+    # -- reading
+
+    def answer(self, query: Query) -> Answer:
+        """What is held answers, or what is looked up; nothing changes."""
+        wanted = not query.in_full and any(bundle.holding.wants_asking for bundle in self.bundles)
+        asked = self.method.ask(query, self.heads) if wanted else None
+        if len(self.bundles) == 1:
+            answer = self._ask(self.bundles[0], query, asked)
+            return answer if self.rows == 1 else in_rows(answer, self.rows)
+        if self.empty:
+            return Answer(None)
+        found = [(bundle, self._ask(bundle, query, asked)) for bundle in self.bundles]
+        lanes = [(len(bundle.rows) * len(bundle.heads), answer) for bundle, answer in found]
+        return in_rows(joined(lanes, query, self.heads, self._order(query.queries.device)), self.rows)
+
+    def _ask(self, bundle: Bundle, query: Query, asked: Tensor | None) -> Answer:
+        """The answer of a bundle's lanes, as KV heads of one row."""
+        if not bundle.count:
+            return Answer(None)
+        own = bundle.query(query, self.heads)
+        weighted = bundle.holding.weighted
+        if weighted is not None:
+            return Answer(weighted_attention(own.queries, weighted, own.scale, softcap=own.softcap))
+        return bundle.holding.answer(own, None if asked is None else bundle.of(asked))
+
+    def _order(self, device: torch.device) -> Int64[Tensor, " l"]:
+        if device not in self._order_at:
+            self._order_at[device] = torch.tensor(self.order, device=device)
+        return self._order_at[device]
+
+    def observe(self, query: Query, answer: Answer, lse: Float[Tensor, "b hg q"] | None) -> None:
+        """Let lanes take note of queries that were answered; `lse` is of everything that those saw."""
+        for bundle in self.bundles:
+            if bundle.count:
+                asked = bundle.query(query, self.heads)
+                read = None if answer.read is None else self._real_reads(bundle, query, answer.read)
+                own = None if lse is None else bundle.of(lse.unflatten(1, (self.heads, -1))).flatten(0, 1)[None]
+                bundle.holding.observe(asked, read, own)
+
+    @staticmethod
+    def _real_reads(bundle: Bundle, query: Query, read: Int64[Tensor, "b h q"]) -> Int64[Tensor, "1 l q"]:
+        """What was read, -1 where padding asked."""
+        if query.ranks is not None:
+            read = read.masked_fill(query.ranks[:, None] < 0, -1)
+        return bundle.of(read)[None]
+
+    # -- rows, reports, files
+
+    def map_rows(self, rows: Sequence[int]) -> None:
+        """Row i becomes what row `rows[i]` was."""
+        moved = list[Bundle]()
+        for bundle in self.bundles:
+            place = {row: i for i, row in enumerate(bundle.rows)}
+            new = [i for i, row in enumerate(rows) if row in place]
+            if new:
+                moved.append(self._with_rows(bundle, [place[rows[i]] for i in new], new))
+        self.bundles = moved
+        self._note_order(len(rows))
+
+    def count_entries(self) -> Int64[Tensor, "b h"]:
+        """Entries of each lane."""
+        found = torch.zeros(self.rows, self.heads, dtype=torch.int64)
+        for bundle in self.bundles:
+            entries = bundle.holding.count_entries() if bundle.count else 0
+            here = torch.as_tensor(entries).cpu().expand(len(bundle.rows) * len(bundle.heads))
+            found[torch.tensor(bundle.rows)[:, None], torch.tensor(bundle.heads)] = here.view(len(bundle.rows), -1)
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held, spare room included."""
+        return sum(bundle.holding.nbytes for bundle in self.bundles if bundle.count)
+
+    def details(self) -> dict[str, float]:
+        """What a report should show beside entries and bytes: means over lanes."""
+        found = dict[str, tuple[float, int]]()
+        for bundle in self.bundles:
+            lanes = len(bundle.rows) * len(bundle.heads)
+            for name, value in bundle.holding.details(bundle.count).items() if bundle.count else ():
+                total, weight = found.get(name, (0.0, 0))
+                found[name] = (total + value * lanes, weight + lanes)
+        return {name: total / weight for name, (total, weight) in found.items()}
+
+    def warning(self) -> str | None:
+        """What a user must know about these tokens and this method."""
+        return next(filter(None, (bundle.holding.warning() for bundle in self.bundles if bundle.count)), None)
+
+    def share_read(self) -> Float[Tensor, "b h"] | None:
+        """The share of what had left the window that queries read, over all that looked up; None if none did."""
+        shares = [bundle.holding.share_read() if bundle.count else None for bundle in self.bundles]
+        if all(share is None for share in shares):
+            return None
+        found = torch.zeros(self.rows, self.heads, dtype=torch.float64)
+        for bundle, share in zip(self.bundles, shares, strict=True):
+            if share is not None:
+                rows, heads = torch.tensor(bundle.rows)[:, None], torch.tensor(bundle.heads)
+                found[rows, heads] = share.cpu().view(len(bundle.rows), -1)
+        return found
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors of the state, those of a bundle under its number."""
+        return {
+            f"{number}.{name}": tensor
+            for number, bundle in enumerate(self.bundles)
+            for name, tensor in (bundle.holding.tensors() if bundle.count else {}).items()
+        }
+
+    def numbers(self) -> list[dict[str, Any]]:
+        """All other state, as JSON: one table for each bundle."""
+        return [
+            {"rows": bundle.rows, "heads": bundle.heads, "count": bundle.count, "numbers": bundle.holding.numbers()}
+            for bundle in self.bundles
+        ]
+
+    def restore(self, tensors: dict[str, Tensor], numbers: list[dict[str, Any]]) -> None:
+        """Take back what `tensors` and `numbers` gave, for the same rows and heads."""
+        wanted = sorted((row, head) for row in range(self.rows) for head in range(self.heads))
+        lanes = [(row, head) for one in numbers for row in one["rows"] for head in one["heads"]]
+        counts = [one["count"] for one in numbers]
+        in_order = all(one[name] == sorted(one[name]) for one in numbers for name in ("rows", "heads"))
+        if any(type(one["numbers"]) is not dict for one in numbers):
+            raise ValueError("numbers that are none")
+        if not in_order or sorted(lanes) != wanted or any(type(count) is not int or count < 0 for count in counts):
+            raise ValueError(
+                f"bundles of {lanes!s:.60} with {counts!s:.60} tokens, for {self.rows} × {self.heads} lanes"
+            )
+        self.bundles = []
+        for number, one in enumerate(numbers):
+            budgets = {self.budgets[head] for head in one["heads"]}
+            if len(budgets) != 1:
+                raise ValueError(f"a bundle of heads {one['heads']!s:.60} with several budgets")
+            holding = self.method.new_holding(budgets.pop())
+            if one["count"]:
+                holding.restore(with_prefix(tensors, f"{number}."), one["numbers"], one["count"])
+            self.bundles.append(Bundle(list(one["rows"]), list(one["heads"]), holding, one["count"]))
+        self._note_order(self.rows)

@@ -1,0 +1,237 @@
+"""What one attention layer holds of its stream of tokens, and how a query reads it.
+
+One road for prompts, chunks of them and single tokens: `read` → `_read_part`. Where its KV heads have windows of
+different lengths a layer has a few streams (`stream.py`), else one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from kvsketch.attention import Partial, join_queries, merge
+from kvsketch.caches.core.allocation import budget_of, budgets_of
+from kvsketch.caches.core.budget import Budget
+from kvsketch.caches.core.config import MethodConfig
+from kvsketch.caches.core.layer_state import LayerState
+from kvsketch.caches.core.probe import PROBES, exact_probe, relative_error
+from kvsketch.caches.core.query import Answer, Query
+from kvsketch.caches.core.tokens import Columns, NewTokens, Seen, chunks
+from kvsketch.kernels.weighted_attention import causal_attention
+
+
+class LayerCache(LayerState):
+    """What one attention layer holds of its stream, for all rows and KV heads."""
+
+    def __init__(self, config: MethodConfig, layer: int, layer_bytes: Callable[[int, int], int] | None = None) -> None:
+        """`layer_bytes(rows, bytes per token)` is the layer's share of a budget in bytes."""
+        super().__init__(config.for_layer(layer), layer)
+        self.layer_bytes = layer_bytes
+        self.recording = False  # hold back all writing to the past until the next `crop`
+
+    # -- reading
+
+    def read(
+        self,
+        query: Float[Tensor, "b hg q d"],
+        new: NewTokens,
+        scale: float,
+        softcap: float | None = None,
+        *,
+        lse: bool = True,
+    ) -> Partial:
+        """Attention of the new tokens' queries over all that is held and the new tokens; then they are held too.
+
+        A single token joins the window first: with it there, all that it sees is held, and that is one call less. Not
+        so where it is padding in other rows. Several tokens see everything where `prefill` is exact, also where a
+        method looks things up. `lse=False`: the answer is not merged with anything else.
+        """
+        if not self.started:
+            self._start(new)
+        count, streaming = new.keys.shape[2], self.config.prefill == "streaming"
+        joins_first = count == 1 and new.valid is None
+        asked = Query(query, scale, softcap, in_full=count > 1 and not streaming)
+        if not streaming or count <= self.config.chunk:
+            return self._read_part(asked, new, joins_first=joins_first, lse=lse)
+        parts = [
+            self._read_part(asked.part(start, stop), new.part(start, stop), joins_first=False, lse=lse)
+            for start, stop in chunks(count, self.config.chunk)
+        ]
+        return join_queries(parts)
+
+    def _read_part(self, asked: Query, new: NewTokens, *, joins_first: bool, lse: bool) -> Partial:
+        """Answer queries, and hold their tokens."""
+        ranks = self._ranks(new)
+        unrotated = None if new.unrotated is None else new.unrotated.queries.detach()
+        asked = replace(asked, unrotated=unrotated, ranks=ranks)
+        if joins_first:
+            self._count(new)
+            self._append_one(new, ranks)
+            answer = self.look(asked, lse=lse)
+            whole = _whole(answer)
+            assert whole is not None, "the new token itself is held"
+            self._observe(asked, answer, whole)
+            if any(stream.may_come <= 0 for stream in self.streams.all):
+                self.settle()
+            return whole
+        answer = self.look(asked)
+        lse = lse or answer.attended is not None
+        among = causal_attention(
+            asked.queries, new.keys, new.values, asked.scale, valid=new.valid, softcap=asked.softcap, lse=lse
+        )
+        whole = merge(among, *(part for part in (answer.attended, answer.estimated) if part is not None))
+        self._observe(asked, answer, whole)
+        first_and_whole = self.seen == 0 and self.config.prefill == "exact" and not self.recording
+        forgets = self.config.window_size(self.streams.budgets[0], 0) is not None
+        before = exact_probe(asked, new) if first_and_whole and forgets else None
+        self.hold(new, ranks)
+        if before is not None:
+            self._measure(before, asked)
+        return whole
+
+    def attend(
+        self,
+        query: Float[Tensor, "b hg q d"],
+        scale: float,
+        softcap: float | None = None,
+        *,
+        unrotated: Tensor | None = None,
+    ) -> Partial | None:
+        """Attention over all that is held, or looked up, all of it visible; None if nothing is.
+
+        The queries are those of the latest tokens of every row.
+        """
+        before = torch.arange(-query.shape[2], 0, device=query.device)
+        ranks = torch.tensor(self.lengths, device=query.device)[:, None] + before
+        return _whole(self.look(Query(query, scale, softcap, unrotated, ranks)))
+
+    def look(self, asked: Query, *, lse: bool = True) -> Answer:
+        """What is held answers, or what of it is looked up; nothing changes."""
+        only = self.streams.only
+        return self.streams.answer(asked) if only is None else only.answer(asked, lse=lse)
+
+    def _observe(self, asked: Query, answer: Answer, whole: Partial) -> None:
+        """Commit what was to be noted about an answer, now that it is complete."""
+        only = self.streams.only
+        if only is None:
+            self.streams.observe(asked, whole)
+        elif only.observes:
+            only.observe(asked, answer, whole)
+
+    # -- writing
+
+    def hold(self, new: NewTokens, ranks: Int64[Tensor, "b q"] | None = None) -> None:
+        """Put new tokens where they belong, without an answer."""
+        if not self.started:
+            self._start(new)
+        ranks = self._ranks(new) if ranks is None else ranks
+        before = self.lengths
+        self._count(new)
+        came = [length - less for length, less in zip(self.lengths, before, strict=True)]
+        for stream, columns, seen in self.streams.arriving(new, ranks):
+            stream.window.ragged = self.ragged
+            stream.hold(columns, seen, self.lengths, came, leave=not self.recording)
+
+    def _append_one(self, new: NewTokens, ranks: Int64[Tensor, "b 1"]) -> None:
+        """Have one more token in the windows."""
+        if (only := self.streams.only) is not None:
+            unrotated = None if new.unrotated is None else new.unrotated.keys.detach()
+            keys, values = new.keys.detach(), new.values.detach()
+            only.append_one(Columns(keys, values, ranks), Seen(keys, unrotated, ranks))
+        else:
+            for stream, columns, seen in self.streams.arriving(new, ranks):
+                stream.append_one(columns, seen)
+
+    def settle(self) -> None:
+        """Write to the past what is due to leave the window."""
+        for stream in self.streams.all:
+            if not self.recording:
+                stream.settle(self.lengths)
+
+    def _start(self, new: NewTokens) -> None:
+        rows, heads, _, width = new.keys.shape
+        budget = self.budget_for(rows, heads * (width + new.values.shape[-1]) * new.keys.element_size())
+        self.begin(rows, budgets_of(budget, self.config.shares(self.layer, heads)))
+        self.kind = (heads, width, new.keys.dtype)
+
+    def budget_for(self, rows: int, token_bytes: int) -> Budget:
+        """What so many rows may hold, whose keys and values take so many bytes a token; refuses less than is needed."""
+        entry_bytes = rows * (token_bytes + 12)  # its rank and its weight too
+        share = None if self.layer_bytes is None else self.layer_bytes(rows, entry_bytes)
+        return budget_of(self.config, share, entry_bytes, rows)
+
+    def _count(self, new: NewTokens) -> None:
+        """Count new tokens."""
+        rows, _, count, _ = new.keys.shape
+        if new.valid is None:
+            added = [count] * rows
+        else:
+            added = new.valid.sum(1).tolist()
+            self.ragged = True  # rows of unequal lengths leave the window at different times
+        self.lengths = [length + more for length, more in zip(self.lengths, added, strict=True)]
+        self.seen += count
+
+    def _ranks(self, new: NewTokens) -> Int64[Tensor, "b q"]:
+        """How many tokens of its row come before each new one; -1 for padding."""
+        rows, _, count, _ = new.keys.shape
+        even = new.valid is None and not self.ragged
+        first = self.seen if even else torch.tensor(self.lengths, device=new.keys.device)[:, None]
+        if new.valid is None:
+            return (first + torch.arange(count, device=new.keys.device)).expand(rows, -1)
+        return (first + new.valid.cumsum(1) - 1).masked_fill(~new.valid, -1)
+
+    def _measure(self, before: Partial, asked: Query) -> None:
+        """Note how far the answers of a prompt's last queries are from exact ones, now that it is held."""
+        asked = replace(asked.part(-PROBES, asked.queries.shape[2]), in_full=False)
+        with torch.no_grad():
+            answer = self.look(asked)
+            whole = _whole(answer)
+            assert whole is not None, "the call's tokens are held"
+            self.error = relative_error(whole, before)
+            if any(stream.looks_up for stream in self.streams.all) and answer.attended is not None:
+                # Tokens that are looked up are a part of all that was seen.
+                self.recall = torch.exp(answer.attended.lse - before.lse).mean(2)
+                self._observe(asked, answer, whole)
+        self.measured_at = self.seen
+
+    # -- rows, tail, state
+
+    def check_crop(self, count: int, dropped: Sequence[int]) -> None:
+        """Refuse to take back tokens that have left the window."""
+        sinks = self.config.sinks
+        left = self.left
+        there = [length - (gone + sinks if gone else 0) for length, gone in zip(self.lengths, left, strict=True)]
+        if count > self.seen or any(less > most for less, most in zip(dropped, there, strict=True)):
+            most = min(there, default=0)
+            raise ValueError(f"cannot take back {count} tokens: only the last {most} of {self.seen} are uncompressed")
+
+    def crop(self, count: int, dropped: Sequence[int] | None = None) -> None:
+        """Take back the last `count` columns; in each row so many of them were tokens, all where nothing is said."""
+        dropped = [count] * len(self.lengths) if dropped is None else dropped
+        self.check_crop(count, dropped)
+        if count:
+            self.lengths = [length - less for length, less in zip(self.lengths, dropped, strict=True)]
+            self.seen -= count
+            for stream in self.streams.all:
+                stream.crop(self.lengths)
+
+    def map_rows(self, rows: list[int]) -> None:
+        """Row i becomes what row `rows[i]` was."""
+        if not self.started:
+            return
+        for stream in self.streams.all:
+            stream.map_rows(rows)
+        self.lengths = [self.lengths[row] for row in rows]
+        index = torch.tensor(rows)
+        self.error, self.recall = (
+            None if x is None else x.index_select(0, index.to(x.device)) for x in (self.error, self.recall)
+        )
+
+
+def _whole(answer: Answer) -> Partial | None:
+    """What was read, and the estimate of the rest if there is one."""
+    if answer.attended is None or answer.estimated is None:
+        return answer.attended
+    return merge(answer.attended, answer.estimated)

@@ -1,0 +1,182 @@
+"""A layer's state: as tensors and JSON, and what it may be when it comes from a file."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvsketch.caches.core.allocation import budgets_of
+from kvsketch.caches.core.budget import MOST, Budget
+from kvsketch.caches.core.buffers import Window
+from kvsketch.caches.core.config import MethodConfig
+from kvsketch.caches.core.lanes import Lanes
+from kvsketch.caches.core.query import Query
+from kvsketch.caches.core.storage import with_prefix
+from kvsketch.caches.core.streams import Streams
+
+NUMBERS = ("seen", "lengths", "ragged", "measured_at")  # of a layer, beside its streams
+
+
+class LayerState:
+    """What a layer holds, and how that goes to a file and comes back; `layer.py` has what happens to it."""
+
+    def __init__(self, config: MethodConfig, layer: int) -> None:
+        self.config, self.layer = config, layer
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.seen = 0  # tokens per row, padding included: the logical length
+        self.lengths: list[int] = []  # real tokens per row
+        self.ragged = False  # whether rows may have unequal lengths
+        self.heads = 0  # KV heads
+        self.streams = Streams()  # where tokens go
+        self.started = False  # whether any token came
+        self.kind: tuple[int, int, torch.dtype] | None = None  # KV heads, width and precision of keys
+        self.error: Float[Tensor, "b hg"] | None = None  # relative error of the answers, per query head
+        self.recall: Float[Tensor, "b hg"] | None = None  # share of the attention mass that was looked up
+        self.measured_at = 0  # tokens seen when it was measured
+
+    def begin(self, rows: int, budgets: list[Budget]) -> None:
+        """Have empty streams."""
+        self.lengths, self.heads = [0] * rows, len(budgets)
+        self.streams, self.started = Streams(budgets), True
+        self.streams.begin(self.config, self.layer, rows)
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Everything that `restore` needs, as tensors and as JSON; the tensors of a stream under its number."""
+        if not self.started:
+            return {}, {}
+        tensors, streams = dict[str, Tensor](), list[dict[str, Any]]()
+        for number, (heads, stream) in enumerate(zip(self.streams.heads, self.streams.all, strict=True)):
+            own, about = stream.state()
+            tensors |= {f"{number}.{name}": tensor for name, tensor in own.items()}
+            streams.append(about | {"heads": heads})
+        measured = {"error": self.error, "recall": self.recall}
+        tensors |= {name: tensor for name, tensor in measured.items() if tensor is not None}
+        numbers = {name: getattr(self, name) for name in NUMBERS}
+        budgets = [[budget.fraction, budget.fixed, budget.least] for budget in self.budgets]
+        return tensors, numbers | {"budgets": budgets, "streams": streams}
+
+    def restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+        """Take back what `state` gave."""
+        self.reset()
+        if not numbers:
+            return
+        check_layer(tensors, numbers, self.config.sinks)
+        self.begin(len(numbers["lengths"]), restored_budgets(numbers["budgets"], self.config))
+        streams = numbers["streams"]
+        if self.streams.heads != [one["heads"] for one in streams]:
+            raise ValueError(f"streams of heads {[one['heads'] for one in streams]!s:.60}")
+        for name in NUMBERS:
+            setattr(self, name, numbers[name])
+        for number, stream in enumerate(self.streams.all):
+            stream.restore(with_prefix(tensors, f"{number}."), streams[number], ragged=self.ragged)
+        self.error, self.recall = tensors.get("error"), tensors.get("recall")
+        self.kind = (self.heads, self.window.keys.view.shape[3], self.window.keys.view.dtype)
+        self._check_that_it_answers()
+
+    def _check_that_it_answers(self) -> None:
+        """Refuse parts that do not belong together: even no queries at all have no answer then."""
+        held = self.window.columns
+        rows, width = held.keys.shape[0], held.keys.shape[3]
+        asked = Query(held.keys.new_zeros(rows, self.heads, 0, width), 1.0, in_full=True)
+        found = self.streams.answer(asked).attended
+        if found is not None and found.out.shape != (rows, self.heads, 0, held.values.shape[3]):
+            raise ValueError(f"answers of shape {tuple(found.out.shape)}")
+
+    # -- reports
+
+    @property
+    def budgets(self) -> list[Budget]:
+        """Of each KV head."""
+        return self.streams.budgets
+
+    @property
+    def window(self) -> Window:
+        """That of the first heads; of all where they have the same."""
+        return self.streams.all[0].window
+
+    @property
+    def past(self) -> Lanes | None:
+        """What left the window of the first heads; of all where they have the same."""
+        return self.streams.all[0].past if self.started else None
+
+    @property
+    def left(self) -> list[int]:
+        """Tokens of each row that left the window."""
+        return [max(gone) for gone in zip(*(stream.left for stream in self.streams.all), strict=True)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held, spare room included."""
+        return sum(stream.nbytes for stream in self.streams.all)
+
+    def count_entries(self) -> Tensor | None:
+        """Entries held per row and KV head."""
+        return self.streams.by_head(lambda stream: stream.count_entries()) if self.started else None
+
+
+def restored_budgets(given: list[list[Any]], config: MethodConfig) -> list[Budget]:
+    """The budgets of all heads, which follow from the config but where bytes were divided, or shares were measured."""
+    keep, floor, least = config.budget_given, config.floor(), config.least_entries()
+    found = [Budget(*one) for one in given]
+    for budget in found:
+        if isinstance(keep, float):
+            right = budget.fixed is None and type(budget.fraction) is float and 0 < budget.fraction <= 1
+            right = right and budget.least == floor
+        else:
+            right = (
+                budget.fraction is None and type(budget.fixed) is int and least == budget.least <= budget.fixed <= MOST
+            )
+        if not right:
+            raise ValueError(f"a budget of {budget!s:.80} for keep={keep!r}")
+    if not found:
+        raise ValueError("no heads")
+    if not isinstance(keep, str):
+        whole = Budget(keep, None, floor) if isinstance(keep, float) else Budget(None, keep, least)
+        shares = [float(budget.fraction or budget.fixed or 0) for budget in found]
+        if sum(shares) > 1.001 * len(found) * keep or (len(set(shares)) == 1 and found != budgets_of(whole, shares)):
+            raise ValueError(f"budgets of {shares!s:.80} for keep={keep!r}")
+    return found
+
+
+def check_layer(tensors: dict[str, Tensor], numbers: dict[str, Any], sinks: int) -> None:
+    """Refuse what no layer can be in."""
+    lengths, seen = numbers["lengths"], numbers["seen"]
+    if not all(map(_is_count, (*lengths, seen, numbers["measured_at"]))) or max(lengths, default=0) > seen:
+        raise ValueError(f"rows of {lengths!s:.60} tokens, {seen} seen")
+    if not lengths or type(numbers["ragged"]) is not bool or not numbers["streams"]:
+        raise ValueError(f"{len(lengths)} rows in {len(numbers['streams'])} streams")
+    first = tensors["0.keys"]
+    kinds = {name: x.dtype for name, x in tensors.items() if name.rpartition(".")[2] in ("keys", "values", "pairs")}
+    if not first.is_floating_point() or set(kinds.values()) != {first.dtype}:
+        raise ValueError(f"keys and values of several types: {kinds}")
+    for number, stream in enumerate(numbers["streams"]):
+        _check_window([tensors[f"{number}.{name}"] for name in ("keys", "values", "ranks")], stream, lengths, sinks)
+    measured = [tensors[name] for name in ("error", "recall") if name in tensors]
+    if any(x.ndim != 2 or len(x) != len(lengths) or not x.is_floating_point() for x in measured):
+        raise ValueError("errors that are not of these rows")
+
+
+def _check_window(tensors: list[Tensor], stream: dict[str, Any], lengths: list[int], sinks: int) -> None:
+    """Refuse a window that has other tokens than are not in the past."""
+    keys, values, ranks = tensors
+    left, rows = stream["left"], len(lengths)
+    shaped = keys.ndim == values.ndim == 4 and keys.shape[:3] == values.shape[:3] and keys.dtype == values.dtype
+    if not shaped or ranks.shape != keys.shape[::2][:2] or ranks.dtype != torch.int64 or len(keys) != rows:
+        raise ValueError(f"keys {tuple(keys.shape)}, values {tuple(values.shape)} and ranks {tuple(ranks.shape)}")
+    if keys.shape[1] != len(stream["heads"]):
+        raise ValueError(f"{keys.shape[1]} heads, and not those numbered {stream['heads']!s:.60}")
+    if len(left) != rows or not all(map(_is_count, left)):
+        raise ValueError(f"rows of {lengths!s:.60} tokens, {left!s:.60} of them not in the window")
+    for row, (length, gone) in enumerate(zip(lengths, left, strict=True)):
+        there = ranks[row][ranks[row] >= 0].tolist()
+        whole = gone <= length and len(there) == length - gone  # or they would be more than there is memory for
+        if not whole or there != [*range(min(sinks, length)), *range(sinks + gone, length)]:
+            raise ValueError(f"row {row} of {length} tokens, {gone} of them not in the window, has others there")
+
+
+def _is_count(number: object) -> bool:
+    return type(number) is int and 0 <= number <= MOST

@@ -1,0 +1,41 @@
+"""What is asked of the tokens that are held, and what they answer."""
+
+from dataclasses import dataclass, replace
+
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from kvsketch.attention import Partial
+
+
+@dataclass(frozen=True)
+class Query:
+    """Queries of a call: as attention takes them, and before rotation where the method asks for that.
+
+    `in_full`: the answer is over everything that is held, also where a method would look at a part of it.
+    """
+
+    queries: Float[Tensor, "b hg q d"]
+    scale: float
+    softcap: float | None = None
+    unrotated: Float[Tensor, "b hg q d"] | None = None
+    ranks: Int64[Tensor, "b q"] | None = None  # how many tokens of its row came before; -1: padding asks
+    in_full: bool = False
+
+    def part(self, start: int, stop: int) -> "Query":
+        """Queries start…stop-1."""
+        unrotated = None if self.unrotated is None else self.unrotated[:, :, start:stop]
+        ranks = None if self.ranks is None else self.ranks[:, start:stop]
+        return replace(self, queries=self.queries[:, :, start:stop], unrotated=unrotated, ranks=ranks)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Attention over the tokens that were read, an estimate of the others' if there is one, and how many were read.
+
+    `read` is None where queries read everything, `attended` where there was nothing to read.
+    """
+
+    attended: Partial | None
+    estimated: Partial | None = None
+    read: Int64[Tensor, "b h q"] | None = None

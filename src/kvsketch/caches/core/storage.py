@@ -1,0 +1,56 @@
+"""Tensors of a state: checked, chosen from, and counted."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from typing import Any, TypeVar, get_args
+
+import torch
+from jaxtyping import Bool, Int64, jaxtyped
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def chosen(x: Tensor, index: Int64[Tensor, "l m"]) -> Tensor:
+    """Places of `x` [l, n, …] with the numbers of `index`, lane by lane; whole places are copied at a time."""
+    lanes = torch.arange(x.shape[0], device=x.device)[:, None]
+    return x[lanes, index]
+
+
+def in_front(there: Bool[Tensor, "*lanes n"]) -> Int64[Tensor, "*lanes n"]:
+    """Numbers of the places that hold something, in their order, and then of those that do not."""
+    return (~there).long().sort(dim=-1, stable=True).indices
+
+
+def made_of(kind: type[T], tensors: dict[str, Tensor]) -> T:
+    """A dataclass of tensors, if these are the ones that its annotations ask for: kinds, and sizes that agree."""
+    allowed = {field.name: get_args(field.type) or (field.type,) for field in fields(kind)}  # type: ignore[arg-type]
+    given: dict[str, Any] = {name: tensors.get(name) for name in allowed}
+    with jaxtyped("context"):  # a letter is one number throughout
+        right = all(any(isinstance(given[name], one) for one in allowed[name]) for name in allowed)
+    if not right or not tensors.keys() <= allowed.keys():
+        shapes = {name: (tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in tensors.items()}
+        raise ValueError(f"{kind.__name__} of {shapes!s:.150}")
+    return kind(**given)
+
+
+def tensors_of(state: object, prefix: str = "") -> dict[str, Tensor]:
+    """The tensors of a dataclass by name; those that are None are left out."""
+    named = {f"{prefix}{field.name}": getattr(state, field.name) for field in fields(state)}  # type: ignore[arg-type]
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def map_tensors(state: T, change: Callable[[Tensor], Tensor]) -> T:
+    """A dataclass of tensors with each of them changed."""
+    return type(state)(**{name: change(tensor) for name, tensor in tensors_of(state).items()})
+
+
+def with_prefix(named: dict[str, T], prefix: str) -> dict[str, T]:
+    """Those whose names begin with the prefix, without it."""
+    return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
+
+
+def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of memory that the tensors pin, each allocation once: a view of a large one counts as the large one."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
+    return sum(storages.values())

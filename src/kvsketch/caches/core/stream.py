@@ -1,0 +1,230 @@
+"""Where a token goes: stream → window → past. Some KV heads of a layer, all those that have the same window.
+
+    [ sinks | past | window ]
+      exact  method  exact
+
+Every token has a rank: how many tokens of its row came before it, padding not counted. The first `sinks` ranks stay.
+The rest stay until `window` later tokens have come, then they are written to the past, a block at a time. All of this
+is decided by ranks, row by row, so a row of a padded batch is treated as if it were alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsketch.attention import Partial, merge
+from kvsketch.caches.core.budget import MOST, Budget
+from kvsketch.caches.core.buffers import Window
+from kvsketch.caches.core.config import BLOCK, MANY, MethodConfig
+from kvsketch.caches.core.lanes import Lanes
+from kvsketch.caches.core.method import Method
+from kvsketch.caches.core.query import Answer, Query
+from kvsketch.caches.core.storage import storage_bytes, with_prefix
+from kvsketch.caches.core.tokens import Columns, Seen
+from kvsketch.kernels.weighted_attention import weighted_attention
+
+
+class Stream:
+    """Sinks, past and window."""
+
+    def __init__(self, config: MethodConfig, method: Method | None, rows: int, budgets: Sequence[Budget]) -> None:
+        """`budgets` are those of the KV heads; the window follows the first one's."""
+        self.config, self.method, self.budget = config, method, budgets[0]
+        self.window = Window()
+        self.past = None if method is None else Lanes(method, rows, budgets)
+        self.left = [0] * rows  # tokens of each row that left the window
+        self.few = [False] * rows  # whether the present call has a few tokens of each row: neither one nor many
+        self.may_come = 0  # so many tokens may come at least before one is due to leave
+        self.waiting: list[Seen] = []  # the last columns, if they came one by one and nothing was noted about them yet
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether a query may read a part of what is held."""
+        return self.method is not None and self.method.looks_up
+
+    @property
+    def observes(self) -> bool:
+        """Whether the past wants to take note of queries."""
+        return self.past is not None and bool(self.past.method.observes) and not self.past.empty
+
+    # -- reading
+
+    def answer(self, query: Query, *, lse: bool = True) -> Answer:
+        """Attention over the window and over what the past holds, or looks up; nothing changes."""
+        past = Answer(None) if self.past is None else self.past.answer(query)
+        if not self.window.length:
+            return past
+        tokens, lse = self.window.tokens(), lse or past.attended is not None
+        window = weighted_attention(query.queries, tokens, query.scale, softcap=query.softcap, lse=lse)
+        return replace(past, attended=window if past.attended is None else merge(past.attended, window))
+
+    def observe(self, query: Query, answer: Answer, whole: Partial) -> None:
+        """Let the past take note of queries that were answered, and of what they saw."""
+        assert self.past is not None, "nothing else observes"
+        self.past.observe(query, answer, whole.lse if "mass" in self.past.method.observes else None)
+
+    # -- writing
+
+    def append_one(self, new: Columns, seen: Seen) -> None:
+        """Have one more token in the window. What there is to note about it is noted together with later ones."""
+        self.window.append(new)
+        self.may_come -= 1
+        if self.method is not None and self.method.takes_notes:
+            self.waiting.append(seen)
+            if len(self.waiting) == BLOCK:
+                self.take_notes()
+
+    def take_notes(self) -> None:
+        """Have notes about all columns: one by one costs more."""
+        if self.waiting and self.method is not None:
+            seen, self.waiting = Seen.joined(self.waiting), []
+            self.window.append_notes(self.method.note(seen))
+
+    def hold(
+        self, new: Columns, seen: Seen, lengths: Sequence[int], came: Sequence[int], *, leave: bool = True
+    ) -> None:
+        """Put new tokens where they belong; those that leave at once never enter the window.
+
+        `lengths` are the rows' with the new tokens, of which `came` in this call; without `leave` all stay here.
+        """
+        self.few = [1 < count < MANY for count in came]
+        self.take_notes()
+        if self.method is not None and self.method.takes_notes:
+            new = replace(new, notes=self.method.note(seen))
+        if not leave:
+            self.window.append(new)
+            self.may_come = 0
+        elif self.window.ragged:
+            self._hold_ragged(new, self.due(lengths))
+        else:
+            self._hold_even(new, lengths[0])
+
+    def settle(self, lengths: Sequence[int]) -> None:
+        """Write to the past what is due to leave the window; when that is is known without looking at any token."""
+        self.few, due = [False] * len(lengths), self.due(lengths)
+        if due == self.left:
+            return
+        self.take_notes()
+        if self.window.ragged:
+            self._leave_ragged_window(due)
+            self.window.compact()
+        else:
+            self._leave_window(due[0] - self.left[0])
+
+    def due(self, lengths: Sequence[int]) -> list[int]:
+        """How many tokens of each row should have left by now: a whole number of blocks."""
+        due, room = list[int](), list[int]()
+        for length, left in zip(lengths, self.left, strict=True):
+            window = self.config.window_size(self.budget, length)
+            beyond = 0 if window is None else max(0, length - self.config.sinks - window)
+            due.append(max(left, beyond // BLOCK * BLOCK))
+            room.append(MOST if window is None else self.config.sinks + window + due[-1] + BLOCK - length)
+        self.may_come = min(room)  # a window only grows
+        return due
+
+    def _hold_even(self, new: Columns, length: int) -> None:
+        """All rows stand at the same rank: what leaves is a slice."""
+        sinks, seen = self.config.sinks, length - new.count
+        leaving = self.due([length] * len(self.left))[0] - self.left[0]
+        from_window = min(leaving, max(0, self.window.length - sinks))
+        self._leave_window(from_window)
+        if leaving == from_window:
+            self.window.append(new)
+            return
+        start = max(0, sinks - seen)  # new tokens before this one are sinks
+        stop = start + leaving - from_window
+        self._write(new.part(start, stop), [self.left[0] + stop - start] * len(self.left))
+        self.window.append(new.part(0, start))
+        self.window.append(new.part(stop, new.count))
+
+    def _leave_window(self, count: int) -> None:
+        """Write the oldest tokens after the sinks to the past; all rows stand at the same rank."""
+        if count == 0:
+            return
+        start, stop = self.config.sinks, self.config.sinks + count
+        self._write(self.window.columns.part(start, stop), [self.left[0] + count] * len(self.left))
+        self.window.remove(start, stop)
+
+    def _hold_ragged(self, new: Columns, due: list[int]) -> None:
+        """Rows stand at different ranks: a column may leave one row and stay in another."""
+        if due != self.left:
+            if self.window.length:
+                self._leave_ragged_window(due)
+            left = self._leave_ragged(new, due)
+            new = replace(new, ranks=new.ranks.masked_fill(left, -1))
+            new = new.select((new.ranks >= 0).any(0).nonzero()[:, 0])
+        self.window.append(new)
+        self.window.compact()
+
+    def _leave_ragged_window(self, due: list[int]) -> None:
+        self.window.take_out(self._leave_ragged(self.window.columns, due))
+
+    def _leave_ragged(self, columns: Columns, due: list[int]) -> Tensor:
+        """Write to the past what is due among these columns; which places [b, n] that were."""
+        sinks, ranks = self.config.sinks, columns.ranks
+        stop = torch.tensor(due, device=ranks.device)[:, None] + sinks
+        leaving = (ranks >= sinks) & (ranks < stop)  # what left before has rank -1
+        where = leaving.any(0).nonzero()[:, 0]
+        if where.numel():
+            first, last = int(where[0]), int(where[-1]) + 1
+            part = columns.part(first, last)
+            part = replace(part, ranks=part.ranks.masked_fill(~leaving[:, first:last], -1))
+            self._write(part, [a + b for a, b in zip(self.left, leaving.sum(1).tolist(), strict=True)])
+        return leaving
+
+    def _write(self, tokens: Columns, left: list[int]) -> None:
+        """Give tokens to the past; afterwards `left` of each row went there."""
+        self.left = left
+        if self.past is not None:
+            self.past.write(tokens, left, self.few)
+
+    # -- rows, tail, state
+
+    def crop(self, lengths: Sequence[int]) -> None:
+        """Take back all tokens of each row but the first so many."""
+        self.take_notes()
+        self.window.crop(lengths)
+        self.may_come = 0
+
+    def map_rows(self, rows: list[int]) -> None:
+        """Row i becomes what row `rows[i]` was."""
+        self.take_notes()
+        self.window.map_rows(torch.tensor(rows))
+        self.left, self.may_come = [self.left[row] for row in rows], 0
+        if self.past is not None:
+            self.past.map_rows(rows)
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Everything that `restore` needs, as tensors and as JSON."""
+        self.take_notes()
+        tensors, past = self.window.tensors(), self.past
+        if past is not None:
+            tensors |= {f"past.{name}": tensor for name, tensor in past.tensors().items()}
+        return tensors, {"left": self.left, "past": [] if past is None else past.numbers()}
+
+    def restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any], *, ragged: bool) -> None:
+        """Take back what `state` gave."""
+        self.window = Window()
+        self.window.append(Columns(tensors["keys"], tensors["values"], tensors["ranks"], tensors.get("notes")))
+        self.window.ragged = ragged
+        self.left = numbers["left"]
+        if self.method is not None and self.method.takes_notes:
+            self.method.check_notes(tensors["notes"])
+        if self.past is not None:
+            self.past.restore(with_prefix(tensors, "past."), numbers["past"])
+            if self.past.counts != self.left:
+                raise ValueError(f"{self.left!s:.60} tokens were written, and the past has {self.past.counts!s:.60}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held, spare room included."""
+        waiting = [x for seen in self.waiting for x in (seen.keys, seen.unrotated, seen.ranks)]
+        return self.window.nbytes + storage_bytes(waiting) + (0 if self.past is None else self.past.nbytes)
+
+    def count_entries(self) -> Tensor:
+        """Entries held per row and KV head."""
+        entries = (self.window.ranks.view >= 0).sum(1)[:, None].expand(-1, self.window.keys.view.shape[1])
+        return entries if self.past is None else entries + self.past.count_entries().to(entries.device)

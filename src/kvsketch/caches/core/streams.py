@@ -1,0 +1,111 @@
+"""The streams of a layer: one, or a few where heads with other budgets have other windows."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from kvsketch.attention import Partial
+from kvsketch.caches.core.budget import Budget
+from kvsketch.caches.core.config import MethodConfig
+from kvsketch.caches.core.lanes import Lanes
+from kvsketch.caches.core.query import Answer, Query
+from kvsketch.caches.core.stream import Stream
+from kvsketch.caches.core.tokens import Columns, NewTokens, Seen
+
+
+class Streams:
+    """Streams, each with the KV heads that are in it; all rows are in each of them."""
+
+    def __init__(self, budgets: Sequence[Budget] = ()) -> None:
+        """No streams yet, for KV heads with these budgets."""
+        self.budgets = list(budgets)
+        self.heads = list[list[int]]()
+        self.all = list[Stream]()
+        self.only: Stream | None = None  # if it is one
+
+    def begin(self, config: MethodConfig, layer: int, rows: int) -> None:
+        """Have empty streams."""
+        method, every = config.new_method(layer), list(range(len(self.budgets)))
+        kinds = dict.fromkeys(self.budgets) if config.window_by_budget else [None]
+        self.heads = [[head for head in every if kind in (None, self.budgets[head])] for kind in kinds]
+        self.all = [Stream(config, method, rows, [self.budgets[head] for head in heads]) for heads in self.heads]
+        self.only = self.all[0] if len(self.all) == 1 else None
+
+    def arriving(self, new: NewTokens, ranks: Int64[Tensor, "b q"]) -> Iterator[tuple[Stream, Columns, Seen]]:
+        """New tokens for every stream, without their autograd history: it would keep activations alive."""
+        keys, values = new.keys.detach(), new.values.detach()
+        unrotated = None if new.unrotated is None else new.unrotated.keys.detach()
+        for heads, stream in zip(self.heads, self.all, strict=True):
+            if self.only is None:
+                before = None if unrotated is None else unrotated[:, heads]
+                yield stream, Columns(keys[:, heads], values[:, heads], ranks), Seen(keys[:, heads], before, ranks)
+            else:
+                yield stream, Columns(keys, values, ranks), Seen(keys, unrotated, ranks)
+
+    def answer(self, asked: Query) -> Answer:
+        """The answers of all streams, in the order of the heads; each holds something, or none does."""
+        answers = [stream.answer(self._of_heads(asked, n)) for n, stream in enumerate(self.all)]
+        parts = [answer.attended for answer in answers if answer.attended is not None]
+        if len(parts) < len(answers):
+            return Answer(None)
+
+        def together(each: Sequence[Tensor]) -> Tensor:
+            found = [x.unflatten(1, (len(own), -1)) for own, x in zip(self.heads, each, strict=True)]
+            return torch.cat(found, 1).index_select(1, self._order(found[0].device)).flatten(1, 2)
+
+        return Answer(Partial(together([part.out.float() for part in parts]), together([part.lse for part in parts])))
+
+    def observe(self, asked: Query, whole: Partial) -> None:
+        """Commit what was to be noted about an answer, stream by stream."""
+        for number, stream in enumerate(self.all):
+            if stream.observes:
+                part = Partial(*(self._some(x, number) for x in (whole.out, whole.lse)))
+                stream.observe(self._of_heads(asked, number), Answer(part), part)
+
+    def _of_heads(self, asked: Query, number: int) -> Query:
+        """What the heads of a stream are asked."""
+        unrotated = None if asked.unrotated is None else self._some(asked.unrotated, number)
+        return replace(asked, queries=self._some(asked.queries, number), unrotated=unrotated)
+
+    def _some(self, x: Tensor, number: int) -> Tensor:
+        """The part [b, h'g, …] of something [b, hg, …] for the heads of a stream."""
+        index = torch.tensor(self.heads[number], device=x.device)
+        return x.unflatten(1, (len(self.budgets), -1)).index_select(1, index).flatten(1, 2)
+
+    def _order(self, device: torch.device) -> Int64[Tensor, " h"]:
+        """Where each head is when streams are put one behind the other."""
+        return torch.tensor([head for heads in self.heads for head in heads], device=device).argsort()
+
+    # -- reports
+
+    @property
+    def pasts(self) -> list[Lanes]:
+        """What left the windows, where something did."""
+        return [stream.past for stream in self.all if stream.past is not None and not stream.past.empty]
+
+    def by_head(
+        self, of_stream: Callable[[Stream], Tensor | None]
+    ) -> Float[Tensor, "b h"] | Int64[Tensor, "b h"] | None:
+        """Numbers of all streams, in the order of the heads; None where one has none."""
+        found = [x for x in map(of_stream, self.all) if x is not None]
+        if not found or len(found) < len(self.all):
+            return None
+        return torch.cat([x.cpu() for x in found], 1)[:, self._order(torch.device("cpu"))]
+
+    def details(self) -> dict[str, float]:
+        """What a report should show beside entries and bytes: means over heads."""
+        found = [(past.details(), past.heads) for past in self.pasts]
+        names = dict.fromkeys(name for details, _ in found for name in details)
+        weights = {name: sum(heads for details, heads in found if name in details) for name in names}
+        return {name: sum(own.get(name, 0.0) * heads for own, heads in found) / weights[name] for name in names}
+
+    def warning(self) -> str | None:
+        """What a user must know about these tokens and this method, in a sentence."""
+        return next(filter(None, (past.warning() for past in self.pasts)), None)
+
+    def share_read(self) -> Tensor | None:
+        """The share of the past that queries read, per row and KV head; None if none looked up."""
+        return self.by_head(lambda stream: None if stream.past is None else stream.past.share_read())

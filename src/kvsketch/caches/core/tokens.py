@@ -1,0 +1,127 @@
+"""Tokens on their way: as they come, as they leave the window, and as they reach the lanes that hold them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Unrotated:
+    """Queries and keys of a call as they were before rotation."""
+
+    queries: Float[Tensor, "b hg q d"]
+    keys: Float[Tensor, "b h q d"]
+
+    def part(self, start: int, stop: int) -> "Unrotated":
+        """Tokens start…stop-1."""
+        return Unrotated(self.queries[:, :, start:stop], self.keys[:, :, start:stop])
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """Tokens of one call: keys and values, and which of them are real (None: all)."""
+
+    keys: Float[Tensor, "b h q d"]
+    values: Float[Tensor, "b h q e"]
+    valid: Bool[Tensor, "b q"] | None = None
+    unrotated: Unrotated | None = None  # where the method asks for it
+
+    def part(self, start: int, stop: int) -> "NewTokens":
+        """Tokens start…stop-1."""
+        valid = None if self.valid is None else self.valid[:, start:stop]
+        unrotated = None if self.unrotated is None else self.unrotated.part(start, stop)
+        return NewTokens(self.keys[:, :, start:stop], self.values[:, :, start:stop], valid, unrotated)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Tokens that a method may note something about: their keys, and how many tokens of its row came before each."""
+
+    keys: Float[Tensor, "b h n d"]
+    unrotated: Float[Tensor, "b h n d"] | None
+    ranks: Int64[Tensor, "b n"]
+
+    @classmethod
+    def joined(cls, each: Sequence["Seen"]) -> "Seen":
+        """Those that came one after another."""
+        keys, ranks = torch.cat([tokens.keys for tokens in each], 2), torch.cat([tokens.ranks for tokens in each], 1)
+        unrotated = [tokens.unrotated for tokens in each if tokens.unrotated is not None]
+        if unrotated and len(unrotated) < len(each):
+            raise ValueError(f"keys before rotation came with {len(unrotated)} of {len(each)} tokens, not with all")
+        return cls(keys, torch.cat(unrotated, 2) if unrotated else None, ranks)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Tokens side by side, with their ranks: how many tokens of their row came before them.
+
+    Rows of unequal lengths meet in one buffer, so a column may be one row's and not another's: its rank is -1 there.
+    """
+
+    keys: Float[Tensor, "b h n d"]
+    values: Float[Tensor, "b h n e"]
+    ranks: Int64[Tensor, "b n"]
+    notes: Int64[Tensor, "b h n t"] | None = None  # what the method noted about them, if it does
+
+    @property
+    def count(self) -> int:
+        """Number of columns."""
+        return self.ranks.shape[1]
+
+    def part(self, start: int, stop: int) -> "Columns":
+        """Columns start…stop-1."""
+        notes = None if self.notes is None else self.notes[:, :, start:stop]
+        return Columns(self.keys[:, :, start:stop], self.values[:, :, start:stop], self.ranks[:, start:stop], notes)
+
+    def select(self, index: Int64[Tensor, " m"]) -> "Columns":
+        """The columns with these numbers."""
+        keys, values = self.keys.index_select(2, index), self.values.index_select(2, index)
+        notes = None if self.notes is None else self.notes.index_select(2, index)
+        return Columns(keys, values, self.ranks.index_select(1, index), notes)
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """Tokens that reach the lanes of a bundle, in order: every lane gets the same number, and none is padding."""
+
+    keys: Float[Tensor, "l n d"]
+    values: Float[Tensor, "l n e"]
+    before: int  # tokens that came to each lane earlier
+    heads: Int64[Tensor, " l"]  # the KV head of each lane
+    notes: Int64[Tensor, "l n t"] | None = None
+    few: bool = False  # the call that pushed these out of the window had a few tokens: neither one nor many
+
+    @property
+    def count(self) -> int:
+        """Tokens of each lane."""
+        return self.keys.shape[1]
+
+    @property
+    def after(self) -> int:
+        """Tokens that have come to each lane, these included."""
+        return self.before + self.count
+
+    @property
+    def ranks(self) -> Int64[Tensor, " n"]:
+        """How many tokens of its lane came before each."""
+        return torch.arange(self.before, self.after, device=self.keys.device)
+
+    def part(self, start: int, stop: int) -> "Arriving":
+        """Tokens start…stop-1."""
+        notes = None if self.notes is None else self.notes[:, start:stop]
+        keys, values = self.keys[:, start:stop], self.values[:, start:stop]
+        return Arriving(keys, values, self.before + start, self.heads, notes, self.few)
+
+
+def chunks(count: int, size: int) -> Iterator[tuple[int, int]]:
+    """Bounds of chunks of `size` tokens, the first one shorter if need be.
+
+    Counted from the end, where the rows of a left-padded batch agree: each is cut as if it were alone.
+    """
+    first = count % size or size
+    yield 0, min(first, count)
+    for start in range(first, count, size):
+        yield start, start + size

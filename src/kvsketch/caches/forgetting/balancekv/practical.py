@@ -1,0 +1,191 @@
+"""BalanceKV as in its experiments: blocks of tokens are halved so that both halves answer alike, again and again.
+
+The one-head algorithms are in `algorithms/balancekv.py`; what is halved when is in `levels.py`. The augmented form sets
+some tokens apart, before all levels.
+"""
+
+import math
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from kvsketch.algorithms.draws import uniforms
+from kvsketch.caches.core.budget import Budget
+from kvsketch.caches.core.chooser import Chooser, ChosenEntries, Entries, Kept
+from kvsketch.caches.core.method import Holding
+from kvsketch.caches.core.storage import chosen
+from kvsketch.caches.core.tokens import Arriving
+from kvsketch.caches.forgetting.balancekv.levels import Levels, Schedule
+from kvsketch.kernels.balanced_walk import keep_half
+
+LOG_2 = math.log(2)
+WALKS = {"greedy": 1e6, "fair": 0.0}  # how hard a sign leans against the sum so far, on the mean product
+
+
+@dataclass(frozen=True)
+class Halving:
+    """How blocks are halved in a layer; `apart` is the share of the room for tokens that are not (0: none are)."""
+
+    block: int
+    walk: str
+    sharpness: float | int
+    apart: float
+    seed: int
+    layer: int
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of all lanes that are halved together, filled up to the longest."""
+
+    keys: Float[Tensor, "m n d"]
+    values: Float[Tensor, "m n e"]
+    numbers: Float[Tensor, "m n"]
+    sizes: Int64[Tensor, " m"]
+
+
+Steps = Generator[Blocks, Bool[Tensor, "m n"], Kept]  # asks which half of each block to keep, level by level
+
+
+class Halves(Chooser):
+    """Levels of tokens. What is halved, and when, is decided by the number of tokens that came in each call."""
+
+    shared = ("held", "halved", "apart")
+
+    def __init__(self, options: Halving, room: Callable[[Budget, int], int]) -> None:
+        self.options, self.room = options, room
+        self.per_lane = {"key_sum": torch.float64} if options.apart else {}  # of all keys that came
+
+    def write(self, holdings: Sequence[tuple[Holding, Arriving]]) -> None:
+        """Halve the blocks of all bundles in one walk: it has as many steps as a block has tokens."""
+        going = list[tuple[ChosenEntries, Arriving, Steps, Blocks]]()
+
+        def go_on(holding: ChosenEntries, new: Arriving, steps: Steps, kept: Tensor | None) -> None:
+            try:
+                going.append((holding, new, steps, next(steps) if kept is None else steps.send(kept)))
+            except StopIteration as end:
+                holding.keep(end.value, new)
+
+        for holding, new in holdings:
+            assert isinstance(holding, ChosenEntries), "a chooser has no others"
+            go_on(holding, new, self.steps(holding.entries(new), new, holding.budget), None)
+        while going:
+            now, going[:] = list(going), []
+            halves = self._halve([blocks for *_, blocks in now])
+            for (holding, new, steps, _), kept in zip(now, halves, strict=True):
+                go_on(holding, new, steps, kept)
+
+    def choose(self, held: Entries, new: Arriving, budget: Budget) -> Kept:
+        """Take the tokens and halve what does not fit any more."""
+        steps = self.steps(held, new, budget)
+        try:
+            blocks = next(steps)
+            while True:
+                blocks = steps.send(self._halve([blocks])[0])
+        except StopIteration as end:
+            kept: Kept = end.value
+            return kept
+
+    def steps(self, held: Entries, new: Arriving, budget: Budget) -> Steps:
+        """Level by level: what is left of one level's blocks joins the next, and is halved there in turn."""
+        pool, known = held.with_new(new), _levels(held.numbers)
+        schedule = Schedule(self.options.block, lambda count: self.room(budget, count), self.options.apart)
+        every = torch.arange(pool.count, device=new.keys.device).expand(len(new.keys), -1)
+        apart, below = every[:, : known.apart], every[:, held.count :]
+        per_lane = dict[str, Tensor]()
+        if self.options.apart:
+            per_lane = {"key_sum": new.keys.double().sum(1) + held.per_lane.get("key_sum", 0)}
+            apart, below = _set_apart(
+                pool, torch.cat([apart, below], 1), per_lane["key_sum"], schedule.apart(new.after)
+            )
+        after, halvings = schedule.of_call(known, new.before, new.after, below.shape[1], few=new.few)
+        remaining = list[Tensor]()
+        for level in range(len(after.held)):
+            here = torch.cat([every[:, slice(*known.place_of(level))], below], 1)
+            sizes = [size for place, size in halvings if place == level]
+            below = here[:, :0]
+            if sizes:
+                done = known.halved[level] if level < len(known.halved) else 0
+                blocks, places = self._blocks(pool, here, sizes, level, done, new.heads)
+                kept = yield blocks
+                index = places.expand(len(here), -1, -1)[kept.view(len(here), *places.shape)]
+                below = here.gather(1, index.view(len(here), -1))
+            remaining.append(here[:, sum(sizes) :])
+        counts = [after.apart, *reversed(after.held)]
+        weights = torch.tensor([0, *range(len(after.held) - 1, -1, -1)]).repeat_interleave(torch.tensor(counts))
+        return Kept(
+            torch.cat([apart, *reversed(remaining)], 1),
+            log_mass=(weights * LOG_2).float()[None].to(new.keys.device),
+            per_lane=per_lane,
+            numbers={"held": list(after.held), "halved": list(after.halved), "apart": after.apart},
+        )
+
+    def _blocks(
+        self, pool: Entries, here: Int64[Tensor, "l here"], sizes: list[int], level: int, done: int, heads: Tensor
+    ) -> tuple[Blocks, Int64[Tensor, "c size"]]:
+        """The first blocks of a level, of these sizes, of all lanes; and their places among the level's tokens.
+
+        Numbers are drawn by head, level, and how many tokens of the level were halved before.
+        """
+        device, lanes = here.device, len(here)
+        lengths = torch.tensor(sizes, device=device)
+        starts = lengths.cumsum(0) - lengths
+        places = starts[:, None] + torch.arange(max(sizes), device=device)
+        real = places < (starts + lengths)[:, None]
+        drawn = uniforms(self.options.seed, self.options.layer, heads[:, None, None], level, done + places)
+        index = here[:, places.masked_fill(~real, 0).flatten()]
+        keys, values = (chosen(x, index).unflatten(1, places.shape).flatten(0, 1) for x in (pool.keys, pool.values))
+        return Blocks(keys, values, drawn.flatten(0, 1), lengths.repeat(lanes)), places
+
+    def _halve(self, each: Sequence[Blocks]) -> list[Bool[Tensor, "m n"]]:
+        """Which half to keep of every block, all in one walk; the scale is the paper's 1/√d."""
+        most = max(blocks.keys.shape[1] for blocks in each)
+        scale = float(self.options.sharpness * each[0].keys.shape[2] ** -0.5)
+
+        def together(parts: list[Tensor]) -> Tensor:
+            return torch.cat([F.pad(x, (0, 0) * (x.ndim - 2) + (0, most - x.shape[1])) for x in parts])
+
+        keys, values, numbers = (
+            together([getattr(blocks, name) for blocks in each]) for name in ("keys", "values", "numbers")
+        )
+        sizes = torch.cat([blocks.sizes for blocks in each])
+        kept = keep_half(keys, values, numbers, sizes, scale, WALKS[self.options.walk])
+        parts = kept.split([len(blocks.keys) for blocks in each])
+        return [part[:, : blocks.keys.shape[1]] for part, blocks in zip(parts, each, strict=True)]
+
+    def check(self, held: Entries, log_mass: Tensor | None, count: int, budget: Budget) -> None:
+        levels = _levels(held.numbers)
+        known = (*levels.held, *levels.halved, levels.apart)
+        if any(type(number) is not int or number < 0 for number in known):
+            raise ValueError(f"levels of {known!s:.80}")
+        if levels.total != held.count or levels.mass != count or len(levels.held) != len(levels.halved):
+            raise ValueError(f"{held.count} entries of {count} tokens in levels {levels!s:.80}")
+
+    def details(self, held: Entries, count: int) -> dict[str, float]:
+        """How many tokens an entry stands for."""
+        return {"tokens per entry": count / max(1, held.count)}
+
+
+def _levels(numbers: dict[str, list[int]]) -> Levels:
+    """The levels that lanes were in, or none yet."""
+    if not numbers:
+        return Levels()
+    held, halved, apart = (numbers[name] for name in ("held", "halved", "apart"))
+    return Levels(tuple(held), tuple(halved), apart)  # type: ignore[arg-type]
+
+
+def _set_apart(
+    pool: Entries, there: Int64[Tensor, "l n"], key_sum: Float[Tensor, "l d"], most: int
+) -> tuple[Int64[Tensor, "l m"], Int64[Tensor, "l r"]]:
+    """Of these tokens those whose keys point away from the mean of all keys so far, and the rest, each in their order.
+
+    The mean stands for "the rest" of the paper: the least ⟨k, Σk'⟩ / ‖k‖ is the least mean of correlations.
+    """
+    keys = F.normalize(chosen(pool.keys, there).double(), dim=2)
+    order = torch.einsum("lnd,ld->ln", keys, key_sum).sort(dim=1, stable=True).indices
+    apart, rest = (part.sort(dim=1).values for part in order.tensor_split([most], dim=1))
+    return there.gather(1, apart), there.gather(1, rest)

@@ -1,0 +1,1 @@
+"""Methods that keep everything and read a part of it."""

@@ -1,0 +1,191 @@
+"""What was learnt about the keys and queries of a model: buckets and classifiers of every layer, in a folder.
+
+    index.json               which model, what was learnt from what, how well that serves texts left out, and a digest
+                             of every layer's file
+    layer-03.safetensors     one for each layer
+
+`kvsketch fit` makes it; `saap` and `kmeans` look things up by it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvsketch.caches.core.storage import made_of
+from kvsketch.files import DamagedError, TensorFile, digest_of, read_json, write_json
+
+FORMAT = 2
+DESCRIPTION = "index.json"
+FILE = "file"  # of a layer's part of the description: the digest of its file
+
+
+@dataclass(frozen=True)
+class LayerIndex:
+    """What was learnt for one layer, its KV heads side by side."""
+
+    centroids: Float[Tensor, "h c d"]  # of keys before rotation, each of length 1
+    rotated_centroids: Float[Tensor, "h c d"]  # of keys after rotation
+    second: Float[Tensor, "h k c"]  # the classifier of queries before rotation: its last layer
+    second_bias: Float[Tensor, "h 1 c"]
+    first: Float[Tensor, "h d k"] | None = None  # the layer before it, normalization folded in; none: it is linear
+    first_bias: Float[Tensor, "h 1 k"] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LayerIndex":
+        return self
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Those there are, by name."""
+        named = {name.name: getattr(self, name.name) for name in fields(self)}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def brought_to(self, device: torch.device | str, dtype: torch.dtype) -> "LayerIndex":
+        """The same on a device, with the classifier in a model's precision: a step reads all of it."""
+        weights = {name: x.to(device, x.dtype if "centroids" in name else dtype) for name, x in self.tensors().items()}
+        return LayerIndex(**weights)
+
+
+@dataclass(frozen=True)
+class KeyIndex:
+    """A folder's description, and its layers as they are asked for: copies of a cache share them."""
+
+    folder: Path
+    description: dict[str, Any]
+    _written: dict[int, LayerIndex] = field(default_factory=dict, repr=False, compare=False)
+    _layers: dict[tuple[int, str, torch.dtype], LayerIndex] = field(default_factory=dict, repr=False, compare=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "KeyIndex":
+        return self
+
+    @property
+    def digest(self) -> str:
+        """Another one for every fit, and whenever a layer's file is another."""
+        return digest_of(self.description)[:16]
+
+    @property
+    def buckets(self) -> int:
+        """Buckets of every KV head."""
+        return int(self.description["buckets"])
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers that were fitted."""
+        return sorted(map(int, self.description["layers"]))
+
+    def layer(self, number: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> LayerIndex:
+        """What was learnt for a layer, on a device, with the classifier in the precision of the queries."""
+        known = (number, str(device), dtype)
+        if known not in self._layers:
+            self._layers[known] = self._read(number).brought_to(device, dtype)
+        return self._layers[known]
+
+    def _read(self, number: int) -> LayerIndex:
+        """The same as it was written; read once, so that a folder that goes later is not missed in the middle."""
+        if number not in self.layers:
+            raise ValueError(
+                f"the index {self.folder} has layers {self.layers}, but layer {number} is asked for: fit that "
+                "layer too, or leave it to be read in full (full_layers=)"
+            )
+        if number not in self._written:
+            with self._file(number) as file:
+                self._written[number] = self._checked(number, file.read())
+        return self._written[number]
+
+    def _checked(self, number: int, learnt: dict[str, Tensor]) -> LayerIndex:
+        """What a layer's file holds, if that can be looked up in."""
+        what = f"the index {self.folder} has something else in {layer_file(number)}, fit it again: "
+        try:
+            found = made_of(LayerIndex, learnt)
+        except ValueError as error:
+            raise ValueError(f"{what}{error}") from error
+        fitted = self.description["model"]
+        for name, size in (("kv_heads", 0), ("head_width", 2)):
+            wanted = fitted.get(name)
+            wanted = wanted[number] if isinstance(wanted, list) else wanted
+            if wanted not in (None, found.centroids.shape[size]):
+                raise ValueError(f"{what}{name} {found.centroids.shape[size]} and not {wanted}")
+        if found.centroids.shape[1] != self.buckets or not all(bool(x.isfinite().all()) for x in learnt.values()):
+            raise ValueError(f"{what}not {self.buckets} buckets, or numbers that are none")
+        return found
+
+    def check_files(self) -> None:
+        """Refuse a folder that has lost a layer, or has another in its place; read those that are there."""
+        for number in self.layers:
+            with self._file(number):
+                self._read(number)
+
+    def _file(self, number: int) -> TensorFile:
+        """A layer's file, opened; refused if it is not the one that the fit wrote."""
+        path = self.folder / layer_file(number)
+        if not path.is_file():
+            raise ValueError(f"the index {self.folder} is incomplete: {path.name} is missing")
+        file = TensorFile(path)
+        if file.digest != self.description["layers"][str(number)].get(FILE):
+            file.__exit__()
+            raise ValueError(
+                f"the index {self.folder} was changed: {path.name} is not the file that was fitted. Put that back, or "
+                "fit again in a new folder"
+            )
+        return file
+
+    def check_model(self, facts: dict[str, Any]) -> None:
+        """Refuse a model that this was not fitted to, and a folder whose layers are not those that were fitted."""
+        self.check_files()
+        fitted = self.description["model"]
+        for name in facts:
+            if name != "fingerprint" and facts[name] != fitted.get(name):
+                raise ValueError(
+                    f"the index {self.folder} was fitted to another model: its {name} was {fitted.get(name)!r}, that "
+                    f"of this model is {facts[name]!r}. Fit one to this model: kvsketch fit"
+                )
+        if facts["fingerprint"] != fitted["fingerprint"]:
+            raise ValueError(
+                f"the index {self.folder} was fitted to a model of this architecture with other weights "
+                f"({fitted.get('id')!r}): fit one to this model: kvsketch fit. Weights of float32 look like "
+                "others too where they are loaded in float16: load them as they were for the fit"
+            )
+
+
+def read_index(folder: str | Path) -> KeyIndex:
+    """The index in a folder, wherever a program goes from there; its layers are read when they are asked for."""
+    folder = Path(folder).absolute()
+    path = folder / DESCRIPTION
+    if not path.is_file():
+        raise ValueError(f"{folder} is no index: it has no {DESCRIPTION}. Make one with kvsketch fit MODEL -o {folder}")
+    try:
+        description = read_json(path)
+    except DamagedError as error:
+        raise ValueError(f"{error}. Fit the index again, or put back what was there") from error
+    if description.get("format") != FORMAT:
+        raise ValueError(
+            f"{folder} is an index of format {description.get('format')!r:.40}, this version reads {FORMAT}: fit it "
+            "again, or install the version that made it"
+        )
+    buckets, layers, model = (description.get(name) for name in ("buckets", "layers", "model"))
+    numbered = isinstance(layers, dict) and all(map(_numbers_a_layer, layers.items()))
+    if not (type(buckets) is int and buckets > 0 and numbered and isinstance(model, dict) and "fingerprint" in model):
+        raise ValueError(f"{path} does not describe an index: it lacks buckets, layers or the model. Fit it again")
+    return KeyIndex(folder, description)
+
+
+def _numbers_a_layer(item: tuple[str, object]) -> bool:
+    name, about = item
+    return len(name) < 6 and name.isdecimal() and name == str(int(name)) and isinstance(about, dict)
+
+
+def write_index(folder: Path, description: Mapping[str, Any]) -> None:
+    """Describe the layers in a folder, by which it is an index; their files are there by now."""
+    layers = dict[str, Any]()
+    for number, about in description["layers"].items():
+        with TensorFile(folder / layer_file(int(number))) as file:
+            layers[number] = {**about, FILE: file.digest}
+    write_json(folder / DESCRIPTION, {"format": FORMAT, **description, "layers": layers})
+
+
+def layer_file(number: int) -> str:
+    """The name of a layer's file."""
+    return f"layer-{number:02}.safetensors"

@@ -1,0 +1,157 @@
+"""Saap: the method's one-head form is `algorithms/saap.py`, what it has learnt comes from `kvsketch fit`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from kvsketch.caches.core.checks import check_choice, check_number
+from kvsketch.caches.core.config import MethodConfig
+from kvsketch.caches.core.query import Query
+from kvsketch.caches.core.tokens import Seen
+from kvsketch.caches.lookup.buckets import BucketLookup
+from kvsketch.caches.lookup.config import BucketedConfig
+from kvsketch.caches.lookup.key_index import KeyIndex, LayerIndex, read_index
+from kvsketch.caches.lookup.store import Lookup
+from kvsketch.kernels.buckets import assign
+
+PREFERENCES = ("mass", "density")
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexedConfig(BucketedConfig):
+    """`index`: the folder that `kvsketch fit` made for the model."""
+
+    index: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.index, str):
+            raise ValueError(f"index must be the name of a folder, got {self.index!r}")
+        _ = self.folder  # is found now: a program may go elsewhere later
+
+    @cached_property
+    def folder(self) -> Path:
+        """The folder, from wherever this program was when the config was made; `index` stays as it was given."""
+        return Path(self.index).absolute()
+
+    @cached_property
+    def learnt(self) -> KeyIndex:
+        """What is in the folder."""
+        if not self.index:
+            raise ValueError(
+                f'{self.name} looks things up in an index: {self.name}(index="FOLDER"), made by kvsketch fit'
+            )
+        return read_index(self.folder)
+
+    def check_model(self, facts: Callable[[], dict[str, Any]]) -> None:
+        self.learnt.check_model(facts())
+
+    def source_digest(self) -> str | None:
+        return self.learnt.digest
+
+    def with_full_paths(self) -> MethodConfig:
+        return replace(self, index=str(self.folder.resolve()))
+
+    def looks_up_in(self, layer: int) -> bool:
+        """Where something was learnt: `kvsketch fit` leaves out layers whose queries do not look far."""
+        return layer in self.learnt.layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saap(IndexedConfig):
+    """Keeps everything and reads the buckets that a learned classifier expects the answer in.
+
+    `mass`: buckets are visited until the classifier expects this share of a query's attention in them.
+    `prefer="mass"`, as published: those where it expects most. `prefer="density"`: where it expects most for each token
+    that has to be read; an empty bucket then never comes before one with tokens.
+    """
+
+    name: ClassVar[str] = "saap"
+    before_rotation: ClassVar[bool] = True
+
+    mass: float | None = None
+    prefer: str = "mass"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mass is not None:
+            check_number("mass", self.mass, above=0, below=1)
+        check_choice("prefer", self.prefer, PREFERENCES)
+
+    def new_method(self, layer: int) -> Lookup:
+        return SaapLookup(self, layer)
+
+
+class SaapLookup(BucketLookup):
+    """Buckets of keys before rotation, chosen by the classifier of queries before rotation."""
+
+    def __init__(self, config: Saap, layer: int) -> None:
+        self.config, self.layer = config, layer
+        self.ready: tuple[tuple[torch.device, torch.dtype], LayerIndex] | None = None
+        self.mass, self.per_token = config.mass, config.prefer == "density"
+        super().__init__(config, config.learnt.buckets)
+
+    def _learnt(self, at: Tensor) -> LayerIndex:
+        """What was learnt for this layer, where and as precise as `at`; kept, for every step asks for it."""
+        if self.ready is None or self.ready[0] != (at.device, at.dtype):
+            self.ready = ((at.device, at.dtype), self.config.learnt.layer(self.layer, at.device, at.dtype))
+        return self.ready[1]
+
+    def note(self, seen: Seen) -> Int64[Tensor, "b h n t"]:
+        return nearest(needed(seen.unrotated, self.config), self._learnt(seen.keys).centroids)
+
+    def ask(self, query: Query, heads: int) -> Float[Tensor, "b h q c"]:
+        learnt = self._learnt(query.queries)
+        asking = needed(query.unrotated, self.config).detach()
+        return classified(asking, learnt.first, learnt.first_bias, learnt.second, learnt.second_bias)
+
+
+def nearest(keys: Float[Tensor, "b h n d"], centroids: Float[Tensor, "h c d"]) -> Int64[Tensor, "b h n 1"]:
+    """The bucket of every key; all rows of the batch share a head's centroids."""
+    rows, _, count, _ = keys.shape
+    lanes = keys.transpose(0, 1).flatten(1, 2)
+    return assign(lanes, centroids).unflatten(1, (rows, count)).transpose(0, 1)[..., None]
+
+
+def needed(unrotated: Tensor | None, config: BucketedConfig) -> Tensor:
+    """Queries or keys before rotation; refused where there are none."""
+    if unrotated is None:
+        raise ValueError(
+            f"{config.name} files keys as they are before rotation, and nobody noted those here: an exact cache holds "
+            "them rotated. Have a cache of this method read the text itself"
+        )
+    return unrotated
+
+
+def classified(
+    query: Float[Tensor, "b hg q d"],
+    first: Float[Tensor, "h d k"] | None,
+    first_bias: Float[Tensor, "h 1 k"] | None,
+    second: Float[Tensor, "h k2 c"],
+    second_bias: Float[Tensor, "h 1 c"],
+) -> Float[Tensor, "b h q c"]:
+    """Mean probability of every bucket over the group, by the classifiers; queries as they are before rotation."""
+
+    def probabilities(asking: Tensor) -> Tensor:
+        inner = asking
+        if first is not None and first_bias is not None:
+            inner = torch.relu(torch.baddbmm(first_bias, asking, first))
+        return torch.softmax(torch.baddbmm(second_bias, inner, second).float(), 2)
+
+    return of_group(query, second.shape[0], second.dtype, probabilities)
+
+
+def of_group(
+    query: Float[Tensor, "b hg q d"], heads: int, dtype: torch.dtype, score: Callable[[Tensor], Tensor]
+) -> Float[Tensor, "b h q c"]:
+    """Scores of every query by its KV head's rule, and their mean over the group."""
+    rows, _, queries, width = query.shape
+    grouped = query.to(dtype).unflatten(1, (heads, -1)).transpose(0, 1)  # [h, b, g, q, d]
+    scores = score(grouped.reshape(heads, -1, width))
+    return scores.view(heads, rows, -1, queries, scores.shape[2]).mean(2).transpose(0, 1)

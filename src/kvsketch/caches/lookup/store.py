@@ -1,0 +1,248 @@
+"""The one store of methods that look things up: all tokens of a bundle of lanes, those with one label side by side.
+
+    [ run | run | run | staging ]
+
+New tokens wait in the staging, which every query reads in full; as soon as there are `staging` of them they are sorted
+in by their label. The runs are as long as the digits of the number of stagings say, written in base 4: 27 of them are
+16 + 8 + 3. So there are few runs, a token is moved a few times in its life and not at every step, and what lies where
+depends on how many tokens came, not on how.
+
+A method says what a token's labels are (`note`), what queries look for (`ask`), and which index finds that.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from kvsketch.attention import WeightedTokens
+from kvsketch.caches.core.budget import Budget
+from kvsketch.caches.core.buffers import Growing
+from kvsketch.caches.core.method import Holding, Method
+from kvsketch.caches.core.query import Answer, Query
+from kvsketch.caches.core.storage import chosen, storage_bytes
+from kvsketch.caches.core.tokens import Arriving, Seen
+from kvsketch.kernels.indexed_attention import Segments, indexed_attention
+from kvsketch.kernels.indexed_attention.reference import MASK_AT_ONCE
+from kvsketch.kernels.weighted_attention import weighted_attention
+from kvsketch.kernels.weighted_attention.reference import attend_where
+
+BASE = 4
+
+
+class Lookup(Method):
+    """A method that looks things up: a labeller of keys, a router of queries, and an index of the store."""
+
+    observes = frozenset({"read"})
+    looks_up = True
+    takes_notes = True
+
+    @abstractmethod
+    def note(self, seen: Seen) -> Int64[Tensor, "b h n t"]:
+        """The labels of tokens, by which they are filed: the first one decides where."""
+
+    @abstractmethod
+    def new_index(self) -> "Index":
+        """What finds it."""
+
+    def new_holding(self, budget: Budget) -> "Store":
+        return Store(self.new_index())
+
+
+class Index(ABC):
+    """What is known about the runs of a store, and which tokens a query reads."""
+
+    staging: int | None = None  # tokens that wait until they are sorted in; None: nothing is sorted
+
+    ready = True  # whether it matters what queries look for
+
+    @abstractmethod
+    def find(self, store: "Store", query: Query, asked: Tensor | None) -> Answer:
+        """Attention of every query over the tokens that it looks at; there are some."""
+
+    def check(self, labels: Int64[Tensor, "l n t"]) -> None:  # noqa: B027
+        """Refuse labels that no token can have."""
+
+    def sort_in(self, store: "Store", start: int, stop: int) -> None:  # noqa: B027
+        """Called before the tokens start…stop-1 are sorted in."""
+
+    def sorted_in(self, store: "Store") -> None:  # noqa: B027
+        """Called when runs have changed."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What cannot be made again from the tokens."""
+        return {}
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Take back what `tensors` gave, once runs are known; refuse anything else."""
+        if tensors:
+            raise ValueError(f"tensors that are not known: {list(tensors)!s:.80}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held."""
+        return storage_bytes(self.tensors().values())
+
+
+class Store(Holding):
+    """A place for every token, with its labels."""
+
+    def __init__(self, index: Index) -> None:
+        self.index, self.wants_asking = index, index.ready
+        self.pairs, self.labels = Growing(dim=1), Growing(dim=1)  # a pair: a token's key, and its value behind it
+        self.key_width = 0
+        self.runs: list[int] = []  # where each run begins
+        self.sorted_to = 0  # where the staging begins
+        self.reads: Float[Tensor, "l 2"] | None = None  # tokens that queries read, and that they could have read
+
+    @property
+    def count(self) -> int:
+        """Tokens of every lane."""
+        return self.pairs.length
+
+    @property
+    def keys(self) -> Float[Tensor, "l n d"]:
+        """Those of all tokens; a view."""
+        return self.pairs.view[..., : self.key_width]
+
+    @property
+    def values(self) -> Float[Tensor, "l n e"]:
+        """Those of all tokens; a view."""
+        return self.pairs.view[..., self.key_width :]
+
+    # -- reading
+
+    def answer(self, query: Query, asked: Tensor | None) -> Answer:
+        """Attention over what the index finds, or over everything."""
+        if query.in_full:
+            return Answer(weighted_attention(query.queries, self.tokens(), query.scale, softcap=query.softcap))
+        return self.index.find(self, query, asked)
+
+    def tokens(self) -> WeightedTokens:
+        """All tokens, as those of one row whose heads are the lanes."""
+        return WeightedTokens(self.keys[None], self.values[None])
+
+    def read_places(self, query: Query, places: Segments | None) -> Answer:
+        """Attention over these places of the runs, and over what waits in the staging."""
+        shape = (1, len(self.pairs.view), query.queries.shape[2], 1)
+        begin = torch.full(shape, self.sorted_to, device=query.queries.device)
+        length = torch.full_like(begin, self.count - self.sorted_to)
+        if places is not None:
+            begin, length = torch.cat([places.begin, begin], 3), torch.cat([places.length, length], 3)
+        pairs, segments = self.pairs.view[None], Segments(begin, length)
+        part = indexed_attention(query.queries, pairs, segments, query.scale, softcap=query.softcap)
+        return Answer(part, read=length.sum(3))
+
+    def read_where(self, query: Query, visible: Callable[[int, int], Bool[Tensor, "1 l q n"]]) -> Answer:
+        """Attention over the tokens that `visible` gives for queries start…stop-1: over all of them, with a mask.
+
+        For comparisons: the numbers are those of a method that reads few tokens, the time is that of reading all.
+        """
+        read = list[Tensor]()
+
+        def seen(start: int, stop: int) -> Tensor:
+            found = visible(start, stop)
+            read.append(found.sum(3))
+            return found
+
+        part = attend_where(
+            query.queries, self.tokens(), query.scale, seen, softcap=query.softcap, at_once=MASK_AT_ONCE
+        )
+        return Answer(part, read=torch.cat(read, 2))
+
+    def observe(self, query: Query, read: Int64[Tensor, "1 l q"] | None, lse: Tensor | None) -> None:
+        """Count for the report what was read of what could have been."""
+        if read is not None:
+            real = read[0] >= 0
+            new = torch.stack([(read[0] * real).sum(1), real.sum(1) * self.count], 1).double()
+            self.reads = new if self.reads is None else self.reads + new
+
+    def share_read(self) -> Float[Tensor, " l"] | None:
+        return None if self.reads is None else self.reads[:, 0] / self.reads[:, 1].clamp_min(1)
+
+    # -- writing
+
+    def write(self, new: Arriving) -> None:
+        assert new.notes is not None, "tokens have labels before they leave the window"
+        self.key_width = new.keys.shape[2]
+        self.pairs.append_beside(new.keys, new.values)
+        self.labels.append(new.notes)
+        if self.index.staging is not None:
+            due = self.count // self.index.staging * self.index.staging
+            if due > self.sorted_to:
+                self._sort_in(due, self.index.staging)
+
+    def _sort_in(self, stop: int, staging: int) -> None:
+        """Have runs up to here; those that are as they should be stay."""
+        for start in range(self.sorted_to, stop, staging):
+            self.index.sort_in(self, start, start + staging)
+        before, wanted = (
+            [*pairwise([*runs, to])] for runs, to in ((self.runs, self.sorted_to), (_wanted(stop, staging), stop))
+        )
+        for start, end in wanted:
+            if (start, end) not in before:
+                self._sort(start, end)
+        self.runs, self.sorted_to = [start for start, _ in wanted], stop
+        self.index.sorted_in(self)
+        self.wants_asking = self.index.ready
+
+    def _sort(self, start: int, stop: int) -> None:
+        order = self.labels.view[:, start:stop, 0].sort(dim=1, stable=True).indices
+        for held in (self.pairs, self.labels):
+            held.make_writable()
+            held.view[:, start:stop] = chosen(held.view[:, start:stop], order)
+
+    def labels_of_runs(self) -> Iterator[tuple[int, Int64[Tensor, "l n"]]]:
+        """Where every run begins, and its labels."""
+        for start, stop in pairwise([*self.runs, self.sorted_to]):
+            yield start, self.labels.view[:, start:stop, 0].contiguous()
+
+    # -- state
+
+    def count_entries(self) -> int:
+        return self.count
+
+    @property
+    def nbytes(self) -> int:
+        return storage_bytes([self.pairs.buffer, self.labels.buffer, self.reads]) + self.index.nbytes
+
+    def tensors(self) -> dict[str, Tensor]:
+        found = {"pairs": self.pairs.view, "labels": self.labels.view}
+        found |= {} if self.reads is None else {"reads": self.reads}
+        return found | {f"index.{name}": tensor for name, tensor in self.index.tensors().items()}
+
+    def numbers(self) -> dict[str, Any]:
+        return {"key_width": self.key_width}
+
+    def restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any], count: int) -> None:
+        pairs, labels, self.reads = tensors["pairs"], tensors["labels"], tensors.get("reads")
+        self.key_width = numbers["key_width"]
+        shaped = pairs.ndim == labels.ndim == 3 and labels.shape[:2] == pairs.shape[:2] and pairs.shape[1] == count
+        if not shaped or labels.dtype != torch.int64 or not 0 < self.key_width < pairs.shape[2]:
+            raise ValueError(f"labels {tuple(labels.shape)} of {tuple(pairs.shape)} pairs, {count} tokens")
+        if self.reads is not None and self.reads.shape != (len(pairs), 2):
+            raise ValueError(f"what was read of shape {tuple(self.reads.shape)} in {len(pairs)} lanes")
+        self.index.check(labels)
+        self.pairs, self.labels = Growing(1, pairs), Growing(1, labels)
+        if self.index.staging is not None:
+            self.sorted_to = count // self.index.staging * self.index.staging
+            self.runs = _wanted(self.sorted_to, self.index.staging)
+        if self.runs:
+            self.index.sorted_in(self)
+        prefix = "index."
+        self.index.restore({n.removeprefix(prefix): x for n, x in tensors.items() if n.startswith(prefix)})
+        self.wants_asking = self.index.ready
+
+
+def _wanted(stop: int, staging: int) -> list[int]:
+    """Where the runs of so many tokens begin: one for every digit that is not 0."""
+    starts, count, digit = [], stop // staging, 1
+    while digit <= count:
+        if count // digit % BASE:
+            starts.append(count // (digit * BASE) * digit * BASE * staging)
+        digit *= BASE
+    return starts[::-1]
