@@ -71,10 +71,10 @@ def measure(case: Case, trial: Trial) -> Row:
     given, read, recall = case.rest_attention.out[0], torch.zeros(case.keys.shape[1]), torch.zeros(len(answers))
     if trial.config is not None:
         found = filled(case, trial.config).answer(case.query)
-        assert found.whole is not None, "there are tokens"
-        assert found.attended is not None, "those are read"
+        assert found.attended is not None, "there are tokens"
         assert found.read is not None, "some of them"
-        given = merge(found.whole, case.rest_attention).out[0]
+        rest = [case.rest_attention] if found.estimated is None else [case.rest_attention, found.estimated]
+        given = merge(found.attended, *rest).out[0]
         read = found.read[0].double().mean(1) / case.count
         recall = (found.attended.lse - case.past_attention.lse)[0].exp().mean(1)
     wrong, size = (given - answers).square(), answers.square()
