@@ -30,17 +30,18 @@ def joined(found: Sequence[tuple[int, Answer]], query: Query, heads: int, order:
     group, queries = query.queries.shape[1] // heads, query.queries.shape[2]
     width = next(answer.attended.out.shape[3] for _, answer in found if answer.attended is not None)
 
-    def of_lanes(count: int, part: Partial | None) -> tuple[Tensor, Tensor]:
-        if part is None:
-            out = query.queries.new_zeros(count, group, queries, width, dtype=torch.float32)
-            return out, out.new_full(out.shape[:3], NO_MASS)
-        return part.out[0].unflatten(0, (count, group)).float(), part.lse[0].unflatten(0, (count, group)).float()
+    def missing(count: int) -> Partial:
+        out = query.queries.new_zeros(1, count * group, queries, width)
+        return Partial(out, out.new_full(out.shape[:3], NO_MASS, dtype=torch.float32))
 
     def together(parts: list[tuple[int, Partial | None]]) -> Partial | None:
         if all(part is None for _, part in parts):
             return None
-        each = zip(*(of_lanes(*part) for part in parts), strict=True)
-        return Partial(*(torch.cat(x).index_select(0, order).flatten(0, 1)[None] for x in each))
+        there = [missing(count) if part is None else part for count, part in parts]
+        of_queries = (order[:, None] * group + torch.arange(group, device=order.device)).flatten()
+        out = torch.cat([part.out.to(there[0].out.dtype) for part in there], 1)
+        lse = torch.cat([part.lse.float() for part in there], 1)
+        return Partial(out.index_select(1, of_queries), lse.index_select(1, of_queries))
 
     def read_by(count: int, answer: Answer) -> Tensor:
         none = torch.zeros(count, queries, dtype=torch.int64, device=order.device)

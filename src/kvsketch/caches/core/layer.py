@@ -65,7 +65,7 @@ class LayerCache(LayerState):
         """Answer queries, and hold their tokens."""
         ranks = self._ranks(new)
         unrotated = None if new.unrotated is None else new.unrotated.queries.detach()
-        asked = replace(asked, unrotated=unrotated, ranks=ranks)
+        asked = Query(asked.queries, asked.scale, asked.softcap, unrotated, ranks, asked.in_full)
         if joins_first:
             self._count(new)
             self._append_one(new, ranks)
@@ -73,7 +73,8 @@ class LayerCache(LayerState):
             whole = _whole(answer)
             assert whole is not None, "the new token itself is held"
             self._observe(asked, answer, whole)
-            if any(stream.may_come <= 0 for stream in self.streams.all):
+            only = self.streams.only
+            if only is None or only.may_come <= 0:
                 self.settle()
             return whole
         answer = self.look(asked)
@@ -178,6 +179,8 @@ class LayerCache(LayerState):
         rows, _, count, _ = new.keys.shape
         even = new.valid is None and not self.ragged
         first = self.seen if even else torch.tensor(self.lengths, device=new.keys.device)[:, None]
+        if even and count == 1:
+            return torch.full((rows, 1), self.seen, device=new.keys.device)
         if new.valid is None:
             return (first + torch.arange(count, device=new.keys.device)).expand(rows, -1)
         return (first + new.valid.cumsum(1) - 1).masked_fill(~new.valid, -1)

@@ -59,7 +59,9 @@ class Stream:
             return past
         tokens, lse = self.window.tokens(), lse or past.attended is not None
         window = weighted_attention(query.queries, tokens, query.scale, softcap=query.softcap, lse=lse)
-        return replace(past, attended=window if past.attended is None else merge(past.attended, window))
+        if past.attended is None:
+            return Answer(window, past.estimated, past.read)
+        return Answer(merge(past.attended, window), past.estimated, past.read)
 
     def observe(self, query: Query, answer: Answer, whole: Partial) -> None:
         """Let the past take note of queries that were answered, and of what they saw."""
