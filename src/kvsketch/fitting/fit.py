@@ -70,13 +70,11 @@ def fit(
     train, held_out = split(corpus, settings)
     _check_enough_keys(train, settings)
     layers = layers_of(model, settings.shards.layers)
-    run = Run(
-        out.resolve(), {**describe_model(model), "id": name}, str(model.dtype).removeprefix("torch."), settings, corpus
-    )
+    described, dtype = {**describe_model(model), "id": name}, str(model.dtype).removeprefix("torch.")
+    run = Run(out.resolve(), described, dtype, settings, corpus)
     if run.begin():
         note(f"{out} is finished already")
         return _finished(run, keep)
-
     shards = _shards_of(run, model, layers, shards_folder)
     _read(corpus, shards, (lambda: model) if cluster is None else partial(cluster.load, device), cluster, show)
     layers = _with_long_range_queries(layers, [shards.path(text) for text in train], settings, note)
