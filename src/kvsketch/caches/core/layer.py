@@ -73,9 +73,9 @@ class LayerCache(LayerState):
             whole = _whole(answer)
             assert whole is not None, "the new token itself is held"
             self._observe(asked, answer, whole)
-            only = self.streams.only
-            if only is None or only.may_come <= 0:
-                self.settle()
+            for stream in self.streams.all:
+                if stream.may_come <= 0 and not self.recording:
+                    stream.settle(self.lengths)
             return whole
         answer = self.look(asked)
         lse = lse or answer.attended is not None

@@ -118,13 +118,14 @@ class Stream:
 
     def due(self, lengths: Sequence[int]) -> list[int]:
         """How many tokens of each row should have left by now: a whole number of blocks."""
-        due, room = list[int](), list[int]()
+        due, self.may_come = list[int](), MOST  # a window only grows
         for length, left in zip(lengths, self.left, strict=True):
             window = self.config.window_size(self.budget, length)
             beyond = 0 if window is None else max(0, length - self.config.sinks - window)
             due.append(max(left, beyond // BLOCK * BLOCK))
-            room.append(MOST if window is None else self.config.sinks + window + due[-1] + BLOCK - length)
-        self.may_come = min(room)  # a window only grows
+            if window is not None:
+                more = self.config.sinks + window + due[-1] + BLOCK - length
+                self.may_come = more if more < self.may_come else self.may_come  # the compiler breaks at min()
         return due
 
     def _hold_even(self, new: Columns, length: int) -> None:
