@@ -17,6 +17,7 @@ from kvsketch.caches.forgetting.subgen import SubGen
 from kvsketch.caches.forgetting.uniform import Uniform
 from kvsketch.caches.lookup.lsh import LSH
 from kvsketch.caches.lookup.random_buckets import RandomBuckets
+from lanes import Fed
 
 CONFIG = SubGen(keep=180, window=16, t=2, seed=3)
 SOME = {"window": 16, "full_layers": 0, "staging": 48}  # of the past
@@ -195,3 +196,15 @@ def test_heads_with_other_budgets_lie_apart_and_answer_as_if_all_had_theirs():
         torch.testing.assert_close(mixed.answer(asked).attended.out, expected)
         entries = torch.where(torch.arange(3) == 1, smallest.count_entries(), largest.count_entries())
         assert torch.equal(mixed.count_entries(), entries)
+
+
+def test_a_row_without_entries_does_not_coarsen_the_answers_of_others():
+    """Of 16-bit queries too, whose logits are bent: those are answered in 32 bits."""
+    keys, values = stream(80, rows=2).bfloat16()
+    ranks = torch.stack([torch.full((80,), -1), torch.arange(80)])
+    asked = stream(3, rows=2, seed=3)[0].bfloat16()
+    together, alone = (Fed(Uniform(keep=1.0), Budget(1.0, None, 0), rows=rows, heads=2) for rows in (2, 1))
+    got = together.write(keys, values, ranks=ranks).attend(asked, 0.5, softcap=20.0)
+    expected = alone.write(keys[1:], values[1:]).attend(asked[1:], 0.5, softcap=20.0)
+    assert torch.equal(got.out[1:], expected.out)
+    assert (got.lse[0] == float("-inf")).all()

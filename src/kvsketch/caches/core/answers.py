@@ -39,8 +39,7 @@ def joined(found: Sequence[tuple[int, Answer]], query: Query, heads: int, order:
             return None
         there = [missing(count) if part is None else part for count, part in parts]
         of_queries = (order[:, None] * group + torch.arange(group, device=order.device)).flatten()
-        out = torch.cat([part.out.to(there[0].out.dtype) for part in there], 1)
-        lse = torch.cat([part.lse.float() for part in there], 1)
+        out, lse = (torch.cat(each, 1) for each in zip(*((part.out, part.lse) for part in there), strict=True))
         return Partial(out.index_select(1, of_queries), lse.index_select(1, of_queries))
 
     def read_by(count: int, answer: Answer) -> Tensor:
