@@ -19,9 +19,9 @@ DROPPED = float("-inf")
 def budget_of(config: MethodConfig) -> Budget:
     keep = config.budget_given
     assert not isinstance(keep, str), "the oracle does not know a layer's share of bytes"
-    return Budget(
-        keep if isinstance(keep, float) else None, None if isinstance(keep, float) else keep, config.least_entries()
-    )
+    if isinstance(keep, float):
+        return Budget(keep, None, config.floor())
+    return Budget(None, keep, config.least_entries())
 
 
 @functools.cache
