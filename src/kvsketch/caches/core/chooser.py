@@ -46,10 +46,12 @@ class Entries:
         keys, values = (
             torch.cat([held[:, start:], came], 1) for held, came in ((self.keys, new.keys), (self.values, new.values))
         )
-        about = {
-            name: torch.cat([x[:, start:], x.new_zeros(len(x), new.count)], 1) for name, x in self.per_entry.items()
-        }
-        return Entries(keys, values, about, self.per_lane, self.numbers)
+        return Entries(keys, values, self.about_with_new(new, start), self.per_lane, self.numbers)
+
+    def about_with_new(self, new: Arriving, start: int = 0) -> dict[str, Tensor]:
+        """What is declared about each of these."""
+        none = {name: x.new_zeros(len(x), new.count) for name, x in self.per_entry.items()}
+        return {name: torch.cat([x[:, start:], none[name]], 1) for name, x in self.per_entry.items()}
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Kept:
     log_mass: Float[Tensor, "#l k"] | None = None  # log of how many tokens each stands for; None: 1
     log_value: Float[Tensor, "#l k"] | None = None  # log of its weight in the answer; None: the same
     made: tuple[Float[Tensor, "l k d"], Float[Tensor, "l k e"]] | None = None
+    pool: Entries | None = None  # what `index` counts in, where the chooser has put it together already
     per_entry: dict[str, Tensor] = field(default_factory=dict)
     per_lane: dict[str, Tensor] = field(default_factory=dict)
     numbers: dict[str, Any] = field(default_factory=dict)
@@ -81,7 +84,7 @@ class Chooser(Method):
     def choose(self, held: Entries, new: Arriving, budget: Budget) -> Kept:
         """What lanes with this budget hold once these tokens have come."""
 
-    def check(self, held: Entries, log_mass: Tensor | None, count: int, budget: Budget) -> None:
+    def check(self, held: Entries, count: int, budget: Budget) -> None:
         """Refuse entries that cannot be what is held of `count` tokens."""
 
     def details(self, held: Entries, count: int) -> dict[str, float]:
@@ -117,37 +120,31 @@ class ChosenEntries(Holding):
     def keep(self, kept: Kept, new: Arriving) -> None:
         """Hold what was chosen."""
         held, start = self.entries(new), kept.start
-        found = dict[str, Tensor]()
-        for name, old, came in (("keys", held.keys, new.keys), ("values", held.values, new.values)):
-            if kept.made is not None:
-                found[name] = kept.made[name == "values"]
-            elif kept.index is None:
-                found[name] = came
-                start = held.count
-            else:
-                found[name] = chosen(torch.cat([old[:, start:], came], 1), kept.index)
-        for name, x in found.items():
-            self._replace(name, start, x, fresh=kept.index is not None or kept.made is not None)
+        fresh = True  # nobody else has these parts
+        if kept.made is not None:
+            parts = kept.made
+        elif kept.index is not None:
+            pool = held.with_new(new, start) if kept.pool is None else kept.pool
+            parts = (chosen(pool.keys, kept.index), chosen(pool.values, kept.index))
+        else:  # what is there stays where it lies
+            parts, start, fresh = (new.keys, new.values), held.count, False
+        for name, x in zip(("keys", "values"), parts, strict=True):
+            self._replace(name, start, x, fresh=fresh)
         lanes, count = len(new.keys), self.held["keys"].length
         shared = torch.zeros(1, count - kept.start, device=new.keys.device)
         for name, weights in (("log_mass", kept.log_mass), ("log_value", kept.log_value)):
             if weights is not None or name in self.held:
                 self._replace(name, kept.start, shared if weights is None else weights)
+        about = kept.per_entry
+        if about.keys() < self.chooser.per_entry.keys():  # what is known about each entry goes with it
+            known = held.about_with_new(new, kept.start)
+            about = {n: x if kept.index is None else x.gather(1, kept.index) for n, x in known.items()} | about
         for name, kind in self.chooser.per_entry.items():
-            about = kept.per_entry.get(name)
-            if about is None:
-                about = self._carried(held.per_entry[name], kept, new)
-            self._replace(f"entry.{name}", kept.start, about.to(kind))
+            self._replace(f"entry.{name}", kept.start, about[name].to(kind))
         self.per_lane = {**self.per_lane, **kept.per_lane}
         self.host = kept.numbers
         assert all(len(x.view) in (1, lanes) and x.length == count for x in self.held.values())
         self._weigh()
-
-    @staticmethod
-    def _carried(about: Tensor, kept: Kept, new: Arriving) -> Tensor:
-        """What is known about each entry goes with it; about new ones it is 0."""
-        pool = torch.cat([about[:, kept.start :], about.new_zeros(len(about), new.count)], 1)
-        return pool if kept.index is None else pool.gather(1, kept.index)
 
     def _replace(self, name: str, start: int, x: Tensor, *, fresh: bool = True) -> None:
         """Have `x` from `start` on; `fresh`: nobody else has it."""
@@ -213,8 +210,7 @@ class ChosenEntries(Holding):
         self.per_lane, self.host = with_prefix(tensors, "lane."), dict(numbers)
         self.held = {name: Growing(1, x) for name, x in tensors.items() if not name.startswith("lane.")}
         self._weigh()
-        log_mass = self.held["log_mass"].view if "log_mass" in self.held else None
-        self.chooser.check(self.entries(), log_mass, count, self.budget)
+        self.chooser.check(self.entries(), count, self.budget)
 
 
 def _check(tensors: dict[str, Tensor], chooser: Chooser) -> None:

@@ -17,7 +17,7 @@ from kvsketch.caches.core.answers import in_rows, joined
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.method import Holding, Method
 from kvsketch.caches.core.query import Answer, Query
-from kvsketch.caches.core.storage import in_front, with_prefix
+from kvsketch.caches.core.storage import chosen, in_front, with_prefix
 from kvsketch.caches.core.tokens import Arriving, Columns
 from kvsketch.kernels.weighted_attention import weighted_attention
 
@@ -32,6 +32,11 @@ class Bundle:
     count: int = 0  # tokens that came to each lane
     whole: bool = False  # whether these are all lanes there are, in their order
     at: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)  # rows and heads, as tensors
+
+    @property
+    def lanes(self) -> int:
+        """Number of lanes."""
+        return len(self.rows) * len(self.heads)
 
     def of(self, x: Tensor) -> Tensor:
         """The part [l, …] of something [b, h, …] that belongs to these lanes."""
@@ -141,9 +146,8 @@ class Lanes:
         if tokens.count > count:
             real = tokens.ranks[bundle.rows] >= 0
             index = in_front(real)[:, :count].repeat_interleave(len(bundle.heads), 0)
-            lanes = torch.arange(len(index), device=index.device)[:, None]
-            keys, values = keys[lanes, index], values[lanes, index]
-            notes = None if notes is None else notes[lanes, index]
+            keys, values = chosen(keys, index), chosen(values, index)
+            notes = None if notes is None else chosen(notes, index)
         return Arriving(keys, values, bundle.count, bundle.lane_heads(keys.device), notes, few)
 
     # -- reading
@@ -157,9 +161,8 @@ class Lanes:
             return answer if self.rows == 1 else in_rows(answer, self.rows)
         if self.empty:
             return Answer(None)
-        found = [(bundle, self._ask(bundle, query, asked)) for bundle in self.bundles]
-        lanes = [(len(bundle.rows) * len(bundle.heads), answer) for bundle, answer in found]
-        return in_rows(joined(lanes, query, self.heads, self._order(query.queries.device)), self.rows)
+        found = [(bundle.lanes, self._ask(bundle, query, asked)) for bundle in self.bundles]
+        return in_rows(joined(found, query, self.heads, self._order(query.queries.device)), self.rows)
 
     def _ask(self, bundle: Bundle, query: Query, asked: Tensor | None) -> Answer:
         """The answer of a bundle's lanes, as KV heads of one row."""
@@ -207,12 +210,14 @@ class Lanes:
 
     def count_entries(self) -> Int64[Tensor, "b h"]:
         """Entries of each lane."""
-        found = torch.zeros(self.rows, self.heads, dtype=torch.int64)
-        for bundle in self.bundles:
-            entries = bundle.holding.count_entries() if bundle.count else 0
-            here = torch.as_tensor(entries).cpu().expand(len(bundle.rows) * len(bundle.heads))
-            found[torch.tensor(bundle.rows)[:, None], torch.tensor(bundle.heads)] = here.view(len(bundle.rows), -1)
-        return found
+        return self._by_lane([bundle.holding.count_entries() if bundle.count else 0 for bundle in self.bundles]).long()
+
+    def _by_lane(self, of_bundles: Sequence[Tensor | int]) -> Float[Tensor, "b h"]:
+        """Numbers of all lanes, given bundle by bundle: one for each lane, or the same for all."""
+        found = [
+            torch.as_tensor(x).double().cpu().expand(b.lanes) for b, x in zip(self.bundles, of_bundles, strict=True)
+        ]
+        return torch.cat(found)[torch.tensor(self.order)].view(self.rows, -1)
 
     @property
     def nbytes(self) -> int:
@@ -223,10 +228,9 @@ class Lanes:
         """What a report should show beside entries and bytes: means over lanes."""
         found = dict[str, tuple[float, int]]()
         for bundle in self.bundles:
-            lanes = len(bundle.rows) * len(bundle.heads)
             for name, value in bundle.holding.details(bundle.count).items() if bundle.count else ():
                 total, weight = found.get(name, (0.0, 0))
-                found[name] = (total + value * lanes, weight + lanes)
+                found[name] = (total + value * bundle.lanes, weight + bundle.lanes)
         return {name: total / weight for name, (total, weight) in found.items()}
 
     def warning(self) -> str | None:
@@ -238,12 +242,7 @@ class Lanes:
         shares = [bundle.holding.share_read() if bundle.count else None for bundle in self.bundles]
         if all(share is None for share in shares):
             return None
-        found = torch.zeros(self.rows, self.heads, dtype=torch.float64)
-        for bundle, share in zip(self.bundles, shares, strict=True):
-            if share is not None:
-                rows, heads = torch.tensor(bundle.rows)[:, None], torch.tensor(bundle.heads)
-                found[rows, heads] = share.cpu().view(len(bundle.rows), -1)
-        return found
+        return self._by_lane([0 if share is None else share for share in shares])
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of the state, those of a bundle under its number."""

@@ -4,7 +4,7 @@ One road for prompts, chunks of them and single tokens: `read` → `_read_part`.
 different lengths a layer has a few streams (`stream.py`), else one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,6 +18,7 @@ from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.core.layer_state import LayerState
 from kvsketch.caches.core.probe import PROBES, exact_probe, relative_error
 from kvsketch.caches.core.query import Answer, Query
+from kvsketch.caches.core.stream import Stream
 from kvsketch.caches.core.tokens import Columns, NewTokens, Seen, chunks
 from kvsketch.kernels.weighted_attention import causal_attention
 
@@ -68,14 +69,13 @@ class LayerCache(LayerState):
         asked = Query(asked.queries, asked.scale, asked.softcap, unrotated, ranks, asked.in_full)
         if joins_first:
             self._count(new)
-            self._append_one(new, ranks)
+            for stream, columns, seen in self._arriving(new, ranks):
+                stream.append_one(columns, seen)
             answer = self.look(asked, lse=lse)
             whole = _whole(answer)
             assert whole is not None, "the new token itself is held"
             self._observe(asked, answer, whole)
-            for stream in self.streams.all:
-                if stream.may_come <= 0 and not self.recording:
-                    stream.settle(self.lengths)
+            self.settle()
             return whole
         answer = self.look(asked)
         lse = lse or answer.attended is not None
@@ -131,19 +131,16 @@ class LayerCache(LayerState):
         before = self.lengths
         self._count(new)
         came = [length - less for length, less in zip(self.lengths, before, strict=True)]
-        for stream, columns, seen in self.streams.arriving(new, ranks):
+        for stream, columns, seen in self._arriving(new, ranks):
             stream.window.ragged = self.ragged
             stream.hold(columns, seen, self.lengths, came, leave=not self.recording)
 
-    def _append_one(self, new: NewTokens, ranks: Int64[Tensor, "b 1"]) -> None:
-        """Have one more token in the windows."""
-        if (only := self.streams.only) is not None:
-            unrotated = None if new.unrotated is None else new.unrotated.keys.detach()
-            keys, values = new.keys.detach(), new.values.detach()
-            only.append_one(Columns(keys, values, ranks), Seen(keys, unrotated, ranks))
-        else:
-            for stream, columns, seen in self.streams.arriving(new, ranks):
-                stream.append_one(columns, seen)
+    def _arriving(self, new: NewTokens, ranks: Int64[Tensor, "b q"]) -> Iterable[tuple[Stream, Columns, Seen]]:
+        """New tokens for every stream, without their autograd history: it would keep activations alive."""
+        keys, unrotated = new.keys.detach(), None if new.unrotated is None else new.unrotated.keys.detach()
+        columns, seen = Columns(keys, new.values.detach(), ranks), Seen(keys, unrotated, ranks)
+        only = self.streams.only
+        return self.streams.divided(columns, seen) if only is None else [(only, columns, seen)]
 
     def settle(self) -> None:
         """Write to the past what is due to leave the window."""

@@ -1,6 +1,6 @@
 """Tensors of a state: checked, chosen from, and counted."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any, TypeVar, get_args
 
@@ -38,11 +38,6 @@ def tensors_of(state: object, prefix: str = "") -> dict[str, Tensor]:
     """The tensors of a dataclass by name; those that are None are left out."""
     named = {f"{prefix}{field.name}": getattr(state, field.name) for field in fields(state)}  # type: ignore[arg-type]
     return {name: tensor for name, tensor in named.items() if tensor is not None}
-
-
-def map_tensors(state: T, change: Callable[[Tensor], Tensor]) -> T:
-    """A dataclass of tensors with each of them changed."""
-    return type(state)(**{name: change(tensor) for name, tensor in tensors_of(state).items()})
 
 
 def with_prefix(named: dict[str, T], prefix: str) -> dict[str, T]:

@@ -106,6 +106,8 @@ class Stream:
 
     def settle(self, lengths: Sequence[int]) -> None:
         """Write to the past what is due to leave the window; when that is is known without looking at any token."""
+        if self.may_come > 0:
+            return
         self.few, due = [False] * len(lengths), self.due(lengths)
         if due == self.left:
             return

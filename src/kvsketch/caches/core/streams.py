@@ -13,7 +13,7 @@ from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.core.lanes import Lanes
 from kvsketch.caches.core.query import Answer, Query
 from kvsketch.caches.core.stream import Stream
-from kvsketch.caches.core.tokens import Columns, NewTokens, Seen
+from kvsketch.caches.core.tokens import Columns, Seen
 
 
 class Streams:
@@ -34,16 +34,12 @@ class Streams:
         self.all = [Stream(config, method, rows, [self.budgets[head] for head in heads]) for heads in self.heads]
         self.only = self.all[0] if len(self.all) == 1 else None
 
-    def arriving(self, new: NewTokens, ranks: Int64[Tensor, "b q"]) -> Iterator[tuple[Stream, Columns, Seen]]:
-        """New tokens for every stream, without their autograd history: it would keep activations alive."""
-        keys, values = new.keys.detach(), new.values.detach()
-        unrotated = None if new.unrotated is None else new.unrotated.keys.detach()
+    def divided(self, columns: Columns, seen: Seen) -> Iterator[tuple[Stream, Columns, Seen]]:
+        """What comes, in parts: that of each stream's heads."""
         for heads, stream in zip(self.heads, self.all, strict=True):
-            if self.only is None:
-                before = None if unrotated is None else unrotated[:, heads]
-                yield stream, Columns(keys[:, heads], values[:, heads], ranks), Seen(keys[:, heads], before, ranks)
-            else:
-                yield stream, Columns(keys, values, ranks), Seen(keys, unrotated, ranks)
+            keys, unrotated = columns.keys[:, heads], None if seen.unrotated is None else seen.unrotated[:, heads]
+            own = replace(columns, keys=keys, values=columns.values[:, heads])
+            yield stream, own, Seen(keys, unrotated, seen.ranks)
 
     def answer(self, asked: Query) -> Answer:
         """The answers of all streams, in the order of the heads; each holds something, or none does."""

@@ -97,7 +97,7 @@ class Centres(Chooser):
             sizes = torch.zeros_like(sizes).scatter_add(1, owner, sizes).gather(1, index)
             far = torch.zeros_like(reach).scatter_reduce(1, owner, reach + found.distance, "amax")
             reach = far.gather(1, index)
-        return Kept(index, 0, self._weights(sizes), per_entry={"sizes": sizes, "reach": reach})
+        return Kept(index, 0, self._weights(sizes), pool=pool, per_entry={"sizes": sizes, "reach": reach})
 
     def _weights(self, sizes: Int32[Tensor, "l k"]) -> Float[Tensor, "l k"] | None:
         return sizes.double().log().float() if self.config.weights == "count" else None

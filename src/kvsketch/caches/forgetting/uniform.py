@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from kvsketch.algorithms.draws import uniforms
 from kvsketch.algorithms.sampling import Plan, choose_slots, last_writer, log_weights
@@ -68,6 +67,6 @@ class Reservoirs(Chooser):
         weights = log_weights(plan, torch.tensor([new.after], device=taken.device), start + count)[:, start:]
         return Kept(index, start, weights.clamp_max(0.0) if self.config.weights == "none" else weights)
 
-    def check(self, held: Entries, log_mass: Tensor | None, count: int, budget: Budget) -> None:
+    def check(self, held: Entries, count: int, budget: Budget) -> None:
         if held.count != self.config.plan(budget).slots_for(count):
             raise ValueError(f"{held.count} entries of lanes that have {self.config.plan(budget).slots_for(count)}")

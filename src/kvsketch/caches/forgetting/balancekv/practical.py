@@ -119,6 +119,7 @@ class Halves(Chooser):
         weights = torch.tensor([0, *range(len(after.held) - 1, -1, -1)]).repeat_interleave(torch.tensor(counts))
         return Kept(
             torch.cat([apart, *reversed(remaining)], 1),
+            pool=pool,
             log_mass=(weights * LOG_2).float()[None].to(new.keys.device),
             per_lane=per_lane,
             numbers={"held": list(after.held), "halved": list(after.halved), "apart": after.apart},
@@ -157,7 +158,7 @@ class Halves(Chooser):
         parts = kept.split([len(blocks.keys) for blocks in each])
         return [part[:, : blocks.keys.shape[1]] for part, blocks in zip(parts, each, strict=True)]
 
-    def check(self, held: Entries, log_mass: Tensor | None, count: int, budget: Budget) -> None:
+    def check(self, held: Entries, count: int, budget: Budget) -> None:
         levels = _levels(held.numbers)
         known = (*levels.held, *levels.halved, levels.apart)
         if any(type(number) is not int or number < 0 for number in known):
