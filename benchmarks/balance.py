@@ -8,11 +8,11 @@ a check that each has the signs of the one-head algorithm; independent fair sign
 import math
 from collections.abc import Iterator
 from itertools import count
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from bootstrap import DOUBLE, Row, slope, summary
 from common import RESULTS, write_row
 from kvsketch.algorithms.balancekv import (
     Tokens,
@@ -28,9 +28,7 @@ from kvsketch.algorithms.balancekv import (
 SCALE, DELTA, DEGREE = 2**-0.5, 0.01, 10
 SQUARED_RADIUS = math.exp(SCALE)  # R² for keys and values of norm 1
 QUERIES, STREAMS, STREAM = 16, 32, 2**18
-CHUNK, ABREAST, RESAMPLES = 32, 1024, 1000
-DOUBLE = torch.float64
-Row = dict[str, Any]
+CHUNK, ABREAST = 32, 1024
 
 
 # -- tokens and walks
@@ -106,36 +104,7 @@ def check() -> None:
     assert bool((signs == 0).any()), "no walk failed: failures are not checked"
 
 
-# -- statistics
-
-
-def summary(errors: Tensor) -> Row:
-    """Of errors [seeds, queries]: root mean square and 99th percentile; standard errors by a bootstrap over seeds."""
-    drawn = resampled(len(errors), 200)
-    percentiles = torch.stack([errors[seeds].quantile(0.99) for seeds in drawn])
-    squares = errors.square().mean(1)
-    return {
-        "rms": float(squares.mean().sqrt()),
-        "rms_error": float(squares[drawn].mean(1).sqrt().std()),
-        "q99": float(errors.quantile(0.99)),
-        "q99_error": float(percentiles.std()),
-    }
-
-
-def resampled(seeds: int, times: int, draw: int = 0) -> Tensor:
-    return torch.randint(seeds, (times, seeds), generator=torch.Generator().manual_seed(draw))
-
-
-def slope(found: dict[int, Tensor]) -> Row:
-    """Of log root mean square against log size, with a 95 % interval: a bootstrap over the seeds of every size."""
-    x = torch.tensor([math.log(size) for size in found], dtype=DOUBLE)
-    weights = (x - x.mean()) / (x - x.mean()).square().sum()
-    squares = [errors.square().mean(1) for errors in found.values()]
-    drawn = [s[resampled(len(s), RESAMPLES, place)].mean(1) for place, s in enumerate(squares)]
-    slopes = torch.stack(drawn, 1).log() / 2 @ weights
-    low, high = slopes.quantile(torch.tensor([0.025, 0.975], dtype=DOUBLE)).tolist()
-    fitted = float(torch.stack([s.mean() for s in squares]).log() / 2 @ weights)
-    return {"from": min(found), "to": max(found), "slope": fitted, "low": low, "high": high}
+# -- what is expected
 
 
 def expected_rms(length: int, c: float, width: int) -> float:

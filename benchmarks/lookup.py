@@ -126,6 +126,25 @@ def writing(config: Saap, keys: torch.Tensor, values: torch.Tensor, labels: torc
     return taken
 
 
+def times_of(dense: dict, caches: dict[str, LayerCache], rounds: int, dtype: torch.dtype) -> dict[str, list[float]]:
+    """Seconds of the steps of each, in turn; the first is left out."""
+    times: dict[str, list[float]] = {name: [] for name in [*dense, *caches]}
+    times |= {f"{kind}, again": [] for kind in SKEWS}
+    for step in range(rounds + 1):
+        query, new = token(step, dtype)
+        for name in [*dense, *caches]:
+            if name == "sdpa, grouped" and step > 3:
+                continue  # twice as slow as the others
+            run = partial(dense[name], query) if name in dense else partial(caches[name].read, query, new, SCALE)
+            if name in SKEWS:  # as in a model of many layers: what a step needs was last used a layer's pass ago
+                dense["sdpa, folded"](query)
+            times[name].append(seconds(run))
+            if name in SKEWS:  # and as if the layer were all there is
+                query, new = token(10_000 + step, dtype)
+                times[f"{name}, again"].append(seconds(partial(caches[name].read, query, new, SCALE)))
+    return {name: taken[1:] for name, taken in times.items()}
+
+
 @torch.no_grad()
 def measure(tokens: int, buckets: int, probes: int, hidden: int, rounds: int, threads: int) -> None:
     torch.set_num_threads(threads)
@@ -143,21 +162,7 @@ def measure(tokens: int, buckets: int, probes: int, hidden: int, rounds: int, th
             check(caches[kind], dtype)
         caches["exact"] = LayerCache(Exact(), LAYER)
         caches["exact"].hold(NewTokens(keys, values))
-        times: dict[str, list[float]] = {name: [] for name in [*dense, *caches]}
-        times |= {f"{kind}, again": [] for kind in SKEWS}
-        for step in range(rounds + 1):
-            query, new = token(step, dtype)
-            for name in [*dense, *caches]:
-                if name == "sdpa, grouped" and step > 3:
-                    continue  # twice as slow as the others
-                run = partial(dense[name], query) if name in dense else partial(caches[name].read, query, new, SCALE)
-                if name in SKEWS:  # as in a model of many layers: what a step needs was last used a layer's pass ago
-                    dense["sdpa, folded"](query)
-                times[name].append(seconds(run))
-                if name in SKEWS:  # and as if the layer were all there is
-                    query, new = token(10_000 + step, dtype)
-                    times[f"{name}, again"].append(seconds(partial(caches[name].read, query, new, SCALE)))
-    times = {name: taken[1:] for name, taken in times.items()}
+        times = times_of(dense, caches, rounds, dtype)
     medians = {name: statistics.median(taken) for name, taken in times.items()}
     best = min(medians[name] for name in ("sdpa, folded", "sdpa, grouped", "exact"))
     about = {

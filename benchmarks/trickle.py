@@ -8,7 +8,9 @@ all heads of a layer over the seeds; ratios are geometric means over texts, plac
 import argparse
 import math
 import time
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from statistics import fmean
 
 import torch
@@ -79,8 +81,18 @@ def measure(spec: str, seen: Captured, call: int | None, asked: Sequence[int]):
     return errors, nbytes, seconds
 
 
-def errors_of(method: str, keep: str, seen: Captured, call: int | None, asked: Sequence[int], seeds: int):
-    """Mean squared relative errors [places, heads] over seeds; of all heads [places]; bytes; seconds."""
+@dataclass
+class Found:
+    """Of one layer, its mean over seeds."""
+
+    heads: torch.Tensor  # squared relative errors [places, heads]
+    whole: torch.Tensor  # of all heads together [places]
+    nbytes: int
+    seconds: float
+
+
+def errors_of(method: str, keep: str, seen: Captured, call: int | None, asked: Sequence[int], seeds: int) -> Found:
+    """How wrong a method is at each place."""
     seeded = method.split("(")[0] in SEEDED
     heads, whole, size, seconds = [], [], 0, 0.0
     for seed in range(seeds if seeded else 1):
@@ -91,7 +103,52 @@ def errors_of(method: str, keep: str, seen: Captured, call: int | None, asked: S
         heads.append(torch.stack([bad / norm + NOTHING for bad, norm in found]))
         whole.append(torch.stack([bad.sum() / norm.sum() + NOTHING for bad, norm in found]))
         seconds += took
-    return torch.stack(heads).mean(0), torch.stack(whole).mean(0), size, seconds / len(heads)
+    return Found(torch.stack(heads).mean(0), torch.stack(whole).mean(0), size, seconds / len(heads))
+
+
+@dataclass
+class Beside:
+    """One method beside `uniform`: logs of ratios of errors, ratios of bytes, and seconds."""
+
+    by_layer: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    by_text: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    of_all_heads: list[float] = field(default_factory=list)
+    sizes: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def add(self, text: str, layer: int, found: Found, plain: Found) -> None:
+        """What a layer saw of a text."""
+        ratio = float(0.5 * (found.heads.log() - plain.heads.log()).mean())
+        self.by_layer[layer].append(ratio)
+        self.by_text[text].append(ratio)
+        self.of_all_heads.append(float(0.5 * (found.whole / plain.whole).log().mean()))
+        self.sizes.append(found.nbytes / plain.nbytes)
+        self.seconds += found.seconds
+
+    def line(self) -> str:
+        """Bytes, heads, all heads, each layer, the worst text, seconds."""
+        layers = [geometric(found) for found in self.by_layer.values()]
+        mean = geometric([x for found in self.by_layer.values() for x in found])
+        worst = max(geometric(found) for found in self.by_text.values())
+        figures = [mean, geometric(self.of_all_heads), *layers, worst]
+        return " | ".join([f"{fmean(self.sizes):.2f}", *(f"{x:.3f}" for x in figures), f"{self.seconds:.1f}"])
+
+
+def geometric(logs: Sequence[float]) -> float:
+    return math.exp(fmean(logs))
+
+
+def compare(read: dict[str, list[Captured]], methods: Sequence[str], keep: str, call: int | None, given) -> None:
+    """A line of the table for each method."""
+    every = [(text, seen, places(seen, given.length)) for text, layers in read.items() for seen in layers]
+    # what a uniform sample holds does not depend on the calls
+    plain = [errors_of("uniform", keep, seen, None, asked, given.seeds) for _, seen, asked in every]
+    error = fmean(float(known.whole.sqrt().mean()) for known in plain)
+    for method in methods:
+        beside = Beside()
+        for (text, seen, asked), known in zip(every, plain, strict=True):
+            beside.add(text, seen.layer, errors_of(method, keep, seen, call, asked, given.seeds), known)
+        print(f"| {method} | {keep} | {call or 'one'} | {beside.line()} | {error:.3f} |", flush=True)
 
 
 def main() -> None:
@@ -104,46 +161,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    calls = [None if call == "all" else int(call) for call in given.calls.split(",")]
     read = texts(given.texts.split(","), given.length)
-    print(
-        "| method | keep | call | bytes | heads | all heads | layer 0 | 1 | 2 | 3 | worst text | s | uniform's error |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|---|---|---|")
+    layers = " | ".join(str(seen.layer) for seen in next(iter(read.values())))
+    print(f"| method | keep | call | bytes | heads | all heads | {layers} | worst text | s | uniform's error |")
+    print("|---" * (9 + len(layers.split(" | "))) + "|")
     for keep in given.keeps.split(","):
-        for call in calls:
-            plain = {}
-            for method in ("uniform", *given.methods.split(";")):
-                ratios, whole, sizes, seconds, by_text = {}, {}, [], 0.0, {}
-                for text, layers in read.items():
-                    for seen in layers:
-                        asked = places(seen, given.length)
-                        # what a uniform sample holds does not depend on the calls
-                        one = call if method != "uniform" else None
-                        heads, together, size, took = errors_of(method, keep, seen, one, asked, given.seeds)
-                        at = text, seen.layer
-                        if method == "uniform":
-                            plain[at] = heads, together, size
-                            continue
-                        known, of_all, its = plain[at]
-                        ratio = 0.5 * (heads.log() - known.log())
-                        ratios.setdefault(seen.layer, []).append(float(ratio.mean()))
-                        by_text.setdefault(text, []).append(float(ratio.mean()))
-                        whole.setdefault(seen.layer, []).append(float(0.5 * (together / of_all).log().mean()))
-                        sizes.append(size / its)
-                        seconds += took
-                if method == "uniform":
-                    continue
-                of_layers = " | ".join(f"{math.exp(fmean(found)):.3f}" for found in ratios.values())
-                mean = math.exp(fmean(x for found in ratios.values() for x in found))
-                both = math.exp(fmean(x for found in whole.values() for x in found))
-                worst = max(math.exp(fmean(found)) for found in by_text.values())
-                error = fmean(float(one.sqrt().mean()) for _, one, _ in plain.values())
-                print(
-                    f"| {method} | {keep} | {call or 'one'} | {fmean(sizes):.2f} | {mean:.3f} | {both:.3f} "
-                    f"| {of_layers} | {worst:.3f} | {seconds:.1f} | {error:.3f} |",
-                    flush=True,
-                )
+        for call in given.calls.split(","):
+            compare(read, given.methods.split(";"), keep, None if call == "all" else int(call), given)
 
 
 if __name__ == "__main__":

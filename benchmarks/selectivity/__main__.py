@@ -27,6 +27,29 @@ from kvsketch.cli.ending import ending
 from kvsketch.cli.options import Device, Precision, RowsFolder
 
 MOST_SEEDS = 10_000
+Rates = Annotated[str | None, typer.Option(help=f"Shares of the past that methods aim to read ({command.RATES}).")]
+Seeds = Annotated[
+    int | None, typer.Option(max=MOST_SEEDS, help=f"Seeds for methods that draw at random; {command.SEEDS}.")
+]
+Indexes = Annotated[
+    list[Path] | None,
+    typer.Option(help="A folder of kvsketch fit; again for other numbers of buckets, to compare."),
+]
+Buckets = Annotated[str | None, typer.Option(help=f"Without an index: numbers of buckets to make; {command.BUCKETS}.")]
+TrainFiles = Annotated[
+    list[Path] | None, typer.Option(help="A .txt or .jsonl file whose keys buckets are made of; once for each.")
+]
+Tables = Annotated[str | None, typer.Option(help=f"Numbers of MagicPIG's tables; {command.TABLES}.")]
+Sinks = Annotated[int | None, typer.Option(help="First tokens that are read in full; 1.")]
+Window = Annotated[
+    int | None, typer.Option(help="Latest tokens that are read in full; 2047, or an eighth of a short text.")
+]
+Asking = Annotated[int | None, typer.Option(help="So many last tokens ask; 64.")]
+Top = Annotated[int | None, typer.Option(min=1, max=MOST, help="Keys whose share of the attention is shown; 256.")]
+Heads = Annotated[
+    str | None,
+    typer.Option(help="LAYER:HEAD, with commas: whose keys and queries are shown; one if left out."),
+]
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -35,40 +58,22 @@ def selectivity(
     out: RowsFolder,
     model: ModelName = None,
     methods: Methods = None,
-    rates: Annotated[
-        str | None, typer.Option(help=f"Shares of the past that methods aim to read ({command.RATES}).")
-    ] = None,
-    seeds: Annotated[
-        int | None, typer.Option(max=MOST_SEEDS, help=f"Seeds for methods that draw at random; {command.SEEDS}.")
-    ] = None,
+    rates: Rates = None,
+    seeds: Seeds = None,
     layers: Layers = None,
     prompt_file: PromptFiles = None,
     task: Task = None,
     prompts: Prompts = None,
     tokens: Tokens = None,
-    index: Annotated[
-        list[Path] | None,
-        typer.Option(help="A folder of kvsketch fit; again for other numbers of buckets, to compare."),
-    ] = None,
-    buckets: Annotated[
-        str | None, typer.Option(help=f"Without an index: numbers of buckets to make; {command.BUCKETS}.")
-    ] = None,
-    train_file: Annotated[
-        list[Path] | None, typer.Option(help="A .txt or .jsonl file whose keys buckets are made of; once for each.")
-    ] = None,
-    tables: Annotated[str | None, typer.Option(help=f"Numbers of MagicPIG's tables; {command.TABLES}.")] = None,
-    sinks: Annotated[int | None, typer.Option(help="First tokens that are read in full; 1.")] = None,
-    window: Annotated[
-        int | None, typer.Option(help="Latest tokens that are read in full; 2047, or an eighth of a short text.")
-    ] = None,
-    asking: Annotated[int | None, typer.Option(help="So many last tokens ask; 64.")] = None,
-    top: Annotated[
-        int | None, typer.Option(min=1, max=MOST, help="Keys whose share of the attention is shown; 256.")
-    ] = None,
-    heads: Annotated[
-        str | None,
-        typer.Option(help="LAYER:HEAD, with commas: whose keys and queries are shown; one if left out."),
-    ] = None,
+    index: Indexes = None,
+    buckets: Buckets = None,
+    train_file: TrainFiles = None,
+    tables: Tables = None,
+    sinks: Sinks = None,
+    window: Window = None,
+    asking: Asking = None,
+    top: Top = None,
+    heads: Heads = None,
     dtype: Precision = "auto",
     device: Device = None,
 ) -> None:
