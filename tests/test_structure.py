@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "kvsketch"
-ORDER = ["files", "attention", "algorithms", "kernels", "caches", "huggingface", "fitting", "evaluation", "cli"]
+ORDER = [
+    "files",
+    "attention",
+    "algorithms",
+    "kernels",
+    "caches",
+    "huggingface",
+    "checkpoints",
+    "fitting",
+    "evaluation",
+    "cli",
+]
 SCRIPT = """
 import sys, threading
 before = set(sys.modules)

@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
-from kvsketch.cli.app import MOST, check_folder, load_model, numbers, output, progress_bar, reported, say_no_pictures
+from kvsketch.cli.app import MOST, check_folder, numbers, output, progress_bar, reported, say_no_pictures
+from kvsketch.cli.models import load_model
 from kvsketch.cli.notes import say
 from kvsketch.cli.options import Device, ModelName, Precision
 

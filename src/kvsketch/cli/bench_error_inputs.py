@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from kvsketch.cli.app import MOST, check_folder, load_model, made_text, read_text, some_numbers
+from kvsketch.cli.app import MOST, check_folder, made_text, read_text, some_numbers
 from kvsketch.cli.bench import describe
+from kvsketch.cli.models import load_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

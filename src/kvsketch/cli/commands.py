@@ -3,9 +3,11 @@
 from kvsketch.cli.app import app
 from kvsketch.cli.bench import SUITES, bench, bench_suite, report
 from kvsketch.cli.bench_error import bench_error
+from kvsketch.cli.bench_text import bench_text
 from kvsketch.cli.demo import demo
 from kvsketch.cli.fit import fit
 from kvsketch.cli.generate import generate
+from kvsketch.cli.import_model import import_model
 from kvsketch.cli.inspect import inspect
 from kvsketch.cli.sample import sample
 from kvsketch.cli.train import train_demo
@@ -15,9 +17,11 @@ app.command()(demo)
 for suite, line in SUITES.items():
     bench.command(suite, help=f"{line}\n\n{bench_suite.__doc__}")(bench_suite)
 bench.command("error")(bench_error)
+bench.command("text")(bench_text)
 bench.command("report")(report)
 app.add_typer(bench, name="bench", help="Measure what methods do to a model: its answers, or single layers.")
 app.command()(inspect)
+app.command("import")(import_model)
 app.command()(fit)
 app.command()(sample)
 app.command("train-demo")(train_demo)

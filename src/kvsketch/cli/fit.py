@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from kvsketch.cli.app import check_device, check_folder, load_model, output, progress_bar, some_numbers
+from kvsketch.cli.app import check_folder, output, progress_bar, some_numbers
+from kvsketch.cli.models import check_device, load_model
 from kvsketch.cli.notes import say
 from kvsketch.cli.options import Device, ModelName, Precision
 

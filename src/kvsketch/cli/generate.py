@@ -8,7 +8,8 @@ import typer
 from rich.table import Table
 
 import kvsketch
-from kvsketch.cli.app import MOST, load_model, progress_bar, read_text, size_for_people
+from kvsketch.cli.app import MOST, progress_bar, read_text, size_for_people
+from kvsketch.cli.models import load_model
 from kvsketch.cli.notes import notes, say
 from kvsketch.cli.options import Device, ModelName, Precision
 
@@ -41,6 +42,8 @@ def generate(
     report: Annotated[bool, typer.Option("--report", help="Also show what each layer holds.")] = False,
 ) -> None:
     """Read a text with a bounded cache, and answer or go on."""
+    from kvsketch.huggingface.supported import check_context
+
     _check_sources(prompt_file, question, load_cache, save_cache, method)
     if temperature and not LEAST_TEMPERATURE <= temperature < math.inf:
         raise ValueError(f"--temperature must be 0, or a number from {LEAST_TEMPERATURE:g} on, got {temperature}")
@@ -50,7 +53,10 @@ def generate(
     before, new = _tokens(language_model, tokenizer, text or "", question or "", raw)
     if new is None and save_cache is None:
         before, new = before[:, :-1], before[:, -1:]  # to go on, the model needs one token that the cache has not read
+    asked = 0 if new is None else new.shape[1]
+    check_context(language_model, before.shape[1] + asked, "the text and the question have")
     cache, prefill_time = _loaded_or_filled(language_model, config, load_cache, before, chunk)
+    check_context(language_model, cache.seen + asked, "the saved text and the question have")
     not_saved = None if save_cache is None else _try_to_save(cache, save_cache, answers=new is not None)
     decode_time = None
     if new is not None:

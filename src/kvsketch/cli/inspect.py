@@ -10,17 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from kvsketch.cli.app import (
-    MOST,
-    check_folder,
-    load_model,
-    made_text,
-    numbers,
-    output,
-    progress_bar,
-    read_text,
-    some_numbers,
-)
+from kvsketch.cli.app import MOST, check_folder, made_text, numbers, output, progress_bar, read_text, some_numbers
+from kvsketch.cli.models import load_model
 from kvsketch.cli.notes import say
 from kvsketch.cli.options import Device, ModelName, Precision, RowsFolder
 

@@ -5,7 +5,9 @@ from typing import Annotated
 
 import typer
 
-ModelName = Annotated[str | None, typer.Argument(help="A model's folder or name; the embedded one if left out.")]
+ModelName = Annotated[
+    str | None, typer.Argument(help="A model's folder or name, such as smollm2; the embedded one if left out.")
+]
 Precision = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto for the checkpoint's own.")]
 Device = Annotated[str | None, typer.Option(help="Where to run, such as cuda; the default is the best there is.")]
 RowsFolder = Annotated[Path, typer.Option("--out", "-o", help="Rows and pictures go to this folder.")]

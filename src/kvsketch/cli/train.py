@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvsketch.cli.app import MOST, check_device, check_folder, progress_bar
+from kvsketch.cli.app import MOST, check_folder, progress_bar
+from kvsketch.cli.models import check_device
 from kvsketch.cli.notes import say
 
 if TYPE_CHECKING:

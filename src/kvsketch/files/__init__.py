@@ -1,6 +1,7 @@
 """Files that are whole or refused: they appear in one piece, and every byte of them is checked when they are read.
 
     atomic.py        how a file takes the place of another
+    folders.py       how a folder does
     tensors.py       files of tensors with a description
     description.py   descriptions alone
     text.py          texts that people bring
@@ -10,6 +11,7 @@ Nothing that was read is a view of a file: what happens to a file later does not
 
 from kvsketch.files.atomic import UNFINISHED, replacing
 from kvsketch.files.description import DamagedError, digest_of, read_json, write_json
+from kvsketch.files.folders import making
 from kvsketch.files.tensors import (
     BEGIN,
     BLANK,
@@ -35,6 +37,7 @@ __all__ = [
     "as_text",
     "digest_of",
     "is_text",
+    "making",
     "name_of",
     "read_about",
     "read_file",

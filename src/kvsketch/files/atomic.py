@@ -64,7 +64,7 @@ def _open_new(prefix: Path) -> tuple[int, Path, bool]:
             if error.errno not in NO_UNNAMED_FILES:
                 raise
         else:
-            _lock(handle)
+            lock(handle)
             return handle, _another(prefix), False
     while True:
         path = _another(prefix)
@@ -82,7 +82,7 @@ def _is_ours(handle: int, path: Path) -> bool:
     """Whether a new file has our lock: another writer may have taken it for one that was left over, just before."""
     if fcntl is None:
         return True
-    return _lock(handle) and path.exists() and os.path.samestat(os.fstat(handle), path.stat())
+    return lock(handle) and path.exists() and os.path.samestat(os.fstat(handle), path.stat())
 
 
 def _give_name(handle: int, path: Path) -> None:
@@ -94,8 +94,8 @@ def _give_name(handle: int, path: Path) -> None:
         os.close(folder)
 
 
-def _lock(handle: int) -> bool:
-    """Whether nobody else has the lock; where there are no locks, nobody is known to have none."""
+def lock(handle: int) -> bool:
+    """Lock an open file or folder. Whether nobody else has it; where there are no locks nobody is known to have it."""
     if fcntl is None:
         return False
     try:
@@ -111,7 +111,7 @@ def _remove_left_over(folder: Path, prefix: str) -> None:
         with suppress(OSError):
             handle = os.open(path, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0))
             try:
-                if _lock(handle):
+                if lock(handle):
                     path.unlink()
             finally:
                 os.close(handle)

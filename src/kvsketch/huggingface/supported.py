@@ -8,6 +8,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, CacheLayerMixin, get_layer_types_and_kwargs
 
+from kvsketch.huggingface.frequencies import changing_frequencies
+
 
 def unwrapped(model: nn.Module) -> Any:
     """The transformers model itself, where adapters (peft) or the compiler are wrapped around it."""
@@ -51,6 +53,17 @@ def check_supported(model: PreTrainedModel) -> Any:
             stacklevel=4,
         )
     return text
+
+
+def check_context(model: PreTrainedModel, tokens: int, what: str) -> None:
+    """Refuse to read more tokens than a model was made for: what it says after those is noise."""
+    text = model.config.get_text_config(decoder=True)
+    most = getattr(text, "max_position_embeddings", None)
+    if most is not None and tokens > most and changing_frequencies(text) is None:
+        raise ValueError(
+            f"{what} {tokens:,} tokens, and the context of {type(model).__name__} is {most:,}: give it less to read, "
+            "or choose a model with a longer context"
+        )
 
 
 def check_layers_are_found(model: PreTrainedModel, text: Any, modules: Sequence[nn.Module]) -> None:

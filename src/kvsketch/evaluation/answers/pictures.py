@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from kvsketch.evaluation.answers.summary import ASKED, Mean, summarise, titles
+from kvsketch.evaluation.results.names import family
 from kvsketch.evaluation.results.panels import (
     COLOURS,
     EXACT,
@@ -84,13 +85,6 @@ def _counted(rows: Sequence[Row]) -> str:
 def _range(numbers: Collection[int]) -> str:
     low, high = min(numbers), max(numbers)
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
-
-
-def family(method: str) -> str:
-    """The method without its budget: what makes one curve."""
-    name, _, options = method.partition("(")
-    others = [option for option in options.removesuffix(")").split(", ") if option and not option.startswith("keep=")]
-    return f"{name}({', '.join(others)})" if others else name
 
 
 def score_against_bytes(means: Sequence[Mean]) -> Figure:

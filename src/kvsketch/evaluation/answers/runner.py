@@ -24,6 +24,7 @@ from kvsketch.evaluation.results.rows import Row
 from kvsketch.evaluation.tasks import Sample, Setting, Task
 from kvsketch.evaluation.tasks.length import Fitter
 from kvsketch.huggingface import make_cache
+from kvsketch.huggingface.supported import check_context
 
 # Whatever a checkpoint's own generation settings are, the likeliest token is taken.
 GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
@@ -54,7 +55,8 @@ class Runner:
         self._fitters = dict[str, Fitter]()
         self._longest: int | None = None
         for cell in self.plan.cells():
-            self._prompt(cell, 0)  # a length that is too short shows now, not after hours
+            self._prompt(cell, 0)  # a length that is too short, or too long, shows now, not after hours
+            check_context(model, self._length(cell), "a prompt has")
 
     def run(self, done: set[tuple[Any, ...]], key: Callable[[Row], tuple[Any, ...]]) -> Iterator[Step]:
         """Rows, a batch and method at a time; what is done already is passed over without work."""

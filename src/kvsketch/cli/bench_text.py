@@ -1,0 +1,169 @@
+"""`kvsketch bench text`: how far predictions of a text move when the cache is compressed."""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Group
+from rich.progress import MofNCompleteColumn
+from rich.table import Table
+from rich.text import Text as Line
+
+from kvsketch.cli.app import MOST, check_folder, output, progress_bar, read_text, reported, say_no_pictures
+from kvsketch.cli.bench import describe
+from kvsketch.cli.bench_error_inputs import specs
+from kvsketch.cli.models import load_model
+from kvsketch.cli.notes import say
+from kvsketch.cli.options import Device, ModelName, Precision, RowsFolder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from kvsketch.caches.core.budget import Keep
+    from kvsketch.evaluation.results.rows import Row
+    from kvsketch.evaluation.texts.plan import Plan, Text
+
+ROWS = "text.jsonl"
+METHODS = "uniform; balancekv; balancekv(augmented=True); clustergen; subgen; streaming_llm"
+KEEPS, TOKENS, NEXT, CALL, WINDOWS = "0.5,0.25,0.125,0.0625", 2048, 128, 16, 20
+WIDEST = 24  # letters of a method, before it goes on in the next line
+BASELINE = "uniform"  # with whose divergence others are compared, at the same budget
+NOTE = (
+    "KL: divergence of the predictions from those of the full cache, nats a token, mean over n windows with its 95 % "
+    "interval. Of uniform: over that of uniform with the same budget, window by window; geometric mean and interval. "
+    "Agree: the likeliest token is the same. Bytes in percent of a full cache after the window was read."
+)
+
+Files = Annotated[list[Path], typer.Option(help="A text to read; once for each.")]
+Methods = Annotated[
+    str, typer.Option("--methods", "-m", help="Specs, with ; between; those without a budget get every --keep.")
+]
+Budgets = Annotated[str, typer.Option(help="Budgets: fractions, numbers of entries, or bytes; with commas.")]
+Tokens = Annotated[int, typer.Option(min=2, max=MOST, help="Tokens of a window that are read and compressed.")]
+Next = Annotated[int, typer.Option("--next", min=2, max=MOST, help="Tokens that are predicted then.")]
+Call = Annotated[
+    int, typer.Option(min=1, max=MOST, help="So many of them are fed at a time; one where tokens are looked up.")
+]
+Windows = Annotated[int, typer.Option(min=1, max=MOST, help="Windows of each text.")]
+
+
+def bench_text(
+    out: RowsFolder,
+    texts: Files,
+    model: ModelName = None,
+    methods: Methods = METHODS,
+    keep: Budgets = KEEPS,
+    tokens: Tokens = TOKENS,
+    next_tokens: Next = NEXT,
+    call: Call = CALL,
+    windows: Windows = WINDOWS,
+    dtype: Precision = "auto",
+    device: Device = None,
+) -> None:
+    """Measure what methods do to a model's predictions of texts. Run it again to go on after an interruption.
+
+    A window of a text is read and compressed; how far are the predictions of the next tokens from those of the full
+    cache?
+    """
+    from kvsketch.evaluation.texts.plan import Plan
+    from kvsketch.huggingface.supported import check_context
+
+    check_folder("--out", out)
+    plan = Plan(
+        methods=specs(methods), keeps=budgets(keep), tokens=tokens, next=next_tokens, call=call, windows=windows
+    )
+    contents = [(path.name, read_text(path)) for path in texts]
+    language_model, tokenizer = load_model(model, dtype, device)
+    check_context(language_model, plan.tokens + plan.next, "a window and what follows it have")
+    found = [as_tokens(name, text, tokenizer) for name, text in contents]
+    for text in found:
+        plan.starts(text)  # a text that is too short shows now, not after hours
+    from kvsketch.evaluation.results.rows import RowsFile
+    from kvsketch.evaluation.texts.measure import run
+    from kvsketch.evaluation.texts.plan import KEY
+    from kvsketch.huggingface import make_cache
+
+    about = describe(language_model, model, str(make_cache(language_model).model.fingerprint()))
+    rows = RowsFile(out / ROWS, about, KEY)
+    with reported(lambda: show(plan, found, out)), progress_bar(MofNCompleteColumn()) as bar:
+        task = bar.add_task("reading", total=len(found) * plan.windows * len(plan.configs))
+        for label, settled in run(language_model, found, plan, rows):
+            bar.update(task, advance=settled, description=label)
+
+
+def budgets(text: str) -> "list[Keep]":
+    """What `--keep` lists: 0.25 is a fraction, 512 a number of entries, 64MB bytes."""
+    found: list[Keep] = []
+    for part in filter(None, map(str.strip, text.split(","))):
+        for kind in (int, float, str):
+            try:
+                found.append(kind(part))
+            except ValueError:
+                continue
+            break
+    return found
+
+
+def as_tokens(name: str, text: str, tokenizer: "PreTrainedTokenizerBase") -> "Text":
+    """A text as the model sees it, named by its tokens too."""
+    import json
+
+    from kvsketch.evaluation.results.rows import name_with_digest
+    from kvsketch.evaluation.texts.plan import Text
+
+    ids = tokenizer(text, return_tensors="pt")["input_ids"][0]
+    return Text(name_with_digest(name, json.dumps(ids.tolist()).encode()), ids)
+
+
+def show(plan: "Plan", texts: "Sequence[Text]", out: Path) -> None:
+    """Table and picture of all rows of the folder that were asked for, whenever they were made."""
+    from kvsketch.evaluation.results.rows import key_of, read_rows
+    from kvsketch.evaluation.texts.plan import KEY
+
+    wanted = {
+        key_of(plan.labels(text, start, name), KEY)
+        for text in texts
+        for start in plan.starts(text)
+        for name in plan.configs
+    }
+    rows = [row for row in read_rows(out / ROWS, KEY)[1] if key_of(row, KEY) in wanted]
+    if not rows:
+        raise ValueError(f"{out / ROWS} has no rows yet")
+    output().print(table_of(rows, plan))
+    say(NOTE)
+    if find_spec("matplotlib") is None:
+        say_no_pictures("matplotlib", out / ROWS)
+        return
+    from kvsketch.evaluation.results.panels import save
+    from kvsketch.evaluation.texts.pictures import divergence_picture
+    from kvsketch.evaluation.texts.summary import summarise
+
+    title = f"{plan.next} tokens after {plan.tokens:,}, {len(texts)} texts"
+    say(f"rows in {out / ROWS}, picture in {save(divergence_picture(summarise(rows), title), out / 'text.png')}")
+
+
+def table_of(rows: "Sequence[Row]", plan: "Plan") -> Group:
+    """A line for each method and budget."""
+    from kvsketch.evaluation.texts.summary import compare, summarise
+
+    means = {mean.method: mean for mean in summarise(rows)}
+    looking = any(mean.looked_up is not None for mean in means.values())
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("method", overflow="fold", min_width=min(max(map(len, means)), WIDEST))
+    for heading in ("n", "bytes", *(["read"] if looking else []), "KL", "of uniform", "agree", "perplexity"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name in plan.configs:
+        if (mean := means.get(name)) is None:
+            continue
+        baseline = f"{BASELINE}(keep={getattr(plan.configs[name], 'keep', None)!r})"
+        ratio = None if name == baseline else compare(rows, name, baseline)
+        low, high = mean.interval
+        read = "" if mean.looked_up is None else f"{mean.looked_up:.1%}"
+        cells = [name, f"{mean.windows}", f"{mean.share:.1%}", *([read] if looking else [])]
+        cells += [f"{mean.kl:.3f} [{low:.3f}, {high:.3f}]", "" if ratio is None else str(ratio)]
+        table.add_row(*cells, f"{mean.agree:.1%}", f"{mean.perplexity:.2f}")
+    exact = next(iter(means.values())).exact_perplexity
+    title = f"{plan.next} tokens after {plan.tokens:,}; the full cache has a perplexity of {exact:.2f}"
+    return Group(Line(f"\n{title}", style="bold"), table)

@@ -1,0 +1,26 @@
+"""`kvsketch import`: a GGUF file becomes a folder that every other command takes for a model."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvsketch.cli.app import check_folder
+from kvsketch.cli.notes import say
+
+
+def import_model(
+    file: Annotated[Path, typer.Argument(help="A GGUF file.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder to make, new or empty.")],
+    dtype: Annotated[
+        str, typer.Option(help="float32 keeps every digit; bfloat16 or float16 take half the room.")
+    ] = "float32",
+) -> None:
+    """Make a folder that transformers loads of a GGUF file: weights in safetensors, and the tokenizer."""
+    check_folder("--out", out)
+    if not file.is_file():
+        raise ValueError(f"there is no file {file}: name a GGUF file")
+    from kvsketch.checkpoints import import_gguf
+
+    made = import_gguf(file, out, dtype, say)
+    say(f"{out}: {made.architecture}, {made.parameters:,} numbers in {made.dtype}, the same answers as the file's own")

@@ -1,0 +1,67 @@
+"""Models by name: a folder or name that transformers knows, the embedded one, or a real one from a package."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvsketch.cli.notes import notes, say
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+EMBEDDED_MODEL = (
+    "No model was named: this is the small one inside the package. It was trained to look things up in records and "
+    "texts of a few thousand tokens; it cannot write prose."
+)
+
+
+def check_device(device: str | None) -> str:
+    """Where to run: what was named, if it is there, or the best there is."""
+    import torch
+
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.zeros(1, device=place).item()  # a device without memory, such as meta, is there but of no use
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {place!r} is not there: {str(error).splitlines()[0]}") from error
+    return place
+
+
+def load_model(name: str | None, dtype: str, device: str | None) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """The model and its tokenizer; without a name the embedded one, and say so."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from kvsketch.evaluation.embedded import load_embedded
+
+    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype != "auto" and dtype not in kinds:
+        raise ValueError(f"--dtype must be auto or one of {', '.join(kinds)}, got {dtype!r}")
+    place = check_device(device)
+    wanted = "auto" if dtype == "auto" else kinds[dtype]
+    if name is None:
+        notes.print(EMBEDDED_MODEL, style="yellow", soft_wrap=True)
+        model, tokenizer = load_embedded(wanted)
+    else:
+        name = _folder_of(name)
+        try:
+            # nothing of a checkpoint is ever run: neither its code nor a pickle
+            safe: dict[str, Any] = {"trust_remote_code": False, "use_safetensors": True}
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=wanted, **safe)
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        except MemoryError:
+            raise
+        except Exception as error:  # a folder can be broken in any way, and transformers says so in any words
+            what = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+            raise ValueError(f"{name} cannot be loaded as a model with its tokenizer ({what})") from error
+    return model.to(place).eval(), tokenizer
+
+
+def _folder_of(name: str) -> str:
+    """What transformers is asked for: a name of ours is a folder of ours."""
+    from kvsketch.checkpoints import SMOLLM2, smollm2_folder
+
+    if name == SMOLLM2 and not Path(name).exists():
+        return str(smollm2_folder(say))
+    if name.lower().endswith(".gguf"):
+        raise ValueError(f"{name} is a GGUF file: make a folder of it first, with kvsketch import {name} -o FOLDER")
+    return name

@@ -1,0 +1,8 @@
+"""Names of methods in tables and pictures."""
+
+
+def family(method: str) -> str:
+    """The method without its budget: what makes one curve."""
+    name, _, options = method.partition("(")
+    others = [option for option in options.removesuffix(")").split(", ") if option and not option.startswith("keep=")]
+    return f"{name}({', '.join(others)})" if others else name

@@ -1,0 +1,93 @@
+"""What a compressed cache does to the prediction of the tokens that follow.
+
+A window of a text is read once, exactly. Each method compresses what was read, as in `kvsketch bench`; then the text
+goes on, a few tokens at a time, and each of its next tokens is predicted by the model with the exact cache and with the
+compressed one. All but the first token of the window are compressed before the first prediction that counts:
+
+    [ window of L tokens ........ ][ m next tokens ]
+      L - 1 are read and compressed, then the last one and all but one of the next are fed
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvsketch.caches.core.config import MethodConfig
+from kvsketch.caches.exact import Exact
+from kvsketch.evaluation.answers.reading import can_share_reading
+from kvsketch.evaluation.results.rows import Row, RowsFile
+from kvsketch.evaluation.texts.plan import Plan, Text
+from kvsketch.huggingface import SketchCache, make_cache, prefill
+
+FIRST = 16  # tokens, of which the divergence is noted by itself: what follows has more of its own
+
+
+def run(model: PreTrainedModel, texts: Sequence[Text], plan: Plan, rows: RowsFile) -> Iterator[tuple[str, int]]:
+    """Measure what the file does not hold yet, a row at a time; what was just done, and how many rows it settled."""
+    for text in texts:
+        for number, start in enumerate(plan.starts(text), 1):
+            missing = plan.missing(text, start, rows.done)
+            label = f"{text.name.rpartition('#')[0]}, window {number}"
+            yield f"{label}, read", len(plan.configs) - len(missing)
+            if not missing:
+                continue
+            case = Case(model, text.ids[start : start + plan.tokens + plan.next], plan)
+            for method in missing:
+                rows.add([plan.labels(text, start, method) | case.measure(plan.configs[method])])
+                yield f"{label}, {method}", 1
+
+
+class Case:
+    """A window that was read exactly, and what the model predicts with all of it."""
+
+    def __init__(self, model: PreTrainedModel, ids: Int64[Tensor, " n"], plan: Plan) -> None:
+        self.model, self.plan = model, plan
+        ids = ids[None].to(model.device)
+        self.read, self.fed, self.follow = (
+            ids[:, : plan.tokens - 1],
+            ids[:, plan.tokens - 1 : -1],
+            ids[0, plan.tokens :],
+        )
+        self.cache = prefill(model, self.read, make_cache(model, Exact()))
+        self.exact = self._predictions(self.cache.fork(), plan.call)
+
+    def measure(self, config: MethodConfig) -> Row:
+        """Divergence in nats a token, agreement on the likeliest token, and log-likelihood, with and without."""
+        began = time.perf_counter()
+        if can_share_reading(config):
+            cache = self.cache.compress(config)
+        else:
+            cache = prefill(self.model, self.read, make_cache(self.model, config))
+        seconds = time.perf_counter() - began
+        report = cache.report()
+        found = self._predictions(cache, self.plan.call_of(config))
+        divergence = (self.exact.exp() * (self.exact - found)).sum(1)
+        agree = found.argmax(1) == self.exact.argmax(1)
+        return {
+            "kl": float(divergence.mean()),
+            "kl_first": float(divergence[:FIRST].mean()),
+            "agree": float(agree.double().mean()),
+            "nll": self._loss(found),
+            "nll_exact": self._loss(self.exact),
+            "nbytes": report.nbytes,
+            "full_nbytes": report.full_nbytes,
+            "looked_up": cache.report().looked_up,
+            "seconds": round(seconds, 4),  # to compress, or to read
+        }
+
+    @torch.no_grad()
+    def _predictions(self, cache: SketchCache, call: int) -> Float[Tensor, "m v"]:
+        """Logs of the probabilities of whatever could come next."""
+        seen, parts = self.read.shape[1], []
+        for part in self.fed.split(call, 1):
+            positions = torch.arange(seen, seen + part.shape[1], device=part.device)[None]
+            parts.append(self.model(part, past_key_values=cache, position_ids=positions, use_cache=True).logits[0])
+            seen += part.shape[1]
+        return torch.cat(parts).double().log_softmax(1)
+
+    def _loss(self, predictions: Float[Tensor, "m v"]) -> float:
+        return -float(predictions.gather(1, self.follow[:, None]).mean())

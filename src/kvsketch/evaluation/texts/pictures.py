@@ -1,0 +1,43 @@
+"""Divergence from the full cache against the bytes held: a curve for each method over its budgets."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from kvsketch.evaluation.results.names import family
+from kvsketch.evaluation.results.panels import COLOURS, plain
+from kvsketch.evaluation.texts.summary import Mean
+
+LOOK: dict[str, Any] = {"lw": 1.6, "marker": "o", "ms": 4, "capsize": 2}
+
+
+def divergence_picture(means: Sequence[Mean], title: str) -> Figure:
+    """Both axes are logarithmic; bars are 95 % intervals over windows."""
+    figure = Figure(figsize=(7.2, 4.6), dpi=150)
+    axes = figure.subplots()
+    names = list(dict.fromkeys(family(mean.method) for mean in means))
+    for number, name in enumerate(names):
+        here = sorted((mean for mean in means if family(mean.method) == name), key=lambda mean: mean.share)
+        low, high = zip(*(mean.interval for mean in here), strict=True)
+        values = [mean.kl for mean in here]
+        bars = [[v - a for v, a in zip(values, low, strict=True)], [b - v for v, b in zip(values, high, strict=True)]]
+        places = [100 * mean.share for mean in here]
+        axes.errorbar(places, values, yerr=bars, color=COLOURS[number % len(COLOURS)], label=plain(name), **LOOK)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    ticks = [size for size in (2, 3, 5, 6, 8, 10, 12, 15, 20, 25, 35, 50, 70, 100) if _near(size, means)]
+    axes.set_xticks(ticks, [str(size) for size in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel("bytes of a full cache (%)")
+    axes.set_ylabel("KL from the full cache's predictions (nats a token)")
+    axes.set_title(plain(title), loc="left", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, frameon=False)
+    figure.tight_layout()
+    return figure
+
+
+def _near(size: float, means: Sequence[Mean]) -> bool:
+    shares = [100 * mean.share for mean in means]
+    return 0.8 * min(shares) <= size <= 1.25 * max(shares)

@@ -1,0 +1,101 @@
+"""What is measured on texts: windows of each, and methods with every budget."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from jaxtyping import Int64
+from torch import Tensor
+
+from kvsketch.caches.core.budget import Keep
+from kvsketch.caches.core.config import BudgetedConfig, MethodConfig
+from kvsketch.caches.exact import Exact
+from kvsketch.caches.lookup.config import LookupConfig
+from kvsketch.caches.registry import parse_spec, read_call
+from kvsketch.evaluation.results.rows import Row, key_of
+
+# What a row depends on, but the model.
+KEY = ("text", "start", "tokens", "next", "call", "method")
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text as tokens; its name says what is in it."""
+
+    name: str
+    ids: Int64[Tensor, " n"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Windows of `tokens` that are read and compressed; the model predicts the `next` ones, fed `call` at a time.
+
+    Methods that look tokens up get them one by one: a call of several tokens reads everything.
+    """
+
+    methods: Sequence[str]
+    keeps: Sequence[Keep] = (0.5, 0.25, 0.125, 0.0625)
+    tokens: int = 4096
+    next: int = 128
+    call: int = 16
+    windows: int = 20
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "next", "call", "windows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.methods:
+            raise ValueError('no method was named: name at least one, as in "uniform"')
+        assert self.configs, "read before a model is loaded"
+
+    @cached_property
+    def configs(self) -> dict[str, MethodConfig]:
+        """By spec: those that forget with every budget, if they have none of their own."""
+        found = dict[str, MethodConfig]()
+        for spec in self.methods:
+            for config in self._with_budgets(spec):
+                if str(config) in found:
+                    raise ValueError(f"{config} is named twice: give each method and budget once")
+                found[str(config)] = config
+        return found
+
+    def _with_budgets(self, spec: str) -> list[MethodConfig]:
+        config = parse_spec(spec)
+        if isinstance(config, Exact):
+            raise ValueError("exact is what all others are compared with: leave it out")
+        if not isinstance(config, BudgetedConfig) or "keep" in read_call(spec)[1]:
+            return [config]
+        if not self.keeps:
+            raise ValueError(f"{spec} names no budget: name at least one for all, as in --keep 0.25")
+        return [replace(config, keep=keep) for keep in self.keeps]
+
+    def starts(self, text: Text) -> list[int]:
+        """Where the windows of a text begin: at equal distances, the first at its first token."""
+        room = len(text.ids) - self.tokens - self.next
+        if room < 0:
+            raise ValueError(
+                f"{text.name} has {len(text.ids):,} tokens, and a window needs {self.tokens + self.next:,}: give a "
+                "longer text, or shorter windows"
+            )
+        if self.windows == 1:
+            return [0]
+        starts = [room * number // (self.windows - 1) for number in range(self.windows)]
+        if len(set(starts)) < self.windows:
+            raise ValueError(
+                f"{text.name} has {len(text.ids):,} tokens, which is too few for {self.windows} different windows"
+            )
+        return starts
+
+    def labels(self, text: Text, start: int, method: str) -> Row:
+        """What tells a row from others."""
+        call = self.call_of(self.configs[method])
+        return dict(zip(KEY, (text.name, start, self.tokens, self.next, call, method), strict=True))
+
+    def call_of(self, config: MethodConfig) -> int:
+        """How many tokens are fed at a time."""
+        return 1 if isinstance(config, LookupConfig) and config.prefill == "exact" else self.call
+
+    def missing(self, text: Text, start: int, done: Collection[tuple[Any, ...]]) -> list[str]:
+        """Methods of a window that are not done."""
+        return [name for name in self.configs if key_of(self.labels(text, start, name), KEY) not in done]

@@ -1,0 +1,88 @@
+"""What the rows of `kvsketch bench text` say: means over windows with intervals, and ratios over pairs of windows."""
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvsketch.evaluation.results.rows import Row
+
+NORMAL = 1.96  # standard errors on either side: 95 % of a normal distribution
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mean:
+    """A method over all windows."""
+
+    method: str
+    windows: int
+    kl: float  # nats a token
+    error: float  # its standard error over windows
+    agree: float
+    perplexity: float
+    exact_perplexity: float
+    share: float  # of the bytes of a full cache
+    looked_up: float | None
+    seconds: float
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Where the divergence lies with 95 % confidence, for windows of these texts."""
+        half = NORMAL * self.error
+        return max(0.0, self.kl - half), self.kl + half
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A method's divergence over another's, window by window: the geometric mean, with its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+    windows: int
+    better: int  # windows in which it is below the other
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+def summarise(rows: Iterable[Row]) -> list[Mean]:
+    """One mean for each method, in the order in which they first come."""
+    groups = defaultdict[str, list[Row]](list)
+    for row in rows:
+        groups[row["method"]].append(row)
+    return [_mean(method, found) for method, found in groups.items()]
+
+
+def _mean(method: str, rows: Sequence[Row]) -> Mean:
+    divergences = [row["kl"] for row in rows]
+    looked_up = [row["looked_up"] for row in rows if row["looked_up"] is not None]
+    return Mean(
+        method=method,
+        windows=len(rows),
+        kl=statistics.fmean(divergences),
+        error=statistics.stdev(divergences) / math.sqrt(len(rows)) if len(rows) > 1 else math.nan,
+        agree=statistics.fmean(row["agree"] for row in rows),
+        perplexity=math.exp(statistics.fmean(row["nll"] for row in rows)),
+        exact_perplexity=math.exp(statistics.fmean(row["nll_exact"] for row in rows)),
+        share=statistics.fmean(row["nbytes"] / row["full_nbytes"] for row in rows),
+        looked_up=statistics.fmean(looked_up) if looked_up else None,
+        seconds=statistics.median(row["seconds"] for row in rows),
+    )
+
+
+def compare(rows: Iterable[Row], method: str, other: str) -> Ratio | None:
+    """Two methods over the windows that both have; None where there are none."""
+    found = dict[str, dict[tuple[object, ...], float]]()
+    for row in rows:
+        place = tuple(row[name] for name in ("text", "start", "tokens", "next"))
+        found.setdefault(row["method"], {})[place] = row["kl"]
+    one, two = found.get(method, {}), found.get(other, {})
+    logs = [math.log(one[place] / two[place]) for place in one.keys() & two.keys() if one[place] > 0 < two[place]]
+    if not logs:
+        return None
+    mean = statistics.fmean(logs)
+    half = NORMAL * statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.nan
+    better = sum(log < 0 for log in logs)
+    return Ratio(math.exp(mean), math.exp(mean - half), math.exp(mean + half), len(logs), better)

@@ -1,0 +1,52 @@
+"""A folder appears in one piece or not at all, as files do."""
+
+import errno
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvsketch.files.atomic import UNFINISHED, lock
+
+
+@contextmanager
+def making(folder: str | Path) -> Iterator[Path]:
+    """A folder to fill, which becomes `folder` when all is there; if anything fails, nothing has changed.
+
+    `folder` must not be there yet, or be empty; its parents are made. What writers have left who were killed is
+    removed.
+    """
+    target = Path(os.path.realpath(folder))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f"{UNFINISHED}{hashlib.sha256(target.name.encode()).hexdigest()[:12]}-folder-"
+    for path in target.parent.glob(f"{prefix}*"):
+        _remove_left_over(path)
+    unfinished = target.parent / (prefix + secrets.token_hex(8))
+    unfinished.mkdir()
+    handle = os.open(unfinished, os.O_RDONLY)
+    try:
+        lock(handle)  # held until the end: a folder of this name without a lock is one whose writer was killed
+        yield unfinished
+        os.rename(unfinished, target)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise ValueError(f"{folder} is there, and not an empty folder: name a new one") from error
+        raise
+    finally:
+        os.close(handle)
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _remove_left_over(path: Path) -> None:
+    try:
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_DIRECTORY", 0))
+    except OSError:
+        return
+    try:
+        if lock(handle):
+            shutil.rmtree(path, ignore_errors=True)
+    finally:
+        os.close(handle)
