@@ -119,8 +119,8 @@ def test_numbers_that_no_layer_has_are_refused_or_serve(spec, tmp_path):
         tensors, about = file.read(), file.about
     before, (first, layer) = about["layers"][1]["state"], about["layers"]
     served = set()
-    for place in places_in(before):
-        for value in (10**18, -1, 0, None, "x", []):
+    for number, place in enumerate(places_in(before)):
+        for value in (10**18, (-1, 0)[number % 2], (None, "x", [])[number % 3]):
             state = with_other(before, place, value)
             if state == before:
                 continue
