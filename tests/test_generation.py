@@ -259,14 +259,15 @@ def test_beams_from_a_filled_cache_after_repeating_its_row():
         model.generate(ids, past_key_values=filled, num_beams=3, max_new_tokens=6, do_sample=False)
 
 
-def test_rows_can_be_selected_from_a_filled_cache():
+@pytest.mark.parametrize(("chosen", "rows"), [([2, 0], (2, 0)), ([True, False, True], (0, 2))])
+def test_rows_can_be_selected_from_a_filled_cache(chosen, rows):
     model = build("llama")
     ids = zoo.tokens(3, 150)
     cache = kvsketch.prefill(model, ids, kvsketch.make_cache(model, COMPRESSED))
-    cache.batch_select_indices(torch.tensor([2, 0]))
+    cache.batch_select_indices(torch.tensor(chosen))
     question = zoo.tokens(1, 5, seed=4).expand(2, -1)
     got = model.generate(**cache.new_tokens(question), past_key_values=cache, max_new_tokens=6, do_sample=False)
-    for place, row in enumerate((2, 0)):
+    for place, row in enumerate(rows):
         alone = kvsketch.prefill(model, ids[row : row + 1], kvsketch.make_cache(model, COMPRESSED))
         expected = model.generate(
             **alone.new_tokens(question[:1]), past_key_values=alone, max_new_tokens=6, do_sample=False
