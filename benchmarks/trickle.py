@@ -141,13 +141,19 @@ def geometric(logs: Sequence[float]) -> float:
 def compare(read: dict[str, list[Captured]], methods: Sequence[str], keep: str, call: int | None, given) -> None:
     """A line of the table for each method."""
     every = [(text, seen, places(seen, given.length)) for text, layers in read.items() for seen in layers]
+    if given.same_bytes:
+        every = [(text, seen, asked[-1:]) for text, seen, asked in every]
     # what a uniform sample holds does not depend on the calls
     plain = [errors_of("uniform", keep, seen, None, asked, given.seeds) for _, seen, asked in every]
     error = fmean(float(known.whole.sqrt().mean()) for known in plain)
     for method in methods:
         beside = Beside()
         for (text, seen, asked), known in zip(every, plain, strict=True):
-            beside.add(text, seen.layer, errors_of(method, keep, seen, call, asked, given.seeds), known)
+            found = errors_of(method, keep, seen, call, asked, given.seeds)
+            if given.same_bytes and "." in keep:
+                share = f"{float(keep) * found.nbytes / known.nbytes:.5f}"
+                known = errors_of("uniform", share, seen, None, asked, given.seeds)  # noqa: PLW2901
+            beside.add(text, seen.layer, found, known)
         print(f"| {method} | {keep} | {call or 'one'} | {beside.line()} | {error:.3f} |", flush=True)
 
 
@@ -159,6 +165,7 @@ def main() -> None:
     parser.add_argument("--methods", default="clustergen;balancekv;subgen")
     parser.add_argument("--length", type=int, default=4000)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--same-bytes", action="store_true", help="at the end of a text, with what the method holds")
     given = parser.parse_args()
     torch.set_num_threads(1)
     read = texts(given.texts.split(","), given.length)

@@ -296,6 +296,15 @@ def one_head(config, keys, values, *, head, layer, capacities, samples_plan):
     return clusters, delta, list(strata.values())
 
 
+def test_beside_a_given_number_of_samples_all_room_of_a_fraction_is_for_clusters():
+    """Every stratum of 32 entries, of 256 bytes each: clusters of 128 + 8 and one sample of 128 + 4 bytes."""
+    sizes = SubGen(keep=0.25, s=40).sizes(Budget(0.25, None, 140), 64, 64)
+    assert sizes.samples.slots == 40
+    assert sizes.clusters.slots == 32 * 256 // (128 + 8 + 128 + 4)
+    with pytest.raises(ValueError, match="t must be"):
+        SubGen(t=(1 << 16) + 1)
+
+
 KEEPS = [Budget(None, 200, 164), Budget(0.25, None, 164)]
 
 

@@ -192,8 +192,7 @@ class Store(Holding):
 
     def _sort(self, start: int, stop: int) -> None:
         order = self.labels.view[:, start:stop, 0].sort(dim=1, stable=True).indices
-        for held in (self.pairs, self.labels):
-            held.make_writable()
+        for held in (self.pairs, self.labels):  # tokens were just added to them: they can be written to
             held.view[:, start:stop] = chosen(held.view[:, start:stop], order)
 
     def labels_of_runs(self) -> Iterator[tuple[int, Int64[Tensor, "l n"]]]:
