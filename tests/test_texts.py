@@ -1,6 +1,7 @@
 """`kvsketch bench text`: divergences are what their definition says, pairs are pairs, and a run can go on."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -109,9 +110,10 @@ def test_the_command_measures_and_draws(tmp_path):
         "bench", "text", *options, "-m", "uniform; streaming_llm", "--keep", "0.5,0.25", "-o", tmp_path / "out"
     )
     assert done.returncode == 0, done.stderr
-    assert "8 tokens after 300; the full cache has a perplexity of" in done.stdout
+    assert "8 tokens after 300, n = 2; the full cache has a perplexity of" in done.stdout
+    assert re.search(r"uniform\(keep=0\.5\) .*\[.*\] +\d+\.\d% +\d+\.\d\d", done.stdout), "the last column is shown"
     assert max(map(len, done.stdout.splitlines())) <= 80
-    for spec in ("uniform(keep=0.5)", "uniform(keep=0.25)", "streaming_llm(keep=0.5)"):
+    for spec in ("uniform(keep=0.5)", "uniform(keep=0.25)", "streaming_llm(keep=0.5"):
         assert spec in done.stdout
     assert (tmp_path / "out" / "text.png").stat().st_size > 10_000
     assert len(read_rows(tmp_path / "out" / "text.jsonl", KEY)[1]) == 8

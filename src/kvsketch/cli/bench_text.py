@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 ROWS = "text.jsonl"
 METHODS = "uniform; balancekv; balancekv(augmented=True); clustergen; subgen; streaming_llm"
 KEEPS, TOKENS, NEXT, CALL, WINDOWS = "0.5,0.25,0.125,0.0625", 2048, 128, 16, 20
-WIDEST = 24  # letters of a method, before it goes on in the next line
+WIDEST = 22  # letters of a method, before it goes on in the next line
 BASELINE = "uniform"  # with whose divergence others are compared, at the same budget
 NOTE = (
     "KL: divergence of the predictions from those of the full cache, nats a token, mean over n windows with its 95 % "
     "interval. Of uniform: over that of uniform with the same budget, window by window; geometric mean and interval. "
-    "Agree: the likeliest token is the same. Bytes in percent of a full cache after the window was read."
+    "Agree: the likeliest token is the same. ppl: perplexity of the text. Bytes in percent of a full cache after the "
+    "window was read."
 )
 
 Files = Annotated[list[Path], typer.Option(help="A text to read; once for each.")]
@@ -151,8 +152,8 @@ def table_of(rows: "Sequence[Row]", plan: "Plan") -> Group:
     means = {mean.method: mean for mean in summarise(rows)}
     looking = any(mean.looked_up is not None for mean in means.values())
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("method", overflow="fold", min_width=min(max(map(len, means)), WIDEST))
-    for heading in ("n", "bytes", *(["read"] if looking else []), "KL", "of uniform", "agree", "perplexity"):
+    table.add_column("method", overflow="fold", min_width=min(max(map(len, means)), WIDEST - 6 * looking))
+    for heading in ("bytes", *(["read"] if looking else []), "KL", "of uniform", "agree", "ppl"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name in plan.configs:
         if (mean := means.get(name)) is None:
@@ -161,9 +162,11 @@ def table_of(rows: "Sequence[Row]", plan: "Plan") -> Group:
         ratio = None if name == baseline else compare(rows, name, baseline)
         low, high = mean.interval
         read = "" if mean.looked_up is None else f"{mean.looked_up:.1%}"
-        cells = [name, f"{mean.windows}", f"{mean.share:.1%}", *([read] if looking else [])]
+        cells = [name, f"{mean.share:.1%}", *([read] if looking else [])]
         cells += [f"{mean.kl:.3f} [{low:.3f}, {high:.3f}]", "" if ratio is None else str(ratio)]
         table.add_row(*cells, f"{mean.agree:.1%}", f"{mean.perplexity:.2f}")
     exact = next(iter(means.values())).exact_perplexity
-    title = f"{plan.next} tokens after {plan.tokens:,}; the full cache has a perplexity of {exact:.2f}"
+    counts = sorted({mean.windows for mean in means.values()})
+    title = f"{plan.next} tokens after {plan.tokens:,}, n = {' to '.join(map(str, {counts[0]: 0, counts[-1]: 0}))}; "
+    title += f"the full cache has a perplexity of {exact:.2f}"
     return Group(Line(f"\n{title}", style="bold"), table)
