@@ -10,13 +10,14 @@ import kvsketch
 import zoo
 from commands import refused
 from commands import run as command
+from kvsketch.evaluation.layers.plan import Prompt
 from kvsketch.evaluation.results.rows import RowsFile, read_rows
 from kvsketch.evaluation.texts.measure import run
-from kvsketch.evaluation.texts.plan import KEY, Plan, Text
+from kvsketch.evaluation.texts.plan import KEY, Plan
 from kvsketch.evaluation.texts.summary import compare, summarise
 
 ABOUT = {"model": "small", "fingerprint": "0", "dtype": "float32", "kvsketch": "0"}
-TEXT = Text("a.txt#0", zoo.tokens(1, 700, seed=5)[0])
+TEXT = Prompt("a.txt#0", zoo.tokens(1, 700, seed=5))
 
 
 def measured(plan, folder, texts=(TEXT,), model=None):
@@ -30,7 +31,7 @@ def test_a_divergence_is_that_of_the_predictions_that_a_user_would_get(tmp_path)
     spec = "streaming_llm(keep=0.25)"
     found, _ = measured(Plan(methods=[spec], tokens=400, next=40, call=7, windows=2), tmp_path)
     model, start = zoo.build("llama"), 260
-    ids = TEXT.ids[None, start : start + 440]
+    ids = TEXT.ids[:, start : start + 440]
 
     @torch.no_grad()
     def predictions(spec):
@@ -93,7 +94,7 @@ def test_ratios_are_of_pairs_of_windows():
     rows = rows_of("x", [0.2, 0.02, 2.0]) + rows_of("y", [0.1, 0.01, 1.0, 7.0]) + rows_of("x", [0.4], text="b")
     ratio = compare(rows, "x", "y")
     assert (ratio.mean, ratio.low, ratio.high) == pytest.approx((2.0, 2.0, 2.0))
-    assert (ratio.windows, ratio.better) == (3, 0)
+    assert (ratio.pairs, ratio.better) == (3, 0)
     assert compare(rows, "y", "x").better == 3
     assert compare(rows, "x", "z") is None
     mean = summarise(rows)[1]

@@ -4,7 +4,7 @@ gguf.py       any GGUF file
 packaged.py   a real language model that a package of the registry carries
 """
 
-from kvsketch.checkpoints.gguf import Imported, import_gguf
+from kvsketch.checkpoints.gguf import PRECISIONS, Imported, import_gguf
 from kvsketch.checkpoints.packaged import SMOLLM2, smollm2_folder
 
-__all__ = ["SMOLLM2", "Imported", "import_gguf", "smollm2_folder"]
+__all__ = ["PRECISIONS", "SMOLLM2", "Imported", "import_gguf", "smollm2_folder"]

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvsketch.files import making, read_json, write_json
+from kvsketch.files import making, nearest, read_json, write_json
 
 RECORD = "imported.json"  # beside the model: what it was made of
 FORMAT = 1
-KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAGIC = b"GGUF"
 ALONE = "model.gguf"
 SPARE = 50_000_000  # bytes, for the tokenizer and whatever else is small
@@ -48,22 +48,20 @@ def import_gguf(
     In float32 the weights are exactly those that transformers makes of the file; 16 bits take half the room.
     """
     path, folder = Path(path), Path(folder)
-    if dtype not in KINDS:
-        raise ValueError(f"dtype must be one of {', '.join(KINDS)}, got {dtype!r}")
+    if dtype not in PRECISIONS:
+        raise ValueError(f"dtype must be one of {', '.join(PRECISIONS)}, got {dtype!r}")
     architecture, parameters = _read_header(path)
     record = Imported(path.name, _digest(path), dtype, architecture, parameters)
     if imported(folder) == record:
         say(f"{folder} holds {path.name} already")
         return record
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} is there, and not an empty folder: name a new one")
-    _check_room(folder, parameters * KINDS[dtype].itemsize + SPARE)
-    say(f"reading {path.name}: {parameters:,} numbers")
-    model, tokenizer = _read(path, KINDS[dtype])
-    ids = tokenizer(CHECKED, return_tensors="pt")["input_ids"]
-    expected = _answers(model, ids)
+    _check_room(folder, parameters * PRECISIONS[dtype].itemsize + SPARE)
     try:
         with making(folder) as unfinished:
+            say(f"reading {path.name}: {parameters:,} numbers")
+            model, tokenizer = _read(path, PRECISIONS[dtype])
+            ids = tokenizer(CHECKED, return_tensors="pt")["input_ids"]
+            expected = _answers(model, ids)
             say("writing them")
             _plain(model).save_pretrained(unfinished)
             tokenizer.save_pretrained(unfinished)
@@ -125,8 +123,7 @@ def _digest(path: Path) -> str:
 
 
 def _check_room(folder: Path, needed: int) -> None:
-    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    free = shutil.disk_usage(there).free
+    free = shutil.disk_usage(nearest(folder)).free
     if free < needed:
         raise ValueError(
             f"{folder} needs about {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free there: make room, choose "

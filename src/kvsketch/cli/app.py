@@ -93,7 +93,9 @@ def reported(report: Callable[[], None]) -> Iterator[None]:
 
 def check_folder(what: str, folder: Path) -> None:
     """Refuse what cannot be a folder to write to, before there is any work."""
-    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    from kvsketch.files import nearest
+
+    there = nearest(folder)
     if not there.is_dir():
         raise ValueError(f"{what} must name a folder, a new one or one that is there, got {folder}: {there} is a file")
     if not os.access(there, os.W_OK):

@@ -11,19 +11,16 @@ from rich.progress import MofNCompleteColumn
 from rich.table import Table
 from rich.text import Text as Line
 
-from kvsketch.cli.app import MOST, check_folder, output, progress_bar, read_text, reported, say_no_pictures
-from kvsketch.cli.bench import describe
-from kvsketch.cli.bench_error_inputs import specs
-from kvsketch.cli.models import load_model
+from kvsketch.cli.app import MOST, output, progress_bar, reported, say_no_pictures
+from kvsketch.cli.bench_error_inputs import Inputs, Texts, load_inputs, specs
 from kvsketch.cli.notes import say
 from kvsketch.cli.options import Device, ModelName, Precision, RowsFolder
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from kvsketch.caches.core.budget import Keep
+    from kvsketch.evaluation.layers.plan import Prompt
     from kvsketch.evaluation.results.rows import Row
-    from kvsketch.evaluation.texts.plan import Plan, Text
+    from kvsketch.evaluation.texts.plan import Plan
 
 ROWS = "text.jsonl"
 METHODS = "uniform; balancekv; balancekv(augmented=True); clustergen; subgen; streaming_llm"
@@ -71,26 +68,27 @@ def bench_text(
     from kvsketch.evaluation.texts.plan import Plan
     from kvsketch.huggingface.supported import check_context
 
-    check_folder("--out", out)
     plan = Plan(
         methods=specs(methods), keeps=budgets(keep), tokens=tokens, next=next_tokens, call=call, windows=windows
     )
-    contents = [(path.name, read_text(path)) for path in texts]
-    language_model, tokenizer = load_model(model, dtype, device)
-    check_context(language_model, plan.tokens + plan.next, "a window and what follows it have")
-    found = [as_tokens(name, text, tokenizer) for name, text in contents]
-    for text in found:
-        plan.starts(text)  # a text that is too short shows now, not after hours
-    from kvsketch.evaluation.results.rows import RowsFile
-    from kvsketch.evaluation.texts.measure import run
-    from kvsketch.evaluation.texts.plan import KEY
-    from kvsketch.huggingface import make_cache
+    inputs = load_inputs(out, model, None, Texts(files=tuple(texts)), dtype, device)
+    check_context(inputs.model, plan.tokens + plan.next, "a window and what follows it have")
+    run(plan, inputs)
 
-    about = describe(language_model, model, str(make_cache(language_model).model.fingerprint()))
-    rows = RowsFile(out / ROWS, about, KEY)
-    with reported(lambda: show(plan, found, out)), progress_bar(MofNCompleteColumn()) as bar:
-        task = bar.add_task("reading", total=len(found) * plan.windows * len(plan.configs))
-        for label, settled in run(language_model, found, plan, rows):
+
+def run(plan: "Plan", inputs: Inputs) -> None:
+    """Measure what is missing, with a bar; then table and picture of all that was asked for."""
+    from kvsketch.evaluation.results.rows import RowsFile
+    from kvsketch.evaluation.texts import measure
+    from kvsketch.evaluation.texts.plan import KEY
+
+    texts = inputs.texts.read(inputs.tokenizer, inputs.model)
+    for text in texts:
+        plan.starts(text)  # a text that is too short shows now, not after hours
+    rows = RowsFile(inputs.out / ROWS, inputs.about, KEY)
+    with reported(lambda: show(plan, texts, inputs.out)), progress_bar(MofNCompleteColumn()) as bar:
+        task = bar.add_task("reading", total=len(texts) * plan.windows * len(plan.configs))
+        for label, settled in measure.run(inputs.model, texts, plan, rows):
             bar.update(task, advance=settled, description=label)
 
 
@@ -107,18 +105,7 @@ def budgets(text: str) -> "list[Keep]":
     return found
 
 
-def as_tokens(name: str, text: str, tokenizer: "PreTrainedTokenizerBase") -> "Text":
-    """A text as the model sees it, named by its tokens too."""
-    import json
-
-    from kvsketch.evaluation.results.rows import name_with_digest
-    from kvsketch.evaluation.texts.plan import Text
-
-    ids = tokenizer(text, return_tensors="pt")["input_ids"][0]
-    return Text(name_with_digest(name, json.dumps(ids.tolist()).encode()), ids)
-
-
-def show(plan: "Plan", texts: "Sequence[Text]", out: Path) -> None:
+def show(plan: "Plan", texts: "Sequence[Prompt]", out: Path) -> None:
     """Table and picture of all rows of the folder that were asked for, whenever they were made."""
     from kvsketch.evaluation.results.rows import key_of, read_rows
     from kvsketch.evaluation.texts.plan import KEY
@@ -161,9 +148,10 @@ def table_of(rows: "Sequence[Row]", plan: "Plan") -> Group:
         baseline = f"{BASELINE}(keep={getattr(plan.configs[name], 'keep', None)!r})"
         ratio = None if name == baseline else compare(rows, name, baseline)
         low, high = mean.interval
+        paired = "" if ratio is None else f"{ratio.mean:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
         read = "" if mean.looked_up is None else f"{mean.looked_up:.1%}"
         cells = [name, f"{mean.share:.1%}", *([read] if looking else [])]
-        cells += [f"{mean.kl:.3f} [{low:.3f}, {high:.3f}]", "" if ratio is None else str(ratio)]
+        cells += [f"{mean.kl:.3f} [{low:.3f}, {high:.3f}]", paired]
         table.add_row(*cells, f"{mean.agree:.1%}", f"{mean.perplexity:.2f}")
     exact = next(iter(means.values())).exact_perplexity
     counts = sorted({mean.windows for mean in means.values()})

@@ -42,8 +42,6 @@ def generate(
     report: Annotated[bool, typer.Option("--report", help="Also show what each layer holds.")] = False,
 ) -> None:
     """Read a text with a bounded cache, and answer or go on."""
-    from kvsketch.huggingface.supported import check_context
-
     _check_sources(prompt_file, question, load_cache, save_cache, method)
     if temperature and not LEAST_TEMPERATURE <= temperature < math.inf:
         raise ValueError(f"--temperature must be 0, or a number from {LEAST_TEMPERATURE:g} on, got {temperature}")
@@ -54,9 +52,7 @@ def generate(
     if new is None and save_cache is None:
         before, new = before[:, :-1], before[:, -1:]  # to go on, the model needs one token that the cache has not read
     asked = 0 if new is None else new.shape[1]
-    check_context(language_model, before.shape[1] + asked, "the text and the question have")
-    cache, prefill_time = _loaded_or_filled(language_model, config, load_cache, before, chunk)
-    check_context(language_model, cache.seen + asked, "the saved text and the question have")
+    cache, prefill_time = _loaded_or_filled(language_model, config, load_cache, before, chunk, asked)
     not_saved = None if save_cache is None else _try_to_save(cache, save_cache, answers=new is not None)
     decode_time = None
     if new is not None:
@@ -82,11 +78,16 @@ def _tokens(
 
 
 def _loaded_or_filled(
-    model: "PreTrainedModel", config: "MethodConfig", saved: Path | None, ids: "Tensor", chunk: int | None
+    model: "PreTrainedModel", config: "MethodConfig", saved: Path | None, ids: "Tensor", chunk: int | None, asked: int
 ) -> "tuple[Any, Timing | None]":
-    """The saved cache, or a new one that has read these tokens; and how fast it read."""
+    """The saved cache, or a new one that has read these tokens, with room for those `asked`; and how fast it read."""
+    from kvsketch.huggingface.supported import check_context
+
     if saved is not None:
-        return kvsketch.load_cache(model, saved), None
+        cache = kvsketch.load_cache(model, saved)
+        check_context(model, cache.seen + asked, "the saved text and the question have")
+        return cache, None
+    check_context(model, ids.shape[1] + asked, "the text and the question have")
     cache = kvsketch.make_cache(model, config)
     return cache, _read_with_bar(model, ids, cache, chunk) if ids.shape[1] else None
 

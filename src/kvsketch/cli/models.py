@@ -28,16 +28,15 @@ def check_device(device: str | None) -> str:
 
 def load_model(name: str | None, dtype: str, device: str | None) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """The model and its tokenizer; without a name the embedded one, and say so."""
-    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from kvsketch.checkpoints import PRECISIONS
     from kvsketch.evaluation.embedded import load_embedded
 
-    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if dtype != "auto" and dtype not in kinds:
-        raise ValueError(f"--dtype must be auto or one of {', '.join(kinds)}, got {dtype!r}")
+    if dtype != "auto" and dtype not in PRECISIONS:
+        raise ValueError(f"--dtype must be auto or one of {', '.join(PRECISIONS)}, got {dtype!r}")
     place = check_device(device)
-    wanted = "auto" if dtype == "auto" else kinds[dtype]
+    wanted = "auto" if dtype == "auto" else PRECISIONS[dtype]
     if name is None:
         notes.print(EMBEDDED_MODEL, style="yellow", soft_wrap=True)
         model, tokenizer = load_embedded(wanted)

@@ -11,7 +11,7 @@ Nothing that was read is a view of a file: what happens to a file later does not
 
 from kvsketch.files.atomic import UNFINISHED, replacing
 from kvsketch.files.description import DamagedError, digest_of, read_json, write_json
-from kvsketch.files.folders import making
+from kvsketch.files.folders import making, nearest
 from kvsketch.files.tensors import (
     BEGIN,
     BLANK,
@@ -39,6 +39,7 @@ __all__ = [
     "is_text",
     "making",
     "name_of",
+    "nearest",
     "read_about",
     "read_file",
     "read_json",

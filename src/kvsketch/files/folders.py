@@ -11,6 +11,13 @@ from pathlib import Path
 
 from kvsketch.files.atomic import UNFINISHED, lock
 
+TAKEN = "is there, and not an empty folder: name a new one"
+
+
+def nearest(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    return next(place for place in (folder, *folder.absolute().parents) if place.exists())
+
 
 @contextmanager
 def making(folder: str | Path) -> Iterator[Path]:
@@ -20,6 +27,8 @@ def making(folder: str | Path) -> Iterator[Path]:
     removed.
     """
     target = Path(os.path.realpath(folder))
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{folder} {TAKEN}")
     target.parent.mkdir(parents=True, exist_ok=True)
     prefix = f"{UNFINISHED}{hashlib.sha256(target.name.encode()).hexdigest()[:12]}-folder-"
     for path in target.parent.glob(f"{prefix}*"):
@@ -33,7 +42,7 @@ def making(folder: str | Path) -> Iterator[Path]:
         os.rename(unfinished, target)
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            raise ValueError(f"{folder} is there, and not an empty folder: name a new one") from error
+            raise ValueError(f"{folder} {TAKEN}") from error
         raise
     finally:
         os.close(handle)

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvsketch.evaluation.results.ratios import NORMAL, Ratio, deviation, ratio_of, short
 from kvsketch.evaluation.results.rows import Row
 
-NORMAL = 1.96  # standard errors on either side: 95 % of a normal distribution
 VECTORS = ("queries", "keys", "values")
 Curve = tuple[str, int | None]  # a method and its block
 Place = tuple[int, Curve, float]  # layer, curve, rate
@@ -27,21 +27,6 @@ class Errors:
 
 
 @dataclass(frozen=True)
-class Ratio:
-    """A method's error over another's, pair by pair: the geometric mean, and where it lies with 95 % confidence."""
-
-    mean: float
-    low: float
-    high: float
-    pairs: int
-
-    def __str__(self) -> str:
-        if self.pairs == 1:
-            return short(self.mean)
-        return f"{short(self.mean)} [{short(self.low)}, {short(self.high)}]"
-
-
-@dataclass(frozen=True)
 class Norm:
     """A mean of norms with the half of its 95 % interval."""
 
@@ -50,11 +35,6 @@ class Norm:
 
     def __str__(self) -> str:
         return f"{self.mean:.4f} ± {self.half_width:.4f}"
-
-
-def short(number: float) -> str:
-    """Three places, or two figures of an estimate that exploded."""
-    return f"{number:.3f}" if not number >= 100 else f"{number:.1e}"
 
 
 def name_of(curve: Curve) -> str:
@@ -88,14 +68,9 @@ def _errors(rows: Sequence[Row]) -> Errors:
     means = [statistics.fmean(errors) for errors in by_seed.values()]
     return Errors(
         mean=statistics.fmean(row["error"] for row in rows),
-        deviation=_deviation(means) if len(means) > 1 else None,
+        deviation=deviation(means) if len(means) > 1 else None,
         seconds=statistics.median(row["seconds"] for row in rows),
     )
-
-
-def _deviation(values: Sequence[float]) -> float:
-    """Of a sample; not a number where an estimate exploded."""
-    return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
 
 
 def compare(rows: Iterable[Row], method: str, other: str) -> dict[Place, Ratio]:
@@ -109,17 +84,11 @@ def compare(rows: Iterable[Row], method: str, other: str) -> dict[Place, Ratio]:
     for row in rows:
         if row["method"] == method and _pair(row) in others:
             logs[place_of(row)].append(math.log(row["error"] / others[_pair(row)]))
-    return {place: _ratio(found) for place, found in logs.items()}
+    return {place: ratio_of(found) for place, found in logs.items()}
 
 
 def _pair(row: Row) -> tuple[object, ...]:
     return tuple(row[name] for name in ("prompt", "tokens", "layer", "rate", "seed", "exact"))
-
-
-def _ratio(logs: Sequence[float]) -> Ratio:
-    mean = statistics.fmean(logs)
-    half = NORMAL * _deviation(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.nan
-    return Ratio(math.exp(mean), math.exp(mean - half), math.exp(mean + half), len(logs))
 
 
 def pool_norms(rows: Sequence[Row]) -> dict[str, Norm]:

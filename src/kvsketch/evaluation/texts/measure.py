@@ -2,7 +2,7 @@
 
 A window of a text is read once, exactly. Each method compresses what was read, as in `kvsketch bench`; then the text
 goes on, a few tokens at a time, and each of its next tokens is predicted by the model with the exact cache and with the
-compressed one. All but the first token of the window are compressed before the first prediction that counts:
+compressed one. All but the last token of the window are compressed before the first prediction that counts:
 
     [ window of L tokens ........ ][ m next tokens ]
       L - 1 are read and compressed, then the last one and all but one of the next are fed
@@ -19,23 +19,24 @@ from transformers import PreTrainedModel
 from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.exact import Exact
 from kvsketch.evaluation.answers.reading import can_share_reading
-from kvsketch.evaluation.results.rows import Row, RowsFile
-from kvsketch.evaluation.texts.plan import Plan, Text
+from kvsketch.evaluation.layers.plan import Prompt
+from kvsketch.evaluation.results.rows import Row, RowsFile, name_without_digest
+from kvsketch.evaluation.texts.plan import Plan
 from kvsketch.huggingface import SketchCache, make_cache, prefill
 
 FIRST = 16  # tokens, of which the divergence is noted by itself: what follows has more of its own
 
 
-def run(model: PreTrainedModel, texts: Sequence[Text], plan: Plan, rows: RowsFile) -> Iterator[tuple[str, int]]:
+def run(model: PreTrainedModel, texts: Sequence[Prompt], plan: Plan, rows: RowsFile) -> Iterator[tuple[str, int]]:
     """Measure what the file does not hold yet, a row at a time; what was just done, and how many rows it settled."""
     for text in texts:
         for number, start in enumerate(plan.starts(text), 1):
             missing = plan.missing(text, start, rows.done)
-            label = f"{text.name.rpartition('#')[0]}, window {number}"
+            label = f"{name_without_digest(text.name)}, window {number}"
             yield f"{label}, read", len(plan.configs) - len(missing)
             if not missing:
                 continue
-            case = Case(model, text.ids[start : start + plan.tokens + plan.next], plan)
+            case = Case(model, text.ids[:, start : start + plan.tokens + plan.next], plan)
             for method in missing:
                 rows.add([plan.labels(text, start, method) | case.measure(plan.configs[method])])
                 yield f"{label}, {method}", 1
@@ -44,9 +45,8 @@ def run(model: PreTrainedModel, texts: Sequence[Text], plan: Plan, rows: RowsFil
 class Case:
     """A window that was read exactly, and what the model predicts with all of it."""
 
-    def __init__(self, model: PreTrainedModel, ids: Int64[Tensor, " n"], plan: Plan) -> None:
+    def __init__(self, model: PreTrainedModel, ids: Int64[Tensor, "1 n"], plan: Plan) -> None:
         self.model, self.plan = model, plan
-        ids = ids[None].to(model.device)
         self.read, self.fed, self.follow = (
             ids[:, : plan.tokens - 1],
             ids[:, plan.tokens - 1 : -1],

@@ -5,26 +5,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from jaxtyping import Int64
-from torch import Tensor
-
 from kvsketch.caches.core.budget import Keep
 from kvsketch.caches.core.config import BudgetedConfig, MethodConfig
 from kvsketch.caches.exact import Exact
 from kvsketch.caches.lookup.config import LookupConfig
 from kvsketch.caches.registry import parse_spec, read_call
-from kvsketch.evaluation.results.rows import Row, key_of
+from kvsketch.evaluation.layers.plan import Prompt
+from kvsketch.evaluation.results.rows import Row, key_of, name_without_digest
 
 # What a row depends on, but the model.
 KEY = ("text", "start", "tokens", "next", "call", "method")
-
-
-@dataclass(frozen=True)
-class Text:
-    """A text as tokens; its name says what is in it."""
-
-    name: str
-    ids: Int64[Tensor, " n"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,24 +60,22 @@ class Plan:
             raise ValueError(f"{spec} names no budget: name at least one for all, as in --keep 0.25")
         return [replace(config, keep=keep) for keep in self.keeps]
 
-    def starts(self, text: Text) -> list[int]:
+    def starts(self, text: Prompt) -> list[int]:
         """Where the windows of a text begin: at equal distances, the first at its first token."""
-        room = len(text.ids) - self.tokens - self.next
+        count = text.ids.shape[1]
+        room, said = count - self.tokens - self.next, f"{name_without_digest(text.name)} has {count:,} tokens"
         if room < 0:
             raise ValueError(
-                f"{text.name} has {len(text.ids):,} tokens, and a window needs {self.tokens + self.next:,}: give a "
-                "longer text, or shorter windows"
+                f"{said}, and a window needs {self.tokens + self.next:,}: give a longer text, or shorter windows"
             )
         if self.windows == 1:
             return [0]
         starts = [room * number // (self.windows - 1) for number in range(self.windows)]
         if len(set(starts)) < self.windows:
-            raise ValueError(
-                f"{text.name} has {len(text.ids):,} tokens, which is too few for {self.windows} different windows"
-            )
+            raise ValueError(f"{said}, which is too few for {self.windows} different windows")
         return starts
 
-    def labels(self, text: Text, start: int, method: str) -> Row:
+    def labels(self, text: Prompt, start: int, method: str) -> Row:
         """What tells a row from others."""
         call = self.call_of(self.configs[method])
         return dict(zip(KEY, (text.name, start, self.tokens, self.next, call, method), strict=True))
@@ -96,6 +84,6 @@ class Plan:
         """How many tokens are fed at a time."""
         return 1 if isinstance(config, LookupConfig) and config.prefill == "exact" else self.call
 
-    def missing(self, text: Text, start: int, done: Collection[tuple[Any, ...]]) -> list[str]:
+    def missing(self, text: Prompt, start: int, done: Collection[tuple[Any, ...]]) -> list[str]:
         """Methods of a window that are not done."""
         return [name for name in self.configs if key_of(self.labels(text, start, name), KEY) not in done]

@@ -6,9 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvsketch.evaluation.results.ratios import NORMAL, Ratio, ratio_of
 from kvsketch.evaluation.results.rows import Row
-
-NORMAL = 1.96  # standard errors on either side: 95 % of a normal distribution
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,20 +30,6 @@ class Mean:
         """Where the divergence lies with 95 % confidence, for windows of these texts."""
         half = NORMAL * self.error
         return max(0.0, self.kl - half), self.kl + half
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """A method's divergence over another's, window by window: the geometric mean, with its 95 % interval."""
-
-    mean: float
-    low: float
-    high: float
-    windows: int
-    better: int  # windows in which it is below the other
-
-    def __str__(self) -> str:
-        return f"{self.mean:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
 def summarise(rows: Iterable[Row]) -> list[Mean]:
@@ -80,9 +65,4 @@ def compare(rows: Iterable[Row], method: str, other: str) -> Ratio | None:
         found.setdefault(row["method"], {})[place] = row["kl"]
     one, two = found.get(method, {}), found.get(other, {})
     logs = [math.log(one[place] / two[place]) for place in one.keys() & two.keys() if one[place] > 0 < two[place]]
-    if not logs:
-        return None
-    mean = statistics.fmean(logs)
-    half = NORMAL * statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.nan
-    better = sum(log < 0 for log in logs)
-    return Ratio(math.exp(mean), math.exp(mean - half), math.exp(mean + half), len(logs), better)
+    return ratio_of(logs) if logs else None
