@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsketch.algorithms.kcenter import Centres, greedy_k_center, take_tokens
+from kvsketch.algorithms.kcenter import Clusters, greedy_k_center, take_tokens
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.tokens import NewTokens
@@ -143,61 +143,79 @@ def test_more_centres_than_points_are_all_points():
 # -- the cache
 
 
-def with_room(room, heads, weights="count"):
-    """One that has room for `room(count)` centres when `count` tokens have left the window."""
+AS_PUBLISHED = {"entries": "centre", "apart": 0}
+
+
+def with_room(room, heads, **options):
+    """One that has room for `room(count)` entries when `count` tokens have left the window."""
 
     class WithRoom(ClusterGen):
         def room(self, budget, count):
             return room(count)
 
-    return Fed(WithRoom(weights=weights), Budget(0.25, None, 136), heads=heads)
+    return Fed(WithRoom(**options), Budget(0.25, None, 136), heads=heads)
 
 
-def test_the_cache_holds_what_the_algorithm_holds():
+@pytest.mark.parametrize(("entries", "apart"), [("centre", 0), ("mean", 0), ("centre", 0.25), ("mean", 0.5)])
+def test_the_cache_holds_what_the_algorithm_holds(entries, apart):
     """Three calls, two heads: sizes, and how far tokens are, follow through all of them."""
-    keys = torch.stack([points("clustered", 900, seed=i) for i in range(2)])[None].double()
-    values = torch.stack([points("gauss", 900, seed=i + 5) for i in range(2)])[None]
-    fed = with_room(lambda count: 100 + count // 10, heads=2)
-    held = [Centres(keys[0, 0, :0], values[0, 0, :0], torch.zeros(0), torch.zeros(0).double())] * 2
+    keys = torch.stack([points("clustered", 900, seed=i) for i in range(2)])[None].double() + 1
+    values = torch.stack([points("gauss", 900, seed=i + 5) for i in range(2)])[None].double()
+    fed = with_room(lambda count: 100 + count // 10, heads=2, entries=entries, apart=apart)
+    held = [Clusters(keys[0, 0, :0], values[0, 0, :0], *torch.zeros(2, 0).double())] * 2
     for start, stop in ((0, 400), (400, 640), (640, 900)):
         fed.write(keys[:, :, start:stop], values[:, :, start:stop])
         for head in range(2):
-            part = keys[0, head, start:stop], values[0, head, start:stop]
-            held[head] = take_tokens(held[head], *part, 100 + stop // 10)
-    entries = fed.holding.entries()
-    sizes, reach = entries.per_entry["sizes"], entries.per_entry["reach"]
+            part, count = (keys[0, head, start:stop], values[0, head, start:stop]), 100 + stop // 10
+            held[head] = take_tokens(held[head], *part, count, apart=int(apart * count), means=entries == "mean")
+    found = fed.holding.entries()
     for head in range(2):
-        assert torch.equal(entries.keys[head], held[head].keys)
-        assert torch.equal(entries.values[head], held[head].values)
-        assert torch.equal(sizes[head].float(), held[head].sizes)
-        torch.testing.assert_close(reach[head].double(), held[head].reach, rtol=1e-5, atol=1e-5)
-    assert sizes.sum() == 2 * 900
+        for name, own in (("keys", found.keys), ("values", found.values), *found.per_entry.items()):
+            torch.testing.assert_close(own[head].double(), getattr(held[head], name), rtol=1e-5, atol=1e-5)
+    assert found.per_entry["sizes"].sum() == 2 * 900
 
 
-def test_no_token_is_farther_from_its_centre_than_the_centre_says():
-    """The token's own centre is dropped in turn, and its tokens go where it goes."""
+@pytest.mark.parametrize(("apart", "means"), [(0, False), (20, True)])
+def test_no_token_is_farther_from_its_entry_than_the_entry_says(apart, means):
+    """The token's own centre is dropped in turn, and its tokens go where it goes: nowhere else do masses agree."""
     keys = points("gauss", 1024, width=8)
-    numbered = torch.arange(1024.0)[:, None]
-    held = Centres(keys[:0], numbered[:0], torch.zeros(0), torch.zeros(0))
-    members = {}  # of each centre held, by number: the tokens it stands for
+    marks = torch.eye(1024)  # a value says which tokens went into it
+    held = Clusters(keys[:0], marks[:0], torch.zeros(0), torch.zeros(0))
+    members = torch.zeros(0, 1024)
     for start in range(0, 1024, 128):
-        pool = torch.cat([held.values[:, 0], numbered[start : start + 128, 0]]).long().tolist()
-        found = greedy_k_center(keys[pool], 60)
-        merged = {pool[centre]: [] for centre in found.centres.tolist()}
-        for i, token in enumerate(pool):
-            merged[pool[int(found.centres[found.nearest[i]])]] += members.get(token, [token])
-        members = merged
-        held = take_tokens(held, keys[start : start + 128], numbered[start : start + 128], 60)
-    assert sorted(token for tokens in members.values() for token in tokens) == list(range(1024))
-    for i, centre in enumerate(held.values[:, 0].long().tolist()):
-        assert held.sizes[i] == len(members[centre])
-        assert (keys[members[centre]] - keys[centre]).norm(dim=1).max() <= held.reach[i] + 1e-4
+        part = slice(start, start + 128)
+        pool = torch.cat([members, marks[part]])
+        numbered = Clusters(held.keys, members, held.sizes, held.reach)
+        count = min(60, len(pool))
+        members = (take_tokens(numbered, keys[part], marks[part], count, apart=apart, means=True).values > 0).float()
+        held = take_tokens(held, keys[part], marks[part], count, apart=apart, means=means)
+    assert torch.equal(members.sum(0), torch.ones(1024)), "every token went somewhere, once"
+    assert torch.equal(members.sum(1), held.sizes)
+    for i, own in enumerate(members.bool()):
+        assert (keys[own] - held.keys[i]).norm(dim=1).max() <= held.reach[i] + 1e-4
+        if means:
+            torch.testing.assert_close(held.keys[i], keys[own].mean(0), rtol=1e-4, atol=1e-5)
+    assert int((held.sizes == 1).sum()) >= apart
+
+
+def test_a_token_that_points_away_from_all_others_stays_alone():
+    """K-center takes long keys, whatever their direction; this one is short."""
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(1, 2, 800, 16, generator=generator) + 0.5
+    keys[:, :, 321] = -0.1
+    held = {}
+    for apart in (0, 0.5):
+        fed = with_room(lambda count: 60, 2, apart=apart)
+        found = fed.write(keys, keys).holding.entries()
+        alone = (found.keys == keys[0, :, 321:322]).all(2) & (found.per_entry["sizes"] == 1)
+        held[apart] = alone.any(1).tolist()
+    assert held == {0: [False, False], 0.5: [True, True]}
 
 
 def test_weights_are_sizes_or_as_published_none():
     keys, values = torch.randn(2, 1, 3, 500, 8, generator=torch.Generator().manual_seed(0))
     counted, published = (
-        with_room(lambda count: 50, 3, weights).write(keys, values).entries() for weights in ("count", "none")
+        with_room(lambda count: 50, 3, weights=weights).write(keys, values).entries() for weights in ("count", "none")
     )
     assert torch.equal(counted.keys, published.keys)
     torch.testing.assert_close(counted.log_mass.exp().sum(2), torch.full((1, 3), 500.0))
@@ -242,6 +260,10 @@ def test_many_sinks_and_the_least_budget_leave_room_for_the_latest_tokens(keep):
 def test_wrong_options_are_refused_by_name():
     with pytest.raises(ValueError, match="weights must be one of count, none, got 'sum'"):
         ClusterGen(weights="sum")
+    with pytest.raises(ValueError, match="entries must be one of mean, centre, got 'median'"):
+        ClusterGen(entries="median")
+    with pytest.raises(ValueError, match="apart must be a positive number below 1, got 1"):
+        ClusterGen(apart=1)
     with pytest.raises(ValueError, match="window must be a whole number of at least 1, got 0"):
         ClusterGen(window=0)
     with pytest.raises(ValueError, match="needs at least 100"):

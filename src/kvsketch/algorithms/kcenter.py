@@ -5,11 +5,12 @@ Research Letters 3(6), 1985: the next centre is the point farthest from the cent
 of as many centres has less than half of its radius. SubGen and ClusterGen compress with it in their
 experiments (arXiv:2402.06082, section 3.2); they do not say where it starts: here, with the first point.
 
-A stream is clustered piece by piece: the centres held and the new points together are reduced to
-centres again, and every centre stands for all the points that were ever assigned to it.
+A stream is clustered piece by piece: what is held and the new points together are clustered again, and
+every entry stands for all the points that were ever assigned to it. Two things are ours: an entry may be
+the mean of its points, and points whose keys point away from all others may stay apart.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from jaxtyping import Float, Int64
@@ -41,28 +42,65 @@ def greedy_k_center(points: Float[Tensor, "n d"], count: int) -> Clustering:
 
 
 @dataclass(frozen=True)
-class Centres:
-    """What is held of a stream: tokens, the number of tokens each stands for, and how far those may be."""
+class Clusters:
+    """What is held of a stream: entries, the number of tokens each stands for, and how far those may be."""
 
     keys: Float[Tensor, "k d"]
     values: Float[Tensor, "k e"]
     sizes: Float[Tensor, " k"]
-    reach: Float[Tensor, " k"]  # no token of the cluster is farther from its centre
+    reach: Float[Tensor, " k"]  # no token of the cluster is farther from its entry
+
+    def at(self, index: Int64[Tensor, " m"]) -> "Clusters":
+        """Those with these numbers."""
+        return Clusters(self.keys[index], self.values[index], self.sizes[index], self.reach[index])
+
+    def and_(self, other: "Clusters") -> "Clusters":
+        """These and then those."""
+        return Clusters(*(torch.cat([getattr(self, f.name), getattr(other, f.name)]) for f in fields(self)))
 
 
-def take_tokens(held: Centres, keys: Float[Tensor, "n d"], values: Float[Tensor, "n e"], count: int) -> Centres:
-    """Reduce the centres held and the new tokens together to at most `count` centres, in the order of the stream."""
-    keys, values = torch.cat([held.keys, keys]), torch.cat([held.values, values])
-    new = len(keys) - len(held.keys)
-    sizes = torch.cat([held.sizes, held.sizes.new_ones(new)])
-    reach = torch.cat([held.reach, held.reach.new_zeros(new)])
-    found = greedy_k_center(keys, count)
+def take_tokens(
+    held: Clusters,
+    keys: Float[Tensor, "n d"],
+    values: Float[Tensor, "n e"],
+    count: int,
+    *,
+    apart: int = 0,
+    means: bool = False,
+) -> Clusters:
+    """Reduce the clusters held and the new tokens together to at most `count`.
+
+    `apart` single tokens stay alone, those whose keys point away from the mean of all keys. The others are
+    clustered: an entry is the cluster's centre, as published, or the mean of its tokens, keys and values.
+    Those apart come first, then clusters in the order of their centres.
+    """
+    new = len(keys)
+    pool = held.and_(Clusters(keys, values, held.sizes.new_ones(new), held.reach.new_zeros(new)))
+    if len(pool.keys) <= count:
+        return pool
+    alone = away_from_mean(pool, apart)
+    rest = torch.ones(len(pool.keys), dtype=torch.bool).index_fill(0, alone, False).nonzero()[:, 0]
+    return pool.at(alone).and_(clustered(pool.at(rest), count - apart, means))
+
+
+def away_from_mean(pool: Clusters, count: int) -> Int64[Tensor, " m"]:
+    """Single tokens with the least ⟨k, mean of all keys⟩ / ‖k‖, in their order."""
+    mean = (pool.keys * pool.sizes[:, None]).sum(0) / pool.sizes.sum()
+    towards = torch.nn.functional.normalize(pool.keys, dim=1) @ mean
+    order = towards.masked_fill(pool.sizes > 1, torch.inf).sort(stable=True).indices
+    return order[:count].sort().values
+
+
+def clustered(pool: Clusters, count: int, means: bool) -> Clusters:
+    """So many clusters of these, by greedy k-center."""
+    found = greedy_k_center(pool.keys, count)
     owner = found.centres[found.nearest]
-    far = reach + (keys - keys[owner]).norm(dim=1)
     kept = found.centres.sort().values
-    return Centres(
-        keys=keys[kept],
-        values=values[kept],
-        sizes=torch.zeros_like(sizes).index_add(0, owner, sizes)[kept],
-        reach=torch.zeros_like(reach).scatter_reduce(0, owner, far, "amax")[kept],
-    )
+    sizes = torch.zeros_like(pool.sizes).index_add(0, owner, pool.sizes)
+    keys, values = pool.keys, pool.values
+    if means:
+        shares = (pool.sizes / sizes[owner])[:, None]
+        keys, values = (torch.zeros_like(x).index_add(0, owner, x * shares) for x in (keys, values))
+    far = pool.reach + (pool.keys - keys[owner]).norm(dim=1)
+    reach = torch.zeros_like(pool.reach).scatter_reduce(0, owner, far, "amax")
+    return Clusters(keys, values, sizes, reach).at(kept)

@@ -1,45 +1,54 @@
-"""ClusterGen, the practical cache of the SubGen papers: k centres of the older tokens, and the latest ones.
+"""ClusterGen, the practical cache of the SubGen papers: k clusters of the older tokens, and the latest ones.
 
 Papers: SubGen (arXiv:2402.06082), section 3.2, and ClusterGen. One head: `algorithms/kcenter.py`.
 """
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Int32
+import torch.nn.functional as F
+from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
 from kvsketch.caches.core.budget import Budget
-from kvsketch.caches.core.checks import check_choice, check_count
+from kvsketch.caches.core.checks import check_choice, check_count, check_number
 from kvsketch.caches.core.chooser import Chooser, Entries, Kept
 from kvsketch.caches.core.config import BLOCK, WEIGHTS, BudgetedConfig
 from kvsketch.caches.core.storage import chosen, in_front
 from kvsketch.caches.core.tokens import Arriving
-from kvsketch.kernels.kcenter import Clustering, k_center
+from kvsketch.kernels.kcenter import k_center
 from kvsketch.kernels.pairs import cheapest_pairs
 
+ENTRIES = ("mean", "centre")
 LATEST = 64  # tokens that the least budget has room for, whatever it is spent on
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterGen(BudgetedConfig):
-    """Keeps the latest tokens and those of the others whose keys are spread widest (greedy k-center).
+    """Keeps the latest tokens and, of the others, clusters of keys (greedy k-center) and tokens that stay alone.
 
-    Half of the budget goes to the latest tokens, as in the papers' experiments, or `window` tokens.
-    `weights="none"` is as published: a centre counts as one token. By default it counts as its cluster.
+    Half of the budget goes to the latest tokens, as in the papers' experiments, or `window` tokens. A cluster is held
+    as the mean of its tokens and counts as all of them; in the share `apart` of the room tokens stay alone, those whose
+    keys point away from all others. As published, a centre stands for its cluster and counts as one token:
+    `entries="centre"`, `weights="none"`, `apart=0`.
     """
 
     name: ClassVar[str] = "clustergen"
 
     window: int | None = None
     weights: str = "count"
+    entries: str = "mean"
+    apart: float | int = 0.5
 
     def __post_init__(self) -> None:
         if self.window is not None:
             check_count("window", self.window, least=1)
         check_choice("weights", self.weights, WEIGHTS)
+        check_choice("entries", self.entries, ENTRIES)
+        if self.apart != 0:
+            check_number("apart", self.apart, above=0, below=1)
         super().__post_init__()
 
     @property
@@ -57,7 +66,7 @@ class ClusterGen(BudgetedConfig):
         return Centres(self)
 
     def room(self, budget: Budget, count: int) -> int:
-        """How many centres the budget leaves when `count` tokens have left the window."""
+        """How many entries the budget leaves when `count` tokens have left the window."""
         if budget.fixed is not None:
             return budget.fixed - self._exact(budget, 0) - BLOCK  # the window may run over by one block
         least = self.sinks + count
@@ -71,7 +80,7 @@ class ClusterGen(BudgetedConfig):
 
 
 class Centres(Chooser):
-    """Entries in the order of the stream, the number of tokens each stands for, and how far those may be.
+    """Clusters of tokens: a key and a value for each, the number of its tokens, and how far those may be.
 
     What arrives together is clustered together, as the papers do with a prompt. Where calls have a few tokens each,
     clustering all anew at every call adds up its errors: clusters are joined pair by pair then, and become means.
@@ -82,61 +91,24 @@ class Centres(Chooser):
         self.per_entry = {"sizes": torch.int32, "reach": torch.float32}
 
     def choose(self, held: Entries, new: Arriving, budget: Budget) -> Kept:
-        """Reduce the centres held and the new tokens together to the number of centres that there is room for."""
+        """Reduce the clusters held and the new tokens together to the number of entries that there is room for."""
         pool = held.with_new(new)
-        sizes, reach = pool.per_entry["sizes"], pool.per_entry["reach"]
-        sizes[:, held.count :] = 1
-        count = self._centres_for(pool.count, max(1, self.config.room(budget, new.after)), new.count)
-        index: Tensor | None = None
-        if count < pool.count and new.few:
-            return self._joined(pool.keys, pool.values, sizes, reach, count)
-        if count < pool.count:
-            found = _clustering(pool.keys, count)
-            index = found.centres.sort(1).values
-            owner = found.centres.gather(1, found.nearest)
-            sizes = torch.zeros_like(sizes).scatter_add(1, owner, sizes).gather(1, index)
-            far = torch.zeros_like(reach).scatter_reduce(1, owner, reach + found.distance, "amax")
-            reach = far.gather(1, index)
-        return Kept(index, 0, self._weights(sizes), pool=pool, per_entry={"sizes": sizes, "reach": reach})
+        pool.per_entry["sizes"][:, held.count :] = 1
+        count = self._entries_for(pool.count, max(1, self.config.room(budget, new.after)), new.count)
+        if count == pool.count:
+            return Kept(None, 0, self._weights(pool.per_entry["sizes"]), pool=pool, per_entry=pool.per_entry)
+        every = Clusters(pool.keys, pool.values, pool.per_entry["sizes"], pool.per_entry["reach"])
+        apart, rest = every.split(away_from_mean(every, int(self.config.apart * count)))
+        count -= apart.count
+        found = apart.and_(_joined(rest, count) if new.few else _clustered(rest, count, self.config.entries))
+        about = {"sizes": found.sizes, "reach": found.reach}
+        return Kept(None, 0, self._weights(found.sizes), made=(found.keys, found.values), per_entry=about)
 
     def _weights(self, sizes: Int32[Tensor, "l k"]) -> Float[Tensor, "l k"] | None:
         return sizes.double().log().float() if self.config.weights == "count" else None
 
-    def _joined(
-        self,
-        keys: Float[Tensor, "l n d"],
-        values: Float[Tensor, "l n e"],
-        sizes: Int32[Tensor, "l n"],
-        reach: Float[Tensor, "l n"],
-        count: int,
-    ) -> Kept:
-        """So many clusters, joined pair by pair (see `kernels/pairs.py`): the mean of both, where the first was.
-
-        Means of keys and of values, weighted by sizes, are those of all tokens of both: nothing drifts.
-        """
-        n = sizes.long()
-        while bool(((excess := (n > 0).sum(1) - count) > 0).any()):
-            other, first = cheapest_pairs(keys, n, excess)
-            lane, one = first.nonzero(as_tuple=True)
-            two = other[lane, one]
-            total = n[lane, one] + n[lane, two]
-            share = (n[lane, two].double() / total)[:, None]
-            far = (keys[lane, two].double() - keys[lane, one].double()).norm(dim=1)
-            ends = reach[lane, one] + far * share[:, 0], reach[lane, two] + far * (1 - share[:, 0])
-            put = lane, one
-            reach = reach.index_put(put, torch.maximum(*ends).to(reach.dtype))
-            keys, values = (
-                x.index_put(put, x[lane, one].double().lerp(x[lane, two].double(), share).to(x.dtype))
-                for x in (keys, values)
-            )
-            n = n.index_put(put, total).index_put((lane, two), torch.zeros_like(total))
-        index = in_front(n > 0)[:, :count]  # lanes have joined other pairs
-        sizes, reach = n.gather(1, index).int(), reach.gather(1, index)
-        made = chosen(keys, index), chosen(values, index)
-        return Kept(None, 0, self._weights(sizes), made=made, per_entry={"sizes": sizes, "reach": reach})
-
     @staticmethod
-    def _centres_for(number: int, room: int, new: int) -> int:
+    def _entries_for(number: int, room: int, new: int) -> int:
         """How many of `number` candidates to keep: all that fit.
 
         Where fewer come than an eighth of the room, an eighth of it is made free for the next ones, so that
@@ -147,14 +119,107 @@ class Centres(Chooser):
         return room if new > room // 8 else room - room // 8
 
     def details(self, held: Entries, count: int) -> dict[str, float]:
-        """How many tokens a centre stands for, and how far the farthest of them may be."""
+        """How many tokens an entry stands for, and how far the farthest of them may be."""
         if not held.count:
             return {}
         sizes, reach = held.per_entry["sizes"], held.per_entry["reach"]
-        return {"tokens per centre": float(sizes.sum() / sizes.numel()), "reach": float(reach.max())}
+        return {"tokens per entry": float(sizes.sum() / sizes.numel()), "reach": float(reach.max())}
 
 
-def _clustering(keys: Float[Tensor, "l n d"], count: int) -> Clustering:
-    """So many centres for every lane."""
-    found = k_center(keys[None], torch.tensor([count], device=keys.device))
-    return Clustering(found.centres[0], found.nearest[0], found.distance[0])
+@dataclass(frozen=True)
+class Clusters:
+    """Of lanes that are alike. No token of a cluster is farther than `reach` from its entry."""
+
+    keys: Float[Tensor, "l n d"]
+    values: Float[Tensor, "l n e"]
+    sizes: Int32[Tensor, "l n"]
+    reach: Float[Tensor, "l n"]
+
+    @property
+    def count(self) -> int:
+        return self.keys.shape[1]
+
+    def at(self, index: Int64[Tensor, "l m"]) -> "Clusters":
+        """Those with these numbers."""
+        return Clusters(
+            chosen(self.keys, index),
+            chosen(self.values, index),
+            self.sizes.gather(1, index),
+            self.reach.gather(1, index),
+        )
+
+    def split(self, first: Int64[Tensor, "l m"]) -> "tuple[Clusters, Clusters]":
+        """Those with these numbers, and the rest in their order."""
+        if not first.shape[1]:
+            return self.at(first), self
+        rest = torch.ones_like(self.sizes, dtype=torch.bool).scatter(1, first, False)
+        return self.at(first), self.at(in_front(rest)[:, : self.count - first.shape[1]])
+
+    def and_(self, other: "Clusters") -> "Clusters":
+        """These and then those."""
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return Clusters(*(torch.cat(pair, 1) for pair in pairs))
+
+
+def away_from_mean(clusters: Clusters, count: int) -> Int64[Tensor, "l m"]:
+    """Of single tokens those whose keys point away from the mean of all keys so far, in their order.
+
+    The mean of all that are held, each as often as the tokens it stands for.
+    """
+    keys, sizes = clusters.keys.double(), clusters.sizes.double()
+    mean = torch.einsum("lnd,ln->ld", keys, sizes / sizes.sum(1, keepdim=True))
+    towards = torch.einsum("lnd,ld->ln", F.normalize(keys, dim=2), mean)
+    towards = towards.masked_fill(clusters.sizes > 1, torch.inf)
+    return towards.sort(dim=1, stable=True).indices[:, :count].sort(dim=1).values
+
+
+def _clustered(clusters: Clusters, count: int, entries: str) -> Clusters:
+    """So many of them by k-center; each the one in the middle, or the mean of all of the cluster's tokens."""
+    found = k_center(clusters.keys[None], torch.tensor([count], device=clusters.keys.device))
+    order = found.centres[0].sort(1)
+    owner = order.indices.argsort(1).gather(1, found.nearest[0])  # the place of each one's centre among the centres
+    nothing = torch.zeros_like(clusters.sizes[:, :count])
+    sizes = nothing.scatter_add(1, owner, clusters.sizes)
+    if entries == "mean":
+        keys, values = (means(x, owner, clusters.sizes, sizes) for x in (clusters.keys, clusters.values))
+        distance = (clusters.keys - chosen(keys, owner)).float().norm(dim=2)
+    else:
+        keys, values = (chosen(x, order.values) for x in (clusters.keys, clusters.values))
+        distance = found.distance[0]
+    reach = torch.zeros_like(nothing, dtype=clusters.reach.dtype)
+    reach = reach.scatter_reduce(1, owner, (clusters.reach + distance).to(reach.dtype), "amax")
+    return Clusters(keys, values, sizes, reach)
+
+
+def means(
+    x: Float[Tensor, "l n d"], owner: Int64[Tensor, "l n"], sizes: Int32[Tensor, "l n"], total: Int32[Tensor, "l k"]
+) -> Float[Tensor, "l k d"]:
+    """Of each owner's vectors, each as often as its size; in float32 at least. One of its own stays what it is."""
+    precise = torch.promote_types(x.dtype, torch.float32)
+    shares = (sizes / total.gather(1, owner)).to(precise)
+    sums = x.new_zeros(*total.shape, x.shape[2], dtype=precise)
+    return sums.scatter_add(1, owner[..., None].expand_as(x), x * shares[..., None]).to(x.dtype)
+
+
+def _joined(clusters: Clusters, count: int) -> Clusters:
+    """So many clusters, joined pair by pair (see `kernels/pairs.py`): the mean of both, where the first was.
+
+    Means of keys and of values, weighted by sizes, are those of all tokens of both: nothing drifts.
+    """
+    keys, values, reach, n = clusters.keys, clusters.values, clusters.reach, clusters.sizes.long()
+    while bool(((excess := (n > 0).sum(1) - count) > 0).any()):
+        other, first = cheapest_pairs(keys, n, excess)
+        lane, one = first.nonzero(as_tuple=True)
+        two = other[lane, one]
+        total = n[lane, one] + n[lane, two]
+        share = (n[lane, two].double() / total)[:, None]
+        far = (keys[lane, two].double() - keys[lane, one].double()).norm(dim=1)
+        ends = reach[lane, one] + far * share[:, 0], reach[lane, two] + far * (1 - share[:, 0])
+        put = lane, one
+        reach = reach.index_put(put, torch.maximum(*ends).to(reach.dtype))
+        keys, values = (
+            x.index_put(put, x[lane, one].double().lerp(x[lane, two].double(), share).to(x.dtype))
+            for x in (keys, values)
+        )
+        n = n.index_put(put, total).index_put((lane, two), torch.zeros_like(total))
+    return Clusters(keys, values, n.int(), reach).at(in_front(n > 0)[:, :count])  # lanes have joined other pairs
