@@ -65,6 +65,8 @@ def summaries(kind: str, folder: Path) -> Iterator[Row]:
         line: Row = {"kind": kind, "layer": layer, "texts": len(here[1]), "past": here[1][0]["past"]}
         line |= {"top": here[1][0]["top"], "top_share": fmean(tops), "least_head": min(tops)}
         line |= {"past_share": fmean(share for row in here[1] for share in row["past_shares"])}
+        if fixed := [share for row in here[1] for share in row.get("fixed_shares", ())]:
+            line["fixed_share"] = fmean(fixed)
         for share in READS:
             errors, recalls = (of_texts(here[0], share, measure) for measure in ("error", "recall"))
             line[f"error at {share:g}"] = {way: fmean(texts.values()) for way, texts in errors.items()}
@@ -126,7 +128,7 @@ def draw(out: Path, lines: Sequence[Row]) -> None:
     spreads = [row for row in rows_of(books, "spreads") if (row["layer"], row["head"]) in HEADS]
     if spreads:
         figures["lookup-spreads"] = key_pictures.spreads_picture(spreads)
-    if sizes := rows_of(out / "sizes", "sizes"):
+    if sizes := rows_of(books, "sizes"):
         figures["lookup-sizes"] = key_pictures.sizes_picture(sizes)
     for name, figure in figures.items():
         save(figure, DOCS / "figures" / f"{name}-smollm2.png")
@@ -134,11 +136,16 @@ def draw(out: Path, lines: Sequence[Row]) -> None:
 
 def print_table(lines: Sequence[Row], share: float = READS[0]) -> None:
     names = " | ".join(label(way) for way in WAYS)
-    print(f"\n| layer | top | past / all | window alone, error | {names} | less k-means | less rotated |")
-    print("|---|" + "---|" * (len(WAYS) + 5))
+    print(f"\n| layer | top | fixed | past / all | window alone, error | {names} | less k-means | less rotated |")
+    print("|---|" + "---|" * (len(WAYS) + 6))
     for line in lines:
         errors, recalls = line[f"error at {share:g}"], line[f"recall at {share:g}"]
-        cells = [f"{line['top_share']:.2f}", f"{line['past_share']:.2f}", f"{errors.get(WINDOW_ALONE, math.nan):.3f}"]
+        cells = [
+            f"{line['top_share']:.2f}",
+            f"{line.get('fixed_share', math.nan):.2f}",
+            f"{line['past_share']:.2f}",
+            f"{errors.get(WINDOW_ALONE, math.nan):.3f}",
+        ]
         cells += [f"{recalls.get(way, math.nan):.2f} / {errors.get(way, math.nan):.3f}" for way in WAYS]
         found = line[f"recall at {share:g}, saap less"]
         cells += ["{:+.3f} ± {:.3f}".format(*found[other]) if found.get(other) else "" for other in OTHERS]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from benchmarks.selectivity import key_pictures as pictures
-from benchmarks.selectivity.attention_span import Cut, logits_by_head, span
+from benchmarks.selectivity.attention_span import FIXED, Cut, logits_by_head, span
 from benchmarks.selectivity.bucket_sizes import (
     KINDS,
     bucket_sizes,
@@ -73,15 +73,18 @@ def test_a_span_is_that_of_the_definition(softcap):
     found = span(seen, CUT, top=5)
     assert found["past"] == past.stop - past.start
     for head in range(HEADS * GROUP):
-        tops, pasts = [], []
+        tops, pasts, each = [], [], []
         for query in range(TOKENS - 10, TOKENS):
             logits = seen.keys[head // GROUP, : query + 1] @ seen.queries[head, query] * 0.5
             logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
             attention = torch.softmax(logits, 0)
             pasts.append(float(attention[past].sum()))
+            each.append(attention[past] / attention[past].sum())
             tops.append(float(attention[past].sort().values[-5:].sum() / attention[past].sum()))
         assert found["top_shares"][head] == pytest.approx(sum(tops) / 10, rel=1e-4)
         assert found["past_shares"][head] == pytest.approx(sum(pasts) / 10, rel=1e-4)
+        largest = torch.stack(each).mean(0).sort().values[-FIXED:].sum()
+        assert found["fixed_shares"][head] == pytest.approx(float(largest), rel=1e-4)
 
 
 def test_as_many_keys_as_there_are_have_all_of_the_attention():

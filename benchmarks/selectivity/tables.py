@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
+from benchmarks.selectivity.attention_span import FIXED
 from benchmarks.selectivity.plan import WINDOW_ALONE
 from benchmarks.selectivity.summary import Curve, Point, at_read, label, summarise, with_first_index
 from rich.console import Group
@@ -55,6 +56,8 @@ def _spans(rows: Sequence[Row]) -> Group:
         whole = [share for row in rows if row["layer"] == layer for share in row["past_shares"]]
         cells[str(layer), f"top {rows[0]['top']}"] = f"{fmean(heads):.1%}"
         cells[str(layer), "least head"] = f"{min(heads):.1%}"
+        fixed = [share for row in rows if row["layer"] == layer for share in row.get("fixed_shares", ())]
+        cells[str(layer), f"{FIXED} fixed keys"] = f"{fmean(fixed):.1%}" if fixed else ""
         cells[str(layer), "past / all"] = f"{fmean(whole):.1%}"
     return table_of("attention to the past: the share of its largest keys", "layer", cells)
 
