@@ -13,7 +13,7 @@ HISTORIES ?= 2000
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo real test check format lint types test-fast test-oldest soak power picture decode answers clustering balance lookup needle figures clean
+.PHONY: demo real test check format lint types test-fast test-oldest soak power picture decode answers clustering balance lookup needle real-keys figures clean
 
 demo: $(VENV)/ready ## what kvsketch does, on the embedded model, side by side; and a report
 	$(BIN)/kvsketch demo --out demo-report
@@ -83,6 +83,21 @@ lookup: $(VENV)/ready ## what Saap does: time of a step, answers and errors of l
 	$(BIN)/python benchmarks/looked_up_answers.py lookup-report
 	$(BIN)/python benchmarks/looked_up_answers.py needles-lookup-report --lengths 4000 --samples 24 --fitted-to needles
 	$(BIN)/python -m benchmarks.selectivity --index lookup-report/own --window 255 --out selectivity-report
+
+BOOKS ?= books
+CODE ?= code
+PIECES := $(BIN)/python benchmarks/pieces.py
+LOOK := $(BIN)/python -m benchmarks.selectivity smollm2 --index real-keys/index --window 255 --seeds 1 \
+	--methods "saap; saap(prefer='density'); kmeans; kmeans(rope=True); retrieval; random_tokens" --rates 1/64,1/32,1/16,1/8,1/4
+real-keys: $(VENV)/ready ## the papers' claims on keys of smollm2; BOOKS has train/*.txt and valid/*.txt, CODE *.txt: two hours
+	$(PIECES) $(BOOKS)/train/*.txt --each 2 -o real-keys/train.jsonl
+	$(PIECES) $(BOOKS)/valid/*.txt --each 2 -o real-keys/valid
+	$(PIECES) $(CODE)/*.txt --each 2 -o real-keys/code-pieces
+	$(BIN)/kvsketch fit smollm2 --corpus real-keys/train.jsonl -o real-keys/index --tokens 4096 --buckets 256 --hidden 256 \
+		--apart 255 --away 128 --queries 384
+	$(LOOK) $$(printf -- '--prompt-file %s ' real-keys/valid/*) -o real-keys/books
+	$(LOOK) $$(printf -- '--prompt-file %s ' real-keys/code-pieces/*) -o real-keys/code
+	$(BIN)/python -m benchmarks.real_keys real-keys
 
 figures: $(VENV)/ready ## draw docs/figures from the rows in docs/results
 	$(BIN)/python benchmarks/figures.py

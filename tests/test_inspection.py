@@ -13,7 +13,14 @@ from commands import run as command
 from kvsketch.algorithms.subgen import founders, no_clusters, update_softmax_normalizer
 from kvsketch.attention import exact_attention
 from kvsketch.evaluation.inspection import pictures
-from kvsketch.evaluation.inspection.spread import clusters_over_time, inspect_layer, median_distance, save_rows
+from kvsketch.evaluation.inspection.spread import (
+    clusters_at_shares,
+    clusters_over_time,
+    inspect_layer,
+    median_distance,
+    radii,
+    save_rows,
+)
 from kvsketch.evaluation.results.panels import save
 from kvsketch.huggingface.capture import Captured, capture
 
@@ -112,6 +119,29 @@ def test_rows_say_what_they_measured():
     assert last["at"] == 200
     assert last["delta"] == pytest.approx(median_distance(seen.keys[1]))
     assert last["log_spread"] == pytest.approx(2 * last["delta"] * row["queries"]["largest"] * 0.5)
+    assert row["value_clusters"][-1]["delta"] == pytest.approx(row["value_distance"])
+    assert row["value_distance"] == pytest.approx(median_distance(seen.values[1]))
+
+
+def test_vectors_in_clumps_have_few_clusters_and_a_small_radius():
+    """Sixteen clumps, each a tenth as wide as they are apart; the same vectors without clumps beside them."""
+    generator = torch.Generator().manual_seed(0)
+    clumps = 10 * torch.randn(16, 8, generator=generator)
+    noise = torch.randn(400, 8, generator=generator)
+    clumped = clumps[torch.arange(400) % 16] + noise
+    counts = [next(c["count"] for c in clusters_at_shares(x, [0.25]) if c["at"] == 400) for x in (clumped, noise)]
+    assert counts[0] == 16
+    assert counts[1] > 300
+    (first, *_), (other, *_) = radii(clumped), radii(noise)
+    assert first["centres"] == other["centres"] == 16
+    assert first["share"] < 0.2 < 0.5 < other["share"]
+
+
+def test_radii_do_not_depend_on_scale():
+    vectors = captured().keys[0]
+    for cell, scaled in zip(radii(vectors), radii(7 * vectors), strict=True):
+        assert cell["share"] == pytest.approx(scaled["share"], rel=1e-4)
+    assert [cell["share"] for cell in radii(vectors[:1].expand(5, -1))] == [0.0, 0.0, 0.0]
 
 
 def test_pictures_are_functions_of_rows(tmp_path):
@@ -123,6 +153,8 @@ def test_pictures_are_functions_of_rows(tmp_path):
     curve = figure.axes[1].lines[1]  # after the diagonal: the smaller δ
     cells = [[cell["count"] for cell in head["clusters"] if cell["share"] == 0.5] for head in heads]
     assert list(curve.get_ydata()) == [sum(pair) / 2 for pair in zip(*cells, strict=True)]
+    of_values = [[cell["count"] for cell in head["value_clusters"] if cell["share"] == 0.5] for head in heads]
+    assert list(figure.axes[1].lines[2].get_ydata()) == [sum(pair) / 2 for pair in zip(*of_values, strict=True)]
     assert len(pictures.norms_picture(rows).axes[0].containers) == 4
     assert save(figure, tmp_path / "new" / "clusters.png").read_bytes().startswith(b"\x89PNG")
 
@@ -159,7 +191,7 @@ def test_the_command_writes_rows_and_pictures(tmp_path):
     head, *rows = map(json.loads, (tmp_path / "out" / "inspect.jsonl").read_text().splitlines())
     assert head["model"] == "embedded"
     assert {row["layer"] for row in rows} == {0, 2}
-    assert re.search(r"clusters, layer\s+δ = 0.5\s+δ = 1", done.stdout)
+    assert re.search(r"clusters of values, layer\s+δ = 0.5\s+δ = 1", done.stdout)
 
 
 @pytest.mark.parametrize(

@@ -339,9 +339,10 @@ def test_the_study_settles_all_it_announces_and_its_rows_can_be_read(of_model, t
     model, folder = of_model
     asked, files = asked_of(folder), Files(tmp_path, TINY)
     steps = list(run(model, asked, files))
-    assert sum(settled for _, settled in steps) == asked.total == 2 * 2 * (1 + 2 + 2) + 2 * 2 + 1
+    assert sum(settled for _, settled in steps) == asked.total == 2 * 2 * (1 + 2 + 2) + 2 * 2 * 2 + 1
     rows = files.rows(asked)
-    assert {part: len(found) for part, found in rows.items()} == {"lookups": 20, "spans": 4, "spreads": 1, "sizes": 4}
+    counts = {"lookups": 20, "spans": 4, "spreads": 1, "separations": 4, "sizes": 4}
+    assert {part: len(found) for part, found in rows.items()} == counts
     assert {row["rotated"] for row in rows["sizes"]} == {False, True}
     assert (rows["spreads"][0]["layer"], rows["spreads"][0]["head"]) == (2, 5)
     for part, found in rows.items():
@@ -474,9 +475,24 @@ def test_the_command_makes_its_own_buckets_prints_tables_and_draws(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "saap is left out" in done.stderr
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    pictures = {f"{name}.png" for name in ("selectivity", "recall", "buckets", "spans", "spreads", "sizes")}
+    pictures = {
+        "selectivity.png",
+        "recall.png",
+        "buckets.png",
+        "spans.png",
+        "spreads.png",
+        "separations.png",
+        "sizes.png",
+    }
     assert names == {f"{part}.jsonl" for part in KEYS} | pictures | {"kmeans-16", "kmeans-32"}
-    for line in ("k-means before rotation", "MagicPIG", "layer 2: recall", "top 256", "1, 32, after"):
+    for line in (
+        "k-means before rotation",
+        "MagicPIG",
+        "layer 2: recall",
+        "top 256",
+        "told apart, after",
+        "1, 32, after",
+    ):
         assert line in done.stdout
     runs, rows = read_rows(tmp_path / "out" / "lookups.jsonl", KEY)
     assert runs[0]["model"] == "embedded"

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from benchmarks.selectivity import key_pictures as pictures
-from benchmarks.selectivity.attention_span import Cut, logits_by_head, span
+from benchmarks.selectivity.attention_span import FIXED, Cut, logits_by_head, span
 from benchmarks.selectivity.bucket_sizes import (
     KINDS,
     bucket_sizes,
@@ -25,6 +25,12 @@ from benchmarks.selectivity.key_query_spread import (
     shares,
 )
 from benchmarks.selectivity.own_buckets import cluster, folder_of, keys_of, make_buckets
+from benchmarks.selectivity.separation import (
+    distance_of_means,
+    nearest_mean_accuracy,
+    negative_products,
+    separation,
+)
 
 import zoo
 from kvsketch.algorithms import saap
@@ -67,15 +73,18 @@ def test_a_span_is_that_of_the_definition(softcap):
     found = span(seen, CUT, top=5)
     assert found["past"] == past.stop - past.start
     for head in range(HEADS * GROUP):
-        tops, pasts = [], []
+        tops, pasts, each = [], [], []
         for query in range(TOKENS - 10, TOKENS):
             logits = seen.keys[head // GROUP, : query + 1] @ seen.queries[head, query] * 0.5
             logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
             attention = torch.softmax(logits, 0)
             pasts.append(float(attention[past].sum()))
+            each.append(attention[past] / attention[past].sum())
             tops.append(float(attention[past].sort().values[-5:].sum() / attention[past].sum()))
         assert found["top_shares"][head] == pytest.approx(sum(tops) / 10, rel=1e-4)
         assert found["past_shares"][head] == pytest.approx(sum(pasts) / 10, rel=1e-4)
+        largest = torch.stack(each).mean(0).sort().values[-FIXED:].sum()
+        assert found["fixed_shares"][head] == pytest.approx(float(largest), rel=1e-4)
 
 
 def test_as_many_keys_as_there_are_have_all_of_the_attention():
@@ -210,6 +219,33 @@ def test_everything_of_a_head_comes_from_its_kv_head_and_before_rotation():
     assert found["maps"]["before rotation"] == principal_map(seen.keys_before[1], seen.queries_before[4], 2)
 
 
+def test_clouds_apart_are_told_apart_and_others_are_not():
+    """2,000 vectors each: within four standard errors of a half, √(1/4/2000), where both are the same cloud."""
+    generator = torch.Generator().manual_seed(0)
+    queries, keys = torch.randn(2, 2000, WIDTH, generator=generator)
+    assert nearest_mean_accuracy(queries, keys) == pytest.approx(0.5, abs=4 * math.sqrt(0.25 / 2000))
+    assert distance_of_means(queries, keys) < 0.1
+    apart = torch.zeros(WIDTH).index_fill_(0, torch.tensor(2), 5.0)
+    assert nearest_mean_accuracy(queries + apart, keys - apart) > 0.99
+    assert distance_of_means(queries + apart, keys - apart) == pytest.approx(10 / math.sqrt(2 * WIDTH), rel=0.05)
+    assert negative_products(queries + apart, keys - apart, sinks=1) > 0.95
+
+
+def test_a_separation_is_of_each_query_head_and_its_kv_head():
+    seen = captured()
+    centroids = torch.nn.functional.normalize(torch.randn(HEADS, 5, WIDTH), dim=2)
+    found = separation(seen, centroids, sinks=2)
+    head, kv_head = 4, 1
+    queries, keys = seen.queries_before[head, 2:], seen.keys_before[kv_head, 2:]
+    assert found["before rotation"]["accuracy"][head] == nearest_mean_accuracy(queries, keys)
+    assert found["after rotation"]["distance"][head] == distance_of_means(
+        seen.queries[head, 2:], seen.keys[kv_head, 2:]
+    )
+    of_queries, of_keys = (torch.tensor(shares(x, centroids[kv_head])) for x in (queries, keys))
+    assert found["largest_share"][head] == pytest.approx(float(of_queries.max()))
+    assert found["bucket_distance"][head] == pytest.approx(float((of_queries - of_keys).abs().sum() / 2), rel=1e-5)
+
+
 def test_evenly_means_from_the_first_to_the_last():
     assert evenly(3, 8, 100).tolist() == [3, 4, 5, 6, 7]
     assert evenly(0, 101, 5).tolist() == [0, 25, 50, 75, 100]
@@ -278,3 +314,6 @@ def test_pictures_are_made_of_rows_alone():
     centroids = torch.nn.functional.normalize(torch.randn(5, WIDTH), dim=1)
     spreads = [{"layer": 1, "head": head} | key_query_spread(seen, head, centroids) for head in range(2)]
     assert len(pictures.spreads_picture(spreads).axes) == 8
+    separations = [{"layer": layer} | separation(seen, centroids.expand(HEADS, -1, -1)) for layer in range(3)]
+    accuracies, _ = pictures.separations_picture(separations).axes
+    assert accuracies.lines[2].get_ydata() == pytest.approx(separations[1]["before rotation"]["accuracy"])

@@ -21,6 +21,8 @@ from kvsketch.caches.core.config import BLOCK
 from kvsketch.evaluation.results.rows import Row
 from kvsketch.huggingface.capture import Captured
 
+FIXED = 8  # keys that may be the same for all queries, as sinks are
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
@@ -59,17 +61,21 @@ class Cut:
 def span(seen: Captured, cut: Cut, top: int) -> Row:
     """Of the attention that each query head pays to the past, the share of its `top` largest keys: a mean over queries.
 
-    Beside it the share that the past has of all its attention.
+    Beside it the share of the keys that are largest for all queries together: where that is nearly as much, what is
+    looked up is the same whatever is asked, as with a sink. And the share that the past has of all attention.
     """
     past = cut.past(seen.keys.shape[1])
-    top_shares, past_shares = list[float](), list[float]()
+    top_shares, fixed_shares, past_shares = list[float](), list[float](), list[float]()
     for logits in logits_by_head(seen, cut.asking):
         all_mass, past_logits = logits.logsumexp(2), logits[..., past]
         past_mass = past_logits.logsumexp(2)
         largest = past_logits.topk(min(top, past_logits.shape[2]), 2).values.logsumexp(2)
         top_shares += (largest - past_mass).exp().mean(1).tolist()
         past_shares += (past_mass - all_mass).exp().mean(1).tolist()
-    return {"past": past.stop - past.start, "top_shares": top_shares, "past_shares": past_shares}
+        means = past_logits.softmax(2).mean(1)
+        fixed_shares += means.topk(min(FIXED, means.shape[1]), 1).values.sum(1).tolist()
+    shares = {"top_shares": top_shares, "fixed_shares": fixed_shares, "past_shares": past_shares}
+    return {"past": past.stop - past.start, **shares}
 
 
 def logits_by_head(seen: Captured, asking: int) -> Iterator[Float[Tensor, "g q n"]]:

@@ -230,6 +230,7 @@ def _draw(rows: "dict[str, list[Row]]", indexes: Sequence[str], out: Path) -> No
         "recall": lookup_pictures.lookups_picture(rows["lookups"], indexes, "recall"),
         "spans": key_pictures.spans_picture(rows["spans"]),
         "spreads": key_pictures.spreads_picture(rows["spreads"]),
+        "separations": key_pictures.separations_picture(rows["separations"]),
     }
     if len(indexes) > 1:
         pictures["buckets"] = lookup_pictures.buckets_picture(rows["lookups"])

@@ -38,6 +38,24 @@ def spans_picture(rows: Sequence[Row]) -> Figure:
     return _finish(figure, [axes], columns=2)
 
 
+def separations_picture(rows: Sequence[Row]) -> Figure:
+    """How well queries are told from keys by the nearer mean, and the cosine of the means: a dot a head, by layer."""
+    layers = sorted({row["layer"] for row in rows})
+    figure, panels = panels_for(2, width=max(4.0, 0.24 * len(layers)))
+    parts = (("accuracy", "told apart by the nearer mean", 0.5), ("cosine", "cosine of the two means", 0.0))
+    for axes, (name, title, nothing) in zip(panels, parts, strict=True):
+        axes.axhline(nothing, color=EXACT, lw=1, ls="--")
+        for when, colour, shift in (("before rotation", BEFORE, -0.15), ("after rotation", AFTER, 0.15)):
+            for place, layer in enumerate(layers):
+                texts = [row[when][name] for row in rows if row["layer"] == layer]
+                heads = [fmean(values) for values in zip(*texts, strict=True)]
+                axes.plot([place + shift] * len(heads), heads, "o", color=colour, ms=3, alpha=0.6, mew=0, label=when)
+        axes.set_xticks(range(len(layers)), map(str, layers), fontsize=7)
+        axes.set_xlabel("layer")
+        axes.set_title(title, loc="left", fontsize=10)
+    return _finish(figure, panels, columns=2)
+
+
 def sizes_picture(rows: Sequence[Row]) -> Figure:
     """Deviation of bucket sizes: a panel for each layer and number of buckets, a dot a draw, mean over heads; Figure 2.
 

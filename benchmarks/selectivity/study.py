@@ -12,6 +12,7 @@ from benchmarks.selectivity.bucket_sizes import deviations
 from benchmarks.selectivity.key_query_spread import key_query_spread
 from benchmarks.selectivity.lookups import Case, case_of, measure
 from benchmarks.selectivity.plan import KEY, Study, Trial, index_name
+from benchmarks.selectivity.separation import separation
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -26,6 +27,7 @@ KEYS = {
     "lookups": KEY,
     "spans": ("prompt", "tokens", "layer", "top", "sinks", "window", "asking"),
     "spreads": ("prompt", "tokens", "layer", "head", "index", "sinks"),
+    "separations": ("prompt", "tokens", "layer", "index", "sinks"),
     "sizes": ("training", "others", "layer", "index", "rotated", "sinks"),
 }
 
@@ -63,12 +65,13 @@ class Asked:
     def items(self, prompt: Prompt) -> Iterator[Item]:
         """All rows of one text."""
         cut, place = self.study.cut, {"prompt": prompt.name, "tokens": prompt.ids.shape[1]}
+        filed = place | {"index": index_name(self.study.indexes[0])} | cut.labels
         for layer in self.layers:
             labels = place | {"layer": layer, "top": self.top} | cut.labels
             yield Item("spans", labels, lambda seen, case: span(seen, cut, self.top))
+            yield Item("separations", filed | {"layer": layer}, self._separation)
         for layer, head in self.heads if prompt is self.prompts[0] else ():
-            labels = place | {"layer": layer, "head": head, "index": index_name(self.study.indexes[0])} | cut.labels
-            yield Item("spreads", labels, partial(self._spread, head))
+            yield Item("spreads", filed | {"layer": layer, "head": head}, partial(self._spread, head))
         for layer, trial in product(self.layers, self.study.trials(self.study.past(prompt))):
             yield Item("lookups", self.study.labels(prompt, layer, trial), partial(_looked_up, trial))
 
@@ -83,8 +86,13 @@ class Asked:
 
     def _spread(self, head: int, seen: Captured, case: Case) -> Row:
         kv_head = head * len(seen.keys) // len(seen.queries)
-        centroids = self.study.indexes[0].layer(seen.layer).centroids[kv_head]
-        return key_query_spread(seen, head, centroids, self.study.cut.sinks)
+        return key_query_spread(seen, head, self._centroids(seen)[kv_head], self.study.cut.sinks)
+
+    def _separation(self, seen: Captured, case: Case) -> Row:
+        return separation(seen, self._centroids(seen), self.study.cut.sinks)
+
+    def _centroids(self, seen: Captured) -> Tensor:
+        return self.study.indexes[0].layer(seen.layer).centroids
 
 
 class Files:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
+from benchmarks.selectivity.attention_span import FIXED
 from benchmarks.selectivity.plan import WINDOW_ALONE
 from benchmarks.selectivity.summary import Curve, Point, at_read, label, summarise, with_first_index
 from rich.console import Group
@@ -15,7 +16,9 @@ NOTE = (
     "Errors are relative, Frobenius norms over the queries and heads of a layer. Sinks and window are read in full; "
     "shares are of the tokens that left them. Between two settings of a method: straight lines over the logarithm of "
     "what is read. Deviation of bucket sizes: over their mean; in brackets half the sum of what a bucket's shares of "
-    "keys differ by from those of the training texts. Means over texts, seeds and heads."
+    "keys differ by from those of the training texts. Queries and keys told apart: by the nearer of their means; "
+    "cosine of the means, and their distance over both spreads; negative products; half the sum of what a bucket's "
+    "shares of queries and of keys differ by; the most queries in one bucket. Means over texts, seeds and heads."
 )
 
 
@@ -29,6 +32,7 @@ def tables(rows: dict[str, list[Row]], indexes: Sequence[str]) -> Iterator[Group
         )
         yield table_of(f"layer {layer}: recall of the attention to the past", "method", _cells(here, "recall"))
     yield _spans(rows["spans"])
+    yield _separations(rows["separations"])
     if rows["sizes"]:
         yield _sizes(rows["sizes"])
 
@@ -52,8 +56,23 @@ def _spans(rows: Sequence[Row]) -> Group:
         whole = [share for row in rows if row["layer"] == layer for share in row["past_shares"]]
         cells[str(layer), f"top {rows[0]['top']}"] = f"{fmean(heads):.1%}"
         cells[str(layer), "least head"] = f"{min(heads):.1%}"
+        fixed = [share for row in rows if row["layer"] == layer for share in row.get("fixed_shares", ())]
+        cells[str(layer), f"{FIXED} fixed keys"] = f"{fmean(fixed):.1%}" if fixed else ""
         cells[str(layer), "past / all"] = f"{fmean(whole):.1%}"
     return table_of("attention to the past: the share of its largest keys", "layer", cells)
+
+
+def _separations(rows: Sequence[Row]) -> Group:
+    """How far queries are from keys, by layer: before rotation, and where it is said after it."""
+    cells = dict[tuple[str, str], str]()
+    for layer in sorted({row["layer"] for row in rows}):
+        here = [row for row in rows if row["layer"] == layer]
+        for column, name in (("told apart", "accuracy"), ("cosine", "cosine"), ("distance", "distance")):
+            means = [fmean(x for row in here for x in row[f"{when} rotation"][name]) for when in ("before", "after")]
+            cells[str(layer), f"{column}, after"] = "{:.2f}, {:.2f}".format(*means)
+        for column, name in (("negative", "negative"), ("buckets", "bucket_distance"), ("largest", "largest_share")):
+            cells[str(layer), column] = f"{fmean(x for row in here for x in row[name]):.2f}"
+    return table_of("queries and keys: how far they are apart", "layer", cells)
 
 
 def _sizes(rows: Sequence[Row]) -> Group:

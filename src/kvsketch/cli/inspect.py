@@ -1,7 +1,7 @@
-"""`kvsketch inspect`: whether a model's keys cluster."""
+"""`kvsketch inspect`: whether a model's keys cluster, and its values."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 LEAST_TOKENS = 16
 NOTE = (
-    "δ in shares of the median distance between keys. In brackets 2δr: SubGen's theorem asks for samples in "
-    "proportion to its exponential."
+    "δ in shares of the median distance between keys, or between values. In brackets 2δr: SubGen's theorem asks for "
+    "samples in proportion to its exponential. Radius of k centres: over that of one."
 )
 PromptFile = Annotated[
     Path | None, typer.Option(help="A text to read; - is standard input. Left out: a record of lines.")
@@ -33,7 +33,7 @@ PromptFile = Annotated[
 Layers = Annotated[
     str | None, typer.Option(help="These layers, with commas; left out, five from the first to the last.")
 ]
-Shares = Annotated[str, typer.Option(help="Radii δ, as shares of the median distance between keys.")]
+Shares = Annotated[str, typer.Option(help="Radii δ, as shares of the median distance between keys, or values.")]
 
 
 def inspect(
@@ -120,21 +120,43 @@ def _draw(rows: "list[Row]", seen: "Sequence[Captured]", heads: Sequence[int], o
     say("pictures: " + ", ".join(sorted(path.name for path in out.glob("*.png"))))
 
 
-def _tables(rows: "list[Row]") -> tuple[Table, Table]:
-    """Means over heads: of norms, and of clusters after the whole text."""
-    shares = sorted({cell["share"] for cell in rows[0]["clusters"]})
+def _tables(rows: "list[Row]") -> Iterator[Table]:
+    """Means over heads: norms, clusters of keys and of values after the whole text, and radii of k-center."""
+    by_layer = {layer: [row for row in rows if row["layer"] == layer] for layer in sorted({r["layer"] for r in rows})}
     norms = Table("norms, layer", "queries", "keys", "keys - mean", "values", "distance", box=None, pad_edge=False)
-    headings = (f"δ = {share:g}" for share in shares)
-    clusters = Table("clusters, layer", *headings, box=None, pad_edge=False)
-    for layer in sorted({row["layer"] for row in rows}):
-        heads = [row for row in rows if row["layer"] == layer]
+    for layer, heads in by_layer.items():
         means = [fmean(head[name]["mean"] for head in heads) for name in ("queries", "keys", "centred_keys", "values")]
         means.append(fmean(head["median_distance"] for head in heads))
         norms.add_row(str(layer), *(f"{value:.2f}" for value in means))
+    yield norms
+    yield _clusters("keys", "clusters", by_layer)
+    yield _clusters("values", "value_clusters", by_layer)
+    yield _radii(by_layer)
+
+
+def _clusters(what: str, name: str, by_layer: "Mapping[int, Sequence[Row]]") -> Table:
+    """How many there are at the end, for each δ; of keys also 2δr."""
+    shares = sorted({cell["share"] for heads in by_layer.values() for cell in heads[0][name]})
+    table = Table(f"clusters of {what}, layer", *(f"δ = {share:g}" for share in shares), box=None, pad_edge=False)
+    for layer, heads in by_layer.items():
         cells = []
         for share in shares:
-            last = [[cell for cell in head["clusters"] if cell["share"] == share][-1] for head in heads]
-            count, spread = (fmean(cell[name] for cell in last) for name in ("count", "log_spread"))
-            cells.append(f"{count:,.0f} ({spread:.0f})")
-        clusters.add_row(str(layer), *cells)
-    return norms, clusters
+            last = [[cell for cell in head[name] if cell["share"] == share][-1] for head in heads]
+            spread = f" ({fmean(cell['log_spread'] for cell in last):.0f})" if "log_spread" in last[0] else ""
+            cells.append(f"{fmean(cell['count'] for cell in last):,.0f}{spread}")
+        table.add_row(str(layer), *cells)
+    return table
+
+
+def _radii(by_layer: "Mapping[int, Sequence[Row]]") -> Table:
+    """Of keys and of values, over that of one centre."""
+    counts = [cell["centres"] for cell in next(iter(by_layer.values()))[0]["radii"]]
+    headings = (f"k = {count}" for count in counts)
+    table = Table("radius, keys / values, layer", *headings, box=None, pad_edge=False)
+    for layer, heads in by_layer.items():
+        means = [
+            [fmean(head[name][place]["share"] for head in heads) for name in ("radii", "value_radii")]
+            for place in range(len(counts))
+        ]
+        table.add_row(str(layer), *(f"{keys:.2f} / {values:.2f}" for keys, values in means))
+    return table

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import product
 
 import torch
 from jaxtyping import Float
@@ -15,29 +16,38 @@ from kvsketch.evaluation.results.panels import COLOURS, panels_for
 from kvsketch.huggingface.capture import Captured
 
 CENTRES = 16  # as in Figure 1 of the SubGen paper
+KINDS = (("clusters", "keys", "-"), ("value_clusters", "values", "--"))
 POINTS = 1500  # of a map; more take long and show no more
 
 
 def clusters_picture(rows: Sequence[Row]) -> Figure:
-    """A panel for each layer: clusters against tokens, mean over heads, a curve for each δ; dashed: one each."""
+    """A panel for each layer: clusters against tokens, mean over heads, a curve for each δ; dotted: one each.
+
+    Lines are of keys, dashed ones of values, whose δ are shares of their own distances.
+    """
     layers = sorted({row["layer"] for row in rows})
     shares = sorted({cell["share"] for cell in rows[0]["clusters"]})
     figure, panels = panels_for(len(layers), 4, 3.2 if len(layers) > 1 else 4.0)
     for axes, layer in zip(panels, layers, strict=True):
         heads = [row for row in rows if row["layer"] == layer]
         at = [cell["at"] for cell in heads[0]["clusters"] if cell["share"] == shares[0]]
-        axes.plot(at, at, color="#bbbbbb", ls="--", lw=1)
-        for number, share in enumerate(shares):
-            curves = [[cell["count"] for cell in head["clusters"] if cell["share"] == share] for head in heads]
-            mean = [sum(counts) / len(counts) for counts in zip(*curves, strict=True)]
-            label = f"δ = {share:g} × median distance"
-            axes.plot(at, mean, color=COLOURS[number % len(COLOURS)], lw=1.8, marker="o", ms=3, label=label)
+        axes.plot(at, at, color="#bbbbbb", ls=":", lw=1)
+        for (number, share), (name, what, style) in product(enumerate(shares), KINDS):
+            mean = counts_of([head[name] for head in heads], share)
+            label = f"{what}, δ = {share:g} × median distance"
+            axes.plot(at, mean, style, color=COLOURS[number % len(COLOURS)], lw=1.6, marker="o", ms=2.5, label=label)
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_title(f"layer {layer}", loc="left", fontsize=10)
         axes.set_xlabel("tokens")
         axes.set_ylabel("clusters")
     return _with_legend(figure, panels)
+
+
+def counts_of(heads: Sequence[Sequence[Row]], share: float) -> list[float]:
+    """Clusters at one δ, mean over heads, in the order of tokens."""
+    curves = [[cell["count"] for cell in head if cell["share"] == share] for head in heads]
+    return [sum(counts) / len(counts) for counts in zip(*curves, strict=True)]
 
 
 def norms_picture(rows: Sequence[Row]) -> Figure:

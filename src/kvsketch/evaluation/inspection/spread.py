@@ -9,18 +9,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvsketch.algorithms.kcenter import greedy_k_center
 from kvsketch.algorithms.subgen import founders
 from kvsketch.huggingface.capture import Captured
 
 Row = dict[str, Any]
 STEPS = 12  # points of a curve over the length of a text
+CENTRES = (16, 64, 256)  # of k-center; 16 as in Figure 1 of the SubGen paper
 
 
 def inspect_layer(seen: Captured, shares: Sequence[float]) -> Iterator[Row]:
-    """For every KV head: norms, and how many clusters its keys found at radii δ that are shares of their distance."""
+    """For every KV head: norms, and how well its keys cluster, and its values, each at shares of their own distance."""
     group = seen.queries.shape[0] // seen.keys.shape[0]
     for head in range(seen.keys.shape[0]):
-        keys = seen.keys[head].float().cpu()
+        keys, values = seen.keys[head].float().cpu(), seen.values[head].float().cpu()
         distance = median_distance(keys)
         queries = seen.queries[head * group : (head + 1) * group].float()
         longest = float(queries.norm(dim=2).max())
@@ -32,19 +34,16 @@ def inspect_layer(seen: Captured, shares: Sequence[float]) -> Iterator[Row]:
             "queries": spread(queries.norm(dim=2)),
             "keys": spread(keys.norm(dim=1)),
             "centred_keys": spread((keys - keys.mean(0)).norm(dim=1)),
-            "values": spread(seen.values[head].float().norm(dim=1)),
+            "values": spread(values.norm(dim=1)),
             "median_distance": distance,
+            "value_distance": median_distance(values),
             "clusters": [
-                {
-                    "share": share,
-                    "delta": share * distance,
-                    "log_spread": 2 * share * distance * longest * seen.scale,  # 2δr: samples needed grow with its exp
-                    "at": at,
-                    "count": count,
-                }
-                for share in shares
-                for at, count in clusters_over_time(keys, share * distance)
+                cell | {"log_spread": 2 * cell["delta"] * longest * seen.scale}  # 2δr: samples needed grow with its exp
+                for cell in clusters_at_shares(keys, shares)
             ],
+            "value_clusters": list(clusters_at_shares(values, shares)),
+            "radii": radii(keys),
+            "value_radii": radii(values),
         }
 
 
@@ -53,10 +52,27 @@ def spread(norms: Tensor) -> dict[str, float]:
     return {"mean": float(norms.mean()), "deviation": float(norms.std()), "largest": float(norms.max())}
 
 
-def median_distance(keys: Float[Tensor, "n d"]) -> float:
-    """Of pairs of keys, from up to 1,000 of them."""
-    few = keys[:: -(-len(keys) // 1000)]
+def median_distance(vectors: Float[Tensor, "n d"]) -> float:
+    """Of pairs of vectors, from up to 1,000 of them."""
+    few = vectors[:: -(-len(vectors) // 1000)]
     return float(torch.pdist(few).median())
+
+
+def clusters_at_shares(vectors: Float[Tensor, "n d"], shares: Sequence[float]) -> Iterator[Row]:
+    """Clusters against tokens, at radii δ that are shares of the vectors' own median distance."""
+    distance = median_distance(vectors)
+    for share in shares:
+        for at, count in clusters_over_time(vectors, share * distance):
+            yield {"share": share, "delta": share * distance, "at": at, "count": count}
+
+
+def radii(vectors: Float[Tensor, "n d"]) -> list[Row]:
+    """How far the farthest vector is from the nearest of k-center's centres, over how far it is from the first one."""
+    alone = float(greedy_k_center(vectors, 1).radius)
+    return [
+        {"centres": count, "share": float(greedy_k_center(vectors, count).radius) / alone if alone else 0.0}
+        for count in CENTRES
+    ]
 
 
 def clusters_over_time(keys: Float[Tensor, "n d"], delta: float) -> list[tuple[int, int]]:
