@@ -13,6 +13,7 @@ from commands import run as command
 from kvsketch.algorithms.subgen import founders, no_clusters, update_softmax_normalizer
 from kvsketch.attention import exact_attention
 from kvsketch.evaluation.inspection import pictures
+from kvsketch.evaluation.inspection.attended import attended
 from kvsketch.evaluation.inspection.spread import (
     clusters_at_shares,
     clusters_over_time,
@@ -218,3 +219,25 @@ def test_a_text_of_a_few_words_is_refused(tmp_path):
 def test_a_radius_that_is_no_number_is_refused():
     with pytest.raises(ValueError, match="delta must be 0 or more, got nan"):
         founders(some_keys(), float("nan"))
+
+
+def test_who_gets_the_attention_is_seen_where_it_was_put():
+    """Queries look away from most keys: at those that point the other way and at no others; their values are long."""
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(600, 16, generator=generator) / 4 + 2
+    keys[200:300:4] = -2
+    values = torch.randn(600, 16, generator=generator)
+    values[200:300:4] *= 10
+    found = attended(torch.full((2, 600, 16), -1.0), keys, values, 1.0)
+    assert found["best"] > 0.99
+    assert found["away"] > 0.99
+    assert found["short values"] < 0.01
+    assert found["k-center"] > 0.03, "one of them at least: they are all the same"
+    assert found["cosine"] < -0.9
+    even = attended(torch.zeros(2, 600, 16), keys, values, 1.0)
+    assert all(even[name] == pytest.approx(75 / 300, rel=1e-5) for name in ("best", "away", "short keys", "k-center"))
+
+
+def test_a_text_without_a_middle_has_no_attention_to_it():
+    none = torch.zeros(0, 4)
+    assert attended(torch.zeros(1, 0, 4), none, none, 1.0) is None

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 LEAST_TOKENS = 16
 NOTE = (
     "δ in shares of the median distance between keys, or between values. In brackets 2δr: SubGen's theorem asks for "
-    "samples in proportion to its exponential. Radius of k centres: over that of one."
+    "samples in proportion to its exponential. Radius of k centres: over that of one. "
+    "Attention to a quarter: what a quarter of the tokens gets of all that goes to the middle of the text, if they are "
+    "those that get most, those whose keys point away from the mean of all, those with short keys or short values, or "
+    "k-center's; .25 by chance. Cosine: of the mean query and the mean key."
 )
 PromptFile = Annotated[
     Path | None, typer.Option(help="A text to read; - is standard input. Left out: a record of lines.")
@@ -132,6 +135,8 @@ def _tables(rows: "list[Row]") -> Iterator[Table]:
     yield _clusters("keys", "clusters", by_layer)
     yield _clusters("values", "value_clusters", by_layer)
     yield _radii(by_layer)
+    if all(row["attended"] for row in rows):
+        yield _attended(by_layer)
 
 
 def _clusters(what: str, name: str, by_layer: "Mapping[int, Sequence[Row]]") -> Table:
@@ -145,6 +150,17 @@ def _clusters(what: str, name: str, by_layer: "Mapping[int, Sequence[Row]]") -> 
             spread = f" ({fmean(cell['log_spread'] for cell in last):.0f})" if "log_spread" in last[0] else ""
             cells.append(f"{fmean(cell['count'] for cell in last):,.0f}{spread}")
         table.add_row(str(layer), *cells)
+    return table
+
+
+def _attended(by_layer: "Mapping[int, Sequence[Row]]") -> Table:
+    """Shares of attention, and the cosine between mean query and mean key."""
+    from kvsketch.evaluation.inspection.attended import CHOICES
+
+    names = (*CHOICES, "cosine")
+    table = Table("attention to a quarter, layer", *names, box=None, pad_edge=False)
+    for layer, heads in by_layer.items():
+        table.add_row(str(layer), *(f"{fmean(head['attended'][name] for head in heads):.2f}" for name in names))
     return table
 
 

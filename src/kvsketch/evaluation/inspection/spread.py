@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvsketch.algorithms.kcenter import greedy_k_center
 from kvsketch.algorithms.subgen import founders
+from kvsketch.evaluation.inspection.attended import attended
 from kvsketch.huggingface.capture import Captured
 
 Row = dict[str, Any]
@@ -19,7 +20,7 @@ CENTRES = (16, 64, 256)  # of k-center; 16 as in Figure 1 of the SubGen paper
 
 
 def inspect_layer(seen: Captured, shares: Sequence[float]) -> Iterator[Row]:
-    """For every KV head: norms, and how well its keys cluster, and its values, each at shares of their own distance."""
+    """For every KV head: norms, how well its keys and its values cluster, and which of its tokens get the attention."""
     group = seen.queries.shape[0] // seen.keys.shape[0]
     for head in range(seen.keys.shape[0]):
         keys, values = seen.keys[head].float().cpu(), seen.values[head].float().cpu()
@@ -44,6 +45,7 @@ def inspect_layer(seen: Captured, shares: Sequence[float]) -> Iterator[Row]:
             "value_clusters": list(clusters_at_shares(values, shares)),
             "radii": radii(keys),
             "value_radii": radii(values),
+            "attended": attended(queries.cpu(), keys, values, seen.scale),
         }
 
 
