@@ -104,7 +104,7 @@ real-keys: $(VENV)/ready ## the papers' claims on keys of smollm2; BOOKS has tra
 	$(LOOK) --window 255 -m "$(WAYS)" $$(printf -- '--prompt-file %s ' $(REAL)/code-pieces/*) -o $(REAL)/code
 	$(BIN)/python -m benchmarks.real_keys $(REAL)
 	$(BIN)/python benchmarks/study.py $(REAL) --real $(REAL)/valid/*-0.txt
-	$(BIN)/kvsketch bench text smollm2 $$(printf -- '--texts %s ' $(REAL)/valid/*-1.txt) --tokens 2048 --next 64 --windows 1 \
+	$(BIN)/kvsketch bench text smollm2 $$(printf -- '--texts %s ' $(REAL)/valid/*-1.txt) --tokens 2048 --next 64 --windows 2 \
 		--methods "saap($(AT_MOST)=0.05); kmeans($(AT_MOST)=0.05); kmeans($(AT_MOST)=0.05, rope=True); \
 		saap($(AT_MOST)=0.1); kmeans($(AT_MOST)=0.1, rope=True); retrieval(top=0.05, window=255); \
 		streaming_llm(keep=288, sinks=1)" -o $(REAL)/text
