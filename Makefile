@@ -86,18 +86,28 @@ lookup: $(VENV)/ready ## what Saap does: time of a step, answers and errors of l
 
 BOOKS ?= books
 CODE ?= code
+REAL := real-keys
 PIECES := $(BIN)/python benchmarks/pieces.py
-LOOK := $(BIN)/python -m benchmarks.selectivity smollm2 --index real-keys/index --window 255 --seeds 1 \
-	--methods "saap; saap(prefer='density'); kmeans; kmeans(rope=True); retrieval; random_tokens" --rates 1/64,1/32,1/16,1/8,1/4
+LOOK := $(BIN)/python -m benchmarks.selectivity smollm2 --index $(REAL)/index --seeds 1 --rates 1/64,1/32,1/16,1/8,1/4
+WAYS := saap; saap(prefer='density'); kmeans; kmeans(rope=True); retrieval; random_tokens
+FIT := $(BIN)/kvsketch fit smollm2 --corpus $(REAL)/six.jsonl --corpus $(REAL)/others.jsonl --tokens 4096 --buckets 256 \
+	--apart 255 --away 128 --queries 384
+AT_MOST := index='$(REAL)/index', window=255, probes=256, visit
 real-keys: $(VENV)/ready ## the papers' claims on keys of smollm2; BOOKS has train/*.txt and valid/*.txt, CODE *.txt: two hours
-	$(PIECES) $(BOOKS)/train/*.txt --each 2 -o real-keys/train.jsonl
-	$(PIECES) $(BOOKS)/valid/*.txt --each 2 -o real-keys/valid
-	$(PIECES) $(CODE)/*.txt --each 2 -o real-keys/code-pieces
-	$(BIN)/kvsketch fit smollm2 --corpus real-keys/train.jsonl -o real-keys/index --tokens 4096 --buckets 256 --hidden 256 \
-		--apart 255 --away 128 --queries 384
-	$(LOOK) $$(printf -- '--prompt-file %s ' real-keys/valid/*) -o real-keys/books
-	$(LOOK) $$(printf -- '--prompt-file %s ' real-keys/code-pieces/*) -o real-keys/code
-	$(BIN)/python -m benchmarks.real_keys real-keys
+	$(PIECES) $$(ls $(BOOKS)/train/*.txt | head -6) --each 2 -o $(REAL)/six.jsonl
+	$(PIECES) $$(ls $(BOOKS)/train/*.txt | tail -n +7) --each 1 -o $(REAL)/others.jsonl
+	$(PIECES) $(BOOKS)/valid/*.txt --each 2 -o $(REAL)/valid
+	$(PIECES) $(CODE)/*.txt --each 2 -o $(REAL)/code-pieces
+	$(FIT) --hidden 256 -o $(REAL)/index
+	$(LOOK) --window 255 -m "$(WAYS)" $$(printf -- '--prompt-file %s ' $(REAL)/valid/*-0.txt) -o $(REAL)/books \
+		--heads 3:0,14:0,25:0
+	$(LOOK) --window 255 -m "$(WAYS)" $$(printf -- '--prompt-file %s ' $(REAL)/code-pieces/*) -o $(REAL)/code
+	$(BIN)/python -m benchmarks.real_keys $(REAL)
+	$(BIN)/python benchmarks/study.py $(REAL) --real $(REAL)/valid/*-0.txt
+	$(BIN)/kvsketch bench text smollm2 $$(printf -- '--texts %s ' $(REAL)/valid/*-1.txt) --tokens 2048 --next 64 --windows 2 \
+		--methods "saap($(AT_MOST)=0.05); kmeans($(AT_MOST)=0.05); kmeans($(AT_MOST)=0.05, rope=True); \
+		saap($(AT_MOST)=0.1); kmeans($(AT_MOST)=0.1, rope=True); retrieval(top=0.05, window=255); \
+		streaming_llm(keep=288, sinks=1)" -o $(REAL)/text
 
 figures: $(VENV)/ready ## draw docs/figures from the rows in docs/results
 	$(BIN)/python benchmarks/figures.py

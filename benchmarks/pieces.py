@@ -25,6 +25,7 @@ def main(
         for path in files
         for number, piece in enumerate(pieces(tokenizer, path.read_text(encoding="utf-8"), each, tokens))
     ]
+    out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".jsonl":
         out.write_text("".join(json.dumps({"text": piece}) + "\n" for _, piece in found), encoding="utf-8")
         return

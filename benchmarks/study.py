@@ -2,6 +2,7 @@
 
 Runs `kvsketch bench error` on two tasks into OUT, where an interrupted run goes on; then puts means, deviations, times
 and ratios to a weighted uniform sample into docs/results/error.jsonl, draws docs/figures/error-*.png, prints tables.
+With `--real TEXT ...` the same on these texts and smollm2, in docs/results/error-smollm2.jsonl and error-smollm2.png.
 """
 
 import argparse
@@ -24,11 +25,16 @@ METHODS = (
     "balancekv(mode='faithful', block=256)", "uniform", "uniform(weights='none')", "streaming_llm", "clustergen",
     "subgen",
 )  # fmt: skip
+REAL, REAL_LAYERS, REAL_SEEDS = "smollm2", "0,3,8,14,20,25,29", 3
+REAL_METHODS = (
+    "balancekv", "balancekv(sharpness=0.25, block=256)", "balancekv(augmented=True, block=256)",
+    "balancekv(walk='fair', block=256)", "uniform", "streaming_llm", "clustergen",
+)  # fmt: skip
 SHOWN = ("balancekv", "balancekv(augmented=True)", "uniform", "uniform(weights='none')", "streaming_llm", "clustergen")
 
 
-def sum_up(task: str, rows: Sequence[Row], norms: Sequence[Row]) -> None:
-    """Rows of docs/results/error.jsonl: one for each layer, method, block and rate, and one for each prompt's norms."""
+def sum_up(task: str, rows: Sequence[Row], norms: Sequence[Row], name: str = "error") -> None:
+    """Rows of docs/results/NAME.jsonl: one for each layer, method, block and rate, and one for each prompt's norms."""
     found = summarise(rows)
     ratios = {method: compare(rows, method, "uniform") for method in {row["method"] for row in rows}}
     for (layer, (method, block), rate), errors in found.items():
@@ -40,12 +46,12 @@ def sum_up(task: str, rows: Sequence[Row], norms: Sequence[Row]) -> None:
             "entries": max(one["entries"] for one in here),
         }
         ratio = ratios[method].get((layer, (method, block), rate))
-        write_row("error", row | ({} if ratio is None else {"over_uniform": vars(ratio)}))
-    for name in dict.fromkeys(row["prompt"] for row in norms):
-        of_prompt = [row for row in norms if row["prompt"] == name]
+        write_row(name, row | ({} if ratio is None else {"over_uniform": vars(ratio)}))
+    for prompt in dict.fromkeys(row["prompt"] for row in norms):
+        of_prompt = [row for row in norms if row["prompt"] == prompt]
         pooled = {vectors: vars(norm) for vectors, norm in pool_norms(of_prompt).items()}
-        row = {"task": task, "norms": pooled, "prompt": name_without_digest(name), "tokens": of_prompt[0]["tokens"]}
-        write_row("error", row)
+        row = {"task": task, "norms": pooled, "prompt": name_without_digest(prompt), "tokens": of_prompt[0]["tokens"]}
+        write_row(name, row)
 
 
 def print_tables(task: str, rows: Sequence[Row]) -> None:
@@ -63,21 +69,39 @@ def print_tables(task: str, rows: Sequence[Row]) -> None:
             print(f"| `{name_of(curve)}` | {' | '.join(cells)} |")
 
 
+def read(folder: Path) -> tuple[list[Row], list[Row]]:
+    """Rows of errors and of norms."""
+    norms = [json.loads(line) for line in (folder / "norms.jsonl").read_text().splitlines()]
+    return read_rows(folder / "error.jsonl", KEY)[1], [row for row in norms if "run" not in row]
+
+
 def main(out: Path) -> None:
     (RESULTS / "error.jsonl").unlink(missing_ok=True)
     for task in TASKS:
         folder = out / task
         bench("error", folder, "--task", task, "--tokens", 4000, "--methods", "; ".join(METHODS))
-        rows = read_rows(folder / "error.jsonl", KEY)[1]
-        norms = [json.loads(line) for line in (folder / "norms.jsonl").read_text().splitlines()]
-        sum_up(task, rows, [row for row in norms if "run" not in row])
+        rows, norms = read(folder)
+        sum_up(task, rows, norms)
         save(pictures.errors_picture([row for row in rows if row["method"] in SHOWN]), FIGURES / f"error-{task}.png")
         balanced = [row for row in rows if row["method"] == "balancekv"]
         save(pictures.blocks_picture(balanced), FIGURES / f"error-blocks-{task}.png")
         print_tables(task, rows)
 
 
+def real(out: Path, texts: Sequence[Path]) -> None:
+    (RESULTS / f"error-{REAL}.jsonl").unlink(missing_ok=True)
+    files = [part for text in texts for part in ("--prompt-file", text)]
+    options = ("--layers", REAL_LAYERS, "--seeds", REAL_SEEDS, "--methods", "; ".join(REAL_METHODS))
+    bench("error", out / "error", REAL, *options, *files)
+    rows, norms = read(out / "error")
+    sum_up("texts", rows, norms, f"error-{REAL}")
+    save(pictures.errors_picture([row for row in rows if row["method"] in SHOWN]), FIGURES / f"error-{REAL}.png")
+    print_tables(REAL, rows)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    main(parser.parse_args().out)
+    parser.add_argument("--real", type=Path, nargs="+", metavar="TEXT")
+    given = parser.parse_args()
+    main(given.out) if given.real is None else real(given.out, given.real)

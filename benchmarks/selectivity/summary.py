@@ -16,6 +16,7 @@ NAMES = {
     WINDOW_ALONE: "sinks and window alone",
     "saap": "Saap",
     "saap(estimate=True)": "Saap with estimates",
+    "saap(prefer='density')": "Saap by density",
     "kmeans": "k-means before rotation",
     "kmeans(rope=True)": "k-means after rotation",
     "lsh(kind='kdeformer')": "KDEformer",
