@@ -13,15 +13,15 @@ LOOK: dict[str, Any] = {"lw": 1.6, "marker": "o", "ms": 4, "capsize": 2}
 
 
 def divergence_picture(means: Sequence[Mean], title: str) -> Figure:
-    """Both axes are logarithmic; bars are 95 % intervals over windows."""
+    """Both axes are logarithmic; geometric means over windows with their 95 % intervals."""
     figure = Figure(figsize=(7.2, 4.6), dpi=150)
     axes = figure.subplots()
     names = list(dict.fromkeys(family(mean.method) for mean in means))
     for number, name in enumerate(names):
         here = sorted((mean for mean in means if family(mean.method) == name), key=lambda mean: mean.share)
-        low, high = zip(*(mean.interval for mean in here), strict=True)
-        values = [mean.kl for mean in here]
-        bars = [[v - a for v, a in zip(values, low, strict=True)], [b - v for v, b in zip(values, high, strict=True)]]
+        found = [mean.typical for mean in here]
+        values = [one.mean for one in found]
+        bars = [[one.mean - one.low for one in found], [one.high - one.mean for one in found]]
         places = [100 * mean.share for mean in here]
         axes.errorbar(places, values, yerr=bars, color=COLOURS[number % len(COLOURS)], label=plain(name), **LOOK)
     axes.set_xscale("log")
@@ -30,7 +30,7 @@ def divergence_picture(means: Sequence[Mean], title: str) -> Figure:
     axes.set_xticks(ticks, [str(size) for size in ticks])
     axes.minorticks_off()
     axes.set_xlabel("bytes of a full cache (%)")
-    axes.set_ylabel("KL from the full cache's predictions (nats a token)")
+    axes.set_ylabel("KL from the full cache's predictions\n(nats a token, geometric mean)")
     axes.set_title(plain(title), loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=8, frameon=False)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from kvsketch.evaluation.results.ratios import NORMAL, Ratio, ratio_of
 from kvsketch.evaluation.results.rows import Row
 
+LEAST = 1e-9  # nats: what stands for a divergence of nothing where logarithms are taken
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mean:
@@ -18,6 +20,7 @@ class Mean:
     windows: int
     kl: float  # nats a token
     error: float  # its standard error over windows
+    typical: Ratio  # the geometric mean, which one window cannot decide, with its interval
     agree: float
     perplexity: float
     exact_perplexity: float
@@ -48,6 +51,7 @@ def _mean(method: str, rows: Sequence[Row]) -> Mean:
         windows=len(rows),
         kl=statistics.fmean(divergences),
         error=statistics.stdev(divergences) / math.sqrt(len(rows)) if len(rows) > 1 else math.nan,
+        typical=ratio_of([math.log(max(kl, LEAST)) for kl in divergences]),
         agree=statistics.fmean(row["agree"] for row in rows),
         perplexity=math.exp(statistics.fmean(row["nll"] for row in rows)),
         exact_perplexity=math.exp(statistics.fmean(row["nll_exact"] for row in rows)),
