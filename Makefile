@@ -90,6 +90,10 @@ REAL := real-keys
 PIECES := $(BIN)/python benchmarks/pieces.py
 LOOK := $(BIN)/python -m benchmarks.selectivity smollm2 --index $(REAL)/index --seeds 1 --rates 1/64,1/32,1/16,1/8,1/4
 WAYS := saap; saap(prefer='density'); kmeans; kmeans(rope=True); retrieval; random_tokens
+HASHED := saap; kmeans; kmeans(rope=True); retrieval; random_tokens; lsh(kind='kdeformer'); lsh(kind='reformer'); \
+	lsh(kind='magicpig'); random_buckets
+TWO := --prompt-file $(REAL)/valid/mary-shelley_frankenstein-0.txt \
+	--prompt-file $(REAL)/valid/thomas-hardy_tess-of-the-durbervilles-0.txt
 FIT := $(BIN)/kvsketch fit smollm2 --corpus $(REAL)/six.jsonl --corpus $(REAL)/others.jsonl --tokens 4096 --buckets 256 \
 	--apart 255 --away 128 --queries 384
 AT_MOST := index='$(REAL)/index', window=255, probes=256, visit
@@ -102,7 +106,15 @@ real-keys: $(VENV)/ready ## the papers' claims on keys of smollm2; BOOKS has tra
 	$(LOOK) --window 255 -m "$(WAYS)" $$(printf -- '--prompt-file %s ' $(REAL)/valid/*-0.txt) -o $(REAL)/books \
 		--heads 3:0,14:0,25:0
 	$(LOOK) --window 255 -m "$(WAYS)" $$(printf -- '--prompt-file %s ' $(REAL)/code-pieces/*) -o $(REAL)/code
+	head -5 $(REAL)/others.jsonl > $(REAL)/five.jsonl
+	$(LOOK) --window 255 -m "$(HASHED)" --layers 3,8,14,25 --tables 5,10,20,50,100 --train-file $(REAL)/five.jsonl \
+		$(TWO) -o $(REAL)/books --heads 3:0,14:0,25:0
+	for window in 1023 2047; do \
+		$(LOOK) --window $$window -m "saap; kmeans; kmeans(rope=True); retrieval" --layers 3,8,11,14,17,20,25,27 \
+			$(TWO) -o $(REAL)/window-$$window --heads 14:0; done
 	$(BIN)/python -m benchmarks.real_keys $(REAL)
+	$(BIN)/kvsketch inspect smollm2 --prompt-file $(REAL)/valid/mary-shelley_frankenstein-0.txt --tokens 4096 \
+		--layers 0,3,14,20,29 --shares 0.5,0.75,1 -o $(REAL)/inspect
 	$(BIN)/python benchmarks/study.py $(REAL) --real $(REAL)/valid/*-0.txt
 	$(BIN)/kvsketch bench text smollm2 $$(printf -- '--texts %s ' $(REAL)/valid/*-1.txt) --tokens 2048 --next 64 --windows 2 \
 		--methods "saap($(AT_MOST)=0.05); kmeans($(AT_MOST)=0.05); kmeans($(AT_MOST)=0.05, rope=True); \

@@ -125,9 +125,8 @@ def draw(out: Path, lines: Sequence[Row]) -> None:
     figures["lookup-selectivity"] = lookup_pictures.lookups_picture(lookups, indexes)
     figures["lookup-spans"] = key_pictures.spans_picture(rows_of(books, "spans"))
     figures["lookup-separations"] = key_pictures.separations_picture(rows_of(books, "separations"))
-    spreads = [row for row in rows_of(books, "spreads") if (row["layer"], row["head"]) in HEADS]
-    if spreads:
-        figures["lookup-spreads"] = key_pictures.spreads_picture(spreads)
+    if spreads := {(row["layer"], row["head"]): row for row in reversed(rows_of(books, "spreads"))}:
+        figures["lookup-spreads"] = key_pictures.spreads_picture([spreads[head] for head in HEADS if head in spreads])
     if sizes := rows_of(books, "sizes"):
         figures["lookup-sizes"] = key_pictures.sizes_picture(sizes)
     for name, figure in figures.items():
