@@ -10,6 +10,7 @@ from kvsketch.evaluation.embedded import load_embedded
 from kvsketch.evaluation.embedded.training.tokenizer import build_tokenizer
 from kvsketch.evaluation.results.rows import RowsFile, key_of, read_rows
 from kvsketch.evaluation.tasks import Sample
+from kvsketch.evaluation.tasks.haystack import haystack_of
 
 TOKENIZER = build_tokenizer()
 TINY = {"model": "tiny", "fingerprint": "1", "kvsketch": "0.1.0"}
@@ -108,6 +109,18 @@ def test_a_chat_template_is_used_and_the_answers_opening_comes_after_it():
     assert context.startswith("<user>A text:")
     assert question == "\nWhat is the pass key?<assistant> The pass key is "
     assert not Runner(tiny(), tokenizer, plan(raw=True)).template
+
+
+def test_samples_take_turns_with_several_haystacks_wherever_they_begin(tmp_path):
+    paths = [tmp_path / f"{name}.txt" for name in ("horse", "cow")]
+    for path in paths:
+        path.write_text(f"A {path.stem} ran. It rained. ")
+    for seed in (0, 1):
+        runner = Runner(tiny(), TOKENIZER, plan(tasks=("passkey",), haystack=haystack_of(paths), seed=seed))
+        texts = [TOKENIZER.decode(runner._prompt(next(runner.plan.cells()), number).context) for number in range(3)]
+        assert ["horse" in text for text in texts] == [(number + seed) % 2 == 0 for number in range(3)]
+        assert ["cow" in text for text in texts] == [(number + seed) % 2 == 1 for number in range(3)]
+        assert {row["haystack"] for row in rows_of(runner)} == {runner.plan.haystack.name}
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,9 @@ AskedOption = Annotated[
 WordingOption = Annotated[
     str | None, typer.Option(help="official or compact; compact is for the embedded model, and its default.")
 ]
+HaystackOption = Annotated[
+    list[Path] | None, typer.Option(help="A text to hide needles in, instead of noise; several take turns.")
+]
 NewTokensOption = Annotated[int | None, typer.Option(min=1, max=MOST, help="Instead of the task's own limit.")]
 
 
@@ -68,7 +71,7 @@ def bench_suite(
     asked: AskedOption = "both",
     depths: Annotated[str | None, typer.Option(help="Depths of the needle from 0 to 1, with commas.")] = None,
     wording: WordingOption = None,
-    haystack: Annotated[Path | None, typer.Option(help="A text to hide needles in, instead of noise.")] = None,
+    haystack: HaystackOption = None,
     cases: Annotated[Path | None, typer.Option(help="A file of LongEval's lines cases, instead of new ones.")] = None,
     seed: Annotated[int, typer.Option(help="Number of the first sample.")] = 0,
     batch: Annotated[int, typer.Option(min=1, max=MOST, help="Prompts read together.")] = 8,
@@ -91,12 +94,12 @@ def bench_suite(
 
 def _plan(
     suite: str, tasks: str | None, methods: str, lengths: str, depths: str | None, asked: str, wording: str,
-    haystack: Path | None, cases: Path | None, **others: Any,
+    haystack: Sequence[Path] | None, cases: Path | None, **others: Any,
 ) -> "Plan":  # fmt: skip
     """The plan that the options name."""
     from kvsketch.evaluation.answers.plan import Plan
     from kvsketch.evaluation.tasks import WORDINGS
-    from kvsketch.evaluation.tasks.haystack import Noise, TextFile
+    from kvsketch.evaluation.tasks.haystack import haystack_of
     from kvsketch.evaluation.tasks.longeval_files import read_cases
 
     if asked not in MODES:
@@ -112,7 +115,7 @@ def _plan(
         asked=MODES[asked],
         depths=numbers("--depths", depths or "", float),
         wording=wording,
-        haystack=Noise() if haystack is None else TextFile(haystack),
+        haystack=haystack_of(haystack or ()),
         cases=None if cases is None else read_cases(cases),
         **others,
     )
