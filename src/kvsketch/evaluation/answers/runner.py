@@ -75,6 +75,13 @@ class Runner:
                 for rows in self._answer(cell, numbers, missing) if missing else ():
                     yield Step(f"{label}, {rows[0]['method']}", rows, len(rows))
 
+    def labels(self) -> Iterator[Row]:
+        """What tells the plan's rows from one another."""
+        for cell in self.plan.cells():
+            for asked in self.plan.question_modes(cell):
+                for number in range(self.plan.prompts):
+                    yield from (self._labels(cell, asked, number, method) for method in self.methods)
+
     def _length(self, cell: Cell) -> int:
         """Tokens of a cell's longest prompt: what was asked for, or what all ready prompts of the file have."""
         if self.plan.cases is None:
