@@ -6,6 +6,7 @@ import pytest
 from matplotlib.collections import PathCollection
 from PIL import Image
 
+from kvsketch.evaluation.answers.able import able_part
 from kvsketch.evaluation.answers.page import write_page
 from kvsketch.evaluation.answers.pictures import draw_all, family, needle_map, score_against_bytes, score_against_length
 from kvsketch.evaluation.answers.summary import summarise
@@ -55,6 +56,9 @@ def test_the_page_has_what_the_model_can_do(tmp_path):
     assert "<td>kv</td><td>500</td><td>after</td><td>4</td><td>1.000 [0.51, 1.00]</td><td>yes</td>" in held
     assert len(re.findall(r"<th>kv<br><small>500 ", rest)) == 2
     assert "<th>kv<br><small>1,000 " not in rest
+    assert "<th>lines<br><small>500 " in rest
+    exact = [row for row in rows if row["method"] == "exact"]
+    assert able_part(exact, 0.8) == (summarise(exact), [])  # nothing to compare: no table but the first
     assert "everything held" not in write_page(tmp_path / "rows.jsonl", tmp_path).read_text()
 
 

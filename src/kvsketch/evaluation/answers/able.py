@@ -31,8 +31,10 @@ def unable(runner: Runner, rows: Iterable[Row], least: float) -> dict[Place, lis
 
 
 def able_part(rows: Sequence[Row], least: float) -> tuple[list[Mean], list[Row]]:
-    """What the model does with everything held; and the rows of tasks, lengths and modes where that is `least`."""
-    held = [mean for mean in summarise(rows) if mean.method == EXACT]
+    """What the model does with everything held; and the rows of where that is `least` and methods were measured."""
+    means = summarise(rows)
+    held = [mean for mean in means if mean.method == EXACT]
     able = {(mean.task, mean.asked, mean.length) for mean in held if mean.score >= least}
+    able &= {(mean.task, mean.asked, mean.length) for mean in means if mean.method != EXACT}
     title_of = titles(rows)
     return held, [row for row in rows if (title_of(row), row["asked"], row["length"]) in able]

@@ -32,7 +32,7 @@ def write_page(rows_path: Path, folder: Path, able: float | None = None) -> Path
     means = summarise(counting)
     text = template.render(
         runs=runs,
-        count=len(counting),
+        count=len(rows),
         able=able,
         held=held,
         tables=[_table(means, asked, title) for asked, title in ASKED.items() if any(m.asked == asked for m in means)],
