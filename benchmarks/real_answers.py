@@ -24,7 +24,7 @@ LENGTHS, FEW = (1000, 2000, 4000, 7500), 10  # prompts that say what the model c
 TOKENS, KEEPS = 2000, (0.5, 0.25, 0.125)
 FORMS = ("uniform({})", "balancekv({})", "balancekv(augmented=True, {})", "clustergen({})", "streaming_llm({})")
 METHODS = ["exact", *(form.format(f"keep={keep}") for keep in KEEPS for form in FORMS)]
-COMPARED = {"passkey": (), "niah_single": ("--max-new-tokens", 16), "number_string": ()}  # a right reply has 9 tokens
+COMPARED = {"niah_single": ("--max-new-tokens", 16), "number_string": ()}  # a right reply has 9 tokens
 
 
 def able_tasks(out: Path, books: list[Path]) -> list[Mean]:
@@ -62,17 +62,18 @@ def _bench(suite: str, out: Path, books: list[Path], tasks: list[str], *options:
 
 def sum_up(out: Path) -> None:
     """Means of both parts, those of more prompts where both have a cell; pictures of the methods."""
-    parts = [read_rows(out / part / "rows.jsonl") for part in ("held", "methods")]
-    runs, means = list[dict](), list[Mean]()
-    for some, rows in parts:
-        runs, means = runs + some, means + summarise(rows)
-    by_cell = {(mean.task, mean.asked, mean.length, mean.method): mean for mean in sorted(means, key=lambda m: m.count)}
+    (held_runs, held_rows), (runs, rows) = (read_rows(out / part / "rows.jsonl") for part in ("held", "methods"))
+    means = sorted([*summarise(held_rows), *summarise(rows)], key=lambda mean: mean.count)
+    by_cell = {(mean.task, mean.asked, mean.length, mean.method): mean for mean in means}
     found = sorted(by_cell.values(), key=lambda mean: (list(TASKS).index(mean.task), mean.length))
-    SUMMARY.write_text("\n".join([json.dumps({"runs": runs}), *(json.dumps(asdict(mean)) for mean in found)]) + "\n")
+    lines: list[dict] = [{"runs": [*held_runs, *runs]}]
+    lines += [asdict(mean) | {"quarters": quarters(rows, mean.task, mean.method)} for mean in found]
+    SUMMARY.write_text("".join(json.dumps(line) + "\n" for line in lines))
     for picture in draw_scores([mean for mean in found if mean.task in COMPARED and mean.length == TOKENS], out):
         picture.path.rename(FIGURES / f"answers-{MODEL}-{picture.path.name}")
     print_held([mean for mean in found if mean.method == "exact"])
     print_methods([mean for mean in found if mean.length == TOKENS])
+    print_depths(rows)
 
 
 def print_held(means: list[Mean]) -> None:
@@ -86,12 +87,32 @@ def print_held(means: list[Mean]) -> None:
 def print_methods(means: list[Mean]) -> None:
     """Methods down, tasks across."""
     tasks = [task for task in COMPARED if any(mean.task == task and mean.method != "exact" for mean in means)]
-    print("\n| | bytes, of full |", " | ".join(f"`{task}`" for task in tasks), "|\n|---|---|" + "---|" * len(tasks))
+    counts = {task: sorted({mean.count for mean in means if mean.task == task}) for task in tasks}
+    heads = [f"`{task}`, n = {' to '.join(map(str, {counts[task][0]: 0, counts[task][-1]: 0}))}" for task in tasks]
+    print("\n| | bytes, of full |", " | ".join(heads), "|\n|---|---|" + "---|" * len(tasks))
     for spec in METHODS:
         found = {mean.task: mean for mean in means if _plain(mean.method) == _plain(spec)}
         if found:
             share = next(iter(found.values())).share
             print(f"| `{spec}` | {share:.3f} |", " | ".join(f"{found.get(task, '')}" for task in tasks), "|")
+
+
+def quarters(rows: list[dict], task: str, method: str) -> list[tuple[float, int]]:
+    """How many needles were found in each quarter of the texts, and how many there were."""
+    here = [row for row in rows if row["task"] == task and row["method"] == method and row["at"] is not None]
+    parts = [[row["score"] for row in here if min(3, int(4 * row["at"])) == part] for part in range(4)]
+    return [(sum(part), len(part)) for part in parts]
+
+
+def print_depths(rows: list[dict]) -> None:
+    """Methods down, quarters of the text across."""
+    names = {row["method"]: 0 for row in rows}
+    for task in dict.fromkeys(row["task"] for row in rows):
+        print(f"\n| `{task}`, found in the | first quarter | second | third | last |\n|---|---|---|---|---|")
+        for spec in METHODS:
+            for name in (name for name in names if _plain(name) == _plain(spec)):
+                cells = [f"{found:.0f} of {count}" for found, count in quarters(rows, task, name)]
+                print(f"| `{spec}` |", " | ".join(cells), "|")
 
 
 def _plain(spec: str) -> frozenset[str]:
