@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 
 import pytest
 from safetensors import safe_open
@@ -184,6 +185,8 @@ def test_mistakes_of_standard_input(text, message):
         (["needle", "--haystack", "{latin}"], "is no text in UTF-8"),
         (["needle", "--depths", "2"], "a depth is a share of the document from 0 to 1, got 2.0"),
         (["needle", "--depths", "nan"], "--depths must be numbers up to"),
+        (["needle", "--able", "nan"], "--able must be a score from 0 to 1, got nan"),
+        (["needle", "--haystack", BOOK, "--haystack", BOOK], "a haystack is named twice in book.txt, book.txt"),
         (["lines", "--methods", ";"], "name at least one method"),
         (["lines", "--methods", "unifrm"], "did you mean uniform?"),
         (["lines", "--lengths", "20"], "lines: 20 tokens are too few for one sample"),
@@ -197,6 +200,31 @@ def test_mistakes_of_bench(arguments, message, book, tmp_path):
     out = [] if "--out" in filled else ["--out", tmp_path / "out"]
     refused(run("bench", *filled, *out, *samples), message)
     assert not (tmp_path / "out").exists()
+
+
+def test_methods_are_measured_only_where_the_model_is_able(tmp_path):
+    """What is left out is said, and found again in the rows when the same command goes on."""
+    method = "streaming_llm(keep=0.25)"
+    arguments = ["bench", "infinite", "--tasks", "passkey,math_find", "--lengths", 300, "--asked", "after"]
+    arguments += ["--able", 0.8, "--methods", method, "--samples", 4, "-o", tmp_path]
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    said = re.search(r"left out, as the model scores less than 0\.8 .* held: (.*)", done.stderr)
+    assert re.fullmatch(r"math_find at 300 tokens, after \(0\.\d\d, n = 4\)", said.group(1))
+    rows = read_rows(tmp_path / "rows.jsonl")[1]
+    measured = Counter((row["task"], row["method"]) for row in rows)
+    assert measured == {("passkey", "exact"): 4, ("math_find", "exact"): 4, ("passkey", method): 4}
+    first, _, second = done.stdout.partition("passkey, 300 tokens")
+    assert "With everything held: what counts is 0.8 or more" in first
+    assert re.search(r"passkey +300 +after +4 +1\.000 \[0\.51, 1\.00\] +yes", first)
+    assert re.search(r"math_find +300 +after +4 +0\..* no", first)
+    assert method in second
+    assert "math_find" not in second
+    again = run(*arguments)
+    assert again.stdout == done.stdout
+    assert read_rows(tmp_path / "rows.jsonl")[1] == rows
+    assert run("bench", "report", tmp_path, "--able", 0.8).stdout == done.stdout
+    assert "math_find, 300 tokens" in run("bench", "report", tmp_path).stdout
 
 
 def test_a_mistake_is_told_in_one_line():

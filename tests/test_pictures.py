@@ -6,6 +6,7 @@ import pytest
 from matplotlib.collections import PathCollection
 from PIL import Image
 
+from kvsketch.evaluation.answers.able import able_part
 from kvsketch.evaluation.answers.page import write_page
 from kvsketch.evaluation.answers.pictures import draw_all, family, needle_map, score_against_bytes, score_against_length
 from kvsketch.evaluation.answers.summary import summarise
@@ -43,6 +44,22 @@ def made_rows():
 
 
 ROWS = list(made_rows())
+
+
+def test_the_page_has_what_the_model_can_do(tmp_path):
+    """What it does with everything held comes first; where that is too little, nothing follows."""
+    rows = [row | {"score": 0.0} if (row["task"], row["length"]) == ("kv", 1000) else row for row in ROWS]
+    RowsFile(tmp_path / "rows.jsonl", {"model": "a", "fingerprint": "1", "kvsketch": "0"}).add(rows)
+    page = write_page(tmp_path / "rows.jsonl", tmp_path, able=0.8).read_text()
+    held, _, rest = page.partition("Question known before")
+    assert "<td>kv</td><td>1,000</td><td>after</td><td>4</td><td>0.000 [0.00, 0.49]</td><td>no</td>" in held
+    assert "<td>kv</td><td>500</td><td>after</td><td>4</td><td>1.000 [0.51, 1.00]</td><td>yes</td>" in held
+    assert len(re.findall(r"<th>kv<br><small>500 ", rest)) == 2
+    assert "<th>kv<br><small>1,000 " not in rest
+    assert "<th>lines<br><small>500 " in rest
+    exact = [row for row in rows if row["method"] == "exact"]
+    assert able_part(exact, 0.8) == (summarise(exact), [])  # nothing to compare: no table but the first
+    assert "everything held" not in write_page(tmp_path / "rows.jsonl", tmp_path).read_text()
 
 
 def test_a_methods_family_leaves_out_its_budget():

@@ -1,15 +1,19 @@
 """The runner's answers are the model's own; interrupted runs lose and repeat nothing."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import zoo
+from kvsketch.evaluation.answers.able import first_prompts, unable
 from kvsketch.evaluation.answers.plan import Plan
 from kvsketch.evaluation.answers.runner import Runner
 from kvsketch.evaluation.embedded import load_embedded
 from kvsketch.evaluation.embedded.training.tokenizer import build_tokenizer
 from kvsketch.evaluation.results.rows import RowsFile, key_of, read_rows
-from kvsketch.evaluation.tasks import Sample
+from kvsketch.evaluation.tasks import Question, Sample
+from kvsketch.evaluation.tasks.haystack import haystack_of
 
 TOKENIZER = build_tokenizer()
 TINY = {"model": "tiny", "fingerprint": "1", "kvsketch": "0.1.0"}
@@ -110,6 +114,18 @@ def test_a_chat_template_is_used_and_the_answers_opening_comes_after_it():
     assert not Runner(tiny(), tokenizer, plan(raw=True)).template
 
 
+def test_samples_take_turns_with_several_haystacks_wherever_they_begin(tmp_path):
+    paths = [tmp_path / f"{name}.txt" for name in ("horse", "cow")]
+    for path in paths:
+        path.write_text(f"A {path.stem} ran. It rained. ")
+    for seed in (0, 1):
+        runner = Runner(tiny(), TOKENIZER, plan(tasks=("passkey",), haystack=haystack_of(paths), seed=seed))
+        texts = [TOKENIZER.decode(runner._prompt(next(runner.plan.cells()), number).context) for number in range(3)]
+        assert ["horse" in text for text in texts] == [(number + seed) % 2 == 0 for number in range(3)]
+        assert ["cow" in text for text in texts] == [(number + seed) % 2 == 1 for number in range(3)]
+        assert {row["haystack"] for row in rows_of(runner)} == {runner.plan.haystack.name}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -147,6 +163,35 @@ def test_a_question_that_opens_the_document_is_always_known():
     rows = rows_of(Runner(tiny(), TOKENIZER, both))
     assert {row["asked"] for row in rows if row["task"] == "math_find"} == {"before"}
     assert len(rows) == both.answers
+
+
+def test_what_a_model_cannot_do_is_left_out():
+    """By the first prompts of the same making alone; in each mode by itself."""
+    whole = plan(tasks=("lines", "kv"), methods=("exact", "uniform(keep=200)"), samples=50)
+    first = Runner(tiny(), TOKENIZER, first_prompts(whole))
+    rows = [labels | {"score": 1.0} for labels in first.labels()]
+    assert len(rows) == 2 * 2 * 20
+    for row in rows:
+        if (row["task"], row["asked"]) == ("kv", "after"):
+            row["score"] = float(row["sample"] < 15)
+    others = [row | change | {"score": 0.0} for row in rows for change in ({"sample": 30}, {"haystack": "a"})]
+    left_out = unable(first, rows + others, 0.8)
+    assert left_out == {("kv", 300, "after"): [1.0] * 15 + [0.0] * 5}
+    assert unable(first, rows, 0.75) == {}
+    rest = replace(whole, left_out=left_out)
+    assert [rest.question_modes(cell) for cell in rest.cells()] == [["before", "after"], ["before"]]
+    assert rest.answers == 50 * 3 * 2
+    assert len(list(Runner(tiny(), TOKENIZER, rest).labels())) == rest.answers
+
+
+def test_ready_prompts_are_left_out_whatever_their_length():
+    cases = ("three", [Sample("A text.", (Question(f"What is {i}?", ("1",), "1"),)) for i in range(3)])
+    whole = plan(cases=cases, lengths=())
+    first = Runner(tiny(), TOKENIZER, first_prompts(whole))
+    left_out = unable(first, rows_of(first), 0.8)
+    assert set(left_out) == {("lines", 0, "before"), ("lines", 0, "after")}
+    assert replace(whole, left_out=left_out).answers == 0
+    assert not rows_of(Runner(tiny(), TOKENIZER, replace(whole, left_out=left_out)))
 
 
 def test_a_models_own_generation_settings_do_not_matter():

@@ -14,7 +14,7 @@ import pytest
 
 from kvsketch.evaluation.embedded.training.tokenizer import build_tokenizer
 from kvsketch.evaluation.tasks import TASKS, WORDINGS, Setting
-from kvsketch.evaluation.tasks.haystack import SENTENCES, TextFile
+from kvsketch.evaluation.tasks.haystack import SENTENCES, TextFile, haystack_of
 from kvsketch.evaluation.tasks.length import Fitter
 from kvsketch.evaluation.tasks.lines import HEADER
 from kvsketch.evaluation.tasks.longeval_files import read_cases
@@ -244,6 +244,36 @@ def test_a_text_of_the_users_can_be_the_haystack(tmp_path):
         TextFile(tmp_path / "nowhere.txt")
     with pytest.raises(ValueError, match="is a folder: name a file"):
         TextFile(tmp_path)
+
+
+def test_a_text_comes_back_with_the_quotes_it_closes(tmp_path):
+    """Sentences with single blanks between them are the text, whatever closes them."""
+    book = tmp_path / "book.txt"
+    book.write_text("\"Who is there?\" said he. (Nobody.) 'Go on.'\n\u201cWell!\u201d A title\n\nIt   rained.")
+    text = TextFile(book)
+    assert text.joint.join(text.sentences) == " ".join(book.read_text().split())
+    assert text.sentences == [
+        '"Who is there?"', "said he.", "(Nobody.)", "'Go on.'", "\u201cWell!\u201d", "A title", "It rained.",
+    ]  # fmt: skip
+
+
+def test_several_texts_take_turns(tmp_path):
+    """Sample by sample; together they have another name than each of them, and than others of the same names."""
+    paths = [tmp_path / f"{name}.txt" for name in "ab"]
+    for path in paths:
+        path.write_text(f"A sentence of {path.stem}.")
+    both = haystack_of(paths)
+    draw = random.Random(0)
+    assert [both.of(sample).pieces(draw, 1) for sample in range(3)] == [
+        ["A sentence of a."], ["A sentence of b."], ["A sentence of a."],
+    ]  # fmt: skip
+    assert both.name.startswith("a.txt+b.txt#")
+    assert haystack_of(paths[:1]).name == TextFile(paths[0]).name
+    assert haystack_of(()).name == "noise"
+    paths[1].write_text("Another sentence.")
+    assert haystack_of(paths).name != both.name
+    with pytest.raises(ValueError, match=r"a haystack is named twice in a\.txt, a\.txt"):
+        haystack_of([paths[0], paths[0]])
 
 
 def test_a_haystack_may_come_through_a_pipe(tmp_path):

@@ -44,6 +44,7 @@ NAMED = (
     "clustergen(weights='none')",
     "clustergen(apart=0)",
     "clustergen(entries='centre', apart=0)",
+    "clustergen(keep=0.5, entries='centre', apart=0)",
     "clustergen(entries='centre', apart=0, weights='none')",
     "subgen(keep=0.25)",
     "subgen(growth=1.25)",

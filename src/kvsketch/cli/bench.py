@@ -1,8 +1,10 @@
 """`kvsketch bench`: tasks with right answers, methods side by side, rows that can be continued."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,8 +23,10 @@ from kvsketch.cli.options import Device, ModelName, Precision
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from kvsketch.evaluation.answers.plan import Asked, Plan
+    from kvsketch.evaluation.answers.plan import Asked, Place, Plan
+    from kvsketch.evaluation.answers.runner import Runner
     from kvsketch.evaluation.answers.summary import Mean
+    from kvsketch.evaluation.results.rows import RowsFile
 
 ROWS = "rows.jsonl"
 WIDEST = 38  # letters of a method, before it goes on in the next line
@@ -54,6 +58,12 @@ AskedOption = Annotated[
 WordingOption = Annotated[
     str | None, typer.Option(help="official or compact; compact is for the embedded model, and its default.")
 ]
+HaystackOption = Annotated[
+    list[Path] | None, typer.Option(help="A text to hide needles in, instead of noise; several take turns.")
+]
+AbleOption = Annotated[
+    float | None, typer.Option(help="Only tasks and lengths where exact scores so much, by 20 prompts asked first.")
+]
 NewTokensOption = Annotated[int | None, typer.Option(min=1, max=MOST, help="Instead of the task's own limit.")]
 
 
@@ -68,10 +78,11 @@ def bench_suite(
     asked: AskedOption = "both",
     depths: Annotated[str | None, typer.Option(help="Depths of the needle from 0 to 1, with commas.")] = None,
     wording: WordingOption = None,
-    haystack: Annotated[Path | None, typer.Option(help="A text to hide needles in, instead of noise.")] = None,
+    haystack: HaystackOption = None,
     cases: Annotated[Path | None, typer.Option(help="A file of LongEval's lines cases, instead of new ones.")] = None,
     seed: Annotated[int, typer.Option(help="Number of the first sample.")] = 0,
     batch: Annotated[int, typer.Option(min=1, max=MOST, help="Prompts read together.")] = 8,
+    able: AbleOption = None,
     max_new_tokens: NewTokensOption = None,
     dtype: Precision = "auto",
     device: Device = None,
@@ -80,23 +91,24 @@ def bench_suite(
     """Measure what methods do to a model's answers. Run it again to go on after an interruption."""
     suite = str(context.command.name)
     check_folder("--out", out)
+    check_able(able)
     plan = _plan(
         suite, tasks, methods, lengths, depths, asked, wording or ("official" if model or cases else "compact"),
         haystack, cases, samples=samples, seed=seed, batch=batch, max_new_tokens=max_new_tokens, raw=raw,
     )  # fmt: skip
     language_model, tokenizer = load_model(model, dtype, device)
-    with reported(lambda: show(out, plan.tasks)):
-        measure(plan, language_model, tokenizer, model, out)
+    with reported(lambda: show(out, plan.tasks, able)):
+        measure(plan, language_model, tokenizer, model, out, able)
 
 
 def _plan(
     suite: str, tasks: str | None, methods: str, lengths: str, depths: str | None, asked: str, wording: str,
-    haystack: Path | None, cases: Path | None, **others: Any,
+    haystack: Sequence[Path] | None, cases: Path | None, **others: Any,
 ) -> "Plan":  # fmt: skip
     """The plan that the options name."""
     from kvsketch.evaluation.answers.plan import Plan
     from kvsketch.evaluation.tasks import WORDINGS
-    from kvsketch.evaluation.tasks.haystack import Noise, TextFile
+    from kvsketch.evaluation.tasks.haystack import haystack_of
     from kvsketch.evaluation.tasks.longeval_files import read_cases
 
     if asked not in MODES:
@@ -112,7 +124,7 @@ def _plan(
         asked=MODES[asked],
         depths=numbers("--depths", depths or "", float),
         wording=wording,
-        haystack=Noise() if haystack is None else TextFile(haystack),
+        haystack=haystack_of(haystack or ()),
         cases=None if cases is None else read_cases(cases),
         **others,
     )
@@ -120,15 +132,27 @@ def _plan(
 
 def report(
     folder: Annotated[Path, typer.Argument(help="The folder that was --out of kvsketch bench.")],
+    able: Annotated[float | None, typer.Option(help="Only tasks and lengths where exact scores so much.")] = None,
 ) -> None:
     """Make table, pictures and page anew from the rows in a folder, of a run that was stopped or is going on."""
     if not (folder / ROWS).is_file():
         raise ValueError(f"{folder} has no {ROWS}: name the folder that was --out of kvsketch bench")
-    show(folder)
+    check_able(able)
+    show(folder, able=able)
 
 
-def show(folder: Path, tasks: Sequence[str] | None = None) -> None:
-    """Print the table of some tasks, or of all; write pictures and the page, where matplotlib is."""
+def check_able(able: float | None) -> None:
+    """Refuse what is no score."""
+    if able is not None and not 0 <= able <= 1:
+        raise ValueError(f"--able must be a score from 0 to 1, got {able:g}")
+
+
+def show(folder: Path, tasks: Sequence[str] | None = None, able: float | None = None) -> None:
+    """Print the table of some tasks, or of all; write pictures and the page, where matplotlib is.
+
+    With `able`, what the model does with everything held comes first, and then what counts by that.
+    """
+    from kvsketch.evaluation.answers.able import able_part
     from kvsketch.evaluation.answers.summary import summarise
     from kvsketch.evaluation.results.rows import read_rows
 
@@ -136,27 +160,57 @@ def show(folder: Path, tasks: Sequence[str] | None = None) -> None:
     wanted = [row for row in rows if tasks is None or row["task"] in tasks]
     if not wanted:
         raise ValueError(f"{folder / ROWS} has no rows yet")
-    output().print(tables_of(summarise(wanted)))
+    if able is not None:
+        held, wanted = able_part(wanted, able)
+        output().print(able_table(held, able))
+    if wanted:
+        output().print(tables_of(summarise(wanted)))
     say(NOTE)
-    write_report(folder)
+    write_report(folder, able)
 
 
 def measure(
-    plan: "Plan", model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", name: str | None, out: Path
-) -> None:
-    """Run a plan into a folder's rows, with a bar."""
+    plan: "Plan", model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", name: str | None, out: Path,
+    able: float | None = None,
+) -> None:  # fmt: skip
+    """Run a plan, or the part of it that the model can do, into a folder's rows."""
+    from kvsketch.evaluation.answers.able import first_prompts, unable
     from kvsketch.evaluation.answers.runner import Runner
-    from kvsketch.evaluation.results.rows import RowsFile, key_of
+    from kvsketch.evaluation.results.rows import RowsFile, read_rows
 
     runner = Runner(model, tokenizer, plan)
     if not runner.template and not plan.raw:
         say("the tokenizer has no chat template: prompts are given to the model as they are")
     file = RowsFile(out / ROWS, describe(model, name, runner.fingerprint))
+    if able is not None:
+        first = Runner(model, tokenizer, first_prompts(plan))
+        _fill(file, first)
+        left_out = unable(first, read_rows(file.path)[1], able)
+        say_left_out(left_out, able)
+        runner = Runner(model, tokenizer, replace(plan, left_out=left_out))
+    _fill(file, runner)
+
+
+def _fill(file: "RowsFile", runner: "Runner") -> None:
+    """Make the rows that are missing, with a bar."""
+    from kvsketch.evaluation.results.rows import key_of
+
+    plan = runner.plan
     with progress_bar(MofNCompleteColumn()) as bar:
         task = bar.add_task("reading", total=plan.answers)
         for step in runner.run(file.done, key_of):
             file.add(step.rows)
             bar.update(task, advance=step.answers, description=step.label)
+
+
+def say_left_out(left_out: "Mapping[Place, Sequence[float]]", able: float) -> None:
+    """What the model cannot do, in a line; nothing if it can do all."""
+    if left_out:
+        places = [
+            f"{task}{f' at {length:,} tokens' * bool(length)}, {asked} ({fmean(scores):.2f}, n = {len(scores)})"
+            for (task, length, asked), scores in left_out.items()
+        ]
+        say(f"left out, as the model scores less than {able:g} there with everything held: {'; '.join(places)}")
 
 
 def describe(model: "PreTrainedModel", name: str | None, fingerprint: str) -> dict[str, Any]:
@@ -207,7 +261,19 @@ def tables_of(means: "Sequence[Mean]") -> Group:
     return Group(*parts)
 
 
-def write_report(folder: Path) -> None:
+def able_table(held: "Sequence[Mean]", able: float) -> Group:
+    """What a model does with everything held, and what counts by that."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("task", overflow="fold")
+    for heading in ("tokens", "question", "n", "score", "counts"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for mean in held:
+        counts = "yes" if mean.score >= able else "no"
+        table.add_row(mean.task, f"{mean.length:,}", mean.asked, f"{mean.count:,}", str(mean), counts)
+    return Group(Text(f"With everything held: what counts is {able:g} or more", style="bold"), table)
+
+
+def write_report(folder: Path, able: float | None = None) -> None:
     """Pictures and a page from a folder's rows, where matplotlib is."""
     rows_path = folder / ROWS
     try:
@@ -215,4 +281,4 @@ def write_report(folder: Path) -> None:
     except ImportError as error:
         say_no_pictures(str(error.name), rows_path)
         return
-    say(f"rows in {rows_path}, pictures and tables in {write_page(rows_path, folder)}")
+    say(f"rows in {rows_path}, pictures and tables in {write_page(rows_path, folder, able)}")

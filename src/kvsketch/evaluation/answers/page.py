@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
+from kvsketch.evaluation.answers.able import able_part
 from kvsketch.evaluation.answers.pictures import Picture, draw_all
 from kvsketch.evaluation.answers.summary import ASKED, Mean, summarise
 from kvsketch.evaluation.results.rows import read_rows
@@ -14,20 +15,26 @@ from kvsketch.evaluation.tasks import TASKS
 from kvsketch.files import replacing
 
 
-def write_page(rows_path: Path, folder: Path) -> Path:
-    """Draw the pictures of a file of rows, and write `report.html` beside them."""
+def write_page(rows_path: Path, folder: Path, able: float | None = None) -> Path:
+    """Draw the pictures of a file of rows, and write `report.html` beside them.
+
+    With `able`, of what the model can do with everything held: where it scores so much.
+    """
     runs, rows = read_rows(rows_path)
     if not rows:
         raise ValueError(f"{rows_path} has no rows yet: run a benchmark into this folder first")
-    pictures = draw_all(rows, folder)
+    held, counting = ([], rows) if able is None else able_part(rows, able)
+    pictures = draw_all(counting, folder)
     source = (files("kvsketch.evaluation.answers") / "report.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(source)
     page = folder / "report.html"
-    means = summarise(rows)
+    means = summarise(counting)
     text = template.render(
         runs=runs,
         count=len(rows),
+        able=able,
+        held=held,
         tables=[_table(means, asked, title) for asked, title in ASKED.items() if any(m.asked == asked for m in means)],
         pictures=[(picture.caption, _data(picture)) for picture in pictures],
     )

@@ -1,6 +1,6 @@
 """What is to be run: tasks, lengths and methods, checked before there is any work."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -8,6 +8,7 @@ from kvsketch.evaluation.tasks import TASKS, Sample, Task, Wording
 from kvsketch.evaluation.tasks.haystack import Haystack, Noise
 
 Asked = Literal["before", "after"]  # the question is known before the cache compresses, or only afterwards
+Place = tuple[str, int, Asked]  # a task, tokens of its prompts, and when the question is known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,7 @@ class Plan:
     max_new_tokens: int | None = None  # the task's own if None
     cases: tuple[str, Sequence[Sample]] | None = None  # ready prompts instead of made ones
     raw: bool = False  # without the model's chat template
+    left_out: Collection[Place] = ()
 
     def __post_init__(self) -> None:
         for name in self.tasks:
@@ -76,7 +78,8 @@ class Plan:
     def question_modes(self, cell: Cell) -> Sequence[Asked]:
         """When a cell's questions are known: where the document begins with the question, always before."""
         known = cell.task.asks_first and self.wording == "official"
-        return [asked for asked in self.asked if asked == "before"] if known else self.asked
+        modes = [asked for asked in self.asked if asked == "before" or not known]
+        return [asked for asked in modes if (cell.task.name, cell.length, asked) not in self.left_out]
 
     @property
     def prompts(self) -> int:

@@ -22,6 +22,7 @@ from kvsketch.evaluation.answers.reading import Prompt, Reading, can_share_readi
 from kvsketch.evaluation.answers.session import split_ids, split_prompt, uses_template
 from kvsketch.evaluation.results.rows import Row
 from kvsketch.evaluation.tasks import Sample, Setting, Task
+from kvsketch.evaluation.tasks.haystack import Haystack
 from kvsketch.evaluation.tasks.length import Fitter
 from kvsketch.huggingface import make_cache
 from kvsketch.huggingface.supported import check_context
@@ -52,7 +53,7 @@ class Runner:
         # Stock's sliding layers count the padding between a document and a shorter question as tokens.
         self.batch = plan.batch if len(exact.sketch_layers) == len(exact.layers) else 1
         self.template = uses_template(tokenizer, plan.raw)
-        self._fitters = dict[str, Fitter]()
+        self._fitters = dict[tuple[str, str], Fitter]()
         self._longest: int | None = None
         for cell in self.plan.cells():
             self._prompt(cell, 0)  # a length that is too short, or too long, shows now, not after hours
@@ -73,6 +74,13 @@ class Runner:
                 yield Step(f"{label}, read", [], len(numbers) * (len(everything) - len(missing)))
                 for rows in self._answer(cell, numbers, missing) if missing else ():
                     yield Step(f"{label}, {rows[0]['method']}", rows, len(rows))
+
+    def labels(self) -> Iterator[Row]:
+        """What tells the plan's rows from one another."""
+        for cell in self.plan.cells():
+            for asked in self.plan.question_modes(cell):
+                for number in range(self.plan.prompts):
+                    yield from (self._labels(cell, asked, number, method) for method in self.methods)
 
     def _length(self, cell: Cell) -> int:
         """Tokens of a cell's longest prompt: what was asked for, or what all ready prompts of the file have."""
@@ -137,8 +145,9 @@ class Runner:
         if self.plan.cases is not None:
             sample = self.plan.cases[1][number]
         else:
-            seed = f"{cell.length}/{cell.depth}/{self.plan.seed + number}"
-            sample = self._fitter(cell.task).sample(cell.length, seed, cell.depth)
+            number += self.plan.seed
+            fitter = self._fitter(cell.task, self.plan.haystack.of(number))
+            sample = fitter.sample(cell.length, f"{cell.length}/{cell.depth}/{number}", cell.depth)
         return self._tokens(sample)
 
     def _tokens(self, sample: Sample, number: int = 0) -> Prompt:
@@ -154,11 +163,12 @@ class Runner:
         prompts = [self._tokens(sample, number) for number in range(len(sample.questions))]
         return max(len(prompt.context) + len(prompt.question) for prompt in prompts)
 
-    def _fitter(self, task: Task) -> Fitter:
-        if task.name not in self._fitters:
-            setting = Setting(size=1, wording=self.plan.wording, haystack=self.plan.haystack)
-            self._fitters[task.name] = Fitter(task, setting, self._count)
-        return self._fitters[task.name]
+    def _fitter(self, task: Task, haystack: Haystack) -> Fitter:
+        key = task.name, haystack.name
+        if key not in self._fitters:
+            setting = Setting(size=1, wording=self.plan.wording, haystack=haystack)
+            self._fitters[key] = Fitter(task, setting, self._count)
+        return self._fitters[key]
 
     def _new_tokens(self, cell: Cell) -> int:
         return self.plan.max_new_tokens or cell.task.new_tokens

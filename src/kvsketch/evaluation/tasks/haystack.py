@@ -3,9 +3,10 @@
 import random
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 
-from kvsketch.evaluation.results.rows import name_with_digest
+from kvsketch.evaluation.results.rows import name_with_digest, name_without_digest
 from kvsketch.files import as_text, name_of, read_file
 
 SENTENCES = (
@@ -30,6 +31,7 @@ SENTENCES = (
     "He closed the book and went to bed.",
     "A cold wind blows from the north.",
 )
+SENTENCE_END = re.compile(r"[.!?][\"')\]\u2019\u201d\u00bb]*(?=\s)")  # with the quotes that are closed there
 
 
 class Haystack(ABC):
@@ -41,6 +43,10 @@ class Haystack(ABC):
     @abstractmethod
     def pieces(self, draw: random.Random, count: int) -> list[str]:
         """So many sentences or lines, none of which ends with white space."""
+
+    def of(self, sample: int) -> "Haystack":
+        """The one that a sample's needles are hidden in."""
+        return self
 
 
 class Noise(Haystack):
@@ -61,11 +67,36 @@ class TextFile(Haystack):
         content = read_file(path)  # once: what comes through a pipe does not come again
         text = as_text(content, path).replace("\r\n", "\n").replace("\r", "\n")
         self.name = name_with_digest(name_of(path), text.encode())
-        found = re.split(r"(?<=[.!?])[\"')\]]*\s+|\n\s*\n", text)
-        self.sentences = [" ".join(sentence.split()) for sentence in found if sentence and sentence.strip()]
+        found = re.split(r"\n\s*\n", SENTENCE_END.sub(r"\g<0>\n\n", text))
+        self.sentences = [" ".join(sentence.split()) for sentence in found if sentence.strip()]
         if not self.sentences:
             raise ValueError(f"{path} is empty: there is nothing to hide needles in")
 
     def pieces(self, draw: random.Random, count: int) -> list[str]:
         start = draw.randrange(len(self.sentences))
         return [self.sentences[(start + i) % len(self.sentences)] for i in range(count)]
+
+
+class Texts(Haystack):
+    """Several texts, of which samples take turns."""
+
+    joint = TextFile.joint
+
+    def __init__(self, texts: Sequence[TextFile]) -> None:
+        names = [text.name for text in texts]
+        if len(set(names)) < len(names):
+            raise ValueError(f"a haystack is named twice in {', '.join(map(name_without_digest, names))}")
+        self.texts = texts
+        self.name = name_with_digest("+".join(map(name_without_digest, names)), "+".join(names).encode())
+
+    def pieces(self, draw: random.Random, count: int) -> list[str]:
+        return draw.choice(self.texts).pieces(draw, count)
+
+    def of(self, sample: int) -> Haystack:
+        return self.texts[sample % len(self.texts)]
+
+
+def haystack_of(paths: Sequence[str | Path]) -> Haystack:
+    """The text of a file, or those of several, or noise where there is none."""
+    texts = [TextFile(path) for path in paths]
+    return Noise() if not texts else texts[0] if len(texts) == 1 else Texts(texts)
