@@ -43,6 +43,7 @@ NAMED = (
     "clustergen(window=64)",
     "clustergen(weights='none')",
     "clustergen(apart=0)",
+    "clustergen(entries='centre')",
     "clustergen(entries='centre', apart=0)",
     "clustergen(keep=0.5, entries='centre', apart=0)",
     "clustergen(entries='centre', apart=0, weights='none')",
