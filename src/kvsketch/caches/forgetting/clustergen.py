@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from kvsketch.caches.core.chooser import Chooser, Entries, Kept
 from kvsketch.caches.core.config import BLOCK, WEIGHTS, BudgetedConfig
 from kvsketch.caches.core.storage import chosen, in_front
 from kvsketch.caches.core.tokens import Arriving
+from kvsketch.caches.forgetting.apart import towards
 from kvsketch.kernels.kcenter import k_center
 from kvsketch.kernels.pairs import cheapest_pairs
 
@@ -168,9 +168,8 @@ def away_from_mean(clusters: Clusters, count: int) -> Int64[Tensor, "l m"]:
     """
     keys, sizes = clusters.keys.double(), clusters.sizes.double()
     mean = torch.einsum("lnd,ln->ld", keys, sizes / sizes.sum(1, keepdim=True))
-    towards = torch.einsum("lnd,ld->ln", F.normalize(keys, dim=2), mean)
-    towards = towards.masked_fill(clusters.sizes > 1, torch.inf)
-    return towards.sort(dim=1, stable=True).indices[:, :count].sort(dim=1).values
+    order = towards(keys, mean).masked_fill(clusters.sizes > 1, torch.inf).sort(dim=1, stable=True).indices
+    return order[:, :count].sort(dim=1).values
 
 
 def _clustered(clusters: Clusters, count: int, entries: str) -> Clusters:

@@ -19,6 +19,7 @@ from kvsketch.caches.core.chooser import Chooser, ChosenEntries, Entries, Kept
 from kvsketch.caches.core.method import Holding
 from kvsketch.caches.core.storage import chosen
 from kvsketch.caches.core.tokens import Arriving
+from kvsketch.caches.forgetting.apart import towards
 from kvsketch.caches.forgetting.balancekv.levels import Levels, Schedule
 from kvsketch.kernels.balanced_walk import keep_half
 
@@ -186,7 +187,6 @@ def _set_apart(
 
     The mean stands for "the rest" of the paper: the least ⟨k, Σk'⟩ / ‖k‖ is the least mean of correlations.
     """
-    keys = F.normalize(chosen(pool.keys, there).double(), dim=2)
-    order = torch.einsum("lnd,ld->ln", keys, key_sum).sort(dim=1, stable=True).indices
+    order = towards(chosen(pool.keys, there), key_sum).sort(dim=1, stable=True).indices
     apart, rest = (part.sort(dim=1).values for part in order.tensor_split([most], dim=1))
     return there.gather(1, apart), there.gather(1, rest)
