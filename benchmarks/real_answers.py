@@ -13,6 +13,7 @@ from pathlib import Path
 
 from answers import FIGURES, bench
 from common import RESULTS
+from kvsketch.caches.registry import parse_spec
 from kvsketch.evaluation.answers.pictures import draw_scores
 from kvsketch.evaluation.answers.summary import Mean, summarise
 from kvsketch.evaluation.results.rows import read_rows
@@ -23,7 +24,7 @@ MODEL, ABLE = "smollm2", 0.8
 LENGTHS, FEW = (1000, 2000, 4000, 7500), 10  # prompts that say what the model can do
 TOKENS, KEEPS = 2000, (0.5, 0.25, 0.125)
 FORMS = ("uniform({})", "balancekv({})", "balancekv(augmented=True, {})", "clustergen({})", "streaming_llm({})")
-METHODS = ["exact", *(form.format(f"keep={keep}") for keep in KEEPS for form in FORMS)]
+METHODS = ["exact", *(str(parse_spec(form.format(f"keep={keep}"))) for keep in KEEPS for form in FORMS)]
 COMPARED = {"niah_single": ("--max-new-tokens", 16), "number_string": ()}  # a right reply has 9 tokens
 
 
@@ -91,7 +92,7 @@ def print_methods(means: list[Mean]) -> None:
     heads = [f"`{task}`, n = {' to '.join(map(str, {counts[task][0]: 0, counts[task][-1]: 0}))}" for task in tasks]
     print("\n| | bytes, of full |", " | ".join(heads), "|\n|---|---|" + "---|" * len(tasks))
     for spec in METHODS:
-        found = {mean.task: mean for mean in means if _plain(mean.method) == _plain(spec)}
+        found = {mean.task: mean for mean in means if mean.method == spec}
         if found:
             share = next(iter(found.values())).share
             print(f"| `{spec}` | {share:.3f} |", " | ".join(f"{found.get(task, '')}" for task in tasks), "|")
@@ -106,18 +107,12 @@ def quarters(rows: list[dict], task: str, method: str) -> list[tuple[float, int]
 
 def print_depths(rows: list[dict]) -> None:
     """Methods down, quarters of the text across."""
-    names = {row["method"]: 0 for row in rows}
+    names = {row["method"] for row in rows}
     for task in dict.fromkeys(row["task"] for row in rows):
         print(f"\n| `{task}`, found in the | first quarter | second | third | last |\n|---|---|---|---|---|")
-        for spec in METHODS:
-            for name in (name for name in names if _plain(name) == _plain(spec)):
-                cells = [f"{found:.0f} of {count}" for found, count in quarters(rows, task, name)]
-                print(f"| `{spec}` |", " | ".join(cells), "|")
-
-
-def _plain(spec: str) -> frozenset[str]:
-    """A spec whatever the order of its options."""
-    return frozenset(spec.removesuffix(")").replace("(", ", ").split(", "))
+        for spec in (spec for spec in METHODS if spec in names):
+            cells = [f"{found:.0f} of {count}" for found, count in quarters(rows, task, spec)]
+            print(f"| `{spec}` |", " | ".join(cells), "|")
 
 
 if __name__ == "__main__":

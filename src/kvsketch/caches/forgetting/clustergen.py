@@ -98,9 +98,11 @@ class Centres(Chooser):
         if count == pool.count:
             return Kept(None, 0, self._weights(pool.per_entry["sizes"]), pool=pool, per_entry=pool.per_entry)
         every = Clusters(pool.keys, pool.values, pool.per_entry["sizes"], pool.per_entry["reach"])
-        apart, rest = every.split(away_from_mean(every, int(self.config.apart * count)))
-        count -= apart.count
-        found = apart.and_(_joined(rest, count) if new.few else _clustered(rest, count, self.config.entries))
+        alone = int(self.config.apart * count)
+        apart, rest = every.split(away_from_mean(every, alone)) if alone else (None, every)
+        found = _joined(rest, count - alone) if new.few else _clustered(rest, count - alone, self.config.entries)
+        if apart is not None:
+            found = apart.and_(found)
         about = {"sizes": found.sizes, "reach": found.reach}
         return Kept(None, 0, self._weights(found.sizes), made=(found.keys, found.values), per_entry=about)
 
@@ -150,8 +152,6 @@ class Clusters:
 
     def split(self, first: Int64[Tensor, "l m"]) -> "tuple[Clusters, Clusters]":
         """Those with these numbers, and the rest in their order."""
-        if not first.shape[1]:
-            return self.at(first), self
         rest = torch.ones_like(self.sizes, dtype=torch.bool).scatter(1, first, False)
         return self.at(first), self.at(in_front(rest)[:, : self.count - first.shape[1]])
 
