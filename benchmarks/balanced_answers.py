@@ -13,7 +13,7 @@ from kvsketch.evaluation.answers.summary import Mean
 
 TASKS = {"lines": "lines", "niah_single": "ruler", "niah_multikey": "ruler"}  # and their suites
 KEEPS = (0.5, 0.25, 0.125)
-FORMS = ("uniform({})", "balancekv({})", "balancekv({}, augmented=True)", "clustergen({})")
+FORMS = ("uniform({})", "balancekv({}, sharpness=1, augmented=False)", "balancekv({})", "clustergen({})")
 METHODS = [form.format(f"keep={keep}") for keep in KEEPS for form in FORMS]
 METHODS += [f"balancekv(keep={keep}, mode='faithful')" for keep in KEEPS[:2]]
 

@@ -19,16 +19,22 @@ from kvsketch.evaluation.embedded import load_embedded
 METHODS = (
     "streaming_llm(keep=0.25)",
     "uniform(keep=0.25)",
-    "balancekv(keep=0.5)",
+    "balancekv(keep=0.5, sharpness=1, augmented=False)",
+    "balancekv(keep=0.25, sharpness=1, augmented=False)",
+    "balancekv(keep=0.0625, sharpness=1, augmented=False)",
+    "balancekv(keep=0.25, block=128, sharpness=1, augmented=False)",
+    "balancekv(keep=0.25, block=64, sharpness=1, augmented=False)",
     "balancekv(keep=0.25)",
-    "balancekv(keep=0.0625)",
-    "balancekv(keep=0.25, block=128)",
-    "balancekv(keep=0.25, block=64)",
-    "balancekv(keep=0.25, augmented=True)",
     "balancekv(keep=0.25, mode='faithful')",
     "clustergen(keep=0.25)",
 )
-WAYS = ("stock", "exact", "uniform(keep=0.25)", "balancekv(keep=0.5)", "balancekv(keep=0.25)")
+WAYS = (
+    "stock",
+    "exact",
+    "uniform(keep=0.25)",
+    "balancekv(keep=0.5, sharpness=1, augmented=False)",
+    "balancekv(keep=0.25, sharpness=1, augmented=False)",
+)
 
 
 def compressing(model, ids: torch.Tensor, repeats: int, about: dict) -> None:

@@ -23,7 +23,13 @@ SUMMARY = RESULTS / "answers-smollm2.jsonl"
 MODEL, ABLE = "smollm2", 0.8
 LENGTHS, FEW = (1000, 2000, 4000, 7500), 10  # prompts that say what the model can do
 TOKENS, KEEPS = 2000, (0.5, 0.25, 0.125)
-FORMS = ("uniform({})", "balancekv({})", "balancekv(augmented=True, {})", "clustergen({})", "streaming_llm({})")
+FORMS = (
+    "uniform({})",
+    "balancekv(sharpness=1, augmented=False, {})",
+    "balancekv({})",
+    "clustergen({})",
+    "streaming_llm({})",
+)
 METHODS = ["exact", *(str(parse_spec(form.format(f"keep={keep}"))) for keep in KEEPS for form in FORMS)]
 COMPARED = {"niah_single": ("--max-new-tokens", 16), "number_string": ()}  # a right reply has 9 tokens
 

@@ -21,7 +21,7 @@ METHODS = (
     "streaming_llm(keep=0.25)",
     "uniform(keep=0.25)",
     "clustergen(keep=0.25)",
-    "balancekv(keep=0.25, augmented=True)",
+    "balancekv(keep=0.25)",
 )
 
 

@@ -51,7 +51,7 @@ SPECS = (
     "subgen(keep=150, window=16, t=2)",
     "balancekv(keep=0.25, window=16)",
     "balancekv(keep=130, window=16, block=64)",
-    "balancekv(keep=0.25, window=16, augmented=True)",
+    "balancekv(keep=0.25, window=16, augmented=False)",
     "balancekv(keep=150, window=16, mode='faithful', block=64)",
     f"saap(index='{INDEX}', probes=2, staging=24, {LOOK})",
     f"saap(index='{INDEX}', probes=3, staging=24, estimate=True, prefer='density', visit=0.3, {LOOK})",

@@ -1,6 +1,7 @@
 """BalanceKV's cache: halves, levels and weights; and that it is better than a sample of as many."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -22,6 +23,9 @@ from kvsketch.kernels.balanced_walk import keep_half, reference, strips
 from lanes import Fed, entries_of, entries_of_rows
 
 GREEDY = WALKS["greedy"]
+
+
+PLAIN = partial(BalanceKV, sharpness=1, augmented=False)  # as in the paper's experiments
 
 
 def normal(*shape, seed=0):
@@ -177,7 +181,7 @@ def numbered(count, rows=1):
 @pytest.mark.parametrize("keep", [0.125, 0.25, 0.3, 0.75])
 def test_older_tokens_come_first_and_stand_for_at_least_as_many(keep):
     keys, values = numbered(4096)
-    held = Fed(BalanceKV(keep=keep), Budget(keep, None, 164), heads=2).write(keys, values).entries()
+    held = Fed(PLAIN(keep=keep), Budget(keep, None, 164), heads=2).write(keys, values).entries()
     assert (held.values[..., 0].diff(dim=2) > 0).all(), "tokens keep their order, and none comes twice"
     weights = held.log_mass.exp().round()
     assert (weights.diff(dim=2) <= 0).all()
@@ -190,7 +194,7 @@ def test_the_blocks_that_are_halved_together_are_halved_as_one_by_one():
     """A long call halves many blocks at once; its halves are those of the algorithm, block after block."""
     count, size = 1024, 64
     keys, values = normal(1, 1, count, 8), normal(1, 1, count, 8, seed=1)
-    fed = Fed(BalanceKV(keep=512, block=size), Budget(None, 100 + 640, 132), layer=5).write(keys, values)
+    fed = Fed(PLAIN(keep=512, block=size), Budget(None, 100 + 640, 132), layer=5).write(keys, values)
     held, halved = (fed.holding.numbers()[name] for name in ("held", "halved"))
     assert held[0] + held[1] == sum(held)
     kept = []
@@ -206,7 +210,7 @@ def test_the_blocks_that_are_halved_together_are_halved_as_one_by_one():
 def test_sharpness_is_a_factor_on_the_logits_of_the_walk():
     """The same tokens are kept as with keys that are shorter by its root."""
     keys, values = normal(1, 2, 1000, 8), normal(1, 2, 1000, 4, seed=1)
-    caches = [LayerCache(BalanceKV(keep=0.25, sharpness=sharpness), 0) for sharpness in (0.25, 1, 1)]
+    caches = [LayerCache(PLAIN(keep=0.25, sharpness=sharpness), 0) for sharpness in (0.25, 1, 1)]
     for cache, given_keys in zip(caches, (2 * keys, keys, 2 * keys), strict=True):
         cache.hold(NewTokens(given_keys, values))
     soft, half, sharp = (entries_of(cache.past).values for cache in caches)
@@ -221,7 +225,7 @@ def test_the_estimate_is_unbiased():
     query = normal(8, seed=2)
     found = []
     for seed in range(seeds):
-        held = Fed(BalanceKV(keep=0.25, seed=seed, block=32), Budget(0.25, None, 132)).write(keys, values).entries()
+        held = Fed(PLAIN(keep=0.25, seed=seed, block=32), Budget(0.25, None, 132)).write(keys, values).entries()
         weights = torch.exp(held.keys[0, 0] @ query + held.log_mass[0, 0])
         found.append(torch.cat([weights @ held.values[0, 0], weights.sum()[None]]))
     got = torch.stack(found).double()
@@ -253,9 +257,9 @@ def test_its_error_is_below_that_of_a_weighted_sample_and_of_fair_coins(keep):
     for seed in range(20):
         keys, values = clustered(4096, seed)
         query, scale = normal(1, 1, 64, 32, seed=seed + 9), 32**-0.5
-        ours = relative_error(BalanceKV(keep=keep, seed=seed), keys, values, query, scale)
+        ours = relative_error(PLAIN(keep=keep, seed=seed), keys, values, query, scale)
         sample = relative_error(Uniform(keep=keep, seed=seed), keys, values, query, scale)
-        coins = relative_error(BalanceKV(keep=keep, seed=seed, walk="fair"), keys, values, query, scale)
+        coins = relative_error(PLAIN(keep=keep, seed=seed, walk="fair"), keys, values, query, scale)
         differences["uniform"].append(ours / sample - 1)
         differences["fair"].append(ours / coins - 1)
     for name, found in differences.items():
@@ -282,7 +286,7 @@ def test_a_trickle_with_little_room_has_no_larger_error_than_a_sample(count, cal
         query = normal(1, 1, 64, 32, seed=seed + 9)
         exact = exact_attention(query, keys, values, 32**-0.5).out
         errors = []
-        for config in (BalanceKV(keep=0.05, seed=seed), Uniform(keep=0.05, seed=seed)):
+        for config in (PLAIN(keep=0.05, seed=seed), Uniform(keep=0.05, seed=seed)):
             cache = LayerCache(config, 0)
             for start in range(0, count, call):
                 part = slice(start, start + call)
@@ -299,7 +303,7 @@ def test_rows_of_unequal_lengths_have_levels_of_their_own():
     for row, length in enumerate(lengths):
         ranks[row, : 4096 - length] = -1
         ranks[row, 4096 - length :] = torch.arange(length)
-    fed = Fed(BalanceKV(keep=0.25), Budget(0.25, None, 132), rows=3, heads=2).write(keys, values, ranks=ranks)
+    fed = Fed(PLAIN(keep=0.25), Budget(0.25, None, 132), rows=3, heads=2).write(keys, values, ranks=ranks)
     weights = [held.log_mass.exp().round().sum(2).tolist() for held in entries_of_rows(fed.lanes)]
     assert weights == [[[length] * 2] for length in lengths]
     assert fed.count_entries()[0].tolist() == [64, 64]
@@ -324,7 +328,7 @@ def outliers(keys, mean, count):
 @pytest.mark.parametrize("apart", [0.25, 0.5])
 def test_what_points_away_from_the_mean_of_all_keys_is_set_apart(apart):
     keys, values = 1 + normal(2, 3, 600, 8), normal(2, 3, 600, 4, seed=1)
-    held = with_room(200, rows=2, heads=3, augmented=True, apart=apart).write(keys, values).entries()
+    held = with_room(200, rows=2, heads=3, apart=apart).write(keys, values).entries()
     count = int(200 * apart)
     assert torch.equal(held.keys[:, :, :count], outliers(keys, keys.mean(2), count))
     assert (held.log_mass[:, :, :count] == 0).all()
@@ -335,7 +339,7 @@ def test_what_does_not_point_away_any_more_comes_back_to_the_levels():
     """The mean moves to the other side: those set apart before are the usual ones then."""
     early, late = 3 + normal(1, 1, 300, 8), -3 + normal(1, 1, 2000, 8, seed=1)
     early[:, :, 100:110] *= -1
-    fed = with_room(200, augmented=True).write(early, early)
+    fed = with_room(200).write(early, early)
     first = outliers(early, early.mean(2), 100)
     assert torch.equal(fed.entries().keys[:, :, :100], first)
     fed.write(late, late)
@@ -346,12 +350,12 @@ def test_what_does_not_point_away_any_more_comes_back_to_the_levels():
 
 
 def test_a_small_room_is_left_to_the_levels():
-    fed = with_room(BLOCK, augmented=True, apart=0.9).write(normal(1, 1, 900, 8), normal(1, 1, 900, 4))
+    fed = with_room(BLOCK, apart=0.9).write(normal(1, 1, 900, 8), normal(1, 1, 900, 4))
     assert fed.holding.numbers()["apart"] == 0
     assert fed.entries().count <= BLOCK
 
 
-@pytest.mark.parametrize("options", [{}, {"augmented": True}, {"walk": "fair"}, {"mode": "faithful"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"augmented": False}, {"walk": "fair"}, {"mode": "faithful"}], ids=str)
 @pytest.mark.parametrize("calls", [[1], [3, 1, 1], [33, 7, 500, 1, 255, 2, 1], [1] * 70], ids=str)
 def test_calls_of_any_size_are_taken(options, calls):
     """Odd counts, single tokens, calls smaller and larger than a block; some values are zero."""
@@ -380,8 +384,8 @@ def test_calls_of_any_size_are_taken(options, calls):
     [
         ({"block": 16}, "block must be a whole number of at least 32, got 16"),
         ({"block": 100}, "block must be a power of two, got 100"),
-        ({"augmented": True, "apart": 1.0}, "apart must be a positive number below 1, got 1.0"),
-        ({"apart": 0.25}, "apart is an option of augmented=True, got apart=0.25 without it"),
+        ({"apart": 1.0}, "apart must be a positive number below 1, got 1.0"),
+        ({"augmented": False, "apart": 0.25}, "apart is an option of augmented=True, got apart=0.25 without it"),
         ({"sharpness": 0}, "sharpness must be a positive number, got 0"),
         ({"walk": "random"}, "walk must be one of greedy, fair, got 'random'"),
         ({"seed": -1}, "seed must be a whole number from 0"),

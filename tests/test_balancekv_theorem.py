@@ -379,7 +379,7 @@ def test_keys_too_long_for_the_theorem_are_warned_of():
     [
         ({"mode": "exact"}, "mode must be one of practical, faithful, got 'exact'"),
         ({"mode": "faithful", "walk": "fair"}, "walk is an option of mode='practical', and mode is 'faithful'"),
-        ({"mode": "faithful", "augmented": True}, "augmented is an option of mode='practical'"),
+        ({"mode": "faithful", "augmented": False}, "augmented is an option of mode='practical'"),
         ({"constant": 3}, "constant is an option of mode='faithful', and mode is 'practical'"),
         ({"mode": "faithful", "constant": 0}, "constant must be a positive number, got 0"),
         ({"mode": "faithful", "failure": 1.0}, "failure must be a positive number below 1, got 1.0"),

@@ -16,7 +16,7 @@ ROWS, HEADS, GROUP, WIDTH = 2, 2, 2, 16
 SCALE = WIDTH**-0.5
 FIXED_SLACK = 128  # entries per row and head, beyond 1.05 × the budget: window run-over, open stratum, spare rows
 KINDS = METHODS | {  # and forms of a method that hold other things
-    "balancekv, augmented": partial(METHODS["balancekv"], augmented=True),
+    "balancekv, plain": partial(METHODS["balancekv"], sharpness=1, augmented=False),
     "balancekv, faithful": partial(METHODS["balancekv"], mode="faithful"),
 }
 LOOKUPS = {  # what they are told beside a short window; "index" is filled in when tests run
@@ -36,8 +36,8 @@ DROPPING = [name for name in KINDS if name != "exact"]  # something, or do not l
 CHUNKS_MATTER = {
     "clustergen": "tokens written together are clustered together, as the papers cluster a prompt at once",
     "subgen": "a call has room for the clusters that a fraction allows at its end, or δ would be learnt on a few",
-    "balancekv": "tokens written together are halved together, so that their weights stay even",
-    "balancekv, augmented": "the same; and what points away from all keys depends on which have come",
+    "balancekv": "tokens written together are halved together; what points away from all keys depends on which came",
+    "balancekv, plain": "tokens written together are halved together, so that their weights stay even",
     "balancekv, faithful": "the same",
 }
 SMALL = {"exact": {}} | {name: {"keep": 0.25} for name in BUDGETED}

@@ -68,7 +68,7 @@ FORGED = (
     "uniform(keep=120, window=16)",
     "clustergen(keep=150)",
     "subgen(keep=150, window=16, t=2)",
-    "balancekv(keep=0.25, window=16, augmented=True)",
+    "balancekv(keep=0.25, window=16)",
     "balancekv(keep=150, window=16, mode='faithful', block=64)",
     "random_buckets(buckets=8, probes=2, staging=24, window=20, full_layers=0)",
 )

@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 
 MOST_SEEDS = 10_000
 ROWS, NORMS = "error.jsonl", "norms.jsonl"
-METHODS = "balancekv; uniform; uniform(weights='none'); streaming_llm; clustergen; subgen"
+METHODS = (
+    "balancekv; balancekv(sharpness=1, augmented=False); uniform; uniform(weights='none'); streaming_llm; clustergen; "
+    "subgen"
+)
 RATES, BLOCKS, SEEDS, EXACT = "0.5,0.25,0.125,0.0625", "64,128,256", 10, 256
 
 

@@ -23,8 +23,8 @@ class BalanceKV(WindowedConfig):
     Blocks of `block` tokens are halved; smaller ones at the end of a call, and where a stream has little room.
     `mode="practical"`, the form of the experiments: exactly half of a block is kept. `walk="greedy"` takes the sign
     that brings the sum back; `walk="fair"` tosses coins, to show what the walk is worth. `sharpness` is a factor on the
-    walk's logits: below 1, keys farther apart balance each other. `augmented=True` keeps the
-    tokens whose keys point away from all others out of it, in the share `apart` of the room.
+    walk's logits: below 1, keys farther apart balance each other. Tokens whose keys point away from all others are
+    kept out of it, in the share `apart` of the room; `augmented=False`: none are.
     `mode="faithful"`, the form of the theorem: buckets of value norms, a set of tokens for each sum, and signs drawn
     with c = `constant` · log(n/`failure`); buckets are erased with the precision `epsilon`.
     """
@@ -34,8 +34,8 @@ class BalanceKV(WindowedConfig):
     mode: str = "practical"
     block: int = 256
     walk: str = "greedy"
-    sharpness: float | int = 1
-    augmented: bool = False
+    sharpness: float | int = 0.25
+    augmented: bool = True
     apart: float = 0.5
     constant: float | int = 30
     failure: float = 0.01
