@@ -6,11 +6,12 @@ gets the share h + 1, or whose rows have unequal lengths too. They take turns, a
 
 import argparse
 import statistics
-from dataclasses import dataclass
 
 import torch
 
 from common import seconds, write_row
+from kvsketch.caches.core.allocation import SharesOf
+from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.tokens import NewTokens
 from kvsketch.caches.forgetting.uniform import Uniform
@@ -18,17 +19,14 @@ from kvsketch.caches.forgetting.uniform import Uniform
 WIDTH, HEADS, GROUP = 64, 8, 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class Uneven(Uniform):
+def uneven(layer: int, heads: int, budget: Budget) -> list[float]:
     """The head with the number h gets the share h + 1."""
-
-    def shares(self, layer: int, heads: int) -> tuple[float, ...]:
-        return tuple(1.0 + head for head in range(heads))
+    return [2 * (1 + head) / (heads + 1) for head in range(heads)]
 
 
-def filled(config: Uniform, rows: int, count: int) -> LayerCache:
+def filled(keep: float, rows: int, count: int, shares: SharesOf | None) -> LayerCache:
     """A layer's cache of so many tokens."""
-    cache = LayerCache(config, 0)
+    cache = LayerCache(Uniform(keep=keep), 0, shares=shares)
     keys, values = (torch.randn(rows, HEADS, count, WIDTH).bfloat16() for _ in range(2))
     cache.hold(NewTokens(keys, values))
     return cache
@@ -37,7 +35,7 @@ def filled(config: Uniform, rows: int, count: int) -> LayerCache:
 @torch.no_grad()
 def measure(rows: int, count: int, keep: float, steps: int) -> None:
     torch.manual_seed(0)
-    caches = {"equal": filled(Uniform(keep=keep), rows, count), "uneven": filled(Uneven(keep=keep), rows, count)}
+    caches = {"equal": filled(keep, rows, count, None), "uneven": filled(keep, rows, count, uneven)}
     times: dict[str, list[float]] = {name: [] for name in caches}
     ratios = []
     for _ in range(steps):

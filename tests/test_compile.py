@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 SETTING = """
-import sys, warnings
+import sys, tempfile, warnings
 import torch, zoo, kvsketch
-from uneven import uneven
+from uneven import made_profile
 warnings.filterwarnings("ignore")
 torch.set_num_threads(1)
 
@@ -30,8 +30,9 @@ for case in sys.argv[1:]:
     family, spec = case.split(": ")
     torch._dynamo.reset()
     model = zoo.build(family, layers=2)  # more would be compiled like these
-    spec = uneven(spec.removeprefix("uneven ")) if spec.startswith("uneven ") else spec
-    cache = kvsketch.prefill(model, zoo.tokens(1, 200), kvsketch.make_cache(model, spec))
+    with tempfile.TemporaryDirectory() as folder:
+        spec = spec.replace("PROFILE", made_profile(folder + "/profile.json", model))
+        cache = kvsketch.prefill(model, zoo.tokens(1, 200), kvsketch.make_cache(model, spec))
     unbroken(model, input_ids=torch.tensor([[5]]), past_key_values=cache)
 """
 WITH_A_MASK = """
@@ -77,7 +78,8 @@ def run(script, *given):
 
 def test_a_decode_step_has_no_graph_break():
     every = [f"llama: {spec}" for spec in ("exact", "uniform(keep=0.5, window=16)", "streaming_llm(keep=128)")]
-    every += ["llama: uneven uniform(keep=160, window=16)", "llama: uneven streaming_llm(keep=128)"]
+    unequal = "heads='PROFILE'"
+    every += [f"llama: uniform(keep=160, window=16, {unequal})", f"llama: streaming_llm(keep=128, {unequal})"]
     run(STEP, *every, *(f"{family}: uniform(keep=0.5)" for family in ("qwen3", "gemma2", "gpt_oss", "lfm2")))
 
 

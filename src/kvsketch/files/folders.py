@@ -19,6 +19,14 @@ def nearest(folder: Path) -> Path:
     return next(place for place in (folder, *folder.absolute().parents) if place.exists())
 
 
+def user_cache() -> Path:
+    """Where kvsketch keeps what it can make again: $KVSKETCH_CACHE, or kvsketch in the user's cache folder."""
+    if own := os.environ.get("KVSKETCH_CACHE"):
+        return Path(own)
+    common = os.environ.get("XDG_CACHE_HOME")
+    return (Path(common) if common else Path.home() / ".cache") / "kvsketch"
+
+
 @contextmanager
 def making(folder: str | Path) -> Iterator[Path]:
     """A folder to fill, which becomes `folder` when all is there; if anything fails, nothing has changed.

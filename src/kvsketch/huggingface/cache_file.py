@@ -131,7 +131,7 @@ def _config(known: Mapping[str, Any], path: str | Path) -> MethodConfig:
 def _check_source(config: MethodConfig, model: PreTrainedModel, before: str | None, path: str | Path) -> None:
     """Refuse a cache whose method now takes something else from outside than when it was saved."""
     try:
-        check_method_fits(config, model)
+        check_method_fits(config, model, held=True)
         now = config.source_digest()
     except ValueError as error:
         raise ValueError(f"{path} holds a cache of {config}: {error}") from error

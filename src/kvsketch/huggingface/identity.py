@@ -54,6 +54,6 @@ def describe_model(model: PreTrainedModel) -> dict[str, Any]:
     return plain
 
 
-def check_method_fits(config: MethodConfig, model: PreTrainedModel) -> None:
-    """Refuse a method that rests on something learnt from another model."""
-    config.check_model(lambda: describe_model(model))
+def check_method_fits(config: MethodConfig, model: PreTrainedModel, *, held: bool = False) -> None:
+    """Refuse a method that rests on something learnt from another model; `held`: a cache of it comes from a file."""
+    config.check_model(lambda: describe_model(model), held=held)

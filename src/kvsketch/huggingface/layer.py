@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from kvsketch.attention import Partial
+from kvsketch.caches.core.allocation import SharesOf
 from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.tokens import NewTokens, Unrotated
@@ -26,9 +27,16 @@ class SketchLayer(CacheLayerMixin):
     is_croppable = False  # what has left the window cannot be taken back
     supports_early_init = False
 
-    def __init__(self, config: MethodConfig, layer_idx: int, model: ModelLink, layer_bytes: Callable[..., int] | None):
+    def __init__(
+        self,
+        config: MethodConfig,
+        layer_idx: int,
+        model: ModelLink,
+        layer_bytes: Callable[..., int] | None,
+        shares: SharesOf | None,
+    ):
         super().__init__()
-        self.held = LayerCache(config, layer_idx, layer_bytes)
+        self.held = LayerCache(config, layer_idx, layer_bytes, shares)
         self.model = model
         self.is_first = False  # of the cache's sketch layers: it knows padding and positions, the same in all of them
         self.positions = Positions()
@@ -204,9 +212,10 @@ class HybridSketchLayer(SketchLayer, LinearAttentionAndFullAttentionLayer):
         layer_idx: int,
         model: ModelLink,
         layer_bytes: Callable[..., int] | None,
+        shares: SharesOf | None,
         number_of_states: int = 1,
     ) -> None:
-        SketchLayer.__init__(self, config, layer_idx, model, layer_bytes)
+        SketchLayer.__init__(self, config, layer_idx, model, layer_bytes, shares)
         LinearAttentionAndFullAttentionLayer.__init__(self, number_of_states=number_of_states)
 
     def lazy_initialization(self, *keys_and_values: Tensor, **states: Any) -> None:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from kvsketch.caches.core.config import MethodConfig
 from kvsketch.huggingface.attention import ATTENTION_NAME
 from kvsketch.huggingface.frequencies import ChangingFrequencies, DropGuard
-from kvsketch.huggingface.identity import check_method_fits, fingerprint
+from kvsketch.huggingface.identity import check_method_fits, describe_model, fingerprint
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,13 @@ class ModelLink:
         """Of the model as it is now; None if it is gone."""
         model = self.model()
         return None if model is None else fingerprint(model)
+
+    def facts(self) -> dict[str, Any]:
+        """What there is to know about the model as it is now."""
+        model = self.model()
+        if model is None:
+            raise ValueError("the model that this cache was made for is gone")
+        return describe_model(model)
 
     def check_method(self, config: MethodConfig) -> None:
         """Refuse a method that does not fit the model as it is now."""

@@ -1,17 +1,18 @@
-"""How much each KV head of a layer may hold: shares of the budget, apart from every method.
+"""How much each KV head may hold, apart from every method.
 
 Heads of a layer have at most MOST_LEVELS different budgets, so that their lanes lie in as many dense bundles: shares
 that are close to each other become their mean. The sum stays what it was.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from kvsketch.caches.core.budget import MOST, Budget, fixed_entries
+from kvsketch.caches.core.budget import Budget, fixed_entries
 from kvsketch.caches.core.config import MethodConfig
+from kvsketch.caches.core.shares import levels
 
 MOST_LEVELS = 4
-LEAST_FRACTION = 1 / MOST
+SharesOf = Callable[[int, int, Budget], Sequence[float]]  # of a layer with so many KV heads, of such a mean budget
 
 
 def budget_of(config: MethodConfig, layer_bytes: int | None, entry_bytes: int, rows: int) -> Budget:
@@ -33,55 +34,7 @@ def budget_of(config: MethodConfig, layer_bytes: int | None, entry_bytes: int, r
 
 
 def budgets_of(budget: Budget, shares: Sequence[float]) -> list[Budget]:
-    """The budget of each head, whose share of the mean budget this is; none is below what a method needs."""
-    if len(set(shares)) == 1:
+    """The budget of each head of a layer, whose share this is."""
+    if len(set(shares)) == 1 and shares[0] == 1:
         return [budget] * len(shares)
-    own = levels(shares, MOST_LEVELS)
-    if budget.fixed is not None:
-        return [replace(budget, fixed=int(part)) for part in filled(own, budget.fixed, budget.least, MOST)]
-    assert budget.fraction is not None
-    return [replace(budget, fraction=part) for part in filled(own, budget.fraction, LEAST_FRACTION, 1.0)]
-
-
-def levels(shares: Sequence[float], most: int) -> list[float]:
-    """The shares with at most so many different ones: neighbours become their mean, with the least squares lost."""
-    order = sorted(range(len(shares)), key=lambda head: shares[head])
-    ranked = [shares[head] for head in order]
-    best = list[tuple[float, list[int]]]([(0.0, [])])  # of the first so many: what is lost, and where levels begin
-    best += [(float("inf"), [])] * len(ranked)
-    for _ in range(most):
-        best = [
-            min(
-                [
-                    best[end],
-                    *((lost + _lost(ranked[i:end]), [*starts, i]) for i, (lost, starts) in enumerate(best[:end])),
-                ]
-            )
-            for end in range(len(ranked) + 1)
-        ]
-    found = list(shares)
-    starts = best[-1][1]
-    for start, stop in zip(starts, [*starts[1:], len(ranked)], strict=True):
-        for head in order[start:stop]:
-            found[head] = sum(ranked[start:stop]) / (stop - start)
-    return found
-
-
-def _lost(shares: Sequence[float]) -> float:
-    mean = sum(shares) / len(shares)
-    return sum((share - mean) ** 2 for share in shares)
-
-
-def filled(shares: Sequence[float], mean: float | int, least: float | int, most: float | int) -> list[float]:
-    """Numbers in the proportion of the shares with this mean; what one cannot take, or lacks, the others give."""
-
-    def at(level: float) -> list[float]:
-        return [min(max(share * level, float(least)), float(most)) for share in shares]
-
-    low, high = 0.0, 1.0
-    while sum(at(high)) < mean * len(shares) and high < MOST * MOST:
-        high *= 2
-    for _ in range(200):
-        middle = (low + high) / 2
-        low, high = (low, middle) if sum(at(middle)) > mean * len(shares) else (middle, high)
-    return at(low)
+    return [replace(budget, share=share) for share in levels(shares, MOST_LEVELS)]

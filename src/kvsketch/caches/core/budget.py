@@ -10,18 +10,29 @@ MOST = 1 << 40  # entries; and bytes times a million: more than there is memory 
 
 @dataclass(frozen=True)
 class Budget:
-    """What one layer may hold for `count` tokens of a row: `entries(count)`, never less than `least`."""
+    """What a KV head may hold for `count` tokens of a row: `entries(count)`, never less than `least`.
+
+    `share` is its share of what heads have beyond that, in means: the sum over heads is what it is where all have 1.
+    """
 
     fraction: float | None  # of the tokens seen
     fixed: int | None  # or so many entries
     least: int
+    share: float = 1.0
 
     def entries(self, count: int) -> int:
         """Entries that may be held per row and KV head once `count` tokens were seen."""
         if self.fixed is not None:
-            return self.fixed
-        assert self.fraction is not None
-        return max(int(self.fraction * count), self.least)
+            whole: float = self.fixed
+        else:
+            assert self.fraction is not None
+            whole = max(self.fraction * count, self.least)
+        return int(self.least + self.share * (whole - self.least)) if self.share != 1 else int(whole)
+
+    @property
+    def capacity(self) -> int | None:
+        """Entries that there will ever be, where that is known."""
+        return None if self.fixed is None else self.entries(0)
 
 
 def check_keep(keep: Keep) -> None:

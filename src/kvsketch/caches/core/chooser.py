@@ -160,7 +160,7 @@ class ChosenEntries(Holding):
             lanes = max(len(grown.view), len(x))
             x, grown = x.expand(lanes, -1), Growing(1, grown.view.expand(lanes, -1).clone())
         self.held[name] = grown
-        grown.replace_from(start, x, self.budget.fixed)
+        grown.replace_from(start, x, self.budget.capacity)
 
     def _weigh(self) -> None:
         """The entries as attention takes them."""

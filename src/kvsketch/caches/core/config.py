@@ -2,13 +2,16 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
-from kvsketch.caches.core.budget import Budget, Keep, check_keep
+from kvsketch.caches.core.budget import MOST, Budget, Keep, check_keep
 from kvsketch.caches.core.checks import check_choice, check_count
 from kvsketch.caches.core.method import Method
+from kvsketch.caches.core.profile import PROFILE, find_profile
+from kvsketch.caches.core.shares import EQUAL, PYRAMID
 
 MANY = 256  # a call of so many tokens is long; one of fewer, but two at least, is one of a row of calls
 BLOCK = 32  # tokens leave the window in blocks of this many, so that no method works token by token
@@ -59,16 +62,15 @@ class MethodConfig(ABC):
     def new_method(self, layer: int) -> Method | None:
         """What is done in one layer with tokens that leave the window; None where nothing remains of them."""
 
-    def shares(self, layer: int, heads: int) -> Sequence[float]:
-        """In what proportion the KV heads of a layer share its budget."""
-        return (1.0,) * heads
-
     def for_layer(self, layer: int) -> "MethodConfig":
         """What this method is in one layer, where layers differ."""
         return self
 
-    def check_model(self, facts: Callable[[], dict[str, Any]]) -> None:  # noqa: B027 (most serve all models)
-        """Refuse a model that this config cannot serve, given what there is to know about it."""
+    def check_model(self, facts: Callable[[], dict[str, Any]], *, held: bool = False) -> None:  # noqa: B027
+        """Refuse a model that this config cannot serve, given what there is to know about it.
+
+        `held`: what it says how to choose is chosen already, by a cache that comes from a file.
+        """
 
     def source_digest(self) -> str | None:
         """What this config takes from elsewhere, in a few letters that change when that does."""
@@ -102,18 +104,35 @@ class KeepingConfig(MethodConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetedConfig(MethodConfig):
-    """A method that forgets: `keep` says how much may be held (sinks, window and past together)."""
+    """A method that forgets: `keep` says how much may be held (sinks, window and past together).
+
+    `heads` says how KV heads share it: "equal"; "pyramid" (the first layers get more); "profile" (as was measured on
+    this model, see `profile.py`), or the file of a profile.
+    """
 
     keep: Keep = 0.25
+    heads: str = EQUAL
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_keep(self.keep)
+        if self.heads not in (EQUAL, PYRAMID, PROFILE) and not str(self.heads).endswith(".json"):
+            raise ValueError(
+                f"heads must be {EQUAL}, {PYRAMID}, {PROFILE}, or a file that kvsketch profile has written (.json), "
+                f"got {self.heads!r}"
+            )
         self.check_entries(self.keep if isinstance(self.keep, int) else None)
 
     @property
     def budget_given(self) -> Keep:
         return self.keep
+
+    def check_model(self, facts: Callable[[], dict[str, Any]], *, held: bool = False) -> None:
+        if self.heads not in (EQUAL, PYRAMID) and not held:
+            find_profile(self.heads, facts()).check_keep(self.keep)
+
+    def with_full_paths(self) -> "MethodConfig":
+        return replace(self, heads=str(Path(self.heads).resolve())) if self.heads.endswith(".json") else self
 
     def check_entries(self, entries: int | None) -> None:
         """Refuse a fixed number of entries that the exact parts alone would use up."""
@@ -146,17 +165,23 @@ class WindowedConfig(BudgetedConfig):
 
     def room(self, budget: Budget, count: int) -> int:
         """How many entries of the past the budget leaves when `count` tokens have left the window."""
-        if budget.fixed is not None:
-            return max(0, budget.fixed - self.exact_entries())
+        if budget.capacity is not None:
+            return max(0, budget.capacity - self.exact_entries())
         exact = self.sinks + self.window
         return max(0, budget.entries(count + exact) - exact)
 
-    def strata(self, fraction: float, first_entries: int, entries: int) -> tuple[int, int]:
+    def strata(self, budget: Budget, first_entries: int, entries: int) -> tuple[int, int]:
         """Tokens of the first stratum, which holds `first_entries`, and of every later one, which holds `entries`.
 
         The first one is so long that it ends when the whole cache, exact parts included, is down to the
-        fraction; before that the cache holds what it needs at least.
+        fraction; before that every head holds what it needs at least. Later ones are longer where its share is small.
         """
+        assert budget.fraction is not None, "a number of entries is one stratum"
         exact = self.sinks + self.window
-        first = max(BLOCK, math.ceil((first_entries + exact) / fraction) - exact)
-        return first, math.ceil(entries / fraction)
+        first = max(BLOCK, math.ceil((first_entries + exact) / budget.fraction) - exact)
+        return first, math.ceil(entries / max(budget.fraction * budget.share, entries / MOST))
+
+
+def divides_equally(config: MethodConfig) -> bool:
+    """Whether all heads may hold the same."""
+    return not isinstance(config, BudgetedConfig) or config.heads == EQUAL

@@ -12,12 +12,13 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from kvsketch.attention import Partial, join_queries, merge
-from kvsketch.caches.core.allocation import budget_of, budgets_of
+from kvsketch.caches.core.allocation import SharesOf, budget_of, budgets_of
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.core.layer_state import LayerState
 from kvsketch.caches.core.probe import PROBES, exact_probe, relative_error
 from kvsketch.caches.core.query import Answer, Query
+from kvsketch.caches.core.shares import equal
 from kvsketch.caches.core.stream import Stream
 from kvsketch.caches.core.tokens import Columns, NewTokens, Seen, chunks
 from kvsketch.kernels.weighted_attention import causal_attention
@@ -26,10 +27,19 @@ from kvsketch.kernels.weighted_attention import causal_attention
 class LayerCache(LayerState):
     """What one attention layer holds of its stream, for all rows and KV heads."""
 
-    def __init__(self, config: MethodConfig, layer: int, layer_bytes: Callable[[int, int], int] | None = None) -> None:
-        """`layer_bytes(rows, bytes per token)` is the layer's share of a budget in bytes."""
+    def __init__(
+        self,
+        config: MethodConfig,
+        layer: int,
+        layer_bytes: Callable[[int, int], int] | None = None,
+        shares: SharesOf | None = None,
+    ) -> None:
+        """`layer_bytes(rows, bytes per token)` is the layer's share of a budget in bytes; `shares` those of its heads.
+
+        Without `shares` all heads have the same.
+        """
         super().__init__(config.for_layer(layer), layer)
-        self.layer_bytes = layer_bytes
+        self.layer_bytes, self.shares = layer_bytes, shares
         self.recording = False  # hold back all writing to the past until the next `crop`
 
     # -- reading
@@ -151,7 +161,8 @@ class LayerCache(LayerState):
     def _start(self, new: NewTokens) -> None:
         rows, heads, _, width = new.keys.shape
         budget = self.budget_for(rows, heads * (width + new.values.shape[-1]) * new.keys.element_size())
-        self.begin(rows, budgets_of(budget, self.config.shares(self.layer, heads)))
+        shares = equal(heads) if self.shares is None else self.shares(self.layer, heads, budget)
+        self.begin(rows, budgets_of(budget, shares))
         self.kind = (heads, width, new.keys.dtype)
 
     def budget_for(self, rows: int, token_bytes: int) -> Budget:

@@ -6,10 +6,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvsketch.caches.core.allocation import budgets_of
 from kvsketch.caches.core.budget import MOST, Budget
 from kvsketch.caches.core.buffers import Window
-from kvsketch.caches.core.config import MethodConfig
+from kvsketch.caches.core.config import MethodConfig, divides_equally
 from kvsketch.caches.core.lanes import Lanes
 from kvsketch.caches.core.query import Query
 from kvsketch.caches.core.storage import with_prefix
@@ -56,7 +55,7 @@ class LayerState:
         measured = {"error": self.error, "recall": self.recall}
         tensors |= {name: tensor for name, tensor in measured.items() if tensor is not None}
         numbers = {name: getattr(self, name) for name in NUMBERS}
-        budgets = [[budget.fraction, budget.fixed, budget.least] for budget in self.budgets]
+        budgets = [[budget.fraction, budget.fixed, budget.least, budget.share] for budget in self.budgets]
         return tensors, numbers | {"budgets": budgets, "streams": streams}
 
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
@@ -122,23 +121,18 @@ def restored_budgets(given: list[list[Any]], config: MethodConfig) -> list[Budge
     """The budgets of all heads, which follow from the config but where bytes were divided, or shares were measured."""
     keep, floor, least = config.budget_given, config.floor(), config.least_entries()
     found = [Budget(*one) for one in given]
-    for budget in found:
-        if isinstance(keep, float):
-            right = budget.fixed is None and type(budget.fraction) is float and 0 < budget.fraction <= 1
-            right = right and budget.least == floor
-        else:
-            right = (
-                budget.fraction is None and type(budget.fixed) is int and least == budget.least <= budget.fixed <= MOST
-            )
-        if not right:
-            raise ValueError(f"a budget of {budget!s:.80} for keep={keep!r}")
     if not found:
         raise ValueError("no heads")
-    if not isinstance(keep, str):
-        whole = Budget(keep, None, floor) if isinstance(keep, float) else Budget(None, keep, least)
-        shares = [float(budget.fraction or budget.fixed or 0) for budget in found]
-        if sum(shares) > 1.001 * len(found) * keep or (len(set(shares)) == 1 and found != budgets_of(whole, shares)):
-            raise ValueError(f"budgets of {shares!s:.80} for keep={keep!r}")
+    for budget in found:
+        if isinstance(keep, float):
+            right, most = (budget.fraction, budget.fixed, budget.least) == (keep, None, floor), 1 / keep
+        else:
+            right = budget.fraction is None and type(budget.fixed) is int and least == budget.least <= budget.fixed
+            right = right and budget.fixed == (budget.fixed if isinstance(keep, str) else keep)
+            most = MOST / max(1, budget.fixed or 0)
+        right = right and type(budget.share) is float and 0 <= budget.share <= most * (1 + 1e-9)
+        if not right or (budget.share != 1 and divides_equally(config)):
+            raise ValueError(f"a budget of {budget!s:.80} for {config!s:.80}")
     return found
 
 

@@ -120,7 +120,8 @@ class Stream:
 
     def due(self, lengths: Sequence[int]) -> list[int]:
         """How many tokens of each row should have left by now: a whole number of blocks."""
-        due, self.may_come = list[int](), MOST  # a window only grows
+        due: list[int] = []  # `list[int]()` is more than the compiler can read
+        self.may_come = MOST  # a window only grows
         for length, left in zip(lengths, self.left, strict=True):
             window = self.config.window_size(self.budget, length)
             beyond = 0 if window is None else max(0, length - self.config.sinks - window)

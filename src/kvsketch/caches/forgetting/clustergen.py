@@ -67,8 +67,8 @@ class ClusterGen(BudgetedConfig):
 
     def room(self, budget: Budget, count: int) -> int:
         """How many entries the budget leaves when `count` tokens have left the window."""
-        if budget.fixed is not None:
-            return budget.fixed - self._exact(budget, 0) - BLOCK  # the window may run over by one block
+        if budget.capacity is not None:
+            return budget.capacity - self._exact(budget, 0) - BLOCK  # the window may run over by one block
         least = self.sinks + count
         seen = bisect_left(range(2 * least + budget.least), count, key=lambda n: n - self._exact(budget, n))
         return budget.entries(seen) - self._exact(budget, seen)

@@ -45,8 +45,7 @@ class Uniform(WindowedConfig):
         """One reservoir for a fixed number of entries; for a fraction, strata of a block of slots each."""
         if budget.fixed is not None:
             return Plan(self.room(budget, 0))
-        assert budget.fraction is not None
-        return Plan(BLOCK, *self.strata(budget.fraction, BLOCK, BLOCK))
+        return Plan(BLOCK, *self.strata(budget, BLOCK, BLOCK))
 
 
 class Reservoirs(Chooser):

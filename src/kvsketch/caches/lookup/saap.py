@@ -49,7 +49,7 @@ class IndexedConfig(BucketedConfig):
             )
         return read_index(self.folder)
 
-    def check_model(self, facts: Callable[[], dict[str, Any]]) -> None:
+    def check_model(self, facts: Callable[[], dict[str, Any]], *, held: bool = False) -> None:
         self.learnt.check_model(facts())
 
     def source_digest(self) -> str | None:

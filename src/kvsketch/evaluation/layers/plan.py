@@ -17,7 +17,8 @@ from kvsketch.evaluation.results.rows import Row, key_of
 
 # What an error depends on, but the model.
 KEY = ("prompt", "tokens", "layer", "method", "rate", "block", "seed", "exact")
-SET_BY_STUDY = ("keep", "sinks", "window", "prefill", "chunk")  # options that the study chooses for all methods alike
+# Options that the study chooses for all methods alike.
+SET_BY_STUDY = ("keep", "heads", "sinks", "window", "prefill", "chunk")
 SWEPT = ("block", "seed")  # options that it varies
 
 

@@ -78,8 +78,7 @@ class SubGen(WindowedConfig):
         if budget.fixed is not None:
             s, m = split(self.room(budget, 0), self.s)
             return Sizes(Plan(s), Plan(m))
-        assert budget.fraction is not None
-        strata = self.strata(budget.fraction, self.first_entries(), self.unit())
+        strata = self.strata(budget, self.first_entries(), self.unit())
         if self.s is None:
             s, m = split(self.unit(), None)
             return Sizes(Plan(s, *strata), Plan(m, *strata))

@@ -1,0 +1,80 @@
+"""Shares of a budget by KV head, in means: a head with the share 2 gets twice what heads get on the average.
+
+They are shares of what is left when all heads hold what a method cannot do without: sinks and window above all.
+"""
+
+from collections.abc import Mapping, Sequence
+
+EQUAL, PYRAMID = "equal", "pyramid"
+STEEPNESS = 20  # of the pyramid: the last layer gets so many times less than the mean (PyramidKV's β)
+Shares = Mapping[int, Sequence[float]]  # of each layer's KV heads
+
+
+def equal(heads: int) -> Sequence[float]:
+    """The same for all."""
+    return (1.0,) * heads
+
+
+def pyramid(layers: Mapping[int, int], most: float) -> Shares:
+    """More in the first layers than in the last, linearly (PyramidKV, arXiv:2406.02069); none gets above `most`.
+
+    `layers` says how many KV heads each has.
+    """
+    last, least = max(1, len(layers) - 1), 1 / STEEPNESS
+    wanted = {
+        layer: [2 - least - (2 - 2 * least) * place / last if len(layers) > 1 else 1.0] * heads
+        for place, (layer, heads) in enumerate(layers.items())
+    }
+    return filled(wanted, most)
+
+
+def filled(wanted: Shares, most: float, sizes: Mapping[int, int] | None = None) -> Shares:
+    """Shares in these proportions with the mean 1, none above `most`: what one cannot take goes to the others.
+
+    `sizes` are those of an entry in each layer, where they differ: then the mean is one of bytes.
+    """
+    sizes = dict.fromkeys(wanted, 1) if sizes is None else sizes
+    total = sum(sizes[layer] * len(shares) for layer, shares in wanted.items())
+
+    def at(level: float) -> dict[int, list[float]]:
+        return {layer: [min(share * level, most) for share in shares] for layer, shares in wanted.items()}
+
+    def used(level: float) -> float:
+        return sum(sizes[layer] * sum(shares) for layer, shares in at(level).items())
+
+    low, high = 0.0, 1.0
+    while used(high) < total and high < 1e9:
+        high *= 2
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (low, middle) if used(middle) > total else (middle, high)
+    return at(low)
+
+
+def levels(shares: Sequence[float], most: int) -> list[float]:
+    """The shares with at most so many different ones: neighbours become their mean, with the least squares lost."""
+    order = sorted(range(len(shares)), key=lambda head: shares[head])
+    ranked = [shares[head] for head in order]
+    best = list[tuple[float, list[int]]]([(0.0, [])])  # of the first so many: what is lost, and where levels begin
+    best += [(float("inf"), [])] * len(ranked)
+    for _ in range(most):
+        best = [
+            min(
+                [
+                    best[end],
+                    *((lost + _lost(ranked[i:end]), [*starts, i]) for i, (lost, starts) in enumerate(best[:end])),
+                ]
+            )
+            for end in range(len(ranked) + 1)
+        ]
+    found = list(shares)
+    starts = best[-1][1]
+    for start, stop in zip(starts, [*starts[1:], len(ranked)], strict=True):
+        for head in order[start:stop]:
+            found[head] = sum(ranked[start:stop]) / (stop - start)
+    return found
+
+
+def _lost(shares: Sequence[float]) -> float:
+    mean = sum(shares) / len(shares)
+    return sum((share - mean) ** 2 for share in shares)
