@@ -9,6 +9,7 @@ from kvsketch.cli.fit import fit
 from kvsketch.cli.generate import generate
 from kvsketch.cli.import_model import import_model
 from kvsketch.cli.inspect import inspect
+from kvsketch.cli.profile import profile
 from kvsketch.cli.sample import sample
 from kvsketch.cli.train import train_demo
 
@@ -23,6 +24,7 @@ app.add_typer(bench, name="bench", help="Measure what methods do to a model: its
 app.command()(inspect)
 app.command("import")(import_model)
 app.command()(fit)
+app.command()(profile)
 app.command()(sample)
 app.command("train-demo")(train_demo)
 

@@ -1,7 +1,7 @@
 """Pictures of what `inspection` found: clusters against length, norms, and maps of keys and values."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 
 import torch
@@ -18,6 +18,24 @@ from kvsketch.huggingface.capture import Captured
 CENTRES = 16  # as in Figure 1 of the SubGen paper
 KINDS = (("clusters", "keys", "-"), ("value_clusters", "values", "--"))
 POINTS = 1500  # of a map; more take long and show no more
+
+
+def profile_picture(parts: Mapping[int, Sequence[Sequence[float]]], keeps: Sequence[float]) -> Figure:
+    """A panel for each budget: which part of the tokens each head of each layer holds."""
+    figure, panels = panels_for(len(keeps), columns=len(keeps), width=2.4)
+    layers = list(parts)
+    for place, (panel, keep) in enumerate(zip(panels, keeps, strict=True)):
+        held = [[head[place] for head in parts[layer]] for layer in layers]
+        image = panel.imshow(held, vmin=0, vmax=1, cmap="viridis", aspect="auto", interpolation="nearest")
+        panel.set_title(f"keep {keep:g}")
+        panel.set_xlabel("KV head")
+        panel.set_xticks(range(len(held[0])))
+        panel.set_yticks(range(0, len(layers), max(1, len(layers) // 10)))
+        panel.set_yticklabels([str(layer) for layer in layers[:: max(1, len(layers) // 10)]])
+    panels[0].set_ylabel("layer")
+    figure.tight_layout()
+    figure.colorbar(image, ax=panels, label="part of the tokens that is held")
+    return figure
 
 
 def clusters_picture(rows: Sequence[Row]) -> Figure:
