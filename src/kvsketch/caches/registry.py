@@ -10,6 +10,7 @@ from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.exact import Exact
 from kvsketch.caches.forgetting.balancekv import BalanceKV
 from kvsketch.caches.forgetting.clustergen import ClusterGen
+from kvsketch.caches.forgetting.keydiff import KeyDiff
 from kvsketch.caches.forgetting.streaming_llm import StreamingLLM
 from kvsketch.caches.forgetting.subgen import SubGen
 from kvsketch.caches.forgetting.uniform import Uniform
@@ -26,6 +27,7 @@ METHODS: dict[str, type[MethodConfig]] = {
     "clustergen": ClusterGen,
     "subgen": SubGen,
     "balancekv": BalanceKV,
+    "keydiff": KeyDiff,
     "saap": Saap,
     "kmeans": KMeans,
     "lsh": LSH,

@@ -7,8 +7,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvsketch.kernels.distances import rounded
+
 SINKS, WINDOW = 4, 16  # tokens that every head holds whatever their scores
-BITS = 16  # of a score that are compared: rounding must not decide
+BITS = 16  # of a score that are compared: the order of sums in float32 must not decide
 
 Parts = dict[int, list[list[float]]]  # of each layer's heads, for each keep
 
@@ -20,7 +22,7 @@ def parts_of(scores: Mapping[int, Float[Tensor, "h n"]], keeps: Sequence[float])
     """
     middle = [scores[layer][:, SINKS:-WINDOW].double().cpu() for layer in sorted(scores)]
     count, heads = middle[0].shape[1], [len(one) for one in middle]
-    every = torch.cat([rounded(one).flatten() for one in middle])
+    every = rounded(torch.cat([one.flatten() for one in middle]), BITS)
     order = every.sort(descending=True, stable=True).indices
     found: Parts = {layer: [[] for _ in range(own)] for layer, own in zip(sorted(scores), heads, strict=True)}
     for keep in keeps:
@@ -32,12 +34,6 @@ def parts_of(scores: Mapping[int, Float[Tensor, "h n"]], keeps: Sequence[float])
             for head, share in enumerate(own.tolist()):
                 found[layer][head].append(share)
     return found
-
-
-def rounded(scores: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """With so few bits that what is equally large compares as equal in whatever order sums were taken."""
-    mantissa, exponent = torch.frexp(scores)
-    return torch.ldexp((mantissa * (1 << BITS)).round() / (1 << BITS), exponent)
 
 
 def mean_parts(each: Sequence[Parts]) -> Parts:

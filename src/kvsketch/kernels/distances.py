@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 ROUNDING = 1e-13  # relative; some hundred times that of float64
-SPLIT = 2.0**29 + 1  # leaves 53 - 29 bits (Veltkamp 1968)
+BITS = 24  # of float64's 53
 
 
 def squared_norms(points: Float[Tensor, "l n d"]) -> Float[Tensor, "l n"]:
@@ -26,10 +26,10 @@ def squared_distances(
 ) -> Float[Tensor, "l n m"]:
     """Of every point to every other; points in float64, norms from `squared_norms`."""
     sums = norms[:, :, None] + other_norms[:, None]
-    return _rounded(sums.baddbmm_(points, others.transpose(1, 2), alpha=-2).clamp_min_(0))
+    return rounded(sums.baddbmm_(points, others.transpose(1, 2), alpha=-2).clamp_min_(0))
 
 
-def _rounded(x: Tensor) -> Tensor:
-    """To 24 bits, whatever the size of the number."""
-    split = x * SPLIT
+def rounded(x: Tensor, bits: int = BITS) -> Tensor:
+    """Numbers of float64 with so many bits, whatever their size (Veltkamp 1968)."""
+    split = x * (2.0 ** (53 - bits) + 1)
     return split.sub_(split - x)

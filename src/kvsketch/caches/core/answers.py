@@ -28,16 +28,16 @@ def in_rows(answer: Answer, rows: int) -> Answer:
 def joined(found: Sequence[tuple[int, Answer]], query: Query, heads: int, order: Int64[Tensor, " l"]) -> Answer:
     """The answers of several bundles of so many lanes each, `order` saying where each lane of the batch is in them."""
     group, queries = query.queries.shape[1] // heads, query.queries.shape[2]
-    width = next(answer.attended.out.shape[3] for _, answer in found if answer.attended is not None)
 
-    def missing(count: int) -> Partial:
-        out = query.queries.new_zeros(1, count * group, queries, width)
+    def missing(count: int, like: Partial) -> Partial:
+        out = query.queries.new_zeros(1, count * group, queries, like.out.shape[3])
         return Partial(out, out.new_full(out.shape[:3], NO_MASS, dtype=torch.float32))
 
     def together(parts: list[tuple[int, Partial | None]]) -> Partial | None:
-        if all(part is None for _, part in parts):
+        like = next((part for _, part in parts if part is not None), None)
+        if like is None:
             return None
-        there = [missing(count) if part is None else part for count, part in parts]
+        there = [missing(count, like) if part is None else part for count, part in parts]
         of_queries = (order[:, None] * group + torch.arange(group, device=order.device)).flatten()
         out, lse = (torch.cat(each, 1) for each in zip(*((part.out, part.lse) for part in there), strict=True))
         return Partial(out.index_select(1, of_queries), lse.index_select(1, of_queries))

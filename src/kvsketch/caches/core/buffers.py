@@ -15,14 +15,17 @@ from kvsketch.attention import WeightedTokens, log_mass_of
 from kvsketch.caches.core.storage import in_front, storage_bytes
 from kvsketch.caches.core.tokens import Columns
 
-SPARE = 32  # places allocated beyond those asked for; and one in SPARE of them, so that growing stays cheap
+SPARE, LEAST_SPARE = (
+    32,
+    8,
+)  # one place in 32 is allocated beyond those asked for, so that growing stays cheap; 8 at least
 
 
 class Growing:
     """A tensor that grows along one dimension without being copied at every step.
 
-    A buffer of n places is copied once in n/32 appended ones: 32 places a token, beside the n that
-    attention reads anyway, for 3 % of idle memory.
+    A buffer of n places is copied once in n/32 appended ones (once in 8 where it is small): 32 places a
+    token, beside the n that attention reads anyway, for 3 % of idle memory.
     """
 
     def __init__(self, dim: int, first: Tensor | None = None) -> None:
@@ -103,7 +106,7 @@ class Growing:
 
 
 def _spare(length: int) -> int:
-    return max(SPARE, length // SPARE)
+    return max(LEAST_SPARE, length // SPARE)
 
 
 class Window:

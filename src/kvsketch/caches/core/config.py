@@ -14,7 +14,7 @@ from kvsketch.caches.core.profile import PROFILE, find_profile
 from kvsketch.caches.core.shares import EQUAL, PYRAMID
 
 MANY = 256  # a call of so many tokens is long; one of fewer, but two at least, is one of a row of calls
-BLOCK = 32  # tokens leave the window in blocks of this many, so that no method works token by token
+BLOCK = 32  # tokens leave the window in blocks, of this many mostly, so that no method works token by token
 PREFILLS = ("exact", "streaming")
 WEIGHTS = ("count", "none")  # does an entry stand for the tokens it was chosen from, or for itself alone
 
@@ -30,6 +30,7 @@ class MethodConfig(ABC):
 
     name: ClassVar[str]
     before_rotation: ClassVar[bool] = False  # whether it asks for queries and keys as they were before rotation
+    leaving: ClassVar[int] = BLOCK  # so many tokens leave the window together
     window_by_budget: ClassVar[bool] = False  # whether heads with another budget have another window
 
     sinks: int = 4
@@ -52,7 +53,7 @@ class MethodConfig(ABC):
 
     def least_entries(self) -> int:
         """The smallest number of entries that can be asked for: the window runs over by up to a block."""
-        return self.floor() + BLOCK
+        return self.floor() + self.leaving
 
     @abstractmethod
     def window_size(self, budget: Budget, count: int) -> int | None:
@@ -155,7 +156,7 @@ class WindowedConfig(BudgetedConfig):
 
     def exact_entries(self) -> int:
         """Entries that sinks and window take at most; the window may run over by one block."""
-        return self.sinks + self.window + BLOCK
+        return self.sinks + self.window + self.leaving
 
     def floor(self) -> int:
         return self.sinks + self.window

@@ -120,14 +120,15 @@ class Stream:
 
     def due(self, lengths: Sequence[int]) -> list[int]:
         """How many tokens of each row should have left by now: a whole number of blocks."""
+        block = self.config.leaving
         due: list[int] = []  # `list[int]()` is more than the compiler can read
         self.may_come = MOST  # a window only grows
         for length, left in zip(lengths, self.left, strict=True):
             window = self.config.window_size(self.budget, length)
             beyond = 0 if window is None else max(0, length - self.config.sinks - window)
-            due.append(max(left, beyond // BLOCK * BLOCK))
+            due.append(max(left, beyond // block * block))
             if window is not None:
-                more = self.config.sinks + window + due[-1] + BLOCK - length
+                more = self.config.sinks + window + due[-1] + block - length
                 self.may_come = more if more < self.may_come else self.may_come  # the compiler breaks at min()
         return due
 

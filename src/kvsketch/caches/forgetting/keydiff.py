@@ -1,0 +1,39 @@
+"""KeyDiff (Park et al. 2025, arXiv:2504.15364): the keys that are least like all others."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from kvsketch.caches.core.chooser import Chooser, Entries
+from kvsketch.caches.core.tokens import Arriving
+from kvsketch.caches.forgetting.apart import towards
+from kvsketch.caches.forgetting.scored import Best, ScoredConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyDiff(ScoredConfig):
+    """Keeps sinks, window and the tokens whose keys have the least cosine to the mean direction of all keys."""
+
+    name: ClassVar[str] = "keydiff"
+
+    def new_method(self, layer: int) -> Chooser:
+        return LeastAlike(self)
+
+
+class LeastAlike(Best):
+    """The anchor is the mean of all keys that came, each of length 1 (the paper's Algorithm 1 has those held)."""
+
+    def __init__(self, config: KeyDiff) -> None:
+        super().__init__(config)
+        self.per_lane = {"direction": torch.float64}
+
+    def lanes_after(self, held: Entries, new: Arriving) -> dict[str, Tensor]:
+        sums = F.normalize(new.keys.double(), dim=2).sum(1)
+        return {"direction": sums + held.per_lane.get("direction", 0)}
+
+    def scores(self, pool: Entries, per_lane: dict[str, Tensor]) -> Float[Tensor, "l n"]:
+        return -towards(pool.keys, per_lane["direction"])
