@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 import kvsketch
+from kvsketch.caches.forgetting.scored import ScoredConfig
 from kvsketch.caches.forgetting.subgen.holding import SubGenHolding
 from kvsketch.caches.lookup.store import Store
 from kvsketch.caches.registry import parse_spec
@@ -53,6 +54,9 @@ SPECS = (
     "balancekv(keep=130, window=16, block=64)",
     "balancekv(keep=0.25, window=16, augmented=False)",
     "balancekv(keep=150, window=16, mode='faithful', block=64)",
+    "keydiff(keep=0.25)",
+    "keydiff(keep=90, heads='pyramid')",
+    "uniform(keep=0.25, window=16, heads='pyramid')",
     f"saap(index='{INDEX}', probes=2, staging=24, {LOOK})",
     f"saap(index='{INDEX}', probes=3, staging=24, estimate=True, prefer='density', visit=0.3, {LOOK})",
     f"saap(index='{INDEX}', probes=3, staging=24, {LOOK}, prefill='streaming', chunk=40)",
@@ -442,7 +446,7 @@ def mass_of(past, config):
     """How many tokens what is held stands for, per row and head; None where a method does not promise that."""
     if config.name == "balancekv" and config.mode == "faithful":
         return None
-    if getattr(config, "weights", "count") == "none":
+    if getattr(config, "weights", "count") == "none" or isinstance(config, ScoredConfig):
         return None
     if past is None or past.empty:
         return None

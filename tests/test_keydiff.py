@@ -1,0 +1,63 @@
+"""KeyDiff keeps the keys least like the mean direction: against the definition, in one call, chunks and steps."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kvsketch.caches.core.layer import LayerCache
+from kvsketch.caches.core.tokens import NewTokens
+from kvsketch.caches.forgetting.keydiff import KeyDiff
+from lanes import entries_of
+
+HEADS, WIDTH = 3, 8
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def plainly(keys, calls, config, budget):
+    """One head, token numbers alone: what is kept after calls of these sizes, by the definition.
+
+    Tokens of the window leave before those of the call that pushes them out.
+    """
+    held, left, seen = [], 0, 0
+    for size in calls:
+        due = max(0, seen + size - config.sinks - config.window) // config.leaving * config.leaving
+        in_window = max(0, seen - config.sinks)
+        for stop in (min(due, in_window), due) if size > 1 else (due,):
+            if stop <= left:
+                continue
+            held += range(config.sinks + left, config.sinks + stop)
+            left = stop
+            every = F.normalize(keys[config.sinks : config.sinks + left].double(), dim=1)
+            scores = {token: -float(F.normalize(keys[token].double(), dim=0) @ every.mean(0)) for token in held}
+            held = sorted(sorted(held, key=lambda token: (-scores[token], token))[: config.room(budget, left)])
+        seen += size
+    return held
+
+
+@pytest.mark.parametrize("keep", [0.25, 80])
+@pytest.mark.parametrize("calls", [[500], [200, 1, 1, 100, *[1] * 40, 158]], ids=str)
+def test_what_is_kept_is_what_the_definition_keeps(keep, calls):
+    config = KeyDiff(keep=keep)
+    keys, values = 1 + normal(1, HEADS, 500, WIDTH), normal(1, HEADS, 500, WIDTH, seed=1)
+    cache, start = LayerCache(config, 0), 0
+    for size in calls:
+        part = slice(start, start + size)
+        new = NewTokens(keys[:, :, part], values[:, :, part])
+        cache.read(normal(1, HEADS, size, WIDTH, seed=start), new, 0.3)
+        start += size
+    held = entries_of(cache.past).keys[0]
+    for head in range(HEADS):
+        expected = plainly(keys[0, head], calls, config, cache.budgets[0])
+        assert torch.equal(held[head], keys[0, head, expected])
+    assert int(cache.count_entries().max()) <= cache.budgets[0].entries(500)
+
+
+def test_equal_keys_go_by_their_order():
+    cache = LayerCache(KeyDiff(keep=60), 0)
+    keys = torch.ones(1, 1, 300, WIDTH)
+    values = torch.arange(300.0)[None, None, :, None].expand(1, 1, 300, WIDTH)
+    cache.hold(NewTokens(keys, values))
+    assert entries_of(cache.past).values[0, 0, :, 0].tolist() == [*range(4, 4 + 32)]
