@@ -39,6 +39,7 @@ CHUNKS_MATTER = {
     "balancekv": "tokens written together are halved together; what points away from all keys depends on which came",
     "balancekv, plain": "tokens written together are halved together, so that their weights stay even",
     "balancekv, faithful": "the same",
+    "keydiff": "what is least like all other keys depends on which have come",
 }
 SMALL = {"exact": {}} | {name: {"keep": 0.25} for name in BUDGETED}
 SMALL |= {name: {"window": 40, "full_layers": 0} | given for name, given in LOOKUPS.items()}

@@ -15,7 +15,7 @@ def equal(heads: int) -> Sequence[float]:
     return (1.0,) * heads
 
 
-def pyramid(layers: Mapping[int, int], most: float) -> Shares:
+def pyramid(layers: Mapping[int, int], most: float | int) -> Shares:
     """More in the first layers than in the last, linearly (PyramidKV, arXiv:2406.02069); none gets above `most`.
 
     `layers` says how many KV heads each has.
@@ -28,7 +28,7 @@ def pyramid(layers: Mapping[int, int], most: float) -> Shares:
     return filled(wanted, most)
 
 
-def filled(wanted: Shares, most: float, sizes: Mapping[int, int] | None = None) -> Shares:
+def filled(wanted: Shares, most: float | int, sizes: Mapping[int, int] | None = None) -> Shares:
     """Shares in these proportions with the mean 1, none above `most`: what one cannot take goes to the others.
 
     `sizes` are those of an entry in each layer, where they differ: then the mean is one of bytes.

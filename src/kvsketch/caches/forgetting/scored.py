@@ -31,7 +31,7 @@ class ScoredConfig(WindowedConfig):
     def room(self, budget: Budget, count: int) -> int:
         """How many entries of the past the budget leaves when `count` tokens have left the window."""
         exact = self.exact_entries()
-        return max(0, budget.entries(count + self.sinks + self.window) - exact)
+        return budget.entries(count + exact) - exact
 
 
 class Best(Chooser):
