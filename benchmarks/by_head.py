@@ -1,7 +1,8 @@
-"""Equal shares, a pyramid and a profile, questions afterwards, on the embedded model: `python benchmarks/by_head.py OUT`.
+"""Equal shares, a pyramid and a profile, on the embedded model: `python benchmarks/by_head.py OUT`.
 
-Profiles are measured on other tasks than those that are asked: on needles for records, on records for needles. Rows go
-to OUT, where an interrupted run goes on; means to docs/results/by-head.jsonl, and a table is printed.
+Questions come after compression. Profiles are measured on other tasks than those that are asked: on needles for
+records, on records for needles. Rows go to OUT, where an interrupted run goes on; means to docs/results/by-head.jsonl,
+and a table is printed.
 """
 
 import argparse

@@ -21,9 +21,11 @@ from kvsketch.evaluation.tasks import TASKS, Setting
 from kvsketch.evaluation.tasks.length import Fitter
 from kvsketch.huggingface.identity import describe_model
 from made_index import make_index
+from uneven import made_profile
 
 FILE = Path(__file__).parent / "rows.json"
 INDEX = "INDEX"  # stands for the folder of an index made up for the model
+PROFILE = "'profile'"  # for a profile made up for it
 # Every spec that README and docs name, as they name it; test_golden says so. What they leave out is in MORE.
 NAMED = (
     "exact",
@@ -69,6 +71,7 @@ NAMED = (
     'balancekv(mode="faithful")',
     "balancekv(keep=0.5, mode='faithful')",
     "balancekv(keep=0.25, mode='faithful')",
+    "keydiff(keep=0.125, heads='profile')",
     "saap(index='INDEX', probes=32)",
     "saap(index='INDEX', probes=128, visit=0.1, estimate=True, prefer='density')",
     "saap(index='INDEX', estimate=True)",
@@ -89,6 +92,9 @@ MORE = (
     "subgen(keep=200, window=16)",
     "subgen(keep=200, window=16, normalizer='clusters', delta=4, t=2)",
     "balancekv(keep=180, window=32)",
+    "keydiff",
+    "keydiff(keep=100, heads='pyramid')",
+    "clustergen(heads='profile')",
     "balancekv(keep=180, window=32, sharpness=1, augmented=False)",
     "balancekv(keep=200, mode='faithful', block=64)",
     "saap(index='INDEX', probes=2, window=48, staging=40)",
@@ -140,7 +146,9 @@ def answers(family: str, spec: str, folder: Path) -> list[dict[str, list[float]]
 
 
 def made(model, spec: str, folder: Path) -> kvsketch.SketchCache:
-    """A cache, with an index where the spec wants one."""
+    """A cache, with an index or a profile where the spec wants one."""
+    if PROFILE in spec:
+        spec = spec.replace(PROFILE, repr(made_profile(folder / "profile.json", model, tokens=600)))
     if INDEX in spec:
         known = describe_model(model)
         index = make_index(folder / known["fingerprint"], model, heads=known["kv_heads"], width=known["head_width"])
