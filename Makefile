@@ -13,7 +13,7 @@ HISTORIES ?= 2000
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo real test check format lint types test-fast test-oldest soak power picture decode answers clustering balance lookup needle real-keys figures clean
+.PHONY: demo real test check format lint types test-fast test-oldest soak power picture decode answers clustering balance lookup needle profiles real-keys figures clean
 
 demo: $(VENV)/ready ## what kvsketch does, on the embedded model, side by side; and a report
 	$(BIN)/kvsketch demo --out demo-report
@@ -97,6 +97,15 @@ TWO := --prompt-file $(REAL)/valid/mary-shelley_frankenstein-0.txt \
 FIT := $(BIN)/kvsketch fit smollm2 --corpus $(REAL)/six.jsonl --corpus $(REAL)/others.jsonl --tokens 4096 --buckets 256 \
 	--apart 255 --away 128 --queries 384
 AT_MOST := index='$(REAL)/index', window=255, probes=256, visit
+PROFILES := src/kvsketch/assets/profiles
+NOVELS := charles-dickens_great-expectations jane-austen_emma mark-twain_the-adventures-of-huckleberry-finn \
+	wilkie-collins_the-moonstone
+profiles: $(VENV)/ready ## the profiles that are part of the package, anew; BOOKS has train/*.txt
+	$(BIN)/kvsketch profile --out $(PROFILES)/embedded.json
+	$(BIN)/kvsketch profile smollm2 $(foreach name,$(NOVELS),--texts $(BOOKS)/train/$(name).txt) --windows 2 \
+		--out $(PROFILES)/smollm2.json
+	for name in embedded smollm2; do mv $(PROFILES)/$$name.png docs/figures/profile-$$name.png; done
+
 real-keys: $(VENV)/ready ## the papers' claims on keys of smollm2; BOOKS has train/*.txt and valid/*.txt, CODE *.txt: two hours
 	$(PIECES) $$(ls $(BOOKS)/train/*.txt | head -6) --each 2 -o $(REAL)/six.jsonl
 	$(PIECES) $$(ls $(BOOKS)/train/*.txt | tail -n +7) --each 1 -o $(REAL)/others.jsonl

@@ -166,6 +166,9 @@ def test_what_is_no_profile_of_the_model_is_refused(measured, tmp_path):
         kvsketch.make_cache(zoo.build("llama", layers=2), "uniform(heads='profile')")
     with pytest.raises(ValueError, match=r"down to keep=0.2, and does not cover keep=0.1"):
         kvsketch.make_cache(model, f"uniform(keep=0.1, heads={str(path)!r})")
+    exact = kvsketch.prefill(model, torch.randint(90, (1, 200)), kvsketch.make_cache(model))
+    with pytest.raises(ValueError, match=r"down to keep=0.2, and does not cover keep=0.1"):
+        exact.compress(f"uniform(keep=0.1, heads={str(path)!r})")
     with pytest.raises(ValueError, match="there is no profile"):
         kvsketch.make_cache(model, "uniform(heads='nowhere.json')")
     for what in ({"keeps": [0.2, 0.5]}, {"tokens": 0}, {"layers": {}}, {"layers": {"0": [[1.5, 0.1]] * 4}}):

@@ -216,6 +216,7 @@ class SketchCache(Cache):
         """
         config = parse_spec(method)
         check_can_become(self.config, config)
+        self.model.check_method(config)
         self._settle()
         twin = SketchCache(config, self.model)
         twin.read_by, twin.stack.dtype = self.read_by, self.stack.dtype

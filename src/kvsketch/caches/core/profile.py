@@ -56,6 +56,7 @@ class Profile:
         if budget.fraction is None:
             assert budget.fixed is not None
             return min(max(budget.fixed / self.tokens, self.keeps[-1]), 1.0)
+        self.check_keep(budget.fraction)
         return budget.fraction
 
     def check_keep(self, keep: Keep) -> None:
