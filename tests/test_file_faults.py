@@ -66,6 +66,7 @@ def test_damaged_caches(spec, tmp_path):
 
 FORGED = (
     "uniform(keep=120, window=16)",
+    "keydiff(keep=120, heads='pyramid')",
     "clustergen(keep=150)",
     "subgen(keep=150, window=16, t=2)",
     "balancekv(keep=0.25, window=16)",

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     )
     from kvsketch.huggingface import SketchCache, attach, attached, detach, load_cache, make_cache, prefill
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "kvsketch.attention": ("Partial", "WeightedTokens", "exact_attention", "merge", "weighted_attention"),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 TOKENS, WINDOWS, KEEPS = 2000, 4, "0.5,0.25,0.125,0.0625,0.03125"
 TASKS = "lines,kv,niah_single,niah_multikey"  # whose documents the embedded model reads
-KEY = ("text", "start", "tokens")
+KEY = ("text", "start", "tokens", "keeps")
 NOTE = (
     "Part of the tokens between sinks and window that a head holds when the best of all heads are kept; "
     "mean and largest head."
@@ -56,7 +56,7 @@ def profile(
 
     Pieces of the texts are read twice; what a head looks at again is what it needs.
     """
-    if out is not None and out.suffix != ".json":
+    if out is not None and (out.suffix != ".json" or out.is_dir()):
         raise ValueError(f"--out must name a file that ends in .json, got {out}")
     if texts and tasks:
         raise ValueError("--tasks makes documents for the embedded model, and --texts names files: give one or other")
@@ -67,36 +67,57 @@ def profile(
         raise ValueError(f"--keep must be fractions between 0 and 1 with commas between them, got {keep!r}")
 
     from kvsketch.caches.core.profile import own_profile
+    from kvsketch.files import user_cache
 
-    folder = Path(".") if out is None else out.parent
+    folder = user_cache() if out is None else out.parent
     check_folder("--out", folder)
     inputs = load_inputs(folder, model, None, Texts(files=tuple(texts or ())), dtype, device)
     from kvsketch.huggingface.identity import describe_model
 
     facts = describe_model(inputs.model)
     path = own_profile(facts) if out is None else out
-    pieces = _pieces(inputs, tasks or TASKS, tokens, windows)
+    pieces = _pieces(inputs, tasks or TASKS, tokens, windows, keeps)
+    _check_pieces(inputs, pieces, keeps)
     parts = _measure(inputs, pieces, keeps, path)
     _write(path, facts, inputs, pieces, keeps, parts)
     _show(path, keeps, parts)
 
 
-def _pieces(inputs: Inputs, tasks: str, tokens: int, windows: int) -> "list[tuple[dict[str, Any], Tensor]]":
+def _pieces(
+    inputs: Inputs, tasks: str, tokens: int, windows: int, keeps: Sequence[float]
+) -> "list[tuple[dict[str, Any], Tensor]]":
     """What is read: where it comes from, and its tokens."""
     from kvsketch.evaluation.texts.plan import Plan
 
+    about: dict[str, Any] = {"keeps": ",".join(map(str, keeps))}
     if not inputs.texts.files:
         names = [name.strip() for name in tasks.split(",") if name.strip()]
+        if not names:
+            raise ValueError(f"--tasks must name tasks with commas between them, got {tasks!r}")
         each = [Texts(task=name, prompts=windows, tokens=tokens, seed="profile") for name in names]
         made = [one for texts in each for one in texts.read(inputs.tokenizer, inputs.model)]
-        return [({"text": text.name, "start": 0, "tokens": text.ids.shape[1]}, text.ids) for text in made]
+        return [({"text": text.name, "start": 0, "tokens": text.ids.shape[1]} | about, text.ids) for text in made]
     texts = inputs.texts.read(inputs.tokenizer, inputs.model)
     plan = Plan(methods=("uniform",), tokens=tokens, next=1, windows=windows)
     return [
-        ({"text": text.name, "start": start, "tokens": tokens}, text.ids[:, start : start + tokens])
+        ({"text": text.name, "start": start, "tokens": tokens} | about, text.ids[:, start : start + tokens])
         for text in texts
         for start in plan.starts(text)
     ]
+
+
+def _check_pieces(inputs: Inputs, pieces: "Sequence[tuple[dict[str, Any], Tensor]]", keeps: Sequence[float]) -> None:
+    """Refuse what cannot be measured before anything is read."""
+    from kvsketch.fitting.profiling import SINKS, WINDOW
+
+    least = min(about["tokens"] for about, _ in pieces)
+    if min(keeps) * least < 2 * (SINKS + WINDOW):
+        raise ValueError(
+            f"--keep {min(keeps):g} of a piece of {least:,} tokens is hardly more than its first {SINKS} and last "
+            f"{WINDOW}, which all heads hold: give more --tokens, or larger fractions"
+        )
+    if not inputs.layers:
+        raise ValueError("this model has no layer that attends to everything: there is nothing to divide")
 
 
 def _measure(
@@ -109,7 +130,7 @@ def _measure(
 
     path.parent.mkdir(parents=True, exist_ok=True)
     work = path.with_suffix(".work.jsonl")
-    rows = RowsFile(work, inputs.about | {"keeps": keeps}, KEY)
+    rows = RowsFile(work, inputs.about, KEY)
     with progress_bar() as bar:
         task = bar.add_task("reading", total=2 * sum(about["tokens"] for about, _ in pieces))
         done = 0
@@ -141,7 +162,10 @@ def _write(
     from kvsketch.files import digest_of
     from kvsketch.fitting.profiling import mean_parts
 
-    texts = [{**about, "digest": digest_of({"ids": ids[0].tolist()})[:16]} for about, ids in pieces]
+    texts = [
+        {name: about[name] for name in KEY[:3]} | {"digest": digest_of({"ids": ids[0].tolist()})[:16]}
+        for about, ids in pieces
+    ]
     description = {"model": facts, "id": inputs.about.get("model"), "kvsketch": kvsketch.__version__, "texts": texts}
     tokens = round(sum(about["tokens"] for about, _ in pieces) / len(pieces))
     layers = {str(layer): heads for layer, heads in mean_parts(parts).items()}

@@ -6,6 +6,7 @@ without a link (sliding layers, other caches, no cache) get ordinary attention, 
 """
 
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,6 +18,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from kvsketch.attention import Partial, WeightedTokens, merge
 from kvsketch.caches.core.layer import LayerCache
+from kvsketch.caches.core.query import Query
 from kvsketch.caches.core.tokens import NewTokens, Unrotated
 from kvsketch.huggingface.frequencies import GUARD
 from kvsketch.kernels.weighted_attention import reference
@@ -29,6 +31,7 @@ class Linked(Protocol):
     """The layer of a cache that keys lead to; `huggingface/layer.py` has it."""
 
     held: LayerCache
+    watcher: Callable[[Query, Partial], None] | None
 
     def check_asked_by(self, module: nn.Module) -> None:
         """Refuse another model's module."""
@@ -122,8 +125,11 @@ def attention(
         new = NewTokens(key, value, _valid(attention_mask, query, layer.held.seen), unrotated)
         if not torch.compiler.is_compiling():
             layer.check_positions_once(kwargs.get("position_ids"), new)
-        part = layer.read(query, new, scale, softcap, lse=s_aux is not None)
-        return _output(part, s_aux, query), None
+        part = layer.read(query, new, scale, softcap, lse=s_aux is not None or layer.watcher is not None)
+        part = part if s_aux is None else _with_sinks(part, s_aux)
+        if layer.watcher is not None:
+            layer.watcher(Query(query, scale, softcap), part)
+        return _output(part, query), None
 
 
 def autocast_of(device: torch.device) -> torch.dtype | None:
@@ -195,11 +201,14 @@ def _valid(attention_mask: Tensor | None, query: Tensor, seen: int) -> Tensor | 
     return None if bool(valid.all()) else valid
 
 
-def _output(part: Partial, s_aux: Tensor | None, query: Tensor) -> Tensor:
-    """The answer as transformers wants it; a learned sink (gpt-oss) is one more set, with mass and no value."""
-    if s_aux is not None:
-        sinks = s_aux.float()[None, :, None].expand(part.lse.shape)
-        part = merge(part, Partial(torch.zeros_like(part.out), sinks))
+def _with_sinks(part: Partial, s_aux: Tensor) -> Partial:
+    """A learned sink (gpt-oss) is one more set, with mass and no value."""
+    sinks = s_aux.float()[None, :, None].expand(part.lse.shape)
+    return merge(part, Partial(torch.zeros_like(part.out), sinks))
+
+
+def _output(part: Partial, query: Tensor) -> Tensor:
+    """The answer as transformers wants it."""
     return part.out.to(query.dtype).transpose(1, 2).contiguous()
 
 
@@ -236,7 +245,7 @@ def _stock_attention(
         at = torch.arange(count, device=query.device)
         attention_mask = (at[count - queries :, None] >= at)[None, None]
     part = reference.attend(query, WeightedTokens(key, value), scale, visible=attention_mask, softcap=softcap)
-    return _output(part, s_aux, query), None
+    return _output(part if s_aux is None else _with_sinks(part, s_aux), query), None
 
 
 def _mask_of_all_keys(query: Tensor, count: int, padding: Tensor | None) -> Tensor | None:

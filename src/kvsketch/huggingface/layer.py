@@ -11,6 +11,7 @@ from kvsketch.attention import Partial
 from kvsketch.caches.core.allocation import SharesOf
 from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.core.layer import LayerCache
+from kvsketch.caches.core.query import Query
 from kvsketch.caches.core.tokens import NewTokens, Unrotated
 from kvsketch.huggingface import stock
 from kvsketch.huggingface.attention import as_autocast, link, without_autocast
@@ -40,6 +41,7 @@ class SketchLayer(CacheLayerMixin):
         self.model = model
         self.is_first = False  # of the cache's sketch layers: it knows padding and positions, the same in all of them
         self.positions = Positions()
+        self.watcher: Callable[[Query, Partial], None] | None = None  # is told what is asked, and what comes of it
         self.pending = 0  # new tokens that were taken and that attention has not asked for yet
         self.broken = False  # a read failed in its middle
         self.cropped = True  # `crop` was called since the last read

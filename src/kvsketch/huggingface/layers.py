@@ -1,6 +1,6 @@
 """The layers of a cache, all together: ours where a model attends to everything, transformers' own elsewhere."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,11 +12,10 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
-from kvsketch.caches.core.budget import MOST, Budget, parse_bytes
+from kvsketch.caches.core.budget import parse_bytes
 from kvsketch.caches.core.config import BudgetedConfig, MethodConfig, divides_equally
-from kvsketch.caches.core.profile import Profile, find_profile
-from kvsketch.caches.core.shares import PYRAMID, pyramid
 from kvsketch.huggingface import stock
+from kvsketch.huggingface.head_shares import HeadShares
 from kvsketch.huggingface.layer import HybridSketchLayer, SketchLayer
 from kvsketch.huggingface.model import ModelLink
 from kvsketch.huggingface.modules import heads_of
@@ -27,13 +26,13 @@ class LayerStack:
 
     def __init__(self, config: MethodConfig, model: ModelLink) -> None:
         self.config, self.model = config, model
-        self._profile: Profile | None = None  # read when it is asked for
         self.dtype: torch.dtype | None = None  # that of autocast, or of the model, when the first tokens came
         self.latest: Any = None  # the layer that took tokens last
         self.touched = False  # a call or a move of rows has changed some layers, and has not come to its end
         types, options = get_layer_types_and_kwargs(model.config)
         options = [options] * len(types) if isinstance(options, dict) else options  # one dict up to transformers 5.17
         self.kinds = types
+        self._shares = self._new_shares()
         self.layers = [self._new_layer(i, kind, options[i]) for i, kind in enumerate(types)]
         # Kept beside the layers, for every layer asks for them at every step: ours, all that count tokens, and all
         # that sum them up (linear attention and the like).
@@ -43,9 +42,19 @@ class LayerStack:
         for layer in self.sketch[:1]:
             layer.is_first = True
 
+    def _new_shares(self) -> HeadShares | None:
+        """What says how heads share the budget, where that is not all alike."""
+        if divides_equally(self.config):
+            return None
+        assert isinstance(self.config, BudgetedConfig), "others hold everything"
+        heads = heads_of(self.model.config)[0]
+        ours = [index for index, kind in enumerate(self.kinds) if kind in ("full_attention", "hybrid")]
+        by_layer = {index: heads[index] if isinstance(heads, list) else heads for index in ours}
+        return HeadShares(self.config, self.model, by_layer)
+
     def _new_layer(self, index: int, kind: str, options: dict[str, Any]) -> Any:
         by_bytes = self._layer_bytes if isinstance(self.config.budget_given, str) else None
-        given = (self.config, index, self.model, by_bytes, None if divides_equally(self.config) else self._shares)
+        given = (self.config, index, self.model, by_bytes, self._shares)
         if kind == "full_attention":
             return SketchLayer(*given)
         if kind == "hybrid":
@@ -53,19 +62,6 @@ class LayerStack:
         return DYNAMIC_LAYER_TYPE_MAPPING[kind](**options)
 
     # -- how a budget is divided
-
-    def _shares(self, layer: int, heads: int, budget: Budget) -> Sequence[float]:
-        """Those of a layer's KV heads, where they are not all the same."""
-        assert isinstance(self.config, BudgetedConfig), "others hold everything"
-        if self.config.heads == PYRAMID:
-            most = MOST if budget.fraction is None else 1 / budget.fraction
-            return pyramid(dict.fromkeys((own.held.layer for own in self.sketch), heads), most)[layer]
-        if self._profile is None:
-            self._profile = find_profile(self.config.heads, self.model.facts())
-        found = self._profile.shares(budget)
-        if len(found.get(layer, ())) != heads:
-            raise ValueError(f"the profile {self._profile.path} has no {heads} KV heads of layer {layer}")
-        return found[layer]
 
     def check_budget(self, rows: int) -> None:
         """Refuse a budget in bytes that is too small for this number of rows."""

@@ -1,6 +1,6 @@
 """Caches that were saved, ready to go on."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ def _restore(
     kinds = [type(layer).__name__ for layer in cache.layers]
     if [saved["type"] for saved in known["layers"]] != kinds:
         raise ValueError(f"{file.path} does not hold the layers that this model has: {', '.join(dict.fromkeys(kinds))}")
+    _check_shares([layer["state"].get("budgets", []) for layer in known["layers"]], file)
     order = sorted(range(len(kinds)), key=lambda index: not isinstance(cache.layers[index], SketchLayer))
     for index in order:
         layer, state = cache.layers[index], known["layers"][index]["state"]
@@ -70,3 +71,11 @@ def _restore(
     cache.read_by = known["fingerprint"]
     cache.stack.dtype = None if known["dtype"] is None else DTYPES[known["dtype"]]
     cache.check_whole()
+
+
+def _check_shares(budgets: Sequence[Any], file: TensorFile) -> None:
+    """Refuse heads that all together would have more than there is: the mean of their shares is 1."""
+    shares = [head[-1] for layer in budgets for head in layer if isinstance(head, list) and head]
+    numbers = [share for share in shares if type(share) is float]  # others are refused where they are read
+    if numbers and sum(numbers) > 1.001 * len(numbers):
+        raise ValueError(f"{file.path} holds heads with shares of {numbers!s:.80}, whose mean cannot be above 1")

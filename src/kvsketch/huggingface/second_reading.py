@@ -43,7 +43,7 @@ def second_reading(
 
     read(0)
     for layer in cache.sketch_layers:
-        layer.held.watcher = partial(_note, scores, layer.held, count)
+        layer.watcher = partial(_note, scores, layer.held, count)
     read(count)
     return {layer: found[0] for layer, found in scores.items()}
 

@@ -15,22 +15,19 @@ from kvsketch.attention import WeightedTokens, log_mass_of
 from kvsketch.caches.core.storage import in_front, storage_bytes
 from kvsketch.caches.core.tokens import Columns
 
-SPARE, LEAST_SPARE = (
-    32,
-    8,
-)  # one place in 32 is allocated beyond those asked for, so that growing stays cheap; 8 at least
+SPARE = 32  # places allocated beyond those asked for; and one in SPARE of them, so that growing stays cheap
 
 
 class Growing:
     """A tensor that grows along one dimension without being copied at every step.
 
-    A buffer of n places is copied once in n/32 appended ones (once in 8 where it is small): 32 places a
-    token, beside the n that attention reads anyway, for 3 % of idle memory.
+    A buffer of n places is copied once in n/32 appended ones: 32 places a token, beside the n that
+    attention reads anyway, for 3 % of idle memory.
     """
 
-    def __init__(self, dim: int, first: Tensor | None = None) -> None:
-        """Empty, or with a tensor that is nobody else's."""
-        self.dim = dim
+    def __init__(self, dim: int, first: Tensor | None = None, spare: int = SPARE) -> None:
+        """Empty, or with a tensor that is nobody else's; so many places are spare at least."""
+        self.dim, self.spare = dim, spare
         self.length = 0
         self.buffer: Tensor | None = None
         if first is not None:
@@ -45,7 +42,7 @@ class Growing:
     def resize(self, length: int, like: Tensor, most: int | None = None) -> None:
         """Have `length` places shaped as those of `like`; new ones are not filled. Room is never made beyond `most`."""
         if self.buffer is None or length > self.buffer.shape[self.dim]:
-            room = length + _spare(length)
+            room = length + self._spare(length)
             shape = list(like.shape)
             shape[self.dim] = room if most is None else max(length, min(room, most))
             grown = torch.empty(shape, dtype=like.dtype, device=like.device)
@@ -101,19 +98,19 @@ class Growing:
     def _give_back(self) -> None:
         """Shrink a buffer that has more room than growing by tokens ever makes, as after a long chunk."""
         assert self.buffer is not None
-        if self.buffer.shape[self.dim] > self.length + 2 * _spare(self.length):
+        if self.buffer.shape[self.dim] > self.length + 2 * self._spare(self.length):
             self.buffer = self.view.clone()
 
-
-def _spare(length: int) -> int:
-    return max(LEAST_SPARE, length // SPARE)
+    def _spare(self, length: int) -> int:
+        return max(self.spare, length // SPARE)
 
 
 class Window:
     """Sinks and latest tokens."""
 
-    def __init__(self) -> None:
-        self.keys, self.values, self.ranks = Growing(dim=2), Growing(dim=2), Growing(dim=1)
+    def __init__(self, spare: int = SPARE) -> None:
+        """`spare`: so many tokens come until some leave."""
+        self.keys, self.values, self.ranks = (Growing(dim, spare=spare) for dim in (2, 2, 1))
         self.notes: Growing | None = None  # of the first columns: those of the others are still to come
         self.ragged = False  # whether there may be columns that are not all rows' own
 

@@ -213,6 +213,13 @@ class ChosenEntries(Holding):
         self.chooser.check(self.entries(), count, self.budget)
 
 
+def check_vectors(held: Entries) -> None:
+    """Refuse vectors about lanes that are not as wide as keys, or no numbers."""
+    for name, vectors in held.per_lane.items():
+        if vectors.shape[1:] != held.keys.shape[2:] or not bool(vectors.isfinite().all()):
+            raise ValueError(f"{name} of shape {tuple(vectors.shape)} for keys {tuple(held.keys.shape)}, or no numbers")
+
+
 def _check(tensors: dict[str, Tensor], chooser: Chooser) -> None:
     """Refuse tensors that are not what a chooser holds."""
     kinds = {f"entry.{name}": kind for name, kind in chooser.per_entry.items()}

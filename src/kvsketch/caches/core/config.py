@@ -117,7 +117,8 @@ class BudgetedConfig(MethodConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_keep(self.keep)
-        if self.heads not in (EQUAL, PYRAMID, PROFILE) and not str(self.heads).endswith(".json"):
+        named = isinstance(self.heads, str) and self.heads.endswith(".json")
+        if not named and self.heads not in (EQUAL, PYRAMID, PROFILE):
             raise ValueError(
                 f"heads must be {EQUAL}, {PYRAMID}, {PROFILE}, or a file that kvsketch profile has written (.json), "
                 f"got {self.heads!r}"

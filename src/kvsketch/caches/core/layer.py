@@ -40,7 +40,6 @@ class LayerCache(LayerState):
         """
         super().__init__(config.for_layer(layer), layer)
         self.layer_bytes, self.shares = layer_bytes, shares
-        self.watcher: Callable[[Query, Partial], None] | None = None  # is told what several tokens ask, and get
         self.recording = False  # hold back all writing to the past until the next `crop`
 
     # -- reading
@@ -89,14 +88,12 @@ class LayerCache(LayerState):
             self.settle()
             return whole
         answer = self.look(asked)
-        lse = lse or answer.attended is not None or self.watcher is not None
+        lse = lse or answer.attended is not None
         among = causal_attention(
             asked.queries, new.keys, new.values, asked.scale, valid=new.valid, softcap=asked.softcap, lse=lse
         )
         whole = merge(among, *(part for part in (answer.attended, answer.estimated) if part is not None))
         self._observe(asked, answer, whole)
-        if self.watcher is not None:
-            self.watcher(asked, whole)
         first_and_whole = self.seen == 0 and self.config.prefill == "exact" and not self.recording
         forgets = self.config.window_size(self.streams.budgets[0], 0) is not None
         before = exact_probe(asked, new) if first_and_whole and forgets else None

@@ -127,9 +127,9 @@ def restored_budgets(given: list[list[Any]], config: MethodConfig) -> list[Budge
         if isinstance(keep, float):
             right, most = (budget.fraction, budget.fixed, budget.least) == (keep, None, floor), 1 / keep
         else:
-            right = budget.fraction is None and type(budget.fixed) is int and least == budget.least <= budget.fixed
-            right = right and budget.fixed == (budget.fixed if isinstance(keep, str) else keep)
-            most = MOST / max(1, budget.fixed or 0)
+            right = budget.fraction is None and type(budget.fixed) is int
+            right = right and least == budget.least <= (budget.fixed or 0) <= MOST
+            right, most = right and (isinstance(keep, str) or budget.fixed == keep), MOST
         right = right and type(budget.share) is float and 0 <= budget.share <= most * (1 + 1e-9)
         if not right or (budget.share != 1 and divides_equally(config)):
             raise ValueError(f"a budget of {budget!s:.80} for {config!s:.80}")

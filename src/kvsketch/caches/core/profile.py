@@ -17,6 +17,7 @@ from kvsketch.caches.core.shares import Shares, filled
 from kvsketch.files import DamagedError, read_json, user_cache, write_json
 
 FORMAT = 1
+UNKNOWN = 0.25  # a number of entries, or of bytes, is divided as this fraction is
 PROFILE = "profile"  # whichever there is for the model
 SHIPPED = Path(__file__).parent.parent.parent / "assets" / "profiles"
 HOW = "Make one: kvsketch profile MODEL --out FILE"
@@ -48,14 +49,13 @@ class Profile:
             }
             widths = self.model["head_width"]
             sizes = {layer: widths[layer] for layer in wanted} if isinstance(widths, list) else None
-            self.known[keep] = filled(wanted, 1 / keep, sizes)
+            self.known[keep] = filled(wanted, 1 / keep, sizes)  # above, there are not so many tokens
         return self.known[keep]
 
     def _keep_of(self, budget: Budget) -> float:
-        """The fraction that a budget is of a text as long as those that were measured."""
+        """For which fraction heads are taken: of how much a number of entries will be a part is not known."""
         if budget.fraction is None:
-            assert budget.fixed is not None
-            return min(max(budget.fixed / self.tokens, self.keeps[-1]), 1.0)
+            return max(UNKNOWN, self.keeps[-1])
         self.check_keep(budget.fraction)
         return budget.fraction
 
@@ -84,7 +84,7 @@ def find_profile(heads: str, facts: Mapping[str, Any]) -> Profile:
         found = read_profile(heads)
         found.check_model(facts)
         return found
-    places = [*sorted(SHIPPED.glob("*.json")), own_profile(facts)]
+    places = [own_profile(facts), *sorted(SHIPPED.glob("*.json"))]
     for path in places:
         if path.is_file():
             found = read_profile(path)
@@ -92,7 +92,7 @@ def find_profile(heads: str, facts: Mapping[str, Any]) -> Profile:
                 found.check_model(facts)
                 return found
     raise ValueError(
-        f"heads={PROFILE!r} wants a profile of this model, and there is none, neither in kvsketch nor at {places[-1]}. "
+        f"heads={PROFILE!r} wants a profile of this model, and there is none, neither in kvsketch nor at {places[0]}. "
         "Make one: kvsketch profile MODEL"
     )
 
@@ -125,18 +125,21 @@ def _read(path: Path, changed: int, size: int) -> Profile:
     return Profile(path, known["model"], known["tokens"], tuple(known["keeps"]), parts)
 
 
-def _describes_a_profile(known: Mapping[str, Any]) -> bool:
+def _describes_a_profile(about: Mapping[str, Any]) -> bool:
     """Whether all is there, and can be what was measured."""
     try:
-        model, tokens, keeps, layers = (known[name] for name in ("model", "tokens", "keeps", "layers"))
+        model, tokens, keeps, layers = (about[name] for name in ("model", "tokens", "keeps", "layers"))
         heads = [head for own in layers.values() for head in own]
         right = {"fingerprint", "kv_heads", "head_width"} <= model.keys() and all(map(str.isdecimal, layers))
         right = right and type(tokens) is int and tokens > 0 and keeps == sorted(set(keeps), reverse=True)
         right = right and all(type(keep) is float and 0 < keep < 1 for keep in keeps)
         right = right and all(type(part) is float and 0 <= part <= 1 for head in heads for part in head)
         right = right and all(len(head) == len(keeps) for head in heads)
+        there = {int(layer): len(own) for layer, own in layers.items()}
+        known = model["kv_heads"]
+        right = right and all(n == (known[i] if isinstance(known, list) else known) for i, n in there.items())
         return right and bool(heads and keeps) and all(map(any, zip(*heads, strict=True)))
-    except (KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError, IndexError):
         return False
 
 

@@ -33,7 +33,7 @@ class Stream:
     def __init__(self, config: MethodConfig, method: Method | None, rows: int, budgets: Sequence[Budget]) -> None:
         """`budgets` are those of the KV heads; the window follows the first one's."""
         self.config, self.method, self.budget = config, method, budgets[0]
-        self.window = Window()
+        self.window = Window(config.leaving)
         self.past = None if method is None else Lanes(method, rows, budgets)
         self.left = [0] * rows  # tokens of each row that left the window
         self.few = [False] * rows  # whether the present call has a few tokens of each row: neither one nor many
@@ -214,7 +214,7 @@ class Stream:
 
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any], *, ragged: bool) -> None:
         """Take back what `state` gave."""
-        self.window = Window()
+        self.window = Window(self.config.leaving)
         self.window.append(Columns(tensors["keys"], tensors["values"], tensors["ranks"], tensors.get("notes")))
         self.window.ragged = ragged
         self.left = numbers["left"]

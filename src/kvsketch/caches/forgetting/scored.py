@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvsketch.caches.core.budget import Budget
-from kvsketch.caches.core.chooser import Chooser, Entries, Kept
+from kvsketch.caches.core.chooser import Chooser, Entries, Kept, check_vectors
 from kvsketch.caches.core.config import WindowedConfig
 from kvsketch.caches.core.tokens import Arriving
 from kvsketch.kernels.distances import rounded
@@ -60,5 +60,6 @@ class Best(Chooser):
 
     def check(self, held: Entries, count: int, budget: Budget) -> None:
         most = min(count, self.config.room(budget, count))
-        if held.count != most:
+        if held.count > most:
             raise ValueError(f"{held.count} entries of {count} tokens, and there is room for {most}")
+        check_vectors(held)

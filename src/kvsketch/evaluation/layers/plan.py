@@ -50,7 +50,8 @@ class Trial:
 
     def with_budget(self, middle: int, exact: int) -> BudgetedConfig:
         """The config that holds `exact` tokens, one of the window, and the rate's share of the middle."""
-        return self._with_keep(exact, exact + 1 + BLOCK + self.kept(middle))  # a block is left free: windows run over
+        free = self.config.leaving  # windows run over by a block
+        return self._with_keep(exact, exact + 1 + free + self.kept(middle))
 
     def kept(self, middle: int) -> int:
         """The rate's share of the middle, to the nearest block: streaming_llm cannot hold anything else."""
@@ -58,7 +59,7 @@ class Trial:
 
     def check(self, middle: int, exact: int) -> None:
         """Refuse a middle of which the rate leaves less than the method needs."""
-        least = max(BLOCK, self._with_keep(exact, 1.0).least_entries() - exact - 1 - BLOCK)
+        least = max(BLOCK, self._with_keep(exact, 1.0).least_entries() - exact - 1 - self.config.leaving)
         if self.kept(middle) < least:
             raise ValueError(
                 f"rate {self.rate:g} of the {middle:,} tokens between the first and the last {exact} is "

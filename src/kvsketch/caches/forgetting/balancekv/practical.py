@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvsketch.algorithms.draws import uniforms
 from kvsketch.caches.core.budget import Budget
-from kvsketch.caches.core.chooser import Chooser, ChosenEntries, Entries, Kept
+from kvsketch.caches.core.chooser import Chooser, ChosenEntries, Entries, Kept, check_vectors
 from kvsketch.caches.core.method import Holding
 from kvsketch.caches.core.storage import chosen
 from kvsketch.caches.core.tokens import Arriving
@@ -166,6 +166,7 @@ class Halves(Chooser):
             raise ValueError(f"levels of {known!s:.80}")
         if levels.total != held.count or levels.mass != count or len(levels.held) != len(levels.halved):
             raise ValueError(f"{held.count} entries of {count} tokens in levels {levels!s:.80}")
+        check_vectors(held)
 
     def details(self, held: Entries, count: int) -> dict[str, float]:
         """How many tokens an entry stands for."""
