@@ -75,7 +75,8 @@ def _restore(
 
 def _check_shares(budgets: Sequence[Any], file: TensorFile) -> None:
     """Refuse heads that all together would have more than there is: the mean of their shares is 1."""
-    shares = [head[-1] for layer in budgets for head in layer if isinstance(head, list) and head]
+    heads = [head for layer in budgets if isinstance(layer, list) for head in layer]
+    shares = [head[-1] for head in heads if isinstance(head, list) and head]
     numbers = [share for share in shares if type(share) is float]  # others are refused where they are read
     if numbers and sum(numbers) > 1.001 * len(numbers):
         raise ValueError(f"{file.path} holds heads with shares of {numbers!s:.80}, whose mean cannot be above 1")
