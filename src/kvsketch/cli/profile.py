@@ -78,9 +78,9 @@ def profile(
     path = own_profile(facts) if out is None else out
     pieces = _pieces(inputs, tasks or TASKS, tokens, windows, keeps)
     _check_pieces(inputs, pieces, keeps)
-    parts = _measure(inputs, pieces, keeps, path)
-    _write(path, facts, inputs, pieces, keeps, parts)
-    _show(path, keeps, parts)
+    means = _measure(inputs, pieces, keeps, path)
+    _write(path, facts, inputs, pieces, keeps, means)
+    _show(path, keeps, means)
 
 
 def _pieces(
@@ -122,10 +122,10 @@ def _check_pieces(inputs: Inputs, pieces: "Sequence[tuple[dict[str, Any], Tensor
 
 def _measure(
     inputs: Inputs, pieces: "Sequence[tuple[dict[str, Any], Tensor]]", keeps: Sequence[float], path: Path
-) -> "list[Parts]":
-    """The parts of every piece, with a bar; rows beside the file remember those that were read already."""
+) -> "Parts":
+    """The means over all pieces, with a bar; rows beside the file remember those that were read already."""
     from kvsketch.evaluation.results.rows import RowsFile, key_of, read_rows
-    from kvsketch.fitting.profiling import parts_of
+    from kvsketch.fitting.profiling import mean_parts, parts_of
     from kvsketch.huggingface.second_reading import second_reading
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -146,7 +146,7 @@ def _measure(
             advance(done, 0)
     wanted = {key_of(about, KEY) for about, _ in pieces}
     found = {key_of(row, KEY): row["parts"] for row in read_rows(work, KEY)[1]}
-    return [{int(layer): heads for layer, heads in found[key].items()} for key in found if key in wanted]
+    return mean_parts([{int(layer): heads for layer, heads in found[key].items()} for key in found if key in wanted])
 
 
 def _write(
@@ -155,12 +155,11 @@ def _write(
     inputs: Inputs,
     pieces: "Sequence[tuple[dict[str, Any], Tensor]]",
     keeps: Sequence[float],
-    parts: "list[Parts]",
+    means: "Parts",
 ) -> None:
     import kvsketch
     from kvsketch.caches.core.profile import write_profile
     from kvsketch.files import digest_of
-    from kvsketch.fitting.profiling import mean_parts
 
     texts = [
         {name: about[name] for name in KEY[:3]} | {"digest": digest_of({"ids": ids[0].tolist()})[:16]}
@@ -168,16 +167,13 @@ def _write(
     ]
     description = {"model": facts, "id": inputs.about.get("model"), "kvsketch": kvsketch.__version__, "texts": texts}
     tokens = round(sum(about["tokens"] for about, _ in pieces) / len(pieces))
-    layers = {str(layer): heads for layer, heads in mean_parts(parts).items()}
+    layers = {str(layer): heads for layer, heads in means.items()}
     write_profile(path, description | {"tokens": tokens, "keeps": list(keeps), "layers": layers})
     path.with_suffix(".work.jsonl").unlink()
 
 
-def _show(path: Path, keeps: Sequence[float], parts: "list[Parts]") -> None:
+def _show(path: Path, keeps: Sequence[float], means: "Parts") -> None:
     """A table by layer, and a picture of all heads."""
-    from kvsketch.fitting.profiling import mean_parts
-
-    means = mean_parts(parts)
     table = Table("layer", *(f"keep {keep:g}" for keep in keeps), box=None, pad_edge=False)
     for layer, heads in means.items():
         columns = zip(*heads, strict=True)

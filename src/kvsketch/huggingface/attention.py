@@ -126,7 +126,7 @@ def attention(
         if not torch.compiler.is_compiling():
             layer.check_positions_once(kwargs.get("position_ids"), new)
         part = layer.read(query, new, scale, softcap, lse=s_aux is not None or layer.watcher is not None)
-        part = part if s_aux is None else _with_sinks(part, s_aux)
+        part = _with_sinks(part, s_aux)
         if layer.watcher is not None:
             layer.watcher(Query(query, scale, softcap), part)
         return _output(part, query), None
@@ -201,8 +201,10 @@ def _valid(attention_mask: Tensor | None, query: Tensor, seen: int) -> Tensor | 
     return None if bool(valid.all()) else valid
 
 
-def _with_sinks(part: Partial, s_aux: Tensor) -> Partial:
-    """A learned sink (gpt-oss) is one more set, with mass and no value."""
+def _with_sinks(part: Partial, s_aux: Tensor | None) -> Partial:
+    """A learned sink (gpt-oss), where there is one, is one more set, with mass and no value."""
+    if s_aux is None:
+        return part
     sinks = s_aux.float()[None, :, None].expand(part.lse.shape)
     return merge(part, Partial(torch.zeros_like(part.out), sinks))
 
@@ -245,7 +247,7 @@ def _stock_attention(
         at = torch.arange(count, device=query.device)
         attention_mask = (at[count - queries :, None] >= at)[None, None]
     part = reference.attend(query, WeightedTokens(key, value), scale, visible=attention_mask, softcap=softcap)
-    return _output(part if s_aux is None else _with_sinks(part, s_aux), query), None
+    return _output(_with_sinks(part, s_aux), query), None
 
 
 def _mask_of_all_keys(query: Tensor, count: int, padding: Tensor | None) -> Tensor | None:

@@ -6,8 +6,8 @@ from typing import Any
 
 from kvsketch.caches.core.budget import MOST, Budget
 from kvsketch.caches.core.config import BudgetedConfig
-from kvsketch.caches.core.profile import HOW, Profile, find_profile
-from kvsketch.caches.core.shares import PYRAMID, pyramid
+from kvsketch.caches.core.profile import HOW, find_profile
+from kvsketch.caches.core.shares import PYRAMID, Shares, pyramid
 from kvsketch.huggingface.model import ModelLink
 
 
@@ -18,19 +18,24 @@ class HeadShares:
     config: BudgetedConfig
     model: ModelLink
     layers: Mapping[int, int]
-    read: list[Profile] = field(default_factory=list)  # when it is asked for
+    found: dict[float | None, Shares] = field(default_factory=dict)  # by fraction: the same for all layers
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "HeadShares":
         return self
 
     def __call__(self, layer: int, heads: int, budget: Budget) -> Sequence[float]:
         """Those of a layer that turns out to have so many heads."""
+        if budget.fraction not in self.found:
+            self.found[budget.fraction] = self._divided(budget)
+        shares = self.found[budget.fraction].get(layer, ())
         if self.config.heads == PYRAMID:
-            most = MOST if budget.fraction is None else 1 / budget.fraction
-            return pyramid({**self.layers, layer: heads}, most)[layer]
-        if not self.read:
-            self.read.append(find_profile(self.config.heads, self.model.facts()))
-        found = self.read[0].shares(budget).get(layer, ())
-        if len(found) != heads:
-            raise ValueError(f"the profile {self.read[0].path} lacks the {heads} KV heads of layer {layer}. {HOW}")
-        return found
+            return list(shares[:1]) * heads
+        if len(shares) != heads:
+            raise ValueError(f"the profile {self.config.heads} lacks the {heads} KV heads of layer {layer}. {HOW}")
+        return shares
+
+    def _divided(self, budget: Budget) -> Shares:
+        """Of all layers."""
+        if self.config.heads == PYRAMID:
+            return pyramid(self.layers, MOST if budget.fraction is None else 1 / budget.fraction)
+        return find_profile(self.config.heads, self.model.facts()).shares(budget)

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from kvsketch.attention import Partial
-from kvsketch.caches.core.allocation import SharesOf
-from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.query import Query
 from kvsketch.caches.core.tokens import NewTokens, Unrotated
@@ -28,17 +26,9 @@ class SketchLayer(CacheLayerMixin):
     is_croppable = False  # what has left the window cannot be taken back
     supports_early_init = False
 
-    def __init__(
-        self,
-        config: MethodConfig,
-        layer_idx: int,
-        model: ModelLink,
-        layer_bytes: Callable[..., int] | None,
-        shares: SharesOf | None,
-    ):
+    def __init__(self, held: LayerCache, model: ModelLink) -> None:
         super().__init__()
-        self.held = LayerCache(config, layer_idx, layer_bytes, shares)
-        self.model = model
+        self.held, self.model = held, model
         self.is_first = False  # of the cache's sketch layers: it knows padding and positions, the same in all of them
         self.positions = Positions()
         self.watcher: Callable[[Query, Partial], None] | None = None  # is told what is asked, and what comes of it
@@ -208,16 +198,8 @@ class SketchLayer(CacheLayerMixin):
 class HybridSketchLayer(SketchLayer, LinearAttentionAndFullAttentionLayer):
     """A layer with attention, which is held by ours, and linear attention beside it, which stays as it is."""
 
-    def __init__(
-        self,
-        config: MethodConfig,
-        layer_idx: int,
-        model: ModelLink,
-        layer_bytes: Callable[..., int] | None,
-        shares: SharesOf | None,
-        number_of_states: int = 1,
-    ) -> None:
-        SketchLayer.__init__(self, config, layer_idx, model, layer_bytes, shares)
+    def __init__(self, held: LayerCache, model: ModelLink, number_of_states: int = 1) -> None:
+        SketchLayer.__init__(self, held, model)
         LinearAttentionAndFullAttentionLayer.__init__(self, number_of_states=number_of_states)
 
     def lazy_initialization(self, *keys_and_values: Tensor, **states: Any) -> None:

@@ -14,11 +14,12 @@ from transformers.cache_utils import (
 
 from kvsketch.caches.core.budget import parse_bytes
 from kvsketch.caches.core.config import BudgetedConfig, MethodConfig, divides_equally
+from kvsketch.caches.core.layer import LayerCache
 from kvsketch.huggingface import stock
 from kvsketch.huggingface.head_shares import HeadShares
 from kvsketch.huggingface.layer import HybridSketchLayer, SketchLayer
 from kvsketch.huggingface.model import ModelLink
-from kvsketch.huggingface.modules import heads_of
+from kvsketch.huggingface.modules import OURS, heads_of
 
 
 class LayerStack:
@@ -48,17 +49,17 @@ class LayerStack:
             return None
         assert isinstance(self.config, BudgetedConfig), "others hold everything"
         heads = heads_of(self.model.config)[0]
-        ours = [index for index, kind in enumerate(self.kinds) if kind in ("full_attention", "hybrid")]
+        ours = [index for index, kind in enumerate(self.kinds) if kind in OURS]
         by_layer = {index: heads[index] if isinstance(heads, list) else heads for index in ours}
         return HeadShares(self.config, self.model, by_layer)
 
     def _new_layer(self, index: int, kind: str, options: dict[str, Any]) -> Any:
-        by_bytes = self._layer_bytes if isinstance(self.config.budget_given, str) else None
-        given = (self.config, index, self.model, by_bytes, self._shares)
-        if kind == "full_attention":
-            return SketchLayer(*given)
-        if kind == "hybrid":
-            return HybridSketchLayer(*given, options.get("number_of_states", 1))
+        if kind in OURS:
+            by_bytes = self._layer_bytes if isinstance(self.config.budget_given, str) else None
+            held = LayerCache(self.config, index, by_bytes, self._shares)
+            if kind == "hybrid":
+                return HybridSketchLayer(held, self.model, options.get("number_of_states", 1))
+            return SketchLayer(held, self.model)
         return DYNAMIC_LAYER_TYPE_MAPPING[kind](**options)
 
     # -- how a budget is divided

@@ -6,6 +6,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+OURS = ("full_attention", "hybrid")  # kinds of layers that attend to everything
+
 
 def attention_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
     """The modules that fill a cache: those that know their layer's number and have keys of their own."""

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, CacheLayerMixin, get_layer_types_and_kwargs
 
 from kvsketch.huggingface.frequencies import changing_frequencies
+from kvsketch.huggingface.modules import OURS
 
 
 def unwrapped(model: nn.Module) -> Any:
@@ -47,7 +48,7 @@ def check_supported(model: PreTrainedModel) -> Any:
         raise ValueError(
             f"{name} has no attention layer ({', '.join(sorted(set(kinds)))}): use transformers' own cache"
         )
-    if not {"full_attention", "hybrid"} & set(kinds):
+    if not set(OURS) & set(kinds):
         warnings.warn(
             f"{name} has no full-attention layer ({', '.join(sorted(set(kinds)))}): there is nothing to compress",
             stacklevel=4,
@@ -70,7 +71,7 @@ def check_layers_are_found(model: PreTrainedModel, text: Any, modules: Sequence[
     """Refuse a model whose attention layers do not know their numbers (Zamba)."""
     kinds, _ = get_layer_types_and_kwargs(text)
     found = {module.layer_idx for module in modules if hasattr(module, "is_causal")}  # others sum tokens up
-    missing = [i for i, kind in enumerate(kinds) if kind in ("full_attention", "hybrid") and i not in found]
+    missing = [i for i, kind in enumerate(kinds) if kind in OURS and i not in found]
     name = type(model).__name__
     if missing:
         raise ValueError(

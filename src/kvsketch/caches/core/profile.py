@@ -7,7 +7,7 @@ decides over all heads. `kvsketch profile` measures it; `heads="profile"` and `h
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -29,28 +29,23 @@ class Profile:
 
     path: Path
     model: Mapping[str, Any]  # what there is to know about the model
-    tokens: int  # of a text that was measured
     keeps: Sequence[float]  # from the largest to the smallest
     parts: Mapping[int, Sequence[Sequence[float]]]  # of each layer's heads, for each of these
-    known: dict[float, Shares] = field(default_factory=dict, repr=False, compare=False)
 
     def shares(self, budget: Budget) -> Shares:
         """Of a budget of this mean; between what was measured they are interpolated by the logarithm."""
-        keep = self._keep_of(budget)
-        if keep not in self.known:
-            keeps = (1.0, *self.keeps)  # with room for all, every head holds all
-            every = {layer: [(1.0, *head) for head in heads] for layer, heads in self.parts.items()}
-            place = next(i for i in range(1, len(keeps)) if keeps[i] <= keep)
-            above, below = keeps[place - 1], keeps[place]
-            weight = math.log(keep / below) / math.log(above / below)
-            wanted = {
-                layer: [weight * head[place - 1] + (1 - weight) * head[place] for head in heads]
-                for layer, heads in every.items()
-            }
-            widths = self.model["head_width"]
-            sizes = {layer: widths[layer] for layer in wanted} if isinstance(widths, list) else None
-            self.known[keep] = filled(wanted, 1 / keep, sizes)  # above, there are not so many tokens
-        return self.known[keep]
+        keep, keeps = self._keep_of(budget), (1.0, *self.keeps)  # with room for all, every head holds all
+        every = {layer: [(1.0, *head) for head in heads] for layer, heads in self.parts.items()}
+        place = next(i for i in range(1, len(keeps)) if keeps[i] <= keep)
+        above, below = keeps[place - 1], keeps[place]
+        weight = math.log(keep / below) / math.log(above / below)
+        wanted = {
+            layer: [weight * head[place - 1] + (1 - weight) * head[place] for head in heads]
+            for layer, heads in every.items()
+        }
+        widths = self.model["head_width"]
+        sizes = {layer: widths[layer] for layer in wanted} if isinstance(widths, list) else None
+        return filled(wanted, 1 / keep, sizes)  # above, there are not so many tokens
 
     def _keep_of(self, budget: Budget) -> float:
         """For which fraction heads are taken: of how much a number of entries will be a part is not known."""
@@ -122,7 +117,7 @@ def _read(path: Path, changed: int, size: int) -> Profile:
     if not _describes_a_profile(known):
         raise ValueError(f"{path} does not describe a profile: for each head parts from 0 to 1 by keep. {HOW}")
     parts = {int(layer): heads for layer, heads in known["layers"].items()}
-    return Profile(path, known["model"], known["tokens"], tuple(known["keeps"]), parts)
+    return Profile(path, known["model"], tuple(known["keeps"]), parts)
 
 
 def _describes_a_profile(about: Mapping[str, Any]) -> bool:
