@@ -13,7 +13,7 @@ class Fed:
 
     def __init__(self, config, budget=None, *, layer=0, rows=1, heads=1):
         self.method = config.new_method(layer)
-        self.lanes = Lanes(self.method, rows, [budget] * heads)
+        self.lanes = Lanes(self.method, [[budget] * heads] * rows)
         self.rows, self.heads = rows, heads
 
     def write(self, keys, values, unrotated=None, ranks=None, *, few=False):

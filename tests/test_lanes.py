@@ -167,7 +167,7 @@ def test_heads_with_other_budgets_lie_apart_and_answer_as_if_all_had_theirs():
     tokens = stream(260, rows=2, heads=3)
 
     def lanes_of(budgets):
-        lanes, before = Lanes(config.new_method(1), 2, budgets), [0, 0]
+        lanes, before = Lanes(config.new_method(1), [budgets] * 2), [0, 0]
         for after in counts:
             stop = max(after)
             ranks = torch.arange(stop).expand(2, -1)

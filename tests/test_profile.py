@@ -184,7 +184,7 @@ def test_what_is_no_profile_of_the_model_is_refused(measured, tmp_path):
     other.write_text(path.read_text().replace(str(known["layers"]["1"][0][0]), "NaN", 1))
     with pytest.raises(ValueError, match="cannot be read as what kvsketch wrote"):
         kvsketch.make_cache(model, f"uniform(heads={str(other)!r})")
-    with pytest.raises(ValueError, match="heads must be equal, pyramid, profile, or a file"):
+    with pytest.raises(ValueError, match="heads must be equal, pyramid, profile, threshold, or a file"):
         kvsketch.make_cache(model, "uniform(heads='best')")
 
 
@@ -206,5 +206,5 @@ def test_bad_input_to_the_command_is_one_sentence(options, message, tmp_path, mo
 
 
 def test_a_text_whose_second_reading_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="a text and its second reading have 1,200 tokens, and the context"):
+    with pytest.raises(ValueError, match="a prompt and its second reading have 1,200 tokens, and the context"):
         second_reading(zoo.build("llama"), zoo.tokens(1, 600))

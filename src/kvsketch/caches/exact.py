@@ -3,15 +3,39 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from kvsketch.caches.core.asking import CONTEXT, MAX, MEAN, SECOND, SUM, WINDOW, Asking
 from kvsketch.caches.core.budget import Budget
+from kvsketch.caches.core.checks import check_choice
 from kvsketch.caches.core.config import KeepingConfig
+
+NOTHING = "nothing"
+ASKINGS = {NOTHING: None, WINDOW: Asking(WINDOW, MEAN, 32), CONTEXT: Asking(CONTEXT, SUM), SECOND: Asking(SECOND, MAX)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exact(KeepingConfig):
-    """Keeps every token: what the others are compared with."""
+    """Keeps every token: what the others are compared with.
+
+    `noting` has it note how much attention tokens get, so that `compress` can make caches of methods that go by that:
+    from a prompt's last queries ("window", for snapkv), from all of them ("context", for h2o), or from a second
+    reading ("second reading", for kvzip). A number or two for every token and KV head.
+    """
 
     name: ClassVar[str] = "exact"
+
+    noting: str = NOTHING
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("noting", self.noting, ASKINGS)
+
+    @property
+    def asking(self) -> Asking | None:
+        return ASKINGS[self.noting]
+
+    @property
+    def holds_back(self) -> bool:
+        return self.noting == SECOND
 
     def window_size(self, budget: Budget, count: int) -> int | None:
         return None

@@ -10,7 +10,10 @@ from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.exact import Exact
 from kvsketch.caches.forgetting.balancekv import BalanceKV
 from kvsketch.caches.forgetting.clustergen import ClusterGen
+from kvsketch.caches.forgetting.h2o import H2O, Tova
 from kvsketch.caches.forgetting.keydiff import KeyDiff
+from kvsketch.caches.forgetting.kvzip import KVzip
+from kvsketch.caches.forgetting.snapkv import PyramidKV, SnapKV
 from kvsketch.caches.forgetting.streaming_llm import StreamingLLM
 from kvsketch.caches.forgetting.subgen import SubGen
 from kvsketch.caches.forgetting.uniform import Uniform
@@ -28,6 +31,11 @@ METHODS: dict[str, type[MethodConfig]] = {
     "subgen": SubGen,
     "balancekv": BalanceKV,
     "keydiff": KeyDiff,
+    "h2o": H2O,
+    "tova": Tova,
+    "snapkv": SnapKV,
+    "pyramidkv": PyramidKV,
+    "kvzip": KVzip,
     "saap": Saap,
     "kmeans": KMeans,
     "lsh": LSH,

@@ -128,7 +128,7 @@ def attention(
         part = layer.read(query, new, scale, softcap, lse=s_aux is not None or layer.watcher is not None)
         part = _with_sinks(part, s_aux)
         if layer.watcher is not None:
-            layer.watcher(Query(query, scale, softcap), part)
+            layer.watcher(Query(query, scale, softcap, ranks=layer.held.ranks_of_latest(new)), part)
         return _output(part, query), None
 
 

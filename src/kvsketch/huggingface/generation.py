@@ -41,7 +41,8 @@ def prefill(
 
     Reads all tokens in one call, or `chunk` at a time so that the model's own activations stay
     small; by default in chunks where the method says `prefill="streaming"`. `progress` is called with
-    the number of tokens read after each chunk. `attention_mask` covers the new tokens alone.
+    the number of tokens read after each chunk, those of a second reading included where the method wants one.
+    `attention_mask` covers the new tokens alone.
     """
     inner: PreTrainedModel = unwrapped(model)
     _check_prompt(input_ids, attention_mask, chunk)
@@ -54,14 +55,18 @@ def prefill(
         mask = None
     # Only the cache matters, so logits are computed for one token alone where the model can leave out the others.
     fewer = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(inner.forward).parameters else {}
-    for start, stop in chunks(input_ids.shape[1], chunk):
-        ids = input_ids[:, start:stop]
-        known = None if mask is None else mask[:, : seen + stop]
-        positions = None if known is None else (known.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
-        given = {"input_ids": ids, "attention_mask": known, "position_ids": positions}
-        inner(**given, past_key_values=cache, use_cache=True, **fewer)
-        if progress is not None:
-            progress(stop)
+    with cache.reading_prompt():
+        if cache.held_back is not None:
+            cache.held_back.check_context(inner, input_ids.shape[1])
+        for start, stop in chunks(input_ids.shape[1], chunk):
+            ids = input_ids[:, start:stop]
+            known = None if mask is None else mask[:, : seen + stop]
+            positions = None if known is None else (known.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+            given = {"input_ids": ids, "attention_mask": known, "position_ids": positions}
+            inner(**given, past_key_values=cache, use_cache=True, **fewer)
+            if progress is not None:
+                progress(stop)
+    cache.end_prompt(progress)
     return cache
 
 

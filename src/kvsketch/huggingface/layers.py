@@ -68,13 +68,13 @@ class LayerStack:
         """Refuse a budget in bytes that is too small for this number of rows."""
         if isinstance(self.config.budget_given, str):
             for layer in self.sketch:
-                layer.held.budget_for(rows, self._token_bytes(layer.held.layer))
+                layer.held.budget_for(rows, self.token_bytes(layer.held.layer))
 
     def _layer_bytes(self, rows: int, entry_bytes: int) -> int:
         """One sketch layer's share of a budget in bytes: what sliding layers leave, in equal parts."""
         total = parse_bytes(str(self.config.budget_given))
         sliding = [(i, layer) for i, layer in enumerate(self.layers) if getattr(layer, "sliding_window", None)]
-        needed = sum(layer.sliding_window * rows * self._token_bytes(index) for index, layer in sliding)
+        needed = sum(layer.sliding_window * rows * self.token_bytes(index) for index, layer in sliding)
         if total <= needed:
             raise ValueError(
                 f"keep={self.config.budget_given!r} is less than the sliding layers alone need: "
@@ -82,7 +82,7 @@ class LayerStack:
             )
         return (total - needed) // len(self.sketch)
 
-    def _token_bytes(self, index: int) -> int:
+    def token_bytes(self, index: int) -> int:
         """Bytes that keys and values of a token take in a layer, by the model's config."""
         heads, width = (found[index] if isinstance(found, list) else found for found in heads_of(self.model.config))
         return 2 * heads * width * (self.dtype or torch.float32).itemsize

@@ -3,13 +3,19 @@
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
+from kvsketch.caches.core.config import MethodConfig
 from kvsketch.huggingface import stock
 from kvsketch.huggingface.layer import SketchLayer
 from kvsketch.huggingface.layers import LayerStack
 
 
-def check_can_record(stack: LayerStack) -> None:
+def check_can_record(stack: LayerStack, config: MethodConfig) -> None:
     """Refuse assisted decoding, which feeds the whole prompt again, where that or taking back is not possible."""
+    if config.asking is not None:
+        raise ValueError(
+            f"{config} goes by queries, those of a draft included that are taken back again: generate without an "
+            "assistant, or use a method that does not, such as keydiff"
+        )
     if stack.seen > 0:
         raise ValueError(
             f"assisted decoding (and prompt look-up) must start from an empty cache, this one holds "

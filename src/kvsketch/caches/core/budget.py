@@ -22,12 +22,19 @@ class Budget:
 
     def entries(self, count: int) -> int:
         """Entries that may be held per row and KV head once `count` tokens were seen."""
-        if self.fixed is not None:
-            whole: float = self.fixed
-        else:
-            assert self.fraction is not None
-            whole = max(self.fraction * count, self.least)
+        whole = self._mean(count)
         return int(self.least + self.share * (whole - self.least)) if self.share != 1 else int(whole)
+
+    def beyond(self, count: int) -> float:
+        """What heads have beyond `least` on the average."""
+        return self._mean(count) - self.least
+
+    def _mean(self, count: int) -> float:
+        """What heads have on the average."""
+        if self.fixed is not None:
+            return self.fixed
+        assert self.fraction is not None
+        return max(self.fraction * count, self.least)
 
     @property
     def capacity(self) -> int | None:

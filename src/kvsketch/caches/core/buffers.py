@@ -143,6 +143,18 @@ class Window:
             self.notes = self.notes or Growing(dim=2)
             self.notes.append(notes)
 
+    @property
+    def noted(self) -> Int64[Tensor, "b h n t"]:
+        """Notes about all columns."""
+        assert self.notes is not None and self.notes.length == self.length, "notes are made with the tokens"
+        return self.notes.view
+
+    def renote(self, notes: Int64[Tensor, "b h n t"]) -> None:
+        """Have other notes about all columns."""
+        assert self.notes is not None, "there are notes"
+        self.notes.make_writable()
+        self.notes.view.copy_(notes)
+
     def remove(self, start: int, stop: int) -> None:
         """Take out columns whose tokens have left."""
         for grown in self._all:

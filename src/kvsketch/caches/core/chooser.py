@@ -79,6 +79,7 @@ class Chooser(Method):
     per_entry: Mapping[str, torch.dtype] = {}
     per_lane: Mapping[str, torch.dtype] = {}
     shared: Sequence[str] = ()  # what is the same for all lanes, as JSON
+    mass_of_last = False  # whether an entry's mass is what it got from the last query, not from all so far
 
     @abstractmethod
     def choose(self, held: Entries, new: Arriving, budget: Budget) -> Kept:
@@ -177,6 +178,9 @@ class ChosenEntries(Holding):
         if tokens is None:
             return
         mass.make_writable()
+        if self.chooser.mass_of_last:
+            asked = lse[0].view(len(mass.view), -1).isfinite().any(1)
+            mass.view.masked_fill_(asked[:, None], 0)
         block = max(1, LOGITS_AT_ONCE // max(1, query.queries.shape[1] * tokens.count))
         for part, own in zip(query.queries.split(block, 2), lse.split(block, 2), strict=True):
             logits = logits_of(part, tokens.keys, query.scale, query.softcap)

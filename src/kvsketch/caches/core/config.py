@@ -7,11 +7,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from kvsketch.caches.core.asking import Asking
 from kvsketch.caches.core.budget import MOST, Budget, Keep, check_keep
 from kvsketch.caches.core.checks import check_choice, check_count
 from kvsketch.caches.core.method import Method
 from kvsketch.caches.core.profile import PROFILE, find_profile
-from kvsketch.caches.core.shares import EQUAL, PYRAMID
+from kvsketch.caches.core.shares import EQUAL, PYRAMID, THRESHOLD
 
 MANY = 256  # a call of so many tokens is long; one of fewer, but two at least, is one of a row of calls
 BLOCK = 32  # tokens leave the window in blocks, of this many mostly, so that no method works token by token
@@ -41,6 +42,16 @@ class MethodConfig(ABC):
         check_count("sinks", self.sinks, least=0)
         check_count("chunk", self.chunk, least=1)
         check_choice("prefill", self.prefill, PREFILLS)
+
+    @property
+    def asking(self) -> Asking | None:
+        """Which queries say how much a token matters, where the method goes by that."""
+        return None
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether all layers hold the whole prompt until it is read, and forget then."""
+        return False
 
     @property
     @abstractmethod
@@ -108,8 +119,11 @@ class BudgetedConfig(MethodConfig):
     """A method that forgets: `keep` says how much may be held (sinks, window and past together).
 
     `heads` says how KV heads share it: "equal"; "pyramid" (the first layers get more); "profile" (as was measured on
-    this model, see `profile.py`), or the file of a profile.
+    this model, see `profile.py`), or the file of a profile; "threshold" (the best scores of all layers and heads of
+    this prompt, where scores can be compared).
     """
+
+    comparable: ClassVar[bool] = False  # whether scores of different heads mean the same
 
     keep: Keep = 0.25
     heads: str = EQUAL
@@ -118,10 +132,20 @@ class BudgetedConfig(MethodConfig):
         super().__post_init__()
         check_keep(self.keep)
         named = isinstance(self.heads, str) and self.heads.endswith(".json")
-        if not named and self.heads not in (EQUAL, PYRAMID, PROFILE):
+        if not named and self.heads not in (EQUAL, PYRAMID, PROFILE, THRESHOLD):
             raise ValueError(
-                f"heads must be {EQUAL}, {PYRAMID}, {PROFILE}, or a file that kvsketch profile has written (.json), "
-                f"got {self.heads!r}"
+                f"heads must be {EQUAL}, {PYRAMID}, {PROFILE}, {THRESHOLD}, or a file that kvsketch profile has "
+                f"written (.json), got {self.heads!r}"
+            )
+        if self.heads == THRESHOLD and not self.comparable:
+            raise ValueError(
+                f"heads={THRESHOLD!r} compares the scores of all heads, and {self.name} has none that can be compared: "
+                f"heads={PROFILE!r} gives each head what was measured on the model"
+            )
+        if self.holds_back and self.prefill != "exact":
+            raise ValueError(
+                f"{self.name} with heads={self.heads!r} forgets when a prompt has been read, and "
+                f'prefill={self.prefill!r} while it is read: use heads="{PROFILE}" with a method that reads a prompt once'
             )
         self.check_entries(self.keep if isinstance(self.keep, int) else None)
 
@@ -129,8 +153,12 @@ class BudgetedConfig(MethodConfig):
     def budget_given(self) -> Keep:
         return self.keep
 
+    @property
+    def holds_back(self) -> bool:
+        return self.heads == THRESHOLD
+
     def check_model(self, facts: Callable[[], dict[str, Any]], *, held: bool = False) -> None:
-        if self.heads not in (EQUAL, PYRAMID) and not held:
+        if self.heads not in (EQUAL, PYRAMID, THRESHOLD) and not held:
             find_profile(self.heads, facts()).check_keep(self.keep)
 
     def with_full_paths(self) -> "MethodConfig":
@@ -185,5 +213,5 @@ class WindowedConfig(BudgetedConfig):
 
 
 def divides_equally(config: MethodConfig) -> bool:
-    """Whether all heads may hold the same."""
-    return not isinstance(config, BudgetedConfig) or config.heads == EQUAL
+    """Whether nothing but the prompt itself gives a head another share than others."""
+    return not isinstance(config, BudgetedConfig) or config.heads in (EQUAL, THRESHOLD)

@@ -28,6 +28,7 @@ class Bundle:
 
     rows: list[int]
     heads: list[int]
+    budget: Budget
     holding: Holding
     count: int = 0  # tokens that came to each lane
     whole: bool = False  # whether these are all lanes there are, in their order
@@ -67,18 +68,22 @@ class Bundle:
 class Lanes:
     """All lanes of a layer."""
 
-    def __init__(self, method: Method, rows: int, budgets: Sequence[Budget]) -> None:
-        """For each KV head what its lanes may hold."""
-        self.method, self.budgets, self.heads = method, list(budgets), len(budgets)
+    def __init__(self, method: Method, budgets: Sequence[Sequence[Budget]]) -> None:
+        """For each KV head of each row what its lane may hold."""
+        self.method, self.heads = method, len(budgets[0])
         self.bundles = list[Bundle]()
-        for budget in dict.fromkeys(budgets):
-            heads = [head for head, own in enumerate(budgets) if own == budget]
-            self.bundles.append(Bundle(list(range(rows)), heads, method.new_holding(budget)))
-        self._note_order(rows)
+        alike = dict[tuple[Budget, ...], list[int]]()
+        for row, own in enumerate(budgets):
+            alike.setdefault(tuple(own), []).append(row)
+        for each, rows in alike.items():
+            for budget in dict.fromkeys(each):
+                heads = [head for head, own in enumerate(each) if own == budget]
+                self.bundles.append(Bundle(rows, heads, budget, method.new_holding(budget)))
+        self._note_order(len(budgets))
 
     def _note_order(self, rows: int) -> None:
         """Where each lane is when the bundles are put one behind the other."""
-        heads = len(self.budgets)
+        heads = self.heads
         self.rows = rows
         lanes = [row * heads + head for bundle in self.bundles for row in bundle.rows for head in bundle.heads]
         place = {lane: i for i, lane in enumerate(lanes)}
@@ -129,14 +134,14 @@ class Lanes:
 
     def _with_rows(self, bundle: Bundle, places: Sequence[int], rows: Sequence[int] | None = None) -> Bundle:
         """A bundle with the rows at these places alone, under other numbers if some are given."""
-        holding = self.method.new_holding(self.budgets[bundle.heads[0]])
+        holding = self.method.new_holding(bundle.budget)
         if bundle.count:
             holding.restore(bundle.holding.tensors(), bundle.holding.numbers(), bundle.count)
             heads = len(bundle.heads)
             lanes = torch.tensor([place * heads + head for place in places for head in range(heads)])
             holding.select(lanes, bundle.count)
         kept = [bundle.rows[place] for place in places] if rows is None else list(rows)
-        return Bundle(kept, bundle.heads, holding, bundle.count)
+        return Bundle(kept, bundle.heads, bundle.budget, holding, bundle.count)
 
     @staticmethod
     def _arriving(bundle: Bundle, tokens: Columns, count: int, *, few: bool) -> Arriving:
@@ -271,13 +276,15 @@ class Lanes:
             raise ValueError(
                 f"bundles of {lanes!s:.60} with {counts!s:.60} tokens, for {self.rows} × {self.heads} lanes"
             )
+        known = {(row, head): own.budget for own in self.bundles for row in own.rows for head in own.heads}
         self.bundles = []
         for number, one in enumerate(numbers):
-            budgets = {self.budgets[head] for head in one["heads"]}
+            budgets = {known[row, head] for row in one["rows"] for head in one["heads"]}
             if len(budgets) != 1:
                 raise ValueError(f"a bundle of heads {one['heads']!s:.60} with several budgets")
-            holding = self.method.new_holding(budgets.pop())
+            budget = budgets.pop()
+            holding = self.method.new_holding(budget)
             if one["count"]:
                 holding.restore(with_prefix(tensors, f"{number}."), one["numbers"], one["count"])
-            self.bundles.append(Bundle(list(one["rows"]), list(one["heads"]), holding, one["count"]))
+            self.bundles.append(Bundle(list(one["rows"]), list(one["heads"]), budget, holding, one["count"]))
         self._note_order(self.rows)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvsketch.attention import Partial, join_queries, merge
 from kvsketch.caches.core.allocation import SharesOf, budget_of, budgets_of
+from kvsketch.caches.core.asking import SECOND, WINDOW, Notes
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.core.layer_state import LayerState
@@ -77,6 +78,8 @@ class LayerCache(LayerState):
         ranks = self._ranks(new)
         unrotated = None if new.unrotated is None else new.unrotated.queries.detach()
         asked = Query(asked.queries, asked.scale, asked.softcap, unrotated, ranks, asked.in_full)
+        asking = self.config.asking
+        lse = lse or asking is not None
         if joins_first:
             self._count(new)
             for stream, columns, seen in self._arriving(new, ranks):
@@ -85,6 +88,8 @@ class LayerCache(LayerState):
             whole = _whole(answer)
             assert whole is not None, "the new token itself is held"
             self._observe(asked, answer, whole)
+            if asking is not None and not self._waits_for_second_reading:
+                self.streams.all[0].note_step(asked, whole.lse.detach(), asking)
             self.settle()
             return whole
         answer = self.look(asked)
@@ -95,9 +100,8 @@ class LayerCache(LayerState):
         whole = merge(among, *(part for part in (answer.attended, answer.estimated) if part is not None))
         self._observe(asked, answer, whole)
         first_and_whole = self.seen == 0 and self.config.prefill == "exact" and not self.recording
-        forgets = self.config.window_size(self.streams.budgets[0], 0) is not None
-        before = exact_probe(asked, new) if first_and_whole and forgets else None
-        self.hold(new, ranks)
+        before = exact_probe(asked, new) if first_and_whole and not self.keeps_all else None
+        self.hold(new, ranks, self._note(asked, whole, new, ranks))
         if before is not None:
             self._measure(before, asked)
         return whole
@@ -131,9 +135,31 @@ class LayerCache(LayerState):
         elif only.observes:
             only.observe(asked, answer, whole)
 
+    @torch.no_grad()
+    def _note(self, asked: Query, whole: Partial, new: NewTokens, ranks: Int64[Tensor, "b q"]) -> Notes | None:
+        """Notes about a call's tokens, where the method wants them; what the window holds gets more of them."""
+        asking = self.config.asking
+        if asking is None or self._waits_for_second_reading:
+            return None
+        columns = Columns(new.keys.detach(), new.values.detach(), ranks)
+        again = self.recording or self.keeps_all
+        anew = asking.queries == WINDOW and again and new.keys.shape[2] > 1
+        return self.streams.all[0].note_call(asked, whole.lse.detach(), columns, asking, anew=anew)
+
+    @property
+    def _waits_for_second_reading(self) -> bool:
+        """Whether the queries of a first reading do not count."""
+        asking = self.config.asking
+        return asking is not None and asking.queries == SECOND and (self.recording or self.keeps_all)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing ever leaves the window."""
+        return self.config.window_size(self.streams.budgets[0], 0) is None
+
     # -- writing
 
-    def hold(self, new: NewTokens, ranks: Int64[Tensor, "b q"] | None = None) -> None:
+    def hold(self, new: NewTokens, ranks: Int64[Tensor, "b q"] | None = None, notes: Notes | None = None) -> None:
         """Put new tokens where they belong, without an answer."""
         if not self.started:
             self._start(new)
@@ -143,6 +169,7 @@ class LayerCache(LayerState):
         came = [length - less for length, less in zip(self.lengths, before, strict=True)]
         for stream, columns, seen in self._arriving(new, ranks):
             stream.window.ragged = self.ragged
+            columns = columns if notes is None else replace(columns, notes=notes)
             stream.hold(columns, seen, self.lengths, came, leave=not self.recording)
 
     def _arriving(self, new: NewTokens, ranks: Int64[Tensor, "b q"]) -> Iterable[tuple[Stream, Columns, Seen]]:
@@ -158,11 +185,27 @@ class LayerCache(LayerState):
             if not self.recording:
                 stream.settle(self.lengths)
 
+    def ranks_of_latest(self, new: NewTokens) -> Int64[Tensor, "b q"]:
+        """Those of a call's tokens, which are held by now."""
+        last = torch.tensor(self.lengths, device=new.keys.device)[:, None]
+        if new.valid is None:
+            return last + torch.arange(-new.keys.shape[2], 0, device=new.keys.device)
+        after = new.valid.flip(1).cumsum(1).flip(1)  # each one and those behind it
+        return (last - after).masked_fill(~new.valid, -1)
+
+    def budget_of_layer(self, other: "LayerCache") -> Budget:
+        """What a head may hold on the average, of a layer like another one."""
+        held = other.window.columns
+        rows, heads, _, width = held.keys.shape
+        return self.budget_for(rows, heads * (width + held.values.shape[-1]) * held.keys.element_size())
+
     def _start(self, new: NewTokens) -> None:
         rows, heads, _, width = new.keys.shape
         budget = self.budget_for(rows, heads * (width + new.values.shape[-1]) * new.keys.element_size())
         shares = equal(heads) if self.shares is None else self.shares(self.layer, heads, budget)
         self.begin(rows, budgets_of(budget, shares))
+        if self.row_shares is not None:  # said before any token came
+            self.share(self.row_shares)
         self.kind = (heads, width, new.keys.dtype)
 
     def budget_for(self, rows: int, token_bytes: int) -> Budget:
@@ -235,6 +278,7 @@ class LayerCache(LayerState):
         for stream in self.streams.all:
             stream.map_rows(rows)
         self.lengths = [self.lengths[row] for row in rows]
+        self.row_shares = None if self.row_shares is None else [self.row_shares[row] for row in rows]
         index = torch.tensor(rows)
         self.error, self.recall = (
             None if x is None else x.index_select(0, index.to(x.device)) for x in (self.error, self.recall)

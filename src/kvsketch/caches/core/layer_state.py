@@ -6,11 +6,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvsketch.caches.core.allocation import budgets_of
 from kvsketch.caches.core.budget import MOST, Budget
 from kvsketch.caches.core.buffers import Window
-from kvsketch.caches.core.config import MethodConfig, divides_equally
+from kvsketch.caches.core.config import BudgetedConfig, MethodConfig, divides_equally
 from kvsketch.caches.core.lanes import Lanes
 from kvsketch.caches.core.query import Query
+from kvsketch.caches.core.shares import THRESHOLD
 from kvsketch.caches.core.storage import with_prefix
 from kvsketch.caches.core.streams import Streams
 
@@ -36,12 +38,19 @@ class LayerState:
         self.error: Float[Tensor, "b hg"] | None = None  # relative error of the answers, per query head
         self.recall: Float[Tensor, "b hg"] | None = None  # share of the attention mass that was looked up
         self.measured_at = 0  # tokens seen when it was measured
+        self.row_shares: list[list[float]] | None = None  # of each row's KV heads, where the prompt has set them
 
     def begin(self, rows: int, budgets: list[Budget]) -> None:
         """Have empty streams."""
         self.lengths, self.heads = [0] * rows, len(budgets)
         self.streams, self.started = Streams(budgets), True
         self.streams.begin(self.config, self.layer, rows)
+
+    def share(self, row_shares: list[list[float]]) -> None:
+        """Divide what the rows' KV heads may hold by these shares, before anything has left."""
+        assert self.streams.only is not None, "heads have the same window"
+        self.row_shares = row_shares
+        self.streams.only.share([budgets_of(self.budgets[0], shares) for shares in row_shares])
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything that `restore` needs, as tensors and as JSON; the tensors of a stream under its number."""
@@ -56,7 +65,7 @@ class LayerState:
         tensors |= {name: tensor for name, tensor in measured.items() if tensor is not None}
         numbers = {name: getattr(self, name) for name in NUMBERS}
         budgets = [[budget.fraction, budget.fixed, budget.least, budget.share] for budget in self.budgets]
-        return tensors, numbers | {"budgets": budgets, "streams": streams}
+        return tensors, numbers | {"budgets": budgets, "row_shares": self.row_shares, "streams": streams}
 
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         """Take back what `state` gave."""
@@ -65,6 +74,8 @@ class LayerState:
             return
         check_layer(tensors, numbers, self.config.sinks)
         self.begin(len(numbers["lengths"]), restored_budgets(numbers["budgets"], self.config))
+        if numbers["row_shares"] is not None:
+            self.share(checked_shares(numbers["row_shares"], self.config, len(numbers["lengths"]), self.heads))
         streams = numbers["streams"]
         if self.streams.heads != [one["heads"] for one in streams]:
             raise ValueError(f"streams of heads {[one['heads'] for one in streams]!s:.60}")
@@ -134,6 +145,17 @@ def restored_budgets(given: list[list[Any]], config: MethodConfig) -> list[Budge
         if not right or (budget.share != 1 and divides_equally(config)):
             raise ValueError(f"a budget of {budget!s:.80} for {config!s:.80}")
     return found
+
+
+def checked_shares(given: Any, config: MethodConfig, rows: int, heads: int) -> list[list[float]]:
+    """Shares that a prompt can have set."""
+    keep = config.budget_given
+    most = (1 / keep if isinstance(keep, float) else MOST) * (1 + 1e-9)
+    right = isinstance(config, BudgetedConfig) and config.heads == THRESHOLD and isinstance(given, list)
+    right = right and len(given) == rows and all(isinstance(row, list) and len(row) == heads for row in given)
+    if not right or not all(type(share) is float and 0 <= share <= most for row in given for share in row):
+        raise ValueError(f"shares {given!s:.80} for {rows} × {heads} KV heads of {config!s:.80}")
+    return given
 
 
 def check_layer(tensors: dict[str, Tensor], numbers: dict[str, Any], sinks: int) -> None:

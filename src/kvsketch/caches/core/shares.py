@@ -5,7 +5,7 @@ They are shares of what is left when all heads hold what a method cannot do with
 
 from collections.abc import Mapping, Sequence
 
-EQUAL, PYRAMID = "equal", "pyramid"
+EQUAL, PYRAMID, THRESHOLD = "equal", "pyramid", "threshold"
 STEEPNESS = 20  # of the pyramid: the last layer gets so many times less than the mean (PyramidKV's β)
 Shares = Mapping[int, Sequence[float]]  # of each layer's KV heads
 

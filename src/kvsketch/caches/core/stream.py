@@ -13,9 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from kvsketch.attention import Partial, merge
+from kvsketch.caches.core.asking import Asking, Notes, attention_got
 from kvsketch.caches.core.budget import MOST, Budget
 from kvsketch.caches.core.buffers import Window
 from kvsketch.caches.core.config import BLOCK, MANY, MethodConfig
@@ -26,6 +28,8 @@ from kvsketch.caches.core.storage import storage_bytes, with_prefix
 from kvsketch.caches.core.tokens import Columns, Seen
 from kvsketch.kernels.weighted_attention import weighted_attention
 
+AT_ONCE = 512  # queries of a call whose weights are taken together: none of them sees what comes behind them
+
 
 class Stream:
     """Sinks, past and window."""
@@ -33,8 +37,9 @@ class Stream:
     def __init__(self, config: MethodConfig, method: Method | None, rows: int, budgets: Sequence[Budget]) -> None:
         """`budgets` are those of the KV heads; the window follows the first one's."""
         self.config, self.method, self.budget = config, method, budgets[0]
+        self.asking = config.asking
         self.window = Window(config.leaving)
-        self.past = None if method is None else Lanes(method, rows, budgets)
+        self.past = None if method is None else Lanes(method, [budgets] * rows)
         self.left = [0] * rows  # tokens of each row that left the window
         self.few = [False] * rows  # whether the present call has a few tokens of each row: neither one nor many
         self.may_come = 0  # so many tokens may come at least before one is due to leave
@@ -49,6 +54,11 @@ class Stream:
     def observes(self) -> bool:
         """Whether the past wants to take note of queries."""
         return self.past is not None and bool(self.past.method.observes) and not self.past.empty
+
+    def share(self, budgets: Sequence[Sequence[Budget]]) -> None:
+        """Have these budgets, for each KV head of each row, before anything has left."""
+        assert self.method is not None and not any(self.left), "nothing has been chosen yet"
+        self.past = Lanes(self.method, budgets)
 
     # -- reading
 
@@ -66,13 +76,55 @@ class Stream:
     def observe(self, query: Query, answer: Answer, whole: Partial) -> None:
         """Let the past take note of queries that were answered, and of what they saw."""
         assert self.past is not None, "nothing else observes"
-        self.past.observe(query, answer, whole.lse if "mass" in self.past.method.observes else None)
+        if "mass" not in self.past.method.observes:
+            self.past.observe(query, answer, None)
+            return
+        lse = whole.lse.detach()
+        if self.asking is not None and query.queries.shape[2] > 1:
+            assert query.ranks is not None, "a call of several tokens has ranks"
+            wanted = self.asking.wanted(query.ranks, one=False)
+            lse = lse.masked_fill(~wanted[:, None], torch.inf)  # the others' weights are nothing
+        self.past.observe(query, answer, lse)
+
+    def note_step(self, asked: Query, lse: Float[Tensor, "b hg 1"], asking: Asking) -> None:
+        """Note how much attention the window's tokens got from a single one, which is among them."""
+        ranks = self.window.ranks.view if self.window.ragged else None
+        more = attention_got(asking, asked, lse, self.window.keys.view, ranks)
+        self.window.renote(asking.with_more(self.window.noted, more))
+
+    def note_call(
+        self, asked: Query, lse: Float[Tensor, "b hg q"], new: Columns, asking: Asking, *, anew: bool
+    ) -> Notes:
+        """Note how much attention the window's tokens got from a call's queries; the notes of the call's own tokens.
+
+        `anew`: whatever was noted before is forgotten in rows that ask.
+        """
+        assert asked.ranks is not None, "a call of several tokens has ranks"
+        wanted = asking.wanted(asked.ranks, one=asked.ranks.shape[1] == 1)
+        asks = wanted.any(1)
+        first = int(wanted.any(0).long().argmax())  # no query before this one is asked
+        asked, lse, wanted = asked.part(first, wanted.shape[1]), lse[:, :, first:], wanted[:, first:]
+        if self.window.length:
+            held = self.window.columns
+            more = attention_got(asking, asked, lse, held.keys, held.ranks, wanted)
+            before = self.window.noted
+            before = before.masked_fill(asks[:, None, None, None], 0) if anew else before
+            self.window.renote(asking.with_more(before, more, asks))
+        notes = asking.none(new.keys)
+        for start in range(0, wanted.shape[1], AT_ONCE):
+            stop = min(start + AT_ONCE, wanted.shape[1])
+            keys, ranks = new.keys[:, :, : first + stop], new.ranks[:, : first + stop]
+            more = attention_got(
+                asking, asked.part(start, stop), lse[:, :, start:stop], keys, ranks, wanted[:, start:stop]
+            )
+            notes[:, :, : first + stop] = asking.with_more(notes[:, :, : first + stop], more)
+        return notes
 
     # -- writing
 
     def append_one(self, new: Columns, seen: Seen) -> None:
         """Have one more token in the window. What there is to note about it is noted together with later ones."""
-        self.window.append(new)
+        self.window.append(new if self.asking is None else replace(new, notes=self.asking.none(new.keys)))
         self.may_come -= 1
         if self.method is not None and self.method.takes_notes:
             self.waiting.append(seen)
@@ -96,6 +148,8 @@ class Stream:
         self.take_notes()
         if self.method is not None and self.method.takes_notes:
             new = replace(new, notes=self.method.note(seen))
+        elif self.asking is not None and new.notes is None:
+            new = replace(new, notes=self.asking.none(new.keys))
         if not leave:
             self.window.append(new)
             self.may_come = 0
@@ -220,6 +274,8 @@ class Stream:
         self.left = numbers["left"]
         if self.method is not None and self.method.takes_notes:
             self.method.check_notes(tensors["notes"])
+        if self.asking is not None:
+            self.asking.check(tensors["notes"])
         if self.past is not None:
             self.past.restore(with_prefix(tensors, "past."), numbers["past"])
             if self.past.counts != self.left:

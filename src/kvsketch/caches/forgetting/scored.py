@@ -1,26 +1,46 @@
-"""Methods that keep the tokens with the best scores, each standing for itself."""
+"""Methods that keep the tokens with the best scores.
+
+`Best` has scores for all there is to choose from, at every choice. `Noted` goes by what was noted about tokens while
+queries were answered: such a score stays what it was, and scores of different origin do not compete.
+"""
 
 from abc import abstractmethod
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
+from kvsketch.caches.core.asking import Asking
 from kvsketch.caches.core.budget import Budget
+from kvsketch.caches.core.checks import check_choice
 from kvsketch.caches.core.chooser import Chooser, Entries, Kept, check_vectors
 from kvsketch.caches.core.config import WindowedConfig
 from kvsketch.caches.core.tokens import Arriving
-from kvsketch.kernels.distances import rounded
+from kvsketch.kernels.distances import rounded, squared_distances, squared_norms
+
+NONE, NEAREST, SPREAD = "none", "mass", "spread"
+STANDS = "stands"  # for how many tokens an entry stands, where what is dropped leaves its weight behind
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredConfig(WindowedConfig):
-    """The window is short, and leaves in short blocks, for which there is room at any time."""
+    """The window is short, and leaves in short blocks, for which there is room at any time.
+
+    `weights` says what becomes of the weight of tokens that are dropped: it is gone ("none"), or the kept token whose
+    key is nearest stands for them too ("mass"), or all kept ones in equal parts ("spread").
+    """
 
     leaving: ClassVar[int] = 8
 
     window: int = 16
+    weights: str = NONE
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("weights", self.weights, (NONE, NEAREST, SPREAD))
 
     def floor(self) -> int:
         return self.exact_entries()
@@ -41,6 +61,7 @@ class Best(Chooser):
 
     def __init__(self, config: ScoredConfig) -> None:
         self.config = config
+        self.per_entry = {} if config.weights == NONE else {STANDS: torch.float32}
 
     @abstractmethod
     def scores(self, pool: Entries, per_lane: dict[str, Tensor]) -> Float[Tensor, "l n"]:
@@ -50,16 +71,160 @@ class Best(Chooser):
         """What is known of each lane once these tokens have come."""
         return {}
 
+    def pool(self, held: Entries, new: Arriving) -> Entries:
+        """What there is to choose from: each new token stands for itself."""
+        pool = held.with_new(new)
+        if STANDS in pool.per_entry:
+            pool.per_entry[STANDS][:, held.count :] = 1
+        return pool
+
+    def rooms(self, held: Entries, new: Arriving, budget: Budget) -> list[tuple[int, int]]:
+        """Of how many entries, one part of the pool after another, how many may be kept."""
+        return [(held.count + new.count, self.config.room(budget, new.after))]
+
     def choose(self, held: Entries, new: Arriving, budget: Budget) -> Kept:
-        pool, per_lane = held.with_new(new), self.lanes_after(held, new)
-        room = self.config.room(budget, new.after)
-        if pool.count <= room:
-            return Kept(None, held.count, per_lane=per_lane)
-        order = rounded(self.scores(pool, per_lane), self.bits).sort(dim=1, descending=True, stable=True).indices
-        return Kept(order[:, :room].sort(dim=1).values, pool=pool, per_lane=per_lane)
+        pool, per_lane, rooms = self.pool(held, new), self.lanes_after(held, new), self.rooms(held, new, budget)
+        start = 0  # parts that keep all they have stay where they lie
+        while rooms and rooms[0][0] <= rooms[0][1] and start + rooms[0][0] <= held.count:
+            start += rooms.pop(0)[0]
+        if all(count <= room for count, room in rooms):
+            about = {name: x[:, held.count :] for name, x in pool.per_entry.items()}
+            return Kept(None, held.count, per_lane=per_lane, per_entry=about)
+        index = self._best(pool, per_lane, start, rooms)
+        about = {name: x.gather(1, index) for name, x in pool.per_entry.items()}
+        log_mass = None
+        if STANDS in about:
+            about[STANDS] = with_weights_left(self.config.weights, pool, start, index)
+            log_mass = about[STANDS].log()
+        rest = Entries(pool.keys[:, start:], pool.values[:, start:])
+        return Kept(index - start, start, log_mass, pool=rest, per_lane=per_lane, per_entry=about)
+
+    def _best(
+        self, pool: Entries, per_lane: dict[str, Tensor], start: int, rooms: Sequence[tuple[int, int]]
+    ) -> Int64[Tensor, "l k"]:
+        """The places of the best from `start` on, so many of every part."""
+        scores, parts = rounded(self.scores(pool, per_lane), self.bits), list[Tensor]()
+        for count, room in rooms:
+            order = scores[:, start : start + count].sort(dim=1, descending=True, stable=True).indices
+            parts.append(start + order[:, :room].sort(dim=1).values)
+            start += count
+        return torch.cat(parts, 1)
 
     def check(self, held: Entries, count: int, budget: Budget) -> None:
         most = min(count, self.config.room(budget, count))
         if held.count > most:
             raise ValueError(f"{held.count} entries of {count} tokens, and there is room for {most}")
         check_vectors(held)
+        stands = held.per_entry.get(STANDS)
+        if stands is not None and not bool((stands.isfinite() & (stands >= 1)).all()):
+            raise ValueError("entries that stand for less than one token")
+
+
+def with_weights_left(weights: str, pool: Entries, start: int, index: Int64[Tensor, "l k"]) -> Float[Tensor, "l k"]:
+    """For how many tokens the kept ones stand when all others from `start` on have left them their weight."""
+    stands = pool.per_entry[STANDS]
+    kept = stands.gather(1, index)
+    if not index.shape[1]:
+        return kept
+    gone = torch.ones_like(stands, dtype=torch.bool).scatter_(1, index, False)
+    gone[:, :start] = False
+    count = int(gone[0].sum())  # the same for all lanes
+    if weights == SPREAD:
+        return kept + (stands * gone).sum(1, keepdim=True) / index.shape[1]
+    lost = gone.nonzero()[:, 1].view(len(gone), count)
+    lanes = torch.arange(len(gone), device=index.device)[:, None]
+    dropped, there = pool.keys[lanes, lost].double(), pool.keys[lanes, index].double()
+    distances = squared_distances(dropped, squared_norms(dropped), there, squared_norms(there))
+    return kept.scatter_add(1, distances.argmin(2), stands[lanes, lost])
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotedConfig(ScoredConfig):
+    """A method that goes by what queries gave tokens of their attention."""
+
+    comparable: ClassVar[bool] = True
+
+
+class Part(NamedTuple):
+    """Tokens whose scores are compared with each other."""
+
+    came: int
+    there: int  # entries of them
+    closed: bool  # whether no later token joins
+
+
+class ByAttention(Best):
+    """By the attention that tokens got: as noted when they leave the window, and as is declared about entries."""
+
+    bits: ClassVar[int] = 16
+    column: ClassVar[str]  # what is declared about entries
+
+    def __init__(self, config: NotedConfig) -> None:
+        super().__init__(config)
+        assert config.asking is not None, "somebody has to be asked"
+        self.asking: Asking = config.asking
+        self.per_entry = {**self.per_entry, self.column: torch.float64}
+
+    def arriving(self, notes: Int64[Tensor, "*l n t"]) -> Float[Tensor, "*l n"]:
+        """The scores of tokens that leave the window together."""
+        return self.asking.score(notes)
+
+    def scores(self, pool: Entries, per_lane: dict[str, Tensor]) -> Float[Tensor, "l n"]:
+        return pool.per_entry[self.column]
+
+    def pool(self, held: Entries, new: Arriving) -> Entries:
+        pool = super().pool(held, new)
+        assert new.notes is not None, "tokens come with notes"
+        pool.per_entry[self.column][:, held.count :] = self.arriving(new.notes)
+        return pool
+
+    def check(self, held: Entries, count: int, budget: Budget) -> None:
+        super().check(held, count, budget)
+        score = held.per_entry[self.column]
+        if not bool((score.isfinite() & (score >= 0)).all()):
+            raise ValueError("scores that are none")
+
+
+class Noted(ByAttention):
+    """By the score that tokens came with.
+
+    A prompt, or any call of a few hundred tokens, is a part of its own, and so is what comes between such calls: the
+    parts share the room in proportion to their lengths. What an earlier part does not use, the last one has.
+    """
+
+    column = "score"
+    shared = ("parts",)
+
+    def parts(self, held: Entries, new: Arriving) -> list[Part]:
+        """What there is to choose from, part by part."""
+        parts = [Part(*part) for part in held.numbers.get("parts", [])]
+        long = new.count > self.config.window + self.config.leaving and not new.few
+        closed = long or (not new.before and new.count > self.config.leaving)
+        if parts and not closed and not parts[-1].closed:
+            last = parts.pop()
+            return [*parts, Part(last.came + new.count, last.there + new.count, False)]
+        return [*parts, Part(new.count, new.count, closed)]
+
+    def rooms(self, held: Entries, new: Arriving, budget: Budget) -> list[tuple[int, int]]:
+        room, parts = self.config.room(budget, new.after), self.parts(held, new)
+        rooms, left = list[tuple[int, int]](), room
+        for part in parts[:-1]:
+            own = min(part.there, room * part.came // new.after)
+            rooms.append((part.there, own))
+            left -= own
+        return [*rooms, (parts[-1].there, left)]
+
+    def choose(self, held: Entries, new: Arriving, budget: Budget) -> Kept:
+        parts, rooms = self.parts(held, new), self.rooms(held, new, budget)
+        now = [[part.came, min(rooms[i]), part.closed] for i, part in enumerate(parts)]
+        return replace(super().choose(held, new, budget), numbers={"parts": now})
+
+    def check(self, held: Entries, count: int, budget: Budget) -> None:
+        super().check(held, count, budget)
+        parts: Any = held.numbers["parts"]
+        right = isinstance(parts, list) and all(
+            isinstance(part, list) and [type(x) for x in part] == [int, int, bool] and 0 <= part[1] <= part[0]
+            for part in parts
+        )
+        if not right or sum(part[0] for part in parts) != count or sum(part[1] for part in parts) != held.count:
+            raise ValueError(f"parts {parts!s:.60} of {count} tokens and {held.count} entries")

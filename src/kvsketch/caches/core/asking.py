@@ -1,0 +1,126 @@
+"""How much attention tokens get from some queries, as a note that goes with them: what choices by queries go by.
+
+Which queries are asked (`Asking.queries`) is apart from what a method makes of the answer. A note is a sum, a mean or
+the largest of the weights that a token got; it is made while queries are answered, and comes with the token when that
+leaves the window.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from kvsketch.attention import fold_groups, logits_of
+from kvsketch.caches.core.query import Query
+from kvsketch.kernels.weighted_attention.reference import LOGITS_AT_ONCE
+
+WINDOW, CONTEXT, SECOND = "window", "context", "second reading"
+SUM, MEAN, MAX, LAST = "sum", "mean", "max", "last"
+Notes = Int64[Tensor, "b h n t"]  # the bits of float64: what was noted, and of a mean the number of weights in it
+Weights = Float[Tensor, "b h n t"]
+
+
+@dataclass(frozen=True)
+class Asking:
+    """Which queries say how much a token matters, and what is noted of their weights.
+
+    `queries`: those of the last `last` tokens of a call ("window"), all of a call ("context"), or those of a second
+    reading of the prompt; of later text, whatever asks while a token is in the window.
+    """
+
+    queries: str
+    noted: str
+    last: int = 0
+
+    @property
+    def width(self) -> int:
+        """Numbers in a note."""
+        return 2 if self.noted == MEAN else 1
+
+    def none(self, keys: Float[Tensor, "b h n d"]) -> Notes:
+        """Notes about tokens that nobody has asked for."""
+        return torch.zeros(*keys.shape[:3], self.width, dtype=torch.int64, device=keys.device)
+
+    def wanted(self, ranks: Int64[Tensor, "b q"], *, one: bool) -> Bool[Tensor, "b q"]:
+        """Which queries of a call are asked; `one`: the call is a single token of every row."""
+        if self.queries != WINDOW or one:
+            return ranks >= 0
+        return (ranks >= 0) & (ranks > ranks.amax(1, keepdim=True) - self.last)
+
+    def with_more(self, notes: Notes, more: Weights, asked: Bool[Tensor, " b"] | None = None) -> Notes:
+        """Notes after these weights; of rows in which nobody was asked they stay."""
+        before = weights(notes)
+        if self.noted == MAX:
+            after = torch.maximum(before, more)
+        elif self.noted == LAST:
+            after = more if asked is None else torch.where(asked[:, None, None, None], more, before)
+        else:
+            after = before + more
+        return bits(after)
+
+    def score(self, notes: Int64[Tensor, "*b n t"]) -> Float[Tensor, "*b n"]:
+        """What a token matters."""
+        noted = weights(notes)
+        return noted[..., 0] / noted[..., 1].clamp_min(1) if self.noted == MEAN else noted[..., 0]
+
+    def check(self, notes: Int64[Tensor, "... n t"]) -> None:
+        """Refuse what cannot have been noted."""
+        noted = weights(notes)
+        if notes.shape[-1] != self.width or not bool((noted.isfinite() & (noted >= 0)).all()):
+            raise ValueError(f"notes of shape {tuple(notes.shape)} that are not {self.width} numbers from 0 on")
+
+
+def weights(notes: Int64[Tensor, "*b t"]) -> Float[Tensor, "*b t"]:
+    """The numbers in notes."""
+    return notes.view(torch.float64)
+
+
+def bits(noted: Float[Tensor, "*b t"]) -> Int64[Tensor, "*b t"]:
+    """Numbers as notes."""
+    return noted.contiguous().view(torch.int64)
+
+
+def attention_got(
+    asking: Asking,
+    query: Query,
+    lse: Float[Tensor, "b hg q"],
+    keys: Float[Tensor, "b h n d"],
+    ranks: Int64[Tensor, "b n"] | None = None,
+    wanted: Bool[Tensor, "b q"] | None = None,
+) -> Weights:
+    """What each token got of the attention of queries, whose log denominators are `lse`, over all that those saw.
+
+    With `ranks` (of the tokens; those of queries are in `query`) tokens are seen by later queries alone, and those of
+    rank -1 by none; `wanted` queries ask, all where nothing is said. In strips: nothing here grows with the square.
+    """
+    noted = torch.zeros(*keys.shape[:3], asking.width, dtype=torch.float64, device=keys.device)
+    if not keys.shape[2]:
+        return noted
+    strip = max(1, LOGITS_AT_ONCE // max(1, query.queries.shape[1] * keys.shape[2]))
+    for start in range(0, query.queries.shape[2], strip):
+        part = query.part(start, start + strip)
+        got = logits_of(part.queries, keys, part.scale, part.softcap)
+        got = got.sub_(fold_groups(lse[:, :, start : start + strip, None], keys.shape[1])).exp_()
+        seen = _seen(part, ranks, None if wanted is None else wanted[:, start : start + strip])
+        if seen is not None:
+            seen = seen.repeat(1, got.shape[2] // seen.shape[1], 1)[:, None]
+            got = got.masked_fill_(~seen, 0)
+        if asking.noted == MAX:
+            torch.maximum(noted[..., 0], got.amax(2).double(), out=noted[..., 0])
+            continue
+        noted[..., 0] += got.sum(2, dtype=torch.float64)
+        if asking.noted == MEAN:
+            noted[..., 1] += got.shape[2] if seen is None else seen.sum(2)
+    return noted
+
+
+def _seen(
+    part: Query, ranks: Int64[Tensor, "b n"] | None, wanted: Bool[Tensor, "b q"] | None
+) -> Bool[Tensor, "b q n"] | None:
+    """Which tokens which queries see, as far as it counts; None is all of them."""
+    if ranks is None:
+        return None if wanted is None else wanted[:, :, None]
+    assert part.ranks is not None, "queries have ranks where tokens have"
+    seen = (ranks[:, None] <= part.ranks[:, :, None]) & (ranks >= 0)[:, None]
+    return seen if wanted is None else seen & wanted[:, :, None]

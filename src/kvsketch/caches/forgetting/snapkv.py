@@ -1,0 +1,64 @@
+"""SnapKV (Li et al. 2024, arXiv:2404.14469): what the last tokens of a prompt look at; and PyramidKV."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch.nn.functional as F
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from kvsketch.caches.core.asking import MEAN, WINDOW, Asking
+from kvsketch.caches.core.checks import check_count
+from kvsketch.caches.core.chooser import Chooser
+from kvsketch.caches.core.shares import PYRAMID
+from kvsketch.caches.forgetting.scored import Noted, NotedConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapKV(NotedConfig):
+    """Keeps sinks, window and the tokens that the last queries of a prompt look at most, with their neighbours.
+
+    A token's score is its mean weight over the last `observed` queries of a call and the query heads of its group,
+    averaged with those beside it, `pooled` tokens in all. Of text that comes token by token: over all queries while it
+    is in the window. The paper forgets nothing of such text.
+    """
+
+    name: ClassVar[str] = "snapkv"
+
+    window: int = 32
+    observed: int = 32
+    pooled: int = 5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("observed", self.observed, least=1)
+        check_count("pooled", self.pooled, least=1)
+        if self.pooled % 2 == 0:
+            raise ValueError(f"pooled must be odd, a token and as many on each side, got {self.pooled}")
+
+    @property
+    def asking(self) -> Asking:
+        return Asking(WINDOW, MEAN, self.observed)
+
+    def new_method(self, layer: int) -> Chooser:
+        return Observed(self)
+
+
+class Observed(Noted):
+    """With the mean over neighbours that leave the window together."""
+
+    def __init__(self, config: SnapKV) -> None:
+        super().__init__(config)
+        self.pooled = config.pooled
+
+    def arriving(self, notes: Int64[Tensor, "*l n t"]) -> Float[Tensor, "*l n"]:
+        return F.avg_pool1d(super().arriving(notes), self.pooled, stride=1, padding=self.pooled // 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PyramidKV(SnapKV):
+    """Keeps what snapkv keeps, more of it in the first layers than in the last (Cai et al. 2024, arXiv:2406.02069)."""
+
+    name: ClassVar[str] = "pyramidkv"
+
+    heads: str = PYRAMID

@@ -1,0 +1,65 @@
+"""Shares that a prompt sets itself: one threshold over the scores of all layers and heads, row by row."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvsketch.caches.core.budget import MOST, Budget
+from kvsketch.caches.core.layer import LayerCache
+from kvsketch.caches.core.shares import filled
+from kvsketch.caches.forgetting.scored import ByAttention, NotedConfig
+from kvsketch.kernels.distances import rounded
+
+ROUNDING = 1e-6  # of an entry: a number of them must not become one less
+
+
+def shares_of_prompt(
+    config: NotedConfig, holding: Sequence[LayerCache], budgets: Sequence[Budget]
+) -> list[list[list[float]]]:
+    """For each layer the shares of each row's KV heads, so that the best scores of all layers and heads are kept.
+
+    `holding` are layers that hold the whole prompt, with notes, and `budgets` what a head of each may hold on the
+    average. Where keys of layers differ in width, it is bytes that are shared. Of equal scores those of lower layers
+    come first, then those of lower heads, then earlier tokens.
+    """
+    rows = [_of_row(config, holding, budgets, row) for row in range(len(holding[0].lengths))]
+    return [[row[layer] for row in rows] for layer in range(len(holding))]
+
+
+def _of_row(
+    config: NotedConfig, holding: Sequence[LayerCache], budgets: Sequence[Budget], row: int
+) -> list[list[float]]:
+    scores = [leaving_scores(config, held, row) for held in holding]
+    rooms = [config.room(budget, own.shape[1]) for budget, own in zip(budgets, scores, strict=True)]
+    widths = [held.kind[1] if held.kind is not None else 1 for held in holding]
+    if not all(rooms) or all(own.shape[1] <= room for own, room in zip(scores, rooms, strict=True)):
+        return [[1.0] * len(own) for own in scores]  # there is nothing to choose
+    every = rounded(torch.cat([own.flatten() for own in scores]), ByAttention.bits)
+    sizes = torch.cat([torch.full((own.numel(),), width) for own, width in zip(scores, widths, strict=True)])
+    order = every.sort(descending=True, stable=True).indices
+    total = sum(room * width * len(own) for own, room, width in zip(scores, rooms, widths, strict=True))
+    kept = torch.zeros(len(every), dtype=torch.bool)
+    kept[order[sizes[order].cumsum(0) <= total]] = True
+    parts = kept.split([own.numel() for own in scores])
+    beyond = [budget.beyond(own.shape[1] + config.exact_entries()) for budget, own in zip(budgets, scores, strict=True)]
+    wanted = {
+        layer: ((part.view(own.shape).sum(1).double() + ROUNDING) / mean).tolist()
+        for layer, (part, own, mean) in enumerate(zip(parts, scores, beyond, strict=True))
+    }
+    most = 1 / config.keep if isinstance(config.keep, float) else MOST
+    if any(share > most for shares in wanted.values() for share in shares):
+        wanted = dict(filled(wanted, most, dict(enumerate(widths))))
+    return [list(shares) for shares in wanted.values()]
+
+
+def leaving_scores(config: NotedConfig, held: LayerCache, row: int) -> Float[Tensor, "h n"]:
+    """Scores of the tokens of a row that leave the window when the prompt has been read."""
+    beyond = max(0, held.lengths[row] - config.sinks - config.window)
+    columns, method = held.window.columns, config.new_method(held.layer)
+    ranks, last = columns.ranks[row], config.sinks + beyond // config.leaving * config.leaving
+    where = ((ranks >= config.sinks) & (ranks < last)).nonzero()[:, 0]
+    assert columns.notes is not None, "there are notes"
+    assert isinstance(method, ByAttention), "scores are made of notes"
+    return method.arriving(columns.notes[row].index_select(1, where)).double().cpu()

@@ -1,0 +1,133 @@
+"""A prompt that layers hold whole until all of it is read: what is chosen then may follow from all layers.
+
+It is read a second time where the method asks for that, shares are set where the prompt itself sets them, and layers
+forget one after another: the most that is ever held is the exact cache and one layer.
+"""
+
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvsketch.caches.core.asking import SECOND
+from kvsketch.caches.core.config import MethodConfig
+from kvsketch.caches.core.shares import THRESHOLD
+from kvsketch.caches.forgetting.scored import NotedConfig
+from kvsketch.caches.forgetting.threshold import shares_of_prompt
+from kvsketch.huggingface.layers import LayerStack
+from kvsketch.huggingface.rereading import read_again
+from kvsketch.huggingface.supported import check_context
+
+
+class HeldBack:
+    """The prompt of one cache, while it is read."""
+
+    def __init__(self, config: MethodConfig, stack: LayerStack) -> None:
+        self.config, self.stack = config, stack
+        self.texts = list[Tensor]()  # what was read so far
+        self.open = False  # more calls belong to it
+        self.again = False  # it is being read a second time
+        self.decoder: weakref.ref[nn.Module] | None = None  # what reads
+        for layer in stack.sketch:
+            layer.held.recording = True
+
+    @property
+    def rereads(self) -> bool:
+        """Whether the model reads it twice."""
+        return self.config.asking is not None and self.config.asking.queries == SECOND
+
+    def check(self, decoder: Any, given: Mapping[str, Any], rows: int, count: int) -> None:
+        """Refuse a call that cannot be read a second time, or say that memory will be short, before it is read."""
+        self._say_if_short(rows, count, decoder.device)
+        if not self.rereads:
+            return
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                f"{self.config} has the model read the prompt a second time, which compiled code does not: read the "
+                "prompt with kvsketch.prefill and the model as it is, and compile what follows"
+            )
+        if not isinstance(given.get("input_ids"), Tensor):
+            raise ValueError(
+                f"{self.config} has the model read the prompt a second time, and embeddings came instead of token "
+                'ids: use another method, with heads="profile" for instance'
+            )
+        if decoder.training:
+            raise ValueError(f"{self.config} has the model read the prompt a second time: call model.eval() first")
+        self.check_context(decoder, count)
+
+    def check_context(self, decoder: Any, count: int) -> None:
+        """Refuse a prompt that is longer than half the context, where it is read twice."""
+        if self.rereads:
+            check_context(decoder, 2 * (self.stack.seen + count), "a prompt and its second reading have")
+
+    def _say_if_short(self, rows: int, count: int, device: torch.device) -> None:
+        needed = rows * count * sum(self.stack.token_bytes(layer.held.layer) for layer in self.stack.sketch)
+        free = _free_memory(device)
+        if free is not None and needed > free:
+            warnings.warn(
+                f"{self.config} holds all {count:,} tokens until they are read: {needed / 1e9:.1f} GB, and "
+                f'{free / 1e9:.1f} GB are free. With heads="profile" and a method that reads a prompt once only one '
+                "layer is held whole",
+                stacklevel=2,
+            )
+
+    def note(self, decoder: nn.Module, given: Mapping[str, Any]) -> None:
+        """A call begins to be read."""
+        ids = given.get("input_ids")
+        self.texts.append(ids if isinstance(ids, Tensor) else torch.empty(0))
+        self.decoder = weakref.ref(decoder)
+
+    def finish(self, cache: Any, progress: Callable[[int], None] | None = None) -> None:
+        """All of it is read: have layers forget."""
+        decoder = None if self.decoder is None else self.decoder()
+        if self.rereads and self.texts and decoder is not None:
+            self._read_again(cache, decoder, progress)
+        if _shares_itself(self.config) and self.stack.sketch and self.stack.sketch[0].held.started:
+            held = [layer.held for layer in self.stack.sketch]
+            assert isinstance(self.config, NotedConfig), "scores that can be compared are noted"
+            found = shares_of_prompt(self.config, held, [own.budgets[0] for own in held])
+            for own, shares in zip(held, found, strict=True):
+                own.share(shares)
+        for layer in self.stack.sketch:
+            layer.settle(recording=False)
+
+    def _read_again(self, cache: Any, decoder: Any, progress: Callable[[int], None] | None) -> None:
+        asking, self.again = self.config.asking, True
+        assert asking is not None, "somebody asks for it"
+        first = self.stack.sketch[0].held if self.stack.sketch else None
+        if first is not None and first.ragged and len(self.stack.sketch) < len(self.stack.layers):
+            raise ValueError(
+                f"{self.config} has the model read rows of unequal lengths a second time, and the layers of this model "
+                "that do not attend to everything would see their padding: give each row a cache of its own"
+            )
+        try:
+            read_again(
+                self.stack,
+                asking,
+                torch.cat(self.texts, 1),
+                lambda inputs: decoder(**inputs, past_key_values=cache, use_cache=True),
+                progress,
+            )
+        finally:
+            self.again = False
+
+
+def _shares_itself(config: MethodConfig) -> bool:
+    return isinstance(config, NotedConfig) and config.heads == THRESHOLD
+
+
+def _free_memory(device: torch.device) -> int | None:
+    """Bytes that may still be had, where that is known."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type != "cpu":
+        return None
+    try:  # on Linux; elsewhere nothing is said
+        with open("/proc/meminfo") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None

@@ -1,0 +1,360 @@
+"""Methods that go by queries keep what their definitions keep: written plainly, for one head, from all weights."""
+
+import pytest
+import torch
+
+import kvsketch
+import zoo
+from kvsketch.caches.core.layer import LayerCache
+from kvsketch.caches.core.tokens import NewTokens
+from kvsketch.caches.registry import parse_spec
+from lanes import entries_of
+from states import difference, state_of
+
+HEADS, GROUP, WIDTH, SCALE = 2, 3, 8, 0.7
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def all_weights(query, keys):
+    """Causal attention weights of a prompt, [h, g, q, n], in float64."""
+    count = keys.shape[2]
+    logits = query[0].double().unflatten(0, (HEADS, GROUP)) @ keys[0].double()[:, None].mT * SCALE
+    return logits.masked_fill(~torch.ones(count, count, dtype=torch.bool).tril(), -torch.inf).softmax(3)
+
+
+def snapkv(weights):
+    """Mean over group and last 32 queries, then over five neighbours of those that leave."""
+    return weights[:, :, -32:].mean((1, 2))
+
+
+def h2o(weights):
+    return weights.sum((1, 2))
+
+
+def tova(weights):
+    return weights[:, :, -1].mean(1)
+
+
+def best(score, count):
+    """The numbers of the best, of equal ones the earlier."""
+    order = sorted(range(len(score)), key=lambda i: (-float(score[i]), i))
+    return sorted(order[:count])
+
+
+@pytest.mark.parametrize(("spec", "scores"), [("snapkv", snapkv), ("h2o", h2o), ("tova", tova)])
+@pytest.mark.parametrize("keep", [0.25, 90])
+def test_a_prompt_is_kept_by_the_definition(spec, scores, keep):
+    config = parse_spec(f"{spec}(keep={keep})")
+    query, keys, values = (
+        normal(1, HEADS * GROUP, 400, WIDTH),
+        normal(1, HEADS, 400, WIDTH, seed=1),
+        normal(1, HEADS, 400, WIDTH, seed=2),
+    )
+    cache = LayerCache(config, 0)
+    cache.read(query, NewTokens(keys, values), SCALE)
+    found, left = scores(all_weights(query, keys)), cache.left[0]
+    assert left == (400 - 4 - config.window) // 8 * 8
+    for head in range(HEADS):
+        leaving = found[head, 4 : 4 + left]
+        if spec == "snapkv":
+            leaving = torch.nn.functional.pad(leaving, (2, 2)).unfold(0, 5, 1).mean(1)
+        expected = [4 + i for i in best(leaving, config.room(cache.budgets[0], left))]
+        assert torch.equal(entries_of(cache.past).keys[0, head], keys[0, head, expected])
+
+
+def stepwise(spec, steps, keep=0.5):
+    """A cache after a prompt of 60 tokens and so many single ones; and every query's weights over what was held then.
+
+    Weights are by token, one row for each query, zero where nothing was held.
+    """
+    count = 60 + steps
+    query, keys, values = (
+        normal(1, HEADS * GROUP, count, WIDTH),
+        normal(1, HEADS, count, WIDTH, seed=1),
+        normal(1, HEADS, count, WIDTH, seed=2),
+    )
+    cache, weights = (
+        LayerCache(parse_spec(f"{spec}(keep={keep}, window=16)"), 0),
+        torch.zeros(HEADS, count, count, dtype=torch.float64),
+    )
+    cache.read(query[:, :, :60], NewTokens(keys[:, :, :60], values[:, :, :60]), SCALE)
+    weights[:, :60, :60] = all_weights(query[:, :, :60], keys[:, :, :60]).sum(1)
+    for i in range(60, count):
+        held = held_tokens(cache, keys)
+        part = slice(i, i + 1)
+        cache.read(query[:, :, part], NewTokens(keys[:, :, part], values[:, :, part]), SCALE)
+        for head in range(HEADS):
+            seen = [*held[head], i]
+            logits = query[0, head * GROUP : (head + 1) * GROUP, i].double() @ keys[0, head, seen].double().T * SCALE
+            weights[head, i, seen] = logits.softmax(1).sum(0)
+    return cache, keys, weights
+
+
+def held_tokens(cache, keys):
+    """The numbers of the tokens that each head holds, in window and past."""
+    window = cache.window.keys.view[0]
+    past = entries_of(cache.past).keys[0] if not cache.past.empty else window[:, :0]
+    found = []
+    for head in range(HEADS):
+        every = torch.cat([past[head], window[head]])
+        found.append(sorted((keys[0, head][None] == every[:, None]).all(2).nonzero()[:, 1].tolist()))
+    return found
+
+
+def test_h2o_goes_on_counting_what_tokens_get_while_they_are_held():
+    cache, keys, weights = stepwise("h2o", 60)
+    got = weights.sum(1)
+    for head, held in enumerate(held_tokens(cache, keys)):
+        past = entries_of(cache.past)
+        noted = cache.past.bundles[0].holding.held["entry.mass"].view[head]
+        tokens = (keys[0, head][None] == past.keys[0, head][:, None]).all(2).nonzero()[:, 1]
+        torch.testing.assert_close(noted, got[head, tokens], rtol=1e-4, atol=1e-5)
+        assert set(range(4)) <= set(held)
+
+
+def test_tova_goes_by_the_latest_query_alone():
+    cache, keys, weights = stepwise("tova", 61)
+    for head in range(HEADS):
+        past = entries_of(cache.past)
+        noted = cache.past.bundles[0].holding.held["entry.mass"].view[head]
+        tokens = (keys[0, head][None] == past.keys[0, head][:, None]).all(2).nonzero()[:, 1]
+        latest = weights[head, -1, tokens]
+        known = latest > 0  # those that left the window at the last step were not asked as entries
+        torch.testing.assert_close(noted[known], latest[known], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("spec", ["snapkv", "kvzip"])
+def test_a_prompt_keeps_its_share_of_the_room_while_text_is_written(spec):
+    config = parse_spec(f"{spec}(keep=120, window=16)")
+    query, keys, values = (
+        normal(1, HEADS * GROUP, 900, WIDTH),
+        normal(1, HEADS, 900, WIDTH, seed=1),
+        normal(1, HEADS, 900, WIDTH, seed=2),
+    )
+    cache, start = LayerCache(config, 0), 0
+    for size in (300, *[1] * 600):
+        part = slice(start, start + size)
+        cache.read(query[:, :, part], NewTokens(keys[:, :, part], values[:, :, part]), SCALE)
+        start += size
+        if size == 300:
+            first = held_tokens(cache, keys)
+    room = config.room(cache.budgets[0], cache.left[0])
+    parts = cache.past.bundles[0].holding.host["parts"]
+    assert [came for came, _, _ in parts] == [280, cache.left[0] - 280]
+    assert parts[0][1] == room * 280 // cache.left[0]
+    assert sum(there for _, there, _ in parts) == room
+    for head, held in enumerate(held_tokens(cache, keys)):
+        prompt = [token for token in held if 4 <= token < 284]
+        assert len(prompt) == parts[0][1]
+        assert set(prompt) <= set(first[head])
+
+
+@pytest.mark.parametrize("weights", ["mass", "spread"])
+def test_what_is_dropped_leaves_its_weight(weights):
+    config = parse_spec(f"keydiff(keep=0.25, weights={weights!r})")
+    keys, values = 1 + normal(1, HEADS, 500, WIDTH), normal(1, HEADS, 500, WIDTH, seed=1)
+    cache = LayerCache(config, 0)
+    cache.hold(NewTokens(keys, values))
+    entries = entries_of(cache.past)
+    stands = entries.log_mass.exp()[0]
+    left = cache.left[0]
+    torch.testing.assert_close(stands.sum(1), torch.full((HEADS,), float(left)), rtol=1e-5, atol=0)
+    if weights == "spread":
+        torch.testing.assert_close(stands, torch.full_like(stands, left / stands.shape[1]), rtol=1e-5, atol=0)
+        return
+    for head in range(HEADS):
+        kept = entries.keys[0, head].double()
+        nearest = torch.cdist(keys[0, head, 4 : 4 + left].double(), kept).argmin(1)
+        torch.testing.assert_close(stands[head], nearest.bincount(minlength=len(kept)).float(), rtol=1e-5, atol=0)
+
+
+# -- with a model
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return zoo.build("llama", layers=3)
+
+
+def read(model, spec, ids, **given):
+    return kvsketch.prefill(model, ids, kvsketch.make_cache(model, spec), **given)
+
+
+def test_one_threshold_over_all_layers_and_heads(llama):
+    """The best scores of all heads are kept, wherever they are."""
+    ids = zoo.tokens(1, 300)
+    exact, cache = read(llama, "exact(noting='second reading')", ids), read(llama, "kvzip(keep=0.25)", ids)
+    scores, kept = [], []
+    for whole, layer in zip(exact.sketch_layers, cache.sketch_layers, strict=True):
+        window, left = whole.held.window.columns, layer.held.left[0]
+        noted = window.notes.view(torch.float64)[0, :, 4 : 4 + left, 0]
+        for bundle in layer.held.past.bundles:
+            for lane, head in enumerate(bundle.heads):
+                own = bundle.holding.entries().keys[lane]
+                kept.append((window.keys[0, head, None, 4 : 4 + left] == own[:, None]).all(2).any(0))
+                scores.append(noted[head])
+    held = torch.cat([torch.cat([s[k] for s, k in zip(scores, kept, strict=True)])])
+    gone = torch.cat([s[~k] for s, k in zip(scores, kept, strict=True)])
+    counts = [int(k.sum()) for k in kept]
+    assert len(set(counts)) > 2, "heads hold different numbers"
+    assert float(held.min()) >= float(gone.max()) * (1 - 2**-15)
+    room = cache.config.room(cache.sketch_layers[0].held.budgets[0], left)
+    assert sum(counts) == len(kept) * room
+
+
+SPECS = ("kvzip(keep=0.25)", "kvzip(keep=70, heads='equal')", "snapkv(keep=0.25, heads='threshold')")
+
+
+def entries(cache, row=0):
+    return [layer.held.count_entries()[row].tolist() for layer in cache.sketch_layers]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "lfm2", "falcon_h1"])
+def test_however_a_prompt_is_given_the_same_is_held(family, spec, tmp_path):
+    model, ids = zoo.build(family), zoo.tokens(1, 260)
+    cache = read(model, spec, ids)
+    assert difference(state_of(cache), state_of(read(model, spec, ids))) is None, "twice"
+    assert entries(cache) == entries(read(model, spec, ids, chunk=100)), "in chunks"
+    called = kvsketch.make_cache(model, spec)
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=called)
+    assert difference(state_of(cache), state_of(called)) is None, "in a call of the model"
+    noting = "window" if spec.startswith("snapkv") else "second reading"
+    exact = read(model, f"exact(noting={noting!r})", ids)
+    assert difference(state_of(cache, asked=False), state_of(exact.compress(spec), asked=False)) is None, "compressed"
+    cache.save(tmp_path / "cache")
+    loaded = kvsketch.load_cache(model, tmp_path / "cache")
+    assert difference(state_of(cache), state_of(loaded)) is None
+    new = zoo.tokens(1, 20, seed=1)
+    answers = [
+        model.generate(**one.new_tokens(new), past_key_values=one, max_new_tokens=30, do_sample=False)
+        for one in (cache, loaded, called.fork())
+    ]
+    assert torch.equal(answers[0], answers[1])
+    assert torch.equal(answers[0], answers[2])
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_padded_row_is_the_row_alone_and_rows_move(spec, llama):
+    ids, padding = zoo.tokens(3, 260), (0, 90, 31)
+    mask = torch.ones_like(ids)
+    for row, count in enumerate(padding):
+        mask[row, :count] = 0
+    both = read(llama, spec, ids, attention_mask=mask)
+    for row, count in enumerate(padding):
+        alone = read(llama, spec, ids[row : row + 1, count:])
+        assert entries(both, row) == entries(alone)
+        for layer, own in zip(both.sketch_layers, alone.sketch_layers, strict=True):
+            kept = [sorted(keys_of(one.held, at)) for one, at in ((layer, row), (own, 0))]
+            assert kept[0] == pytest.approx(kept[1], abs=1e-4)
+    both.batch_select_indices(torch.tensor([2, 0, 2]))
+    assert entries(both, 0) == entries(both, 2) == entries(read(llama, spec, ids[2:, 31:]))
+    out = llama.generate(**both.new_tokens(zoo.tokens(3, 5)), past_key_values=both, max_new_tokens=20, do_sample=False)
+    assert out.shape == (3, 25)
+
+
+def keys_of(held, row):
+    """The first numbers of all entries of the past of a row."""
+    return [
+        float(x)
+        for bundle in held.past.bundles
+        for lane in range(bundle.lanes)
+        if bundle.rows[lane // len(bundle.heads)] == row
+        for x in bundle.holding.entries().keys[lane, :, 0]
+    ]
+
+
+def test_a_second_reading_leaves_the_cache_as_it_was(llama):
+    ids = zoo.tokens(2, 150)
+    mask = torch.ones_like(ids)
+    mask[1, :40] = 0
+    plain, twice = (read(llama, spec, ids, attention_mask=mask) for spec in ("exact", "exact(noting='second reading')"))
+    for left, right in zip(plain.sketch_layers, twice.sketch_layers, strict=True):
+        held = [layer.held.window.columns for layer in (left, right)]
+        for row in range(2):
+            for name in ("keys", "values"):
+                assert torch.equal(*(getattr(x, name)[row, :, x.ranks[row] >= 0] for x in held))
+        assert left.held.lengths == right.held.lengths == [150, 110]
+    new = zoo.tokens(2, 9, seed=4)
+    answers = [llama.generate(**c.new_tokens(new), past_key_values=c, max_new_tokens=9) for c in (plain, twice)]
+    assert torch.equal(*answers)
+
+
+def test_progress_hears_of_both_readings(llama):
+    heard = []
+    read(llama, "kvzip(keep=0.25)", zoo.tokens(1, 200), chunk=90, progress=heard.append)
+    assert heard == [20, 110, 200, 400]
+
+
+# -- what cannot be
+
+
+def test_what_cannot_be_read_twice_is_refused_before_it_is_read(llama):
+    cache = kvsketch.make_cache(llama, "kvzip")
+    embeddings = llama.get_input_embeddings()(zoo.tokens(1, 30))
+    with pytest.raises(ValueError, match="embeddings came instead of token ids"):
+        llama(inputs_embeds=embeddings, past_key_values=cache)
+    with pytest.raises(ValueError, match="a prompt and its second reading have 1,200 tokens, and the context of"):
+        kvsketch.prefill(llama, zoo.tokens(1, 600), cache, chunk=100)
+    llama.train()
+    with pytest.raises(ValueError, match=r"call model.eval\(\) first"):
+        llama(input_ids=zoo.tokens(1, 30), past_key_values=cache)
+    llama.eval()
+    assert cache.seen == 0
+    kvsketch.prefill(llama, zoo.tokens(1, 100), cache)
+    assert cache.seen == 100, "nothing is lost"
+
+
+def test_a_call_that_fails_in_the_middle_of_a_prompt_loses_nothing(llama):
+    ids, cache = zoo.tokens(1, 300), kvsketch.make_cache(llama, "kvzip(keep=0.25)")
+
+    def stop(count):
+        if count >= 180:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        kvsketch.prefill(llama, ids[:, :240], cache, chunk=60, progress=stop)
+    assert cache.seen == 180
+    kvsketch.prefill(llama, ids[:, 180:], cache)
+    assert entries(cache) == entries(read(llama, "kvzip(keep=0.25)", ids))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("uniform(heads='threshold')", "uniform has none that can be compared: heads='profile'"),
+        ("kvzip(prefill='streaming')", "forgets when a prompt has been read"),
+        ("snapkv(pooled=4)", "pooled must be odd"),
+        ("snapkv(observed=0)", "observed must be"),
+        ("keydiff(weights='some')", "weights must be one of none, mass, spread"),
+        ("exact(noting='all')", "noting must be one of nothing, window, context, second reading"),
+    ],
+)
+def test_what_no_method_can_be_told(spec, message):
+    with pytest.raises(ValueError, match=message):
+        parse_spec(spec)
+
+
+def test_a_cache_without_notes_names_the_option_that_takes_them(llama):
+    exact = read(llama, "exact", zoo.tokens(1, 90))
+    for spec, noting in (("kvzip", "second reading"), ("snapkv", "window"), ("h2o", "context")):
+        with pytest.raises(ValueError, match=f"exact\\(noting='{noting}'\\)"):
+            exact.compress(spec)
+    with pytest.raises(ValueError, match="have a cache of this method read the text itself"):
+        exact.compress("tova")
+
+
+def test_one_call_more_is_no_part_of_the_prompt(llama):
+    cache = read(llama, "kvzip(keep=0.25)", zoo.tokens(1, 300))
+    with pytest.warns(UserWarning, match="chooses by its first call, which has read 300 tokens; these 280 are later"):
+        kvsketch.prefill(llama, zoo.tokens(1, 280), cache)
+
+
+def test_drafts_are_refused(llama):
+    cache = kvsketch.make_cache(llama, "snapkv")
+    with pytest.raises(ValueError, match="goes by queries, those of a draft included"):
+        llama.generate(zoo.tokens(1, 40), past_key_values=cache, prompt_lookup_num_tokens=3, max_new_tokens=8)
