@@ -1,9 +1,7 @@
 """A transformers `Cache` whose full-attention layers are kvsketch's; sliding and other layers stay stock."""
 
 import copy
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +9,17 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from kvsketch.caches.core.config import MANY, MethodConfig
+from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.registry import parse_spec
 from kvsketch.huggingface import stock, taking_back
 from kvsketch.huggingface.attention import check_mask, check_not_empty, refuse_weights
 from kvsketch.huggingface.before_call import check_finite, check_layers, check_places, check_tokens
 from kvsketch.huggingface.cache_file import check_same_weights, write_cache
 from kvsketch.huggingface.compressing import check_can_become, hold_again
-from kvsketch.huggingface.held_back import HeldBack
 from kvsketch.huggingface.layer import SketchLayer
 from kvsketch.huggingface.layers import LayerStack, bytes_held
 from kvsketch.huggingface.model import ModelLink
+from kvsketch.huggingface.prompt import Prompt
 from kvsketch.huggingface.report import Report, report_on
 from kvsketch.huggingface.rows import reorder_rows, repeat_rows, select_rows
 
@@ -47,7 +45,7 @@ class SketchCache(Cache):
         # New layers: stock ones do not always forget that they recorded, or their length.
         self.stack = LayerStack(self.config, self.model)
         self.layers, self.sketch_layers = self.stack.layers, self.stack.sketch
-        self.held_back: HeldBack | None = None  # the prompt, while all layers hold all of it
+        self.prompt = Prompt(self.config, self.stack)
 
     # -- what transformers calls
 
@@ -60,7 +58,7 @@ class SketchCache(Cache):
         rows, count = new.shape[:2]
         check_not_empty(count)
         self.model.check_module(module)
-        held_back = self._hold_back(rows, count, module, given)
+        self.prompt.check(module, given, rows, count)
         self._check_call(rows, count)
         if given.get("output_attentions"):
             refuse_weights()
@@ -77,62 +75,16 @@ class SketchCache(Cache):
         for layer in self.stack.summing:
             stock.make_writable(layer)
         self.underway = True
-        if held_back is not None:
-            held_back.note(module, given)
+        self.prompt.note(module, given)
 
     def end_call(self, *, failed: bool = False) -> None:
         """All layers have taken what came; or the call failed, and some have if any was touched."""
-        begun, self.underway, held_back = self.underway, False, self.held_back
-        if failed:
-            if begun and held_back is not None and not held_back.again:
-                held_back.texts.pop()
-            return
-        for layer in self.stack.summing:
-            stock.release_history(layer)
-        self.stack.touched = False
-        if held_back is not None and not held_back.open and not held_back.again:
-            self.end_prompt()
-
-    def _hold_back(self, rows: int, count: int, decoder: nn.Module, given: Mapping[str, Any]) -> HeldBack | None:
-        """The prompt that a call belongs to, where the method holds all of it until it is read."""
-        if self.config.holds_back and self.held_back is None:
-            if self.stack.seen == 0:
-                self.begin_prompt()
-            elif count >= MANY:
-                warnings.warn(
-                    f"{self.config} chooses by its first call, which has read {self.stack.seen:,} tokens; these "
-                    f"{count:,} are later text. To have several calls count as one prompt use kvsketch.prefill(model, "
-                    "ids, cache, chunk=...)",
-                    stacklevel=2,
-                )
-        if self.held_back is None or self.held_back.again:
-            return None
-        self.held_back.check(decoder, given, rows, count)
-        return self.held_back
-
-    def begin_prompt(self) -> None:
-        """Hold all of what comes now until it is read, where the method asks for that."""
-        if self.config.holds_back and self.held_back is None and self.stack.seen == 0:
-            self.held_back = HeldBack(self.config, self.stack)
-
-    @contextmanager
-    def reading_prompt(self) -> Iterator[None]:
-        """All calls in here are one prompt; after an interruption the next call, or more in here, completes it."""
-        self.begin_prompt()
-        if self.held_back is None:
-            yield
-            return
-        self.held_back.open = True
-        try:
-            yield
-        finally:
-            self.held_back.open = False
-
-    def end_prompt(self, progress: Callable[[int], None] | None = None) -> None:
-        """All of the prompt is read: choose, layer by layer. `progress` hears of its second reading if there is one."""
-        if self.held_back is not None:
-            self.held_back.finish(self, progress)
-            self.held_back = None
+        begun, self.underway = self.underway, False
+        if not failed:
+            for layer in self.stack.summing:
+                stock.release_history(layer)
+            self.stack.touched = False
+        self.prompt.call_ended(self, begun=begun, failed=failed)
 
     def _check_call(self, rows: int, count: int) -> None:
         """Refuse tokens that cannot follow those that were read."""
@@ -146,7 +98,7 @@ class SketchCache(Cache):
             )
         if self.model.rope is not None:
             self.model.rope.check_can_follow(self.stack.seen, count)
-        if self.held_back is None and any(layer.held.recording and not layer.cropped for layer in self.sketch_layers):
+        if not self.prompt.held and any(layer.held.recording and not layer.cropped for layer in self.sketch_layers):
             self.end_recording()
 
     def _recognise(self) -> None:
@@ -227,14 +179,14 @@ class SketchCache(Cache):
 
     def end_recording(self) -> None:
         """Compress what assisted decoding held back, now that it has ended; or what is there of a prompt."""
-        if self.held_back is not None:
-            self.end_prompt()
+        if self.prompt.held:
+            self.prompt.end(self)
             return
         taking_back.end_recording(self.stack)
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Take back the last tokens, padding included, given as a number below zero: all layers do, or none does."""
-        self.end_prompt()
+        self.prompt.end(self)
         taking_back.crop(self.stack, tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -329,7 +281,7 @@ class SketchCache(Cache):
                 "no layer of this model is kvsketch's, so the padding of its rows is not known: pass generate the new "
                 "tokens with an attention_mask that covers all tokens"
             )
-        if self.recording and self.held_back is None:
+        if self.recording and not self.prompt.held:
             self.end_recording()
         new = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         known = self.sketch_layers[0].positions.real if self.sketch_layers else None

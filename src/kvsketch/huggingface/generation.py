@@ -55,9 +55,8 @@ def prefill(
         mask = None
     # Only the cache matters, so logits are computed for one token alone where the model can leave out the others.
     fewer = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(inner.forward).parameters else {}
-    with cache.reading_prompt():
-        if cache.held_back is not None:
-            cache.held_back.check_context(inner, input_ids.shape[1])
+    with cache.prompt.reading():
+        cache.prompt.check_context(inner, input_ids.shape[1])
         for start, stop in chunks(input_ids.shape[1], chunk):
             ids = input_ids[:, start:stop]
             known = None if mask is None else mask[:, : seen + stop]
@@ -66,7 +65,7 @@ def prefill(
             inner(**given, past_key_values=cache, use_cache=True, **fewer)
             if progress is not None:
                 progress(stop)
-    cache.end_prompt(progress)
+    cache.prompt.end(cache, progress)
     return cache
 
 

@@ -32,7 +32,7 @@ class Budget:
     def _mean(self, count: int) -> float:
         """What heads have on the average."""
         if self.fixed is not None:
-            return self.fixed
+            return float(self.fixed)
         assert self.fraction is not None
         return max(self.fraction * count, self.least)
 

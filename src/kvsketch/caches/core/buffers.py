@@ -146,7 +146,7 @@ class Window:
     @property
     def noted(self) -> Int64[Tensor, "b h n t"]:
         """Notes about all columns."""
-        assert self.notes is not None and self.notes.length == self.length, "notes are made with the tokens"
+        assert self.notes is not None, "notes are made with the tokens"
         return self.notes.view
 
     def renote(self, notes: Int64[Tensor, "b h n t"]) -> None:

@@ -145,7 +145,7 @@ class BudgetedConfig(MethodConfig):
         if self.holds_back and self.prefill != "exact":
             raise ValueError(
                 f"{self.name} with heads={self.heads!r} forgets when a prompt has been read, and "
-                f'prefill={self.prefill!r} while it is read: use heads="{PROFILE}" with a method that reads a prompt once'
+                f"prefill={self.prefill!r} while it is read: use heads={PROFILE!r} with a method that reads it once"
             )
         self.check_entries(self.keep if isinstance(self.keep, int) else None)
 

@@ -169,8 +169,7 @@ class LayerCache(LayerState):
         came = [length - less for length, less in zip(self.lengths, before, strict=True)]
         for stream, columns, seen in self._arriving(new, ranks):
             stream.window.ragged = self.ragged
-            columns = columns if notes is None else replace(columns, notes=notes)
-            stream.hold(columns, seen, self.lengths, came, leave=not self.recording)
+            stream.hold(replace(columns, notes=notes), seen, self.lengths, came, leave=not self.recording)
 
     def _arriving(self, new: NewTokens, ranks: Int64[Tensor, "b q"]) -> Iterable[tuple[Stream, Columns, Seen]]:
         """New tokens for every stream, without their autograd history: it would keep activations alive."""

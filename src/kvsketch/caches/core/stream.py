@@ -57,7 +57,8 @@ class Stream:
 
     def share(self, budgets: Sequence[Sequence[Budget]]) -> None:
         """Have these budgets, for each KV head of each row, before anything has left."""
-        assert self.method is not None and not any(self.left), "nothing has been chosen yet"
+        assert self.method is not None, "a method chooses"
+        assert not any(self.left), "nothing has been chosen yet"
         self.past = Lanes(self.method, budgets)
 
     # -- reading

@@ -6,14 +6,15 @@ forget one after another: the most that is ever held is the exact cache and one 
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kvsketch.caches.core.asking import SECOND
-from kvsketch.caches.core.config import MethodConfig
+from kvsketch.caches.core.config import MANY, MethodConfig
 from kvsketch.caches.core.shares import THRESHOLD
 from kvsketch.caches.forgetting.scored import NotedConfig
 from kvsketch.caches.forgetting.threshold import shares_of_prompt
@@ -22,25 +23,73 @@ from kvsketch.huggingface.rereading import read_again
 from kvsketch.huggingface.supported import check_context
 
 
-class HeldBack:
-    """The prompt of one cache, while it is read."""
+class Prompt:
+    """The prompt of one cache: held whole while it is read, if the method asks for that."""
 
     def __init__(self, config: MethodConfig, stack: LayerStack) -> None:
         self.config, self.stack = config, stack
+        self.held = False  # whether all layers hold all of it
+        self.open = False  # whether more calls belong to it
+        self.again = False  # whether it is being read a second time
         self.texts = list[Tensor]()  # what was read so far
-        self.open = False  # more calls belong to it
-        self.again = False  # it is being read a second time
         self.decoder: weakref.ref[nn.Module] | None = None  # what reads
-        for layer in stack.sketch:
-            layer.held.recording = True
 
     @property
     def rereads(self) -> bool:
         """Whether the model reads it twice."""
         return self.config.asking is not None and self.config.asking.queries == SECOND
 
+    # -- as calls come
+
+    def begin(self) -> None:
+        """Hold all of what comes now until it is read, where the method asks for that and nothing came yet."""
+        if self.config.holds_back and not self.held and self.stack.seen == 0:
+            self.held = True
+            for layer in self.stack.sketch:
+                layer.held.recording = True
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """All calls in here are one prompt; after an interruption the next call, or more in here, completes it."""
+        self.begin()
+        self.open = True
+        try:
+            yield
+        finally:
+            self.open = False
+
     def check(self, decoder: Any, given: Mapping[str, Any], rows: int, count: int) -> None:
-        """Refuse a call that cannot be read a second time, or say that memory will be short, before it is read."""
+        """A call comes: refuse one that cannot be read a second time; say if memory will be short."""
+        if not self.config.holds_back or self.again:
+            return
+        self.begin()
+        if self.held:
+            self._check_held(decoder, given, rows, count)
+        elif count >= MANY:
+            warnings.warn(
+                f"{self.config} chooses by its first call, which has read {self.stack.seen:,} tokens; these {count:,} "
+                "are later text. To have several calls count as one prompt use kvsketch.prefill(model, ids, cache, "
+                "chunk=...)",
+                stacklevel=2,
+            )
+
+    def note(self, decoder: nn.Module, given: Mapping[str, Any]) -> None:
+        """The call is read now."""
+        if self.held and not self.again:
+            ids = given.get("input_ids")
+            self.texts.append(ids if isinstance(ids, Tensor) else torch.empty(0))
+            self.decoder = weakref.ref(decoder)
+
+    def call_ended(self, cache: Any, *, begun: bool, failed: bool) -> None:
+        """It was read, and is all of the prompt unless more is said to come; or it failed."""
+        if not self.held or self.again:
+            return
+        if failed and begun:
+            self.texts.pop()
+        elif not failed and not self.open:
+            self.end(cache)
+
+    def _check_held(self, decoder: Any, given: Mapping[str, Any], rows: int, count: int) -> None:
         self._say_if_short(rows, count, decoder.device)
         if not self.rereads:
             return
@@ -60,7 +109,7 @@ class HeldBack:
 
     def check_context(self, decoder: Any, count: int) -> None:
         """Refuse a prompt that is longer than half the context, where it is read twice."""
-        if self.rereads:
+        if self.held and self.rereads:
             check_context(decoder, 2 * (self.stack.seen + count), "a prompt and its second reading have")
 
     def _say_if_short(self, rows: int, count: int, device: torch.device) -> None:
@@ -74,14 +123,12 @@ class HeldBack:
                 stacklevel=2,
             )
 
-    def note(self, decoder: nn.Module, given: Mapping[str, Any]) -> None:
-        """A call begins to be read."""
-        ids = given.get("input_ids")
-        self.texts.append(ids if isinstance(ids, Tensor) else torch.empty(0))
-        self.decoder = weakref.ref(decoder)
+    # -- when it is read
 
-    def finish(self, cache: Any, progress: Callable[[int], None] | None = None) -> None:
-        """All of it is read: have layers forget."""
+    def end(self, cache: Any, progress: Callable[[int], None] | None = None) -> None:
+        """All of it is read: choose, layer by layer. `progress` hears of its second reading if there is one."""
+        if not self.held:
+            return
         decoder = None if self.decoder is None else self.decoder()
         if self.rereads and self.texts and decoder is not None:
             self._read_again(cache, decoder, progress)
@@ -93,6 +140,7 @@ class HeldBack:
                 own.share(shares)
         for layer in self.stack.sketch:
             layer.settle(recording=False)
+        self.held, self.texts, self.decoder = False, [], None
 
     def _read_again(self, cache: Any, decoder: Any, progress: Callable[[int], None] | None) -> None:
         asking, self.again = self.config.asking, True
