@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 from kvsketch.caches.core.asking import CONTEXT, LAST, SUM, WINDOW, Asking
 from kvsketch.caches.core.chooser import MASS, Chooser
 from kvsketch.caches.forgetting.scored import ByAttention, NotedConfig
@@ -30,6 +32,7 @@ class Heaviest(ByAttention):
     """By the mass of attention, which goes on being counted while a token is held."""
 
     column = MASS
+    precision = torch.float64  # it is added to at every step
     observes = frozenset({"mass"})
 
     def __init__(self, config: NotedConfig) -> None:

@@ -158,19 +158,20 @@ class ByAttention(Best):
 
     bits: ClassVar[int] = 16
     column: ClassVar[str]  # what is declared about entries
+    precision: ClassVar[torch.dtype] = torch.float32
 
     def __init__(self, config: NotedConfig) -> None:
         super().__init__(config)
         assert config.asking is not None, "somebody has to be asked"
         self.asking: Asking = config.asking
-        self.per_entry = {**self.per_entry, self.column: torch.float64}
+        self.per_entry = {**self.per_entry, self.column: self.precision}
 
     def arriving(self, notes: Int64[Tensor, "*l n t"]) -> Float[Tensor, "*l n"]:
         """The scores of tokens that leave the window together."""
         return self.asking.score(notes)
 
     def scores(self, pool: Entries, per_lane: dict[str, Tensor]) -> Float[Tensor, "l n"]:
-        return pool.per_entry[self.column]
+        return pool.per_entry[self.column].double()
 
     def pool(self, held: Entries, new: Arriving) -> Entries:
         pool = super().pool(held, new)

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvsketch.caches.core.config import MethodConfig
-from kvsketch.caches.exact import Exact
+from kvsketch.caches.exact import ASKINGS, Exact
 from kvsketch.evaluation.answers.plan import Asked
 from kvsketch.huggingface import SketchCache, make_cache, prefill
 
@@ -32,31 +32,47 @@ class Reading:
         pad: Callable[[list[list[int]]], tuple[Tensor, Tensor]],
     ) -> None:
         self.model, self.prompts, self.pad = model, prompts, pad
-        self._exact = dict[Asked, SketchCache]()
+        self._exact = dict[tuple[Asked, Exact], SketchCache]()
+
+    def begin(self, asked: Asked, config: MethodConfig) -> None:
+        """Read what a method can share with others."""
+        shared = readable_for(config, asked)
+        if shared is not None:
+            self._read_for(asked, shared)
 
     def compressed(self, asked: Asked, config: MethodConfig) -> SketchCache:
         """A cache that has read the documents, and all but the last token of the questions if they are known before."""
-        if can_share_reading(config):
-            return self.exact(asked).compress(config)
+        shared = readable_for(config, asked)
+        if shared is not None:
+            return self._read_for(asked, shared).compress(config)
         cache = make_cache(self.model, config)
         if asked == "after":
             return self._read([p.context for p in self.prompts], cache)
         return self._read([p.context + p.question[:-1] for p in self.prompts], cache)
 
-    def exact(self, asked: Asked) -> SketchCache:
+    def _read_for(self, asked: Asked, config: Exact) -> SketchCache:
         """The exact cache of the documents, and of the questions if they are known before; read once."""
-        if "after" not in self._exact:
-            self._exact["after"] = self._read([p.context for p in self.prompts], make_cache(self.model, Exact()))
-        if asked not in self._exact:
+        if ("after", config) not in self._exact:
+            rows = [p.context for p in self.prompts]
+            self._exact["after", config] = self._read(rows, make_cache(self.model, config))
+        if (asked, config) not in self._exact:
             questions = [p.question[:-1] for p in self.prompts]
-            self._exact[asked] = self._read(questions, self._exact["after"].fork())
-        return self._exact[asked]
+            self._exact[asked, config] = self._read(questions, self._exact["after", config].fork())
+        return self._exact[asked, config]
 
     def _read(self, rows: list[list[int]], cache: SketchCache) -> SketchCache:
         ids, mask = self.pad(rows)
         return prefill(self.model, ids, cache, attention_mask=mask) if ids.shape[1] else cache
 
 
-def can_share_reading(config: MethodConfig) -> bool:
-    """Whether a method can take over what an exact cache has read."""
-    return config.prefill == "exact" and not config.before_rotation
+def readable_for(config: MethodConfig, asked: Asked = "after") -> Exact | None:
+    """The exact cache whose reading a method can take over; None: it reads for itself.
+
+    Notes of queries are those of one call, so a question that is read by itself makes others.
+    """
+    if config.prefill != "exact" or config.before_rotation:
+        return None
+    if config.asking is None:
+        return Exact()
+    noting = [name for name, asking in ASKINGS.items() if asking == config.asking]
+    return Exact(noting=noting[0]) if noting and asked == "after" else None

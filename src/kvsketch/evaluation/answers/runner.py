@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvsketch.caches.exact import Exact
 from kvsketch.caches.registry import parse_spec
 from kvsketch.evaluation.answers.plan import Asked, Cell, Plan
-from kvsketch.evaluation.answers.reading import Prompt, Reading, can_share_reading
+from kvsketch.evaluation.answers.reading import Prompt, Reading
 from kvsketch.evaluation.answers.session import split_ids, split_prompt, uses_template
 from kvsketch.evaluation.results.rows import Row
 from kvsketch.evaluation.tasks import Sample, Setting, Task
@@ -94,8 +94,7 @@ class Runner:
         prompts = [self._prompt(cell, number) for number in numbers]
         reading = Reading(self.model, prompts, self._pad)
         for asked, name in missing:
-            if can_share_reading(self.methods[name]):
-                reading.exact(asked)  # before the clock starts: the first method would pay for all
+            reading.begin(asked, self.methods[name])  # before the clock starts: the first method would pay for all
             began = time.perf_counter()
             cache = reading.compressed(asked, self.methods[name])
             report = cache.report()

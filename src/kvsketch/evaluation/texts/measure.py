@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.exact import Exact
-from kvsketch.evaluation.answers.reading import can_share_reading
+from kvsketch.evaluation.answers.reading import readable_for
 from kvsketch.evaluation.layers.plan import Prompt
 from kvsketch.evaluation.results.rows import Row, RowsFile, name_without_digest
 from kvsketch.evaluation.texts.plan import Plan
@@ -52,14 +52,16 @@ class Case:
             ids[:, plan.tokens - 1 : -1],
             ids[0, plan.tokens :],
         )
-        self.cache = prefill(model, self.read, make_cache(model, Exact()))
-        self.exact = self._predictions(self.cache.fork(), plan.call)
+        self.caches = dict[Exact, SketchCache]()
+        self.exact = self._predictions(self._cache(Exact()).fork(), plan.call)
 
     def measure(self, config: MethodConfig) -> Row:
         """Divergence in nats a token, agreement on the likeliest token, and log-likelihood, with and without."""
+        shared = readable_for(config)
+        whole = None if shared is None else self._cache(shared)
         began = time.perf_counter()
-        if can_share_reading(config):
-            cache = self.cache.compress(config)
+        if whole is not None:
+            cache = whole.compress(config)
         else:
             cache = prefill(self.model, self.read, make_cache(self.model, config))
         seconds = time.perf_counter() - began
@@ -78,6 +80,12 @@ class Case:
             "looked_up": cache.report().looked_up,
             "seconds": round(seconds, 4),  # to compress, or to read
         }
+
+    def _cache(self, config: Exact) -> SketchCache:
+        """The window, read once for all methods that need no other notes."""
+        if config not in self.caches:
+            self.caches[config] = prefill(self.model, self.read, make_cache(self.model, config))
+        return self.caches[config]
 
     @torch.no_grad()
     def _predictions(self, cache: SketchCache, call: int) -> Float[Tensor, "m v"]:
