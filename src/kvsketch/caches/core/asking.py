@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from kvsketch.attention import fold_groups, logits_of
+from kvsketch.attention import NO_MASS, fold_groups, logits_of
 from kvsketch.caches.core.query import Query
 from kvsketch.kernels.weighted_attention.reference import LOGITS_AT_ONCE
 
@@ -100,18 +100,18 @@ def attention_got(
     strip = max(1, LOGITS_AT_ONCE // max(1, query.queries.shape[1] * keys.shape[2]))
     for start in range(0, query.queries.shape[2], strip):
         part = query.part(start, start + strip)
-        got = logits_of(part.queries, keys, part.scale, part.softcap)
-        got = got.sub_(fold_groups(lse[:, :, start : start + strip, None], keys.shape[1])).exp_()
+        logs = logits_of(part.queries, keys, part.scale, part.softcap)
+        logs = logs.sub_(fold_groups(lse[:, :, start : start + strip, None], keys.shape[1]))
         seen = _seen(part, ranks, None if wanted is None else wanted[:, start : start + strip])
         if seen is not None:
-            seen = seen.repeat(1, got.shape[2] // seen.shape[1], 1)[:, None]
-            got = got.masked_fill_(~seen, 0)
+            seen = seen.repeat(1, logs.shape[2] // seen.shape[1], 1)[:, None]
+            logs = logs.masked_fill_(~seen, NO_MASS)
         if asking.noted == MAX:
-            torch.maximum(noted[..., 0], got.amax(2).double(), out=noted[..., 0])
+            torch.maximum(noted[..., 0], logs.amax(2).exp_().double(), out=noted[..., 0])
             continue
-        noted[..., 0] += got.sum(2, dtype=torch.float64)
+        noted[..., 0] += logs.exp_().sum(2, dtype=torch.float64)
         if asking.noted == MEAN:
-            noted[..., 1] += got.shape[2] if seen is None else seen.sum(2)
+            noted[..., 1] += logs.shape[2] if seen is None else seen.sum(2)
     return noted
 
 
