@@ -331,7 +331,7 @@ def test_a_call_that_fails_in_the_middle_of_a_prompt_loses_nothing(llama):
         ("snapkv(pooled=4)", "pooled must be odd"),
         ("snapkv(observed=0)", "observed must be"),
         ("keydiff(weights='some')", "weights must be one of none, mass, spread"),
-        ("exact(noting='all')", "noting must be one of nothing, window, context, second reading"),
+        ("exact(noting='all')", "noting must be one of nothing, window, context, second reading, questions"),
     ],
 )
 def test_what_no_method_can_be_told(spec, message):
@@ -358,3 +358,45 @@ def test_drafts_are_refused(llama):
     cache = kvsketch.make_cache(llama, "snapkv")
     with pytest.raises(ValueError, match="goes by queries, those of a draft included"):
         llama.generate(zoo.tokens(1, 40), past_key_values=cache, prompt_lookup_num_tokens=3, max_new_tokens=8)
+
+
+# -- questions
+
+
+def test_questions_say_what_matters(llama):
+    """The largest weight from any of the questions' queries, each read by itself behind the prompt."""
+    ids, questions = zoo.tokens(1, 200), [zoo.tokens(1, n, seed=n)[0] for n in (7, 12)]
+    cache = kvsketch.prefill(llama, ids, kvsketch.make_cache(llama, "exact(noting='questions')", questions=questions))
+    found = [layer.held.window.noted.view(torch.float64)[0, ..., 0] for layer in cache.sketch_layers]
+    assert cache.seen == 200
+    plain = zoo.build("llama", layers=3)
+    plain.set_attn_implementation("eager")
+    with torch.no_grad():
+        each = [plain(torch.cat([ids, q[None]], 1), output_attentions=True).attentions for q in questions]
+    for layer, noted in enumerate(found):
+        largest = [one[layer][0, :, 200:, :200].amax(1).unflatten(0, (2, -1)).amax(1) for one in each]
+        torch.testing.assert_close(noted.float(), torch.maximum(*largest), rtol=1e-4, atol=1e-6)
+    spec = "kvzip(keep=0.25, queries='questions')"
+    itself = kvsketch.prefill(llama, ids, kvsketch.make_cache(llama, spec, questions=questions))
+    assert difference(state_of(itself, asked=False), state_of(cache.compress(spec), asked=False)) is None
+    mask = torch.ones(2, 200, dtype=torch.long)
+    mask[0, :30] = 0
+    rows = kvsketch.make_cache(llama, spec, questions=questions)
+    kvsketch.prefill(llama, ids.repeat(2, 1), rows, attention_mask=mask)
+    assert entries(rows, 1) == entries(itself)
+
+
+def test_questions_that_are_none_or_not_wanted(llama):
+    ids = zoo.tokens(1, 9)
+    with pytest.raises(
+        ValueError, match=r"goes by questions, and there are none: kvsketch.make_cache\(model, method, q"
+    ):
+        kvsketch.make_cache(llama, "kvzip(queries='questions')")
+    with pytest.raises(ValueError, match="does not go by questions: leave them out"):
+        kvsketch.make_cache(llama, "kvzip", questions=[ids])
+    for wrong in (ids.float(), zoo.tokens(2, 9), ids[:, :0]):
+        with pytest.raises(ValueError, match="a question is token ids, 1 × tokens, got torch"):
+            kvsketch.make_cache(llama, "kvzip(queries='questions')", questions=[wrong])
+    long = kvsketch.make_cache(llama, "kvzip(queries='questions')", questions=[zoo.tokens(1, 900)])
+    with pytest.raises(ValueError, match="a prompt and the longest question have 1,100 tokens"):
+        kvsketch.prefill(llama, zoo.tokens(1, 200), long)

@@ -3,13 +3,19 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvsketch.caches.core.asking import CONTEXT, MAX, MEAN, SECOND, SUM, WINDOW, Asking
+from kvsketch.caches.core.asking import CONTEXT, MAX, MEAN, QUESTIONS, SECOND, SUM, WINDOW, Asking
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.checks import check_choice
 from kvsketch.caches.core.config import KeepingConfig
 
 NOTHING = "nothing"
-ASKINGS = {NOTHING: None, WINDOW: Asking(WINDOW, MEAN, 32), CONTEXT: Asking(CONTEXT, SUM), SECOND: Asking(SECOND, MAX)}
+ASKINGS = {
+    NOTHING: None,
+    WINDOW: Asking(WINDOW, MEAN, 32),
+    CONTEXT: Asking(CONTEXT, SUM),
+    SECOND: Asking(SECOND, MAX),
+    QUESTIONS: Asking(QUESTIONS, MAX),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +23,8 @@ class Exact(KeepingConfig):
     """Keeps every token: what the others are compared with.
 
     `noting` has it note how much attention tokens get, so that `compress` can make caches of methods that go by that:
-    from a prompt's last queries ("window", for snapkv), from all of them ("context", for h2o), or from a second
-    reading ("second reading", for kvzip). A number or two for every token and KV head.
+    from a prompt's last queries ("window", for snapkv), from all of them ("context", for h2o), from a second reading
+    or from questions ("second reading" and "questions", for kvzip). A number or two for every token and KV head.
     """
 
     name: ClassVar[str] = "exact"
@@ -35,7 +41,7 @@ class Exact(KeepingConfig):
 
     @property
     def holds_back(self) -> bool:
-        return self.noting == SECOND
+        return self.asking is not None and self.asking.behind
 
     def window_size(self, budget: Budget, count: int) -> int | None:
         return None

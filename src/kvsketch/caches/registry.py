@@ -14,6 +14,7 @@ from kvsketch.caches.forgetting.h2o import H2O, Tova
 from kvsketch.caches.forgetting.keydiff import KeyDiff
 from kvsketch.caches.forgetting.kvzip import KVzip
 from kvsketch.caches.forgetting.snapkv import PyramidKV, SnapKV
+from kvsketch.caches.forgetting.streaming_heads import StreamingHeads
 from kvsketch.caches.forgetting.streaming_llm import StreamingLLM
 from kvsketch.caches.forgetting.subgen import SubGen
 from kvsketch.caches.forgetting.uniform import Uniform
@@ -36,6 +37,7 @@ METHODS: dict[str, type[MethodConfig]] = {
     "snapkv": SnapKV,
     "pyramidkv": PyramidKV,
     "kvzip": KVzip,
+    "streaming_heads": StreamingHeads,
     "saap": Saap,
     "kmeans": KMeans,
     "lsh": LSH,

@@ -1,7 +1,7 @@
 """A transformers `Cache` whose full-attention layers are kvsketch's; sliding and other layers stay stock."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,8 @@ class SketchCache(Cache):
     Its layers are in a `LayerStack`. Here is what transformers calls, in the order of a call, and what a user asks.
     """
 
-    def __init__(self, config: MethodConfig, model: ModelLink) -> None:
-        self.config, self.model = config, model
+    def __init__(self, config: MethodConfig, model: ModelLink, questions: Sequence[Tensor] = ()) -> None:
+        self.config, self.model, self.questions = config, model, questions
         super().__init__(layers=[])
         self.reset()
         self.asked_for_length = False  # see DropGuard
@@ -45,7 +45,7 @@ class SketchCache(Cache):
         # New layers: stock ones do not always forget that they recorded, or their length.
         self.stack = LayerStack(self.config, self.model)
         self.layers, self.sketch_layers = self.stack.layers, self.stack.sketch
-        self.prompt = Prompt(self.config, self.stack)
+        self.prompt = Prompt(self.config, self.stack, self.questions)
 
     # -- what transformers calls
 

@@ -1,30 +1,51 @@
 """The two lines a user writes, and reading a long prompt in chunks."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kvsketch.caches.core.asking import QUESTIONS
 from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.core.tokens import chunks
+from kvsketch.caches.exact import ASKINGS
 from kvsketch.caches.registry import parse_spec
 from kvsketch.huggingface.attaching import attach
 from kvsketch.huggingface.cache import SketchCache
 from kvsketch.huggingface.identity import check_method_fits
+from kvsketch.huggingface.prompt import NO_QUESTIONS
 from kvsketch.huggingface.supported import unwrapped
 
 
-def make_cache(model: nn.Module, method: str | MethodConfig = "exact") -> SketchCache:
+def make_cache(
+    model: nn.Module, method: str | MethodConfig = "exact", *, questions: Sequence[Tensor] = ()
+) -> SketchCache:
     """An empty cache for `model.generate(..., past_key_values=cache)`; also attaches the model.
 
     `method` is a spec such as "uniform(keep=0.25)" (see `kvsketch.methods()`), or a config such as
-    `kvsketch.Uniform(keep=0.25)`. `kvsketch.detach(model)` undoes the attaching.
+    `kvsketch.Uniform(keep=0.25)`. `questions`, token ids of each as a prompt goes on with them, say what matters in
+    prompts where the method goes by that ("kvzip(queries='questions')"). `kvsketch.detach(model)` undoes the attaching.
     """
     config = parse_spec(method)
+    asked = checked_questions(config, questions)
     check_method_fits(config, unwrapped(model))
-    return SketchCache(config, attach(model, before_rotation=config.before_rotation))
+    return SketchCache(config, attach(model, before_rotation=config.before_rotation), asked)
+
+
+def checked_questions(config: MethodConfig, questions: Sequence[Tensor]) -> list[Tensor]:
+    """Questions as rows of ids; refuses what is none, and questions that are not asked for or are missing."""
+    wanted = config.asking == ASKINGS[QUESTIONS]
+    if wanted != bool(len(questions)):
+        if wanted:
+            raise ValueError(NO_QUESTIONS.format(config))
+        raise ValueError(f"{config} does not go by questions: leave them out, or use kvzip(queries='questions')")
+    asked = [ids[None] if ids.ndim == 1 else ids for ids in questions]
+    for ids in asked:
+        if ids.ndim != 2 or ids.shape[0] != 1 or ids.shape[1] == 0 or ids.is_floating_point():
+            raise ValueError(f"a question is token ids, 1 × tokens, got {ids.dtype} of shape {tuple(ids.shape)}")
+    return asked
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from kvsketch.caches.core.budget import MOST, Budget
 from kvsketch.caches.core.config import BudgetedConfig
 from kvsketch.caches.core.profile import HOW, find_profile
 from kvsketch.caches.core.shares import PYRAMID, Shares, pyramid
+from kvsketch.caches.forgetting.streaming_heads import StreamingHeads
 from kvsketch.huggingface.model import ModelLink
 
 
@@ -38,4 +39,5 @@ class HeadShares:
         """Of all layers."""
         if self.config.heads == PYRAMID:
             return pyramid(self.layers, MOST if budget.fraction is None else 1 / budget.fraction)
-        return find_profile(self.config.heads, self.model.facts()).shares(budget)
+        shares = find_profile(self.config.heads, self.model.facts()).shares(budget)
+        return self.config.full_or_none(shares) if isinstance(self.config, StreamingHeads) else shares

@@ -6,28 +6,35 @@ forget one after another: the most that is ever held is the exact cache and one 
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kvsketch.caches.core.asking import SECOND
+from kvsketch.caches.core.asking import QUESTIONS
 from kvsketch.caches.core.config import MANY, MethodConfig
 from kvsketch.caches.core.shares import THRESHOLD
+from kvsketch.caches.exact import ASKINGS
 from kvsketch.caches.forgetting.scored import NotedConfig
 from kvsketch.caches.forgetting.threshold import shares_of_prompt
 from kvsketch.huggingface.layers import LayerStack
-from kvsketch.huggingface.rereading import read_again
+from kvsketch.huggingface.rereading import read_behind
 from kvsketch.huggingface.supported import check_context
+
+NO_QUESTIONS = (
+    "{} goes by questions, and there are none: kvsketch.make_cache(model, method, questions=[ids, ...]), token ids of "
+    "each, as the prompt goes on with them"
+)
 
 
 class Prompt:
     """The prompt of one cache: held whole while it is read, if the method asks for that."""
 
-    def __init__(self, config: MethodConfig, stack: LayerStack) -> None:
+    def __init__(self, config: MethodConfig, stack: LayerStack, questions: Sequence[Tensor]) -> None:
         self.config, self.stack = config, stack
+        self.questions = questions  # token ids, 1 × tokens each, if they are to say what matters
         self.held = False  # whether all layers hold all of it
         self.open = False  # whether more calls belong to it
         self.again = False  # whether it is being read a second time
@@ -35,9 +42,9 @@ class Prompt:
         self.decoder: weakref.ref[nn.Module] | None = None  # what reads
 
     @property
-    def rereads(self) -> bool:
-        """Whether the model reads it twice."""
-        return self.config.asking is not None and self.config.asking.queries == SECOND
+    def read_more(self) -> bool:
+        """Whether the model reads it twice, or questions behind it."""
+        return self.config.asking is not None and self.config.asking.behind
 
     # -- as calls come
 
@@ -91,26 +98,34 @@ class Prompt:
 
     def _check_held(self, decoder: Any, given: Mapping[str, Any], rows: int, count: int) -> None:
         self._say_if_short(rows, count, decoder.device)
-        if not self.rereads:
+        if not self.read_more:
             return
+        if self.config.asking == ASKINGS[QUESTIONS] and not self.questions:
+            raise ValueError(NO_QUESTIONS.format(self.config))
         if torch.compiler.is_compiling():
             raise ValueError(
-                f"{self.config} has the model read the prompt a second time, which compiled code does not: read the "
+                f"{self.config} has the model read on behind the prompt, which compiled code does not: read the "
                 "prompt with kvsketch.prefill and the model as it is, and compile what follows"
             )
         if not isinstance(given.get("input_ids"), Tensor):
             raise ValueError(
-                f"{self.config} has the model read the prompt a second time, and embeddings came instead of token "
+                f"{self.config} has the model read on behind the prompt, and embeddings came instead of token "
                 'ids: use another method, with heads="profile" for instance'
             )
         if decoder.training:
-            raise ValueError(f"{self.config} has the model read the prompt a second time: call model.eval() first")
+            raise ValueError(f"{self.config} has the model read on behind the prompt: call model.eval() first")
         self.check_context(decoder, count)
 
     def check_context(self, decoder: Any, count: int) -> None:
-        """Refuse a prompt that is longer than half the context, where it is read twice."""
-        if self.held and self.rereads:
-            check_context(decoder, 2 * (self.stack.seen + count), "a prompt and its second reading have")
+        """Refuse a prompt that is longer than the context with what is read behind it."""
+        if not self.held or not self.read_more:
+            return
+        count += self.stack.seen
+        if self.questions:
+            count += max(ids.shape[1] for ids in self.questions)
+            check_context(decoder, count, "a prompt and the longest question have")
+        else:
+            check_context(decoder, 2 * count, "a prompt and its second reading have")
 
     def _say_if_short(self, rows: int, count: int, device: torch.device) -> None:
         needed = rows * count * sum(self.stack.token_bytes(layer.held.layer) for layer in self.stack.sketch)
@@ -130,8 +145,8 @@ class Prompt:
         if not self.held:
             return
         decoder = None if self.decoder is None else self.decoder()
-        if self.rereads and self.texts and decoder is not None:
-            self._read_again(cache, decoder, progress)
+        if self.read_more and self.texts and decoder is not None and self.stack.sketch:
+            self._read_behind(cache, decoder, progress)
         if _shares_itself(self.config) and self.stack.sketch and self.stack.sketch[0].held.started:
             held = [layer.held for layer in self.stack.sketch]
             assert isinstance(self.config, NotedConfig), "scores that can be compared are noted"
@@ -142,22 +157,27 @@ class Prompt:
             layer.settle(recording=False)
         self.held, self.texts, self.decoder = False, [], None
 
-    def _read_again(self, cache: Any, decoder: Any, progress: Callable[[int], None] | None) -> None:
-        asking, self.again = self.config.asking, True
+    def _read_behind(self, cache: Any, decoder: Any, progress: Callable[[int], None] | None) -> None:
+        asking, held = self.config.asking, self.stack.sketch[0].held
         assert asking is not None, "somebody asks for it"
-        first = self.stack.sketch[0].held if self.stack.sketch else None
-        if first is not None and first.ragged and len(self.stack.sketch) < len(self.stack.layers):
+        if held.ragged and len(self.stack.sketch) < len(self.stack.layers):
             raise ValueError(
-                f"{self.config} has the model read rows of unequal lengths a second time, and the layers of this model "
+                f"{self.config} has the model read on behind rows of unequal lengths, and the layers of this model "
                 "that do not attend to everything would see their padding: give each row a cache of its own"
             )
+        own = torch.cat(self.texts, 1)
+        texts = [(ids := one.to(own.device).expand(len(own), -1), torch.ones_like(ids)) for one in self.questions]
+        if not texts:
+            real = self.stack.sketch[0].positions.real
+            texts = [(own, torch.ones_like(own) if real is None else real.to(own))]
+        self.again, before = True, own.shape[1]
         try:
-            read_again(
+            read_behind(
                 self.stack,
                 asking,
-                torch.cat(self.texts, 1),
+                texts,
                 lambda inputs: decoder(**inputs, past_key_values=cache, use_cache=True),
-                progress,
+                lambda count: None if progress is None else progress(before + count),
             )
         finally:
             self.again = False

@@ -1,7 +1,7 @@
-"""A cache's text read a second time, right behind itself, for the notes that layers take; then it is what it was."""
+"""Texts that are read behind the one a cache holds, for the notes that layers take; then it is what it was."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -19,34 +19,39 @@ from kvsketch.huggingface.layers import LayerStack
 CHUNK = 1024  # tokens read at a time
 
 
+Give = Callable[[dict[str, Tensor | None]], object]
+
+
 @torch.no_grad()
-def read_again(
+def read_behind(
     stack: LayerStack,
     asking: Asking,
-    ids: Tensor,
-    give: Callable[[dict[str, Tensor | None]], object],
-    progress: Callable[[int], None] | None,
+    texts: Sequence[tuple[Tensor, Tensor]],
+    give: Give,
+    progress: Callable[[int], None],
 ) -> None:
-    """Have a model read the text that layers hold whole again, and note which of its tokens are looked at.
+    """Have a model read each of some texts behind the one that layers hold whole, and note what is looked at of that.
 
-    `give` gives it inputs of a call that goes on from there.
+    Texts come with which of their tokens are real. `give` gives the model inputs of a call that goes on from the
+    cache; `progress` hears how many tokens were read here.
     """
-    if not stack.sketch:
-        return
-    real = stack.sketch[0].positions.real
-    real = torch.ones_like(ids) if real is None else real.to(ids)
     for layer in stack.sketch:
         if layer.held.ragged:
             layer.held.window.compact()  # as it is when what comes now is taken back
-    found = dict[int, Weights]()
-    with _put_back(stack), _watched(stack, partial(_note, asking, found)):
-        for start, stop in chunks(ids.shape[1], CHUNK):
-            mask = torch.cat([real, real[:, :stop]], 1)
-            positions = (mask.cumsum(1) - 1).clamp_min(0)[:, start - stop :]
-            whole = None if bool(mask.all()) else mask
-            give({"input_ids": ids[:, start:stop], "attention_mask": whole, "position_ids": positions})
-            if progress is not None:
-                progress(ids.shape[1] + stop)
+    found, done = dict[int, Weights](), 0
+    before = stack.sketch[0].positions.real
+    for ids, real in texts:
+        first = (
+            torch.ones(len(ids), stack.seen, dtype=real.dtype, device=ids.device) if before is None else before.to(real)
+        )
+        with _put_back(stack), _watched(stack, partial(_note, asking, found)):
+            for start, stop in chunks(ids.shape[1], CHUNK):
+                mask = torch.cat([first, real[:, :stop]], 1)
+                positions = (mask.cumsum(1) - 1).clamp_min(0)[:, start - stop :]
+                whole = None if bool(mask.all()) else mask
+                give({"input_ids": ids[:, start:stop], "attention_mask": whole, "position_ids": positions})
+                progress(done + stop)
+        done += ids.shape[1]
     for layer in stack.sketch:
         held = layer.held
         held.window.renote(asking.with_more(held.window.noted, found[held.layer]))

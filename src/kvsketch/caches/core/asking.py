@@ -15,7 +15,7 @@ from kvsketch.attention import NO_MASS, fold_groups, logits_of
 from kvsketch.caches.core.query import Query
 from kvsketch.kernels.weighted_attention.reference import LOGITS_AT_ONCE
 
-WINDOW, CONTEXT, SECOND = "window", "context", "second reading"
+WINDOW, CONTEXT, SECOND, QUESTIONS = "window", "context", "second reading", "questions"
 SUM, MEAN, MAX, LAST = "sum", "mean", "max", "last"
 Notes = Int64[Tensor, "b h n t"]  # the bits of float64: what was noted, and of a mean the number of weights in it
 Weights = Float[Tensor, "b h n t"]
@@ -25,13 +25,19 @@ Weights = Float[Tensor, "b h n t"]
 class Asking:
     """Which queries say how much a token matters, and what is noted of their weights.
 
-    `queries`: those of the last `last` tokens of a call ("window"), all of a call ("context"), or those of a second
-    reading of the prompt; of later text, whatever asks while a token is in the window.
+    `queries`: those of the last `last` tokens of a call ("window"), all of a call ("context"); or, of a prompt, those
+    of its second reading or of questions that are read behind it, and of later text whatever asks while a token is in
+    the window.
     """
 
     queries: str
     noted: str
     last: int = 0
+
+    @property
+    def behind(self) -> bool:
+        """Whether a prompt is asked by what is read behind it, and not by its own queries."""
+        return self.queries in (SECOND, QUESTIONS)
 
     @property
     def width(self) -> int:

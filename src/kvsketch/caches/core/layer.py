@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvsketch.attention import Partial, join_queries, merge
 from kvsketch.caches.core.allocation import SharesOf, budget_of, budgets_of
-from kvsketch.caches.core.asking import SECOND, WINDOW, Notes
+from kvsketch.caches.core.asking import WINDOW, Notes
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.core.layer_state import LayerState
@@ -88,7 +88,7 @@ class LayerCache(LayerState):
             whole = _whole(answer)
             assert whole is not None, "the new token itself is held"
             self._observe(asked, answer, whole)
-            if asking is not None and not self._waits_for_second_reading:
+            if asking is not None and not self._waits_for_others:
                 self.streams.all[0].note_step(asked, whole.lse.detach(), asking)
             self.settle()
             return whole
@@ -139,7 +139,7 @@ class LayerCache(LayerState):
     def _note(self, asked: Query, whole: Partial, new: NewTokens, ranks: Int64[Tensor, "b q"]) -> Notes | None:
         """Notes about a call's tokens, where the method wants them; what the window holds gets more of them."""
         asking = self.config.asking
-        if asking is None or self._waits_for_second_reading:
+        if asking is None or self._waits_for_others:
             return None
         columns = Columns(new.keys.detach(), new.values.detach(), ranks)
         again = self.recording or self.keeps_all
@@ -147,10 +147,10 @@ class LayerCache(LayerState):
         return self.streams.all[0].note_call(asked, whole.lse.detach(), columns, asking, anew=anew)
 
     @property
-    def _waits_for_second_reading(self) -> bool:
+    def _waits_for_others(self) -> bool:
         """Whether the queries of a first reading do not count."""
         asking = self.config.asking
-        return asking is not None and asking.queries == SECOND and (self.recording or self.keeps_all)
+        return asking is not None and asking.behind and (self.recording or self.keeps_all)
 
     @property
     def keeps_all(self) -> bool:

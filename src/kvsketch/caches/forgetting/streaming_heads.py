@@ -1,0 +1,57 @@
+"""DuoAttention's layout (Xiao et al. 2024, arXiv:2410.10819): heads that hold everything, and heads that forget."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvsketch.caches.core.budget import Budget
+from kvsketch.caches.core.config import BudgetedConfig
+from kvsketch.caches.core.profile import PROFILE
+from kvsketch.caches.core.shares import EQUAL, PYRAMID, Shares
+
+LENGTH = 2048  # of the texts for which the number of full heads is right; longer ones have room to spare
+WHOLE = 1 - 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamingHeads(BudgetedConfig):
+    """Keeps everything in the heads that look far back, and sinks and the latest tokens in the others.
+
+    Which heads those are is said by a profile: as many of those with the largest parts as the budget allows, at 2,048
+    tokens. Deviation from the paper: it learns which heads they are by training on synthetic texts.
+    """
+
+    name: ClassVar[str] = "streaming_heads"
+    window_by_budget: ClassVar[bool] = True
+    leaving: ClassVar[int] = 8
+
+    window: int = 16
+    heads: str = PROFILE
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.heads in (EQUAL, PYRAMID) or not isinstance(self.keep, float):
+            raise ValueError(
+                f"{self.name} needs a fraction to keep, and a profile that says which heads hold everything: "
+                f"heads={PROFILE!r} or the file of one, got keep={self.keep!r}, heads={self.heads!r}"
+            )
+
+    def floor(self) -> int:
+        return self.sinks + self.window
+
+    def window_size(self, budget: Budget, count: int) -> int | None:
+        return count if budget.share * (budget.fraction or 0) >= WHOLE else self.window
+
+    def new_method(self, layer: int) -> None:
+        """Nothing remains of what leaves the window."""
+
+    def full_or_none(self, shares: Shares) -> Mapping[int, Sequence[float]]:
+        """The heads with the largest shares get all, the others nothing beyond sinks and window."""
+        assert isinstance(self.keep, float), "checked above"
+        heads = [(-share, layer, head) for layer, own in shares.items() for head, share in enumerate(own)]
+        part = max(0.0, (self.keep * LENGTH - self.floor()) / (LENGTH - self.floor()))
+        full = {(layer, head) for _, layer, head in sorted(heads)[: int(part * len(heads))]}
+        return {
+            layer: [1 / self.keep if (layer, head) in full else 0.0 for head in range(len(own))]
+            for layer, own in shares.items()
+        }
