@@ -31,7 +31,8 @@ LOOKUPS = {  # what they are told beside a short window; "index" is filled in wh
     "retrieval": {"top": 0.1},
 }
 KINDS |= {name: METHODS[name.split(",")[0]] for name in LOOKUPS}
-BUDGETED = [name for name in KINDS if name != "exact" and name not in LOOKUPS]
+BY_PROFILE = {"streaming_heads"}  # some heads hold everything: a budget is what all of a model hold (test_heads)
+BUDGETED = [name for name in KINDS if name != "exact" and name not in LOOKUPS and name not in BY_PROFILE]
 DROPPING = [name for name in KINDS if name != "exact"]  # something, or do not look at it
 CHUNKS_MATTER = {
     "clustergen": "tokens written together are clustered together, as the papers cluster a prompt at once",
@@ -47,7 +48,7 @@ CHUNKS_MATTER = {
     "kvzip": "a prompt is a part of its own",
 }
 READ_WHOLE = {"kvzip"}  # never in chunks that see compressed ones
-SMALL = {"exact": {}} | {name: {"keep": 0.25} for name in BUDGETED}
+SMALL = {"exact": {}} | {name: {"keep": 0.25} for name in BY_PROFILE} | {name: {"keep": 0.25} for name in BUDGETED}
 SMALL |= {name: {"window": 40, "full_layers": 0} | given for name, given in LOOKUPS.items()}
 
 
@@ -131,7 +132,7 @@ def test_its_spec_parses_back(name):
         assert parse_spec(str(config)) == config
 
 
-@pytest.mark.parametrize("name", [name for name in KINDS if name not in LOOKUPS])
+@pytest.mark.parametrize("name", ["exact", *BUDGETED])
 @pytest.mark.parametrize("sizes", [[200], [1] * 100, [60, 1, 40, *[1] * 50]], ids=["at once", "one by one", "mixed"])
 def test_it_is_exact_while_the_budget_holds_everything(name, sizes):
     given = {} if name == "exact" else {"keep": 200 + BLOCK}

@@ -9,6 +9,7 @@ its lead and a few logits are noted. Calls have 1 token or 256 and more.
 import json
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,6 +74,15 @@ NAMED = (
     "balancekv(keep=0.25, mode='faithful')",
     "keydiff(keep=0.25)",
     "keydiff(keep=0.125, heads='profile')",
+    "snapkv(keep=0.25)",
+    "pyramidkv(keep=0.25)",
+    "h2o(keep=0.25)",
+    "tova(keep=0.25)",
+    "kvzip(keep=0.25)",
+    "kvzip(keep=0.125)",
+    "kvzip(keep=0.125, heads='equal')",
+    "streaming_heads(keep=0.25, heads='profile')",
+    "exact(noting='second reading')",
     "saap(index='INDEX', probes=32)",
     "saap(index='INDEX', probes=128, visit=0.1, estimate=True, prefer='density')",
     "saap(index='INDEX', estimate=True)",
@@ -94,6 +104,10 @@ MORE = (
     "subgen(keep=200, window=16, normalizer='clusters', delta=4, t=2)",
     "balancekv(keep=180, window=32)",
     "keydiff(keep=100, heads='pyramid')",
+    "keydiff(keep=0.25, weights='mass')",
+    "kvzip(keep=100, weights='spread')",
+    "snapkv(keep=0.25, heads='threshold', window=16)",
+    "h2o(keep=90)",
     "clustergen(heads='profile')",
     "balancekv(keep=180, window=32, sharpness=1, augmented=False)",
     "balancekv(keep=200, mode='faithful', block=64)",
@@ -142,7 +156,10 @@ def cases() -> list[tuple[str, str]]:
 def answers(family: str, spec: str, folder: Path) -> list[dict[str, list[float]]]:
     """What a model says at some moments of both texts."""
     model = zoo.build(family, layers=LAYERS)
-    return [*padded(model, made(model, spec, folder)), *chunked(model, made(model, spec, folder))]
+    model.config.max_position_embeddings = 4096  # some read a prompt twice
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*chooses by its first call")
+        return [*padded(model, made(model, spec, folder)), *chunked(model, made(model, spec, folder))]
 
 
 def made(model, spec: str, folder: Path) -> kvsketch.SketchCache:

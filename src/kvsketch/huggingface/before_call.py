@@ -70,3 +70,18 @@ def check_finite(index: int, keys: Tensor, values: Tensor) -> None:
                 f"layer {index} was given {name} that are NaN or infinite; it has stored none of them. "
                 "Look for an overflow in the model (float16?) or in its inputs"
             )
+
+
+def check_goes_on(input_ids: Tensor, stack: LayerStack) -> None:
+    """Refuse tokens that cannot go on from what layers hold."""
+    if input_ids.ndim != 2 or input_ids.shape[1] == 0:
+        raise ValueError(f"new tokens are rows × tokens with at least one token, got shape {tuple(input_ids.shape)}")
+    if stack.seen == 0:
+        raise ValueError("the cache is empty: pass the prompt to generate as it is")
+    if input_ids.shape[0] != stack.rows:
+        raise ValueError(f"the cache holds {stack.rows} rows, but {input_ids.shape[0]} came")
+    if not stack.sketch and stack.rows > 1:
+        raise ValueError(
+            "no layer of this model is kvsketch's, so the padding of its rows is not known: pass generate the new "
+            "tokens with an attention_mask that covers all tokens"
+        )

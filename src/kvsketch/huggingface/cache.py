@@ -13,7 +13,7 @@ from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.registry import parse_spec
 from kvsketch.huggingface import stock, taking_back
 from kvsketch.huggingface.attention import check_mask, check_not_empty, refuse_weights
-from kvsketch.huggingface.before_call import check_finite, check_layers, check_places, check_tokens
+from kvsketch.huggingface.before_call import check_finite, check_goes_on, check_layers, check_places, check_tokens
 from kvsketch.huggingface.cache_file import check_same_weights, write_cache
 from kvsketch.huggingface.compressing import check_can_become, hold_again
 from kvsketch.huggingface.layer import SketchLayer
@@ -268,19 +268,7 @@ class SketchCache(Cache):
         read. The last token that `generate` returned was not read yet: what follows an answer begins with it
         (`torch.cat([answer[:, -1:], question], 1)`).
         """
-        if input_ids.ndim != 2 or input_ids.shape[1] == 0:
-            raise ValueError(
-                f"new tokens are rows × tokens with at least one token, got shape {tuple(input_ids.shape)}"
-            )
-        if self.seen == 0:
-            raise ValueError("the cache is empty: pass the prompt to generate as it is")
-        if input_ids.shape[0] != self.rows:
-            raise ValueError(f"the cache holds {self.rows} rows, but {input_ids.shape[0]} came")
-        if not self.sketch_layers and self.rows > 1:
-            raise ValueError(
-                "no layer of this model is kvsketch's, so the padding of its rows is not known: pass generate the new "
-                "tokens with an attention_mask that covers all tokens"
-            )
+        check_goes_on(input_ids, self.stack)
         if self.recording and not self.prompt.held:
             self.end_recording()
         new = torch.ones_like(input_ids) if attention_mask is None else attention_mask

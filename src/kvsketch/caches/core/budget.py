@@ -34,7 +34,7 @@ class Budget:
         if self.fixed is not None:
             return float(self.fixed)
         assert self.fraction is not None
-        return max(self.fraction * count, self.least)
+        return float(max(self.fraction * count, self.least))
 
     @property
     def capacity(self) -> int | None:
