@@ -5,8 +5,10 @@ import torch
 
 import kvsketch
 import zoo
+from kvsketch.caches.core.lanes import Lanes
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.tokens import NewTokens
+from kvsketch.caches.forgetting import scored
 from kvsketch.caches.registry import parse_spec
 from lanes import entries_of
 from states import difference, state_of
@@ -346,11 +348,18 @@ def test_a_cache_without_notes_names_the_option_that_takes_them(llama):
             exact.compress(spec)
     with pytest.raises(ValueError, match="have a cache of this method read the text itself"):
         exact.compress("tova")
+    noted = read(llama, "exact(noting='second reading')", zoo.tokens(1, 90))
+    noted.fork().compress("kvzip")
+    kvsketch.prefill(llama, zoo.tokens(1, 9), noted)
+    with pytest.raises(
+        ValueError, match="notes of 90 tokens, and the cache has read 99: compress it before it reads on"
+    ):
+        noted.compress("kvzip")
 
 
 def test_one_call_more_is_no_part_of_the_prompt(llama):
     cache = read(llama, "kvzip(keep=0.25)", zoo.tokens(1, 300))
-    with pytest.warns(UserWarning, match="chooses by its first call, which has read 300 tokens; these 280 are later"):
+    with pytest.warns(UserWarning, match="went by its first call alone, and these 280 tokens are later text"):
         kvsketch.prefill(llama, zoo.tokens(1, 280), cache)
 
 
@@ -400,3 +409,143 @@ def test_questions_that_are_none_or_not_wanted(llama):
     long = kvsketch.make_cache(llama, "kvzip(queries='questions')", questions=[zoo.tokens(1, 900)])
     with pytest.raises(ValueError, match="a prompt and the longest question have 1,100 tokens"):
         kvsketch.prefill(llama, zoo.tokens(1, 200), long)
+
+
+# -- found by reading
+
+
+@pytest.mark.parametrize("where", ["right", "middle", "left"])
+@pytest.mark.parametrize(
+    "spec", ["exact(noting='second reading')", "exact(noting='context')", "exact(noting='window')"]
+)
+def test_notes_go_with_their_tokens_wherever_padding_is(spec, where, llama):
+    ids, mask = zoo.tokens(2, 120), torch.ones(2, 120, dtype=torch.long)
+    gone = {"left": slice(0, 40), "middle": slice(50, 90), "right": slice(80, 120)}[where]
+    mask[1, gone] = 0
+    both, alone = read(llama, spec, ids, attention_mask=mask), read(llama, spec, ids[1:, mask[1].bool()])
+    for layer, own in zip(both.sketch_layers, alone.sketch_layers, strict=True):
+        columns = layer.held.window.columns
+        noted = columns.notes[1, :, columns.ranks[1] >= 0].view(torch.float64)
+        torch.testing.assert_close(noted, own.held.window.noted[0].view(torch.float64), rtol=1e-3, atol=1e-6)
+
+
+def test_a_long_row_beside_a_short_one_padded_on_the_right():
+    """The latest query of the short row asks long before the last one of the long row does."""
+    query, keys, values = (
+        normal(2, heads, 900, WIDTH, seed=i) for i, heads in enumerate((HEADS * GROUP, HEADS, HEADS))
+    )
+    valid = torch.ones(2, 900, dtype=torch.bool)
+    valid[1, 200:] = False
+    both, alone = LayerCache(parse_spec("tova(keep=0.25)"), 0), LayerCache(parse_spec("tova(keep=0.25)"), 0)
+    both.read(query, NewTokens(keys, values, valid), SCALE)
+    alone.read(query[1:, :, :200], NewTokens(keys[1:, :, :200], values[1:, :, :200]), SCALE)
+    (own,) = (bundle for bundle in both.past.bundles if bundle.rows == [1])
+    assert torch.equal(own.holding.entries().keys, entries_of(alone.past).keys[0])
+
+
+@pytest.mark.parametrize("spec", ["h2o", "tova", "snapkv", "kvzip"])
+def test_nothing_of_a_call_that_is_differentiated_stays(spec, llama):
+    cache = read(llama, f"{spec}(keep=0.25)", zoo.tokens(1, 150))
+    for step in zoo.tokens(1, 30, seed=3).split(1, 1):
+        llama(input_ids=step, past_key_values=cache)
+    llama(input_ids=zoo.tokens(1, 30, seed=4), past_key_values=cache)
+    assert not any(x.requires_grad for x in state_of(cache).values() if isinstance(x, torch.Tensor))
+    cache.fork()
+
+
+@pytest.mark.parametrize("count", [1, 5, 30, 45])
+@pytest.mark.parametrize("spec", ["snapkv(heads='threshold')", "kvzip", "h2o(heads='threshold')"])
+def test_short_prompts_are_held_whole(spec, count, llama):
+    cache = read(llama, spec, zoo.tokens(2, count))
+    assert not cache.recording
+    if count <= 5:
+        assert entries(cache) == [[count] * 2] * 3
+
+
+def test_layers_that_forget_together_or_not_at_all(llama, monkeypatch):
+    cache, calls = kvsketch.make_cache(llama, "kvzip(keep=0.25)"), []
+
+    def full(self, *given):
+        calls.append(given)
+        if len(calls) == 2:
+            raise MemoryError
+        return forget(self, *given)
+
+    forget = Lanes.write
+    with monkeypatch.context() as patch:
+        patch.setattr(Lanes, "write", full)
+        with pytest.raises(MemoryError):
+            kvsketch.prefill(llama, zoo.tokens(1, 200), cache)
+    with pytest.raises(ValueError, match="an earlier call failed half-way"):
+        llama(input_ids=zoo.tokens(1, 3), past_key_values=cache)
+
+
+def test_what_happens_to_a_cache_in_the_middle_of_a_prompt(llama):
+    ids, forks = zoo.tokens(2, 200), []
+    cache = kvsketch.make_cache(llama, "kvzip(keep=0.25)")
+
+    def stop(count):
+        forks.append(cache.fork())
+        if count == 140:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        kvsketch.prefill(llama, ids, cache, chunk=60, progress=stop)
+    new = zoo.tokens(2, 5, seed=2)
+    for fork in forks:  # what follows is its prompt's last call
+        llama.generate(**fork.new_tokens(new), past_key_values=fork, max_new_tokens=40, do_sample=False)
+        assert max(map(max, entries(fork))) < fork.seen
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert cache.seen == 140
+    assert not cache.recording
+    assert entries(cache) == entries(read(llama, "kvzip(keep=0.25)", ids[:, :140].flip(0)))
+
+
+def test_learned_sinks_have_their_part_of_the_attention():
+    model = zoo.build("gpt_oss")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.sinks.add_(3)
+    ids = zoo.tokens(1, 90)
+    cache = read(model, "exact(noting='context')", ids)
+    kvsketch.detach(model)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        weights = model(ids, output_attentions=True).attentions
+    for layer in cache.sketch_layers:
+        expected = weights[layer.held.layer][0, :, :, :90].sum(1).unflatten(0, (2, -1)).sum(1)
+        noted = layer.held.window.noted.view(torch.float64)[0, ..., 0]
+        torch.testing.assert_close(noted.float(), expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "falcon_h1"])
+def test_padding_where_some_layers_would_see_it_is_refused_before_it_is_read(family):
+    model, ids = zoo.build(family), zoo.tokens(2, 60)
+    mask = torch.ones_like(ids)
+    mask[1, :20] = 0
+    cache = kvsketch.make_cache(model, "kvzip")
+    with pytest.raises(ValueError, match="would see its padding: give each row a cache of its own"):
+        kvsketch.prefill(model, ids, cache, attention_mask=mask)
+    assert cache.seen == 0
+    kvsketch.prefill(model, ids, cache)
+    assert not cache.recording
+
+
+def test_shares_that_no_prompt_can_have_set_are_refused(llama, tmp_path):
+    cache = read(llama, "kvzip(keep=0.25)", zoo.tokens(1, 200))
+    for layer in cache.sketch_layers:
+        layer.held.row_shares = [[2.0, 2.0]]
+    cache.save(tmp_path / "cache")
+    with pytest.raises(ValueError, match="whose mean cannot be above 1"):
+        kvsketch.load_cache(llama, tmp_path / "cache")
+
+
+def test_weights_are_left_in_strips(monkeypatch):
+    keys, values = 1 + normal(1, HEADS, 500, WIDTH), normal(1, HEADS, 500, WIDTH, seed=1)
+    found = []
+    for at_once in (scored.DISTANCES_AT_ONCE, 1000):
+        monkeypatch.setattr(scored, "DISTANCES_AT_ONCE", at_once)
+        cache = LayerCache(parse_spec("keydiff(keep=0.25, weights='mass')"), 0)
+        cache.hold(NewTokens(keys, values))
+        found.append(entries_of(cache.past).log_mass)
+    assert torch.equal(*found)

@@ -234,7 +234,7 @@ def test_what_a_method_refuses_at_the_first_tokens_has_moved_nothing(family, spe
     with pytest.raises(ValueError, match=message), torch.no_grad():
         model(zoo.tokens(2, 40), past_key_values=cache)
     same(state(cache), before)
-    cache.check_whole()
+    cache.stack.check_whole()
 
 
 @pytest.mark.parametrize("family", [*zoo.HYBRIDS, *zoo.WIDE])

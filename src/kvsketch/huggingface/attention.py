@@ -42,7 +42,16 @@ class Linked(Protocol):
     def check_positions_once(self, positions: Tensor | None, new: NewTokens) -> None:
         """Refuse positions that do not go on where the cache stands."""
 
-    def read(self, query: Tensor, new: NewTokens, scale: float, softcap: float | None, lse: bool) -> Partial:
+    def read(
+        self,
+        query: Tensor,
+        new: NewTokens,
+        scale: float,
+        softcap: float | None,
+        *,
+        lse: bool,
+        sinks: Tensor | None,
+    ) -> Partial:
         """Take in new tokens, and answer their queries."""
 
 
@@ -125,7 +134,8 @@ def attention(
         new = NewTokens(key, value, _valid(attention_mask, query, layer.held.seen), unrotated)
         if not torch.compiler.is_compiling():
             layer.check_positions_once(kwargs.get("position_ids"), new)
-        part = layer.read(query, new, scale, softcap, lse=s_aux is not None or layer.watcher is not None)
+        lse = s_aux is not None or layer.watcher is not None
+        part = layer.read(query, new, scale, softcap, lse=lse, sinks=s_aux)
         part = _with_sinks(part, s_aux)
         if layer.watcher is not None:
             layer.watcher(Query(query, scale, softcap, ranks=layer.held.ranks_of_latest(new)), part)

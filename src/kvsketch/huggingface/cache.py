@@ -45,7 +45,7 @@ class SketchCache(Cache):
         # New layers: stock ones do not always forget that they recorded, or their length.
         self.stack = LayerStack(self.config, self.model)
         self.layers, self.sketch_layers = self.stack.layers, self.stack.sketch
-        self.prompt = Prompt(self.config, self.stack, self.questions)
+        self.prompt = Prompt(self.config, self.stack, self.questions, self.model.rope)
 
     # -- what transformers calls
 
@@ -179,26 +179,28 @@ class SketchCache(Cache):
 
     def end_recording(self) -> None:
         """Compress what assisted decoding held back, now that it has ended; or what is there of a prompt."""
-        if self.prompt.held:
-            self.prompt.end(self)
-            return
+        self._end_prompt()
         taking_back.end_recording(self.stack)
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Take back the last tokens, padding included, given as a number below zero: all layers do, or none does."""
-        self.prompt.end(self)
+        if int(tokens_to_remove) <= 0:
+            self._end_prompt()
         taking_back.crop(self.stack, tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row `beam_idx[i]` was."""
+        self._end_prompt()
         reorder_rows(self.stack, beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times."""
+        self._end_prompt()
         repeat_rows(self.stack, repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Only these rows, by their numbers or by a mask."""
+        self._end_prompt()
         select_rows(self.stack, indices)
 
     # -- copies
@@ -210,6 +212,7 @@ class SketchCache(Cache):
         twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
         if self.model.guard is not None:
             self.model.guard.caches.add(twin)
+        twin.prompt.open = False
         return twin
 
     def fork(self) -> "SketchCache":
@@ -224,6 +227,8 @@ class SketchCache(Cache):
         """
         config = parse_spec(method)
         check_can_become(self.config, config)
+        if config.asking is not None:
+            self.prompt.check_noted()
         self.model.check_method(config)
         self._settle()
         twin = SketchCache(config, self.model)
@@ -252,10 +257,6 @@ class SketchCache(Cache):
     def recording(self) -> bool:
         """Whether compression is held back, as assisted decoding asks."""
         return self.stack.recording
-
-    def check_whole(self) -> None:
-        """Refuse to go on after a call, or a move of rows, that did not come to its end in all layers."""
-        self.stack.check_whole()
 
     def report(self) -> Report:
         """What is held, against what an uncompressed cache would hold."""
@@ -287,6 +288,12 @@ class SketchCache(Cache):
         read_by = check_same_weights(self.read_by, self.model)
         model_type = self.model.config.model_type
         write_cache(path, self.config, self.layers, model_type=model_type, read_by=read_by, dtype=self.stack.dtype)
+
+    def _end_prompt(self) -> None:
+        """What was read of a prompt is all of it."""
+        if self.prompt.held:
+            self.stack.check_whole()
+            self.prompt.end(self)
 
     def _settle(self) -> None:
         """Be whole, with nothing held back."""

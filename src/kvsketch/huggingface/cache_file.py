@@ -17,7 +17,7 @@ from kvsketch.huggingface.identity import check_method_fits, fingerprint
 from kvsketch.huggingface.layer import SketchLayer
 from kvsketch.huggingface.model import ModelLink
 
-FORMAT = 5
+FORMAT = 6
 # What a description has, and of which kind.
 KINDS: dict[str, type | tuple[type, ...]] = {
     "method": str,

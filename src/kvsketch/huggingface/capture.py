@@ -44,15 +44,13 @@ class Listening(LayerCache):
         self.scale = 0.0
         self.softcap: float | None = None
 
-    def read(
-        self, query: Tensor, new: NewTokens, scale: float, softcap: float | None = None, *, lse: bool = True
-    ) -> Partial:
+    def read(self, query: Tensor, new: NewTokens, scale: float, softcap: float | None = None, **given: Any) -> Partial:
         """Answer as ever."""
         self.queries.append(query.detach())
         if self.watch is not None:
             self.before.append(self.watch.take(self.layer, query, new.keys))
         self.scale, self.softcap = scale, softcap
-        return super().read(query, new, scale, softcap, lse=lse)
+        return super().read(query, new, scale, softcap, **given)
 
 
 @torch.no_grad()

@@ -48,10 +48,19 @@ class SketchLayer(CacheLayerMixin):
         self.pending = key_states.shape[2]
         return link(key_states, self), value_states
 
-    def read(self, query: Tensor, new: NewTokens, scale: float, softcap: float | None, lse: bool) -> Partial:
+    def read(
+        self,
+        query: Tensor,
+        new: NewTokens,
+        scale: float,
+        softcap: float | None,
+        *,
+        lse: bool,
+        sinks: Tensor | None = None,
+    ) -> Partial:
         """Attention over all that is held and the new tokens, which are held from now on."""
         self.broken = True  # until the read is through
-        part = self.held.read(query, new, scale, softcap, lse=lse)
+        part = self.held.read(query, new, scale, softcap, lse=lse, sinks=sinks)
         if self.is_first:
             self.positions.remember(new, self.held.seen)
             self.positions.checked = False

@@ -13,7 +13,7 @@ from transformers.cache_utils import (
 )
 
 from kvsketch.caches.core.budget import parse_bytes
-from kvsketch.caches.core.config import BudgetedConfig, MethodConfig, divides_equally
+from kvsketch.caches.core.config import BudgetedConfig, MethodConfig, begins_equal
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.huggingface import stock
 from kvsketch.huggingface.head_shares import HeadShares
@@ -45,7 +45,7 @@ class LayerStack:
 
     def _new_shares(self) -> HeadShares | None:
         """What says how heads share the budget, where that is not all alike."""
-        if divides_equally(self.config):
+        if begins_equal(self.config):
             return None
         assert isinstance(self.config, BudgetedConfig), "others hold everything"
         heads = heads_of(self.model.config)[0]
@@ -82,10 +82,10 @@ class LayerStack:
             )
         return (total - needed) // len(self.sketch)
 
-    def token_bytes(self, index: int) -> int:
+    def token_bytes(self, index: int, dtype: torch.dtype | None = None) -> int:
         """Bytes that keys and values of a token take in a layer, by the model's config."""
         heads, width = (found[index] if isinstance(found, list) else found for found in heads_of(self.model.config))
-        return 2 * heads * width * (self.dtype or torch.float32).itemsize
+        return 2 * heads * width * (dtype or self.dtype or torch.float32).itemsize
 
     # -- what they hold
 

@@ -55,6 +55,7 @@ def _restore(
     if [saved["type"] for saved in known["layers"]] != kinds:
         raise ValueError(f"{file.path} does not hold the layers that this model has: {', '.join(dict.fromkeys(kinds))}")
     _check_shares([layer["state"].get("budgets", []) for layer in known["layers"]], file)
+    _check_row_shares([layer["state"].get("row_shares") for layer in known["layers"]], file)
     order = sorted(range(len(kinds)), key=lambda index: not isinstance(cache.layers[index], SketchLayer))
     for index in order:
         layer, state = cache.layers[index], known["layers"][index]["state"]
@@ -70,7 +71,7 @@ def _restore(
             raise ValueError(f"{what}: {error!r:.200}") from error
     cache.read_by = known["fingerprint"]
     cache.stack.dtype = None if known["dtype"] is None else DTYPES[known["dtype"]]
-    cache.check_whole()
+    cache.stack.check_whole()
 
 
 def _check_shares(budgets: Sequence[Any], file: TensorFile) -> None:
@@ -80,3 +81,10 @@ def _check_shares(budgets: Sequence[Any], file: TensorFile) -> None:
     numbers = [share for share in shares if type(share) is float]  # others are refused where they are read
     if numbers and sum(numbers) > 1.001 * len(numbers):
         raise ValueError(f"{file.path} holds heads with shares of {numbers!s:.80}, whose mean cannot be above 1")
+
+
+def _check_row_shares(given: Sequence[Any], file: TensorFile) -> None:
+    """The same of shares that a prompt has set, row by row."""
+    layers = [rows for rows in given if isinstance(rows, list) and all(isinstance(row, list) for row in rows)]
+    for row in zip(*layers, strict=False):
+        _check_shares([[[share] for share in heads] for heads in row], file)

@@ -19,6 +19,7 @@ from kvsketch.caches.core.shares import THRESHOLD
 from kvsketch.caches.exact import ASKINGS
 from kvsketch.caches.forgetting.scored import NotedConfig
 from kvsketch.caches.forgetting.threshold import shares_of_prompt
+from kvsketch.huggingface.frequencies import ChangingFrequencies
 from kvsketch.huggingface.layers import LayerStack
 from kvsketch.huggingface.rereading import read_behind
 from kvsketch.huggingface.supported import check_context
@@ -32,11 +33,19 @@ NO_QUESTIONS = (
 class Prompt:
     """The prompt of one cache: held whole while it is read, if the method asks for that."""
 
-    def __init__(self, config: MethodConfig, stack: LayerStack, questions: Sequence[Tensor]) -> None:
-        self.config, self.stack = config, stack
+    def __init__(
+        self,
+        config: MethodConfig,
+        stack: LayerStack,
+        questions: Sequence[Tensor] = (),
+        rope: ChangingFrequencies | None = None,
+    ) -> None:
+        self.config, self.stack, self.rope = config, stack, rope
         self.questions = questions  # token ids, 1 × tokens each, if they are to say what matters
         self.held = False  # whether all layers hold all of it
         self.open = False  # whether more calls belong to it
+        self.noted: int | None = None  # tokens of it, once it was read
+        self.first = 0  # tokens of its first call, if that was all of it
         self.again = False  # whether it is being read a second time
         self.texts = list[Tensor]()  # what was read so far
         self.decoder: weakref.ref[nn.Module] | None = None  # what reads
@@ -72,11 +81,10 @@ class Prompt:
         self.begin()
         if self.held:
             self._check_held(decoder, given, rows, count)
-        elif count >= MANY:
+        elif count >= MANY or (count > 1 and count == self.first == self.stack.seen):
             warnings.warn(
-                f"{self.config} chooses by its first call, which has read {self.stack.seen:,} tokens; these {count:,} "
-                "are later text. To have several calls count as one prompt use kvsketch.prefill(model, ids, cache, "
-                "chunk=...)",
+                f"{self.config} went by its first call alone, and these {count:,} tokens are later text. To have "
+                "several calls count as one prompt use kvsketch.prefill(model, ids, cache, chunk=...)",
                 stacklevel=2,
             )
 
@@ -94,10 +102,11 @@ class Prompt:
         if failed and begun:
             self.texts.pop()
         elif not failed and not self.open:
+            self.first = self.stack.seen
             self.end(cache)
 
     def _check_held(self, decoder: Any, given: Mapping[str, Any], rows: int, count: int) -> None:
-        self._say_if_short(rows, count, decoder.device)
+        self._say_if_short(rows, count, decoder)
         if not self.read_more:
             return
         if self.config.asking == ASKINGS[QUESTIONS] and not self.questions:
@@ -112,6 +121,13 @@ class Prompt:
                 f"{self.config} has the model read on behind the prompt, and embeddings came instead of token "
                 'ids: use another method, with heads="profile" for instance'
             )
+        mask = given.get("attention_mask")
+        padded = isinstance(mask, Tensor) and not bool(mask.all())
+        if padded and (self.stack.summing or len(self.stack.sketch) < len(self.stack.layers)):
+            raise ValueError(
+                f"{self.config} has the model read on behind the prompt, and the layers of this model that do not "
+                "attend to everything would see its padding: give each row a cache of its own"
+            )
         if decoder.training:
             raise ValueError(f"{self.config} has the model read on behind the prompt: call model.eval() first")
         self.check_context(decoder, count)
@@ -121,15 +137,17 @@ class Prompt:
         if not self.held or not self.read_more:
             return
         count += self.stack.seen
+        more, what = count, "a prompt and its second reading have"
         if self.questions:
-            count += max(ids.shape[1] for ids in self.questions)
-            check_context(decoder, count, "a prompt and the longest question have")
-        else:
-            check_context(decoder, 2 * count, "a prompt and its second reading have")
+            more, what = max(ids.shape[1] for ids in self.questions), "a prompt and the longest question have"
+        check_context(decoder, count + more, what)
+        if self.rope is not None:
+            self.rope.check_can_follow(count, more)
 
-    def _say_if_short(self, rows: int, count: int, device: torch.device) -> None:
-        needed = rows * count * sum(self.stack.token_bytes(layer.held.layer) for layer in self.stack.sketch)
-        free = _free_memory(device)
+    def _say_if_short(self, rows: int, count: int, decoder: Any) -> None:
+        dtype = self.stack.dtype or decoder.dtype
+        needed = rows * count * sum(self.stack.token_bytes(layer.held.layer, dtype) for layer in self.stack.sketch)
+        free = _free_memory(decoder.device)
         if free is not None and needed > free:
             warnings.warn(
                 f"{self.config} holds all {count:,} tokens until they are read: {needed / 1e9:.1f} GB, and "
@@ -147,24 +165,33 @@ class Prompt:
         decoder = None if self.decoder is None else self.decoder()
         if self.read_more and self.texts and decoder is not None and self.stack.sketch:
             self._read_behind(cache, decoder, progress)
-        if _shares_itself(self.config) and self.stack.sketch and self.stack.sketch[0].held.started:
-            held = [layer.held for layer in self.stack.sketch]
-            assert isinstance(self.config, NotedConfig), "scores that can be compared are noted"
-            found = shares_of_prompt(self.config, held, [own.budgets[0] for own in held])
-            for own, shares in zip(held, found, strict=True):
-                own.share(shares)
-        for layer in self.stack.sketch:
-            layer.settle(recording=False)
-        self.held, self.texts, self.decoder = False, [], None
+        with self.stack.changing():  # layers that have forgotten do not go with others that have not
+            self._share()
+            for layer in self.stack.sketch:
+                layer.settle(recording=False)
+        self.held, self.texts, self.decoder, self.noted = False, [], None, self.stack.seen
+
+    def check_noted(self) -> None:
+        """Refuse to choose of a text that has gone on since the model read on behind it."""
+        if self.noted not in (None, self.stack.seen):
+            raise ValueError(
+                f"this cache has notes of {self.noted:,} tokens, and the cache has read {self.stack.seen:,}: compress "
+                "it before it reads on"
+            )
+
+    def _share(self) -> None:
+        """Divide the budget among heads, where the prompt itself says how."""
+        held = [layer.held for layer in self.stack.sketch]
+        if not held or not held[0].started or not _shares_itself(self.config):
+            return
+        assert isinstance(self.config, NotedConfig), "scores that can be compared are noted"
+        found = shares_of_prompt(self.config, held, [own.budgets[0] for own in held])
+        for own, shares in zip(held, found, strict=True):
+            own.share(shares)
 
     def _read_behind(self, cache: Any, decoder: Any, progress: Callable[[int], None] | None) -> None:
-        asking, held = self.config.asking, self.stack.sketch[0].held
+        asking = self.config.asking
         assert asking is not None, "somebody asks for it"
-        if held.ragged and len(self.stack.sketch) < len(self.stack.layers):
-            raise ValueError(
-                f"{self.config} has the model read on behind rows of unequal lengths, and the layers of this model "
-                "that do not attend to everything would see their padding: give each row a cache of its own"
-            )
         own = torch.cat(self.texts, 1)
         texts = [(ids := one.to(own.device).expand(len(own), -1), torch.ones_like(ids)) for one in self.questions]
         if not texts:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.attention import Partial
-from kvsketch.caches.core.asking import Asking, Weights, attention_got
+from kvsketch.caches.core.asking import Asking, attention_got
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.query import Query
 from kvsketch.caches.core.tokens import chunks
@@ -35,37 +35,30 @@ def read_behind(
     Texts come with which of their tokens are real. `give` gives the model inputs of a call that goes on from the
     cache; `progress` hears how many tokens were read here.
     """
-    for layer in stack.sketch:
-        if layer.held.ragged:
-            layer.held.window.compact()  # as it is when what comes now is taken back
-    found, done = dict[int, Weights](), 0
-    before = stack.sketch[0].positions.real
+    done, before, offsets = 0, stack.sketch[0].positions.real, stack.sketch[0].positions.offsets
     for ids, real in texts:
         first = (
             torch.ones(len(ids), stack.seen, dtype=real.dtype, device=ids.device) if before is None else before.to(real)
         )
-        with _put_back(stack), _watched(stack, partial(_note, asking, found)):
+        with _put_back(stack), _watched(stack, partial(_note, asking)):
             for start, stop in chunks(ids.shape[1], CHUNK):
                 mask = torch.cat([first, real[:, :stop]], 1)
                 positions = (mask.cumsum(1) - 1).clamp_min(0)[:, start - stop :]
+                if offsets is not None:
+                    positions = positions + torch.tensor(offsets, device=ids.device)[:, None]
                 whole = None if bool(mask.all()) else mask
                 give({"input_ids": ids[:, start:stop], "attention_mask": whole, "position_ids": positions})
                 progress(done + stop)
         done += ids.shape[1]
-    for layer in stack.sketch:
-        held = layer.held
-        held.window.renote(asking.with_more(held.window.noted, found[held.layer]))
 
 
-def _note(
-    asking: Asking, found: dict[int, Weights], held: LayerCache, count: int, asked: Query, whole: Partial
-) -> None:
-    """Have the notes of a layer's first `count` columns after this call too, beside those that are there."""
+def _note(asking: Asking, held: LayerCache, count: int, asked: Query, whole: Partial) -> None:
+    """Note what a layer's first `count` columns got from a call: before it is taken back, which moves columns."""
     columns = held.window.columns.part(0, count)
+    assert columns.notes is not None, "notes are made with the tokens"
     real = None if asked.ranks is None else asked.ranks >= 0
     more = attention_got(asking, asked, whole.lse, columns.keys, columns.ranks if held.ragged else None, real)
-    before = found.get(held.layer)
-    found[held.layer] = more if before is None else torch.maximum(before, more)
+    held.window.renote(asking.with_more(columns.notes, more))
 
 
 @contextmanager
@@ -84,6 +77,7 @@ def _put_back(stack: LayerStack) -> Iterator[None]:
         copy.deepcopy({k: v for k, v in vars(layer).items() if not isinstance(layer, SketchLayer) or k not in kept})
         for layer in stack.layers
     ]
+    touched = stack.touched
     before = {layer.held.layer: (layer.held.seen, list(layer.held.lengths)) for layer in stack.sketch}
     try:
         yield
@@ -94,4 +88,4 @@ def _put_back(stack: LayerStack) -> Iterator[None]:
             seen, lengths = before[layer.held.layer]
             more = [now - then for now, then in zip(layer.held.lengths, lengths, strict=True)]
             layer.held.crop(layer.held.seen - seen, more)
-        stack.touched = False
+        stack.touched = touched

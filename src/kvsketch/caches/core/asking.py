@@ -70,10 +70,10 @@ class Asking:
         noted = weights(notes)
         return noted[..., 0] / noted[..., 1].clamp_min(1) if self.noted == MEAN else noted[..., 0]
 
-    def check(self, notes: Int64[Tensor, "... n t"]) -> None:
-        """Refuse what cannot have been noted."""
-        noted = weights(notes)
-        if notes.shape[-1] != self.width or not bool((noted.isfinite() & (noted >= 0)).all()):
+    def check(self, notes: Int64[Tensor, "b h n t"], keys: Float[Tensor, "b h n d"]) -> None:
+        """Refuse what cannot have been noted about tokens with these keys."""
+        shaped = notes.dtype == torch.int64 and notes.shape == (*keys.shape[:3], self.width)
+        if not shaped or not bool((weights(notes).isfinite() & (weights(notes) >= 0)).all()):
             raise ValueError(f"notes of shape {tuple(notes.shape)} that are not {self.width} numbers from 0 on")
 
 
@@ -103,7 +103,7 @@ def attention_got(
     noted = torch.zeros(*keys.shape[:3], asking.width, dtype=torch.float64, device=keys.device)
     if not keys.shape[2]:
         return noted
-    strip = max(1, LOGITS_AT_ONCE // max(1, query.queries.shape[1] * keys.shape[2]))
+    strip = max(1, LOGITS_AT_ONCE // max(1, len(keys) * query.queries.shape[1] * keys.shape[2]))
     for start in range(0, query.queries.shape[2], strip):
         part = query.part(start, start + strip)
         logs = logits_of(part.queries, keys, part.scale, part.softcap)

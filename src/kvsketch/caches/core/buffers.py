@@ -150,10 +150,10 @@ class Window:
         return self.notes.view
 
     def renote(self, notes: Int64[Tensor, "b h n t"]) -> None:
-        """Have other notes about all columns."""
+        """Have other notes about the first columns."""
         assert self.notes is not None, "there are notes"
         self.notes.make_writable()
-        self.notes.view.copy_(notes)
+        self.notes.view[:, :, : notes.shape[2]].copy_(notes)
 
     def remove(self, start: int, stop: int) -> None:
         """Take out columns whose tokens have left."""

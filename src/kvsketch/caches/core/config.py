@@ -212,6 +212,6 @@ class WindowedConfig(BudgetedConfig):
         return first, math.ceil(entries / max(budget.fraction * budget.share, entries / MOST))
 
 
-def divides_equally(config: MethodConfig) -> bool:
+def begins_equal(config: MethodConfig) -> bool:
     """Whether nothing but the prompt itself gives a head another share than others."""
     return not isinstance(config, BudgetedConfig) or config.heads in (EQUAL, THRESHOLD)

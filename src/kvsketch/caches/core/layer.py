@@ -53,18 +53,20 @@ class LayerCache(LayerState):
         softcap: float | None = None,
         *,
         lse: bool = True,
+        sinks: Float[Tensor, " hg"] | None = None,
     ) -> Partial:
         """Attention of the new tokens' queries over all that is held and the new tokens; then they are held too.
 
         A single token joins the window first: with it there, all that it sees is held, and that is one call less. Not
         so where it is padding in other rows. Several tokens see everything where `prefill` is exact, also where a
-        method looks things up. `lse=False`: the answer is not merged with anything else.
+        method looks things up. `lse=False`: the answer is not merged with anything else. Learned `sinks` are not in
+        the answer, but in what methods note about attention.
         """
         if not self.started:
             self._start(new)
         count, streaming = new.keys.shape[2], self.config.prefill == "streaming"
         joins_first = count == 1 and new.valid is None
-        asked = Query(query, scale, softcap, in_full=count > 1 and not streaming)
+        asked = Query(query, scale, softcap, in_full=count > 1 and not streaming, sinks=sinks)
         if not streaming or count <= self.config.chunk:
             return self._read_part(asked, new, joins_first=joins_first, lse=lse)
         parts = [
@@ -77,7 +79,7 @@ class LayerCache(LayerState):
         """Answer queries, and hold their tokens."""
         ranks = self._ranks(new)
         unrotated = None if new.unrotated is None else new.unrotated.queries.detach()
-        asked = Query(asked.queries, asked.scale, asked.softcap, unrotated, ranks, asked.in_full)
+        asked = replace(asked, unrotated=unrotated, ranks=ranks)
         asking = self.config.asking
         lse = lse or asking is not None
         if joins_first:
@@ -89,7 +91,7 @@ class LayerCache(LayerState):
             assert whole is not None, "the new token itself is held"
             self._observe(asked, answer, whole)
             if asking is not None and not self._waits_for_others:
-                self.streams.all[0].note_step(asked, whole.lse.detach(), asking)
+                self.streams.all[0].note_step(asked, asked.over_all(whole.lse), asking)
             self.settle()
             return whole
         answer = self.look(asked)
@@ -127,9 +129,11 @@ class LayerCache(LayerState):
         only = self.streams.only
         return self.streams.answer(asked) if only is None else only.answer(asked, lse=lse)
 
+    @torch.no_grad()
     def _observe(self, asked: Query, answer: Answer, whole: Partial) -> None:
         """Commit what was to be noted about an answer, now that it is complete."""
         only = self.streams.only
+        whole = Partial(whole.out, asked.over_all(whole.lse))
         if only is None:
             self.streams.observe(asked, whole)
         elif only.observes:
@@ -144,7 +148,7 @@ class LayerCache(LayerState):
         columns = Columns(new.keys.detach(), new.values.detach(), ranks)
         again = self.recording or self.keeps_all
         anew = asking.queries == WINDOW and again and new.keys.shape[2] > 1
-        return self.streams.all[0].note_call(asked, whole.lse.detach(), columns, asking, anew=anew)
+        return self.streams.all[0].note_call(asked, asked.over_all(whole.lse), columns, asking, anew=anew)
 
     @property
     def _waits_for_others(self) -> bool:

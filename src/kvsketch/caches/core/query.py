@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
@@ -21,6 +22,11 @@ class Query:
     unrotated: Float[Tensor, "b hg q d"] | None = None
     ranks: Int64[Tensor, "b q"] | None = None  # how many tokens of its row came before; -1: padding asks
     in_full: bool = False
+    sinks: Float[Tensor, " hg"] | None = None  # learned ones: logits that are in every denominator
+
+    def over_all(self, lse: Float[Tensor, "b hg q"]) -> Float[Tensor, "b hg q"]:
+        """The log of denominators with that of learned sinks in them."""
+        return lse if self.sinks is None else torch.logaddexp(lse, self.sinks.float()[None, :, None])
 
     def part(self, start: int, stop: int) -> "Query":
         """Queries start…stop-1."""

@@ -81,12 +81,12 @@ class Stream:
             self.past.observe(query, answer, None)
             return
         lse = whole.lse.detach()
-        if self.asking is not None and query.queries.shape[2] > 1:
-            assert query.ranks is not None, "a call of several tokens has ranks"
-            wanted = self.asking.wanted(query.ranks, one=False)
+        if self.asking is not None and query.ranks is not None and (query.queries.shape[2] > 1 or self.window.ragged):
+            wanted = self.asking.wanted(query.ranks, one=query.queries.shape[2] == 1)
             lse = lse.masked_fill(~wanted[:, None], torch.inf)  # the others' weights are nothing
         self.past.observe(query, answer, lse)
 
+    @torch.no_grad()
     def note_step(self, asked: Query, lse: Float[Tensor, "b hg 1"], asking: Asking) -> None:
         """Note how much attention the window's tokens got from a single one, which is among them."""
         ranks = self.window.ranks.view if self.window.ragged else None
@@ -118,7 +118,8 @@ class Stream:
             more = attention_got(
                 asking, asked.part(start, stop), lse[:, :, start:stop], keys, ranks, wanted[:, start:stop]
             )
-            notes[:, :, : first + stop] = asking.with_more(notes[:, :, : first + stop], more)
+            own = notes[:, :, : first + stop]
+            own.copy_(asking.with_more(own, more, wanted[:, start:stop].any(1)))
         return notes
 
     # -- writing
@@ -276,7 +277,7 @@ class Stream:
         if self.method is not None and self.method.takes_notes:
             self.method.check_notes(tensors["notes"])
         if self.asking is not None:
-            self.asking.check(tensors["notes"])
+            self.asking.check(tensors["notes"], tensors["keys"])
         if self.past is not None:
             self.past.restore(with_prefix(tensors, "past."), numbers["past"])
             if self.past.counts != self.left:

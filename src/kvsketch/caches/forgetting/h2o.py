@@ -45,7 +45,7 @@ class Tova(NotedConfig):
     """Keeps sinks, window and the tokens that the latest query looks at most (Oren et al. 2024, arXiv:2401.06104).
 
     Deviations from the paper: every KV head chooses for itself, by the query heads of its group; the paper takes the
-    mean over all heads of a layer. And tokens leave by eights, the latest sixteen never.
+    mean over all heads of a layer. And tokens leave the window by eights.
     """
 
     name: ClassVar[str] = "tova"

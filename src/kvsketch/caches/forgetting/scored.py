@@ -22,6 +22,7 @@ from kvsketch.caches.core.tokens import Arriving
 from kvsketch.kernels.distances import rounded, squared_distances, squared_norms
 
 NONE, NEAREST, SPREAD = "none", "mass", "spread"
+DISTANCES_AT_ONCE = 1 << 22  # 32 MiB of float64
 STANDS = "stands"  # for how many tokens an entry stands, where what is dropped leaves its weight behind
 
 
@@ -133,9 +134,13 @@ def with_weights_left(weights: str, pool: Entries, start: int, index: Int64[Tens
         return kept + (stands * gone).sum(1, keepdim=True) / index.shape[1]
     lost = gone.nonzero()[:, 1].view(len(gone), count)
     lanes = torch.arange(len(gone), device=index.device)[:, None]
-    dropped, there = pool.keys[lanes, lost].double(), pool.keys[lanes, index].double()
-    distances = squared_distances(dropped, squared_norms(dropped), there, squared_norms(there))
-    return kept.scatter_add(1, distances.argmin(2), stands[lanes, lost])
+    there = pool.keys[lanes, index].double()
+    norms, strip = squared_norms(there), max(1, DISTANCES_AT_ONCE // index.numel())
+    for some in lost.split(strip, 1):
+        dropped = pool.keys[lanes, some].double()
+        distances = squared_distances(dropped, squared_norms(dropped), there, norms)
+        kept = kept.scatter_add(1, distances.argmin(2), stands[lanes, some])
+    return kept
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,9 +18,9 @@ from kvsketch.caches.forgetting.scored import Noted, NotedConfig
 class SnapKV(NotedConfig):
     """Keeps sinks, window and the tokens that the last queries of a prompt look at most, with their neighbours.
 
-    A token's score is its mean weight over the last `observed` queries of a call and the query heads of its group,
-    averaged with those beside it, `pooled` tokens in all. Of text that comes token by token: over all queries while it
-    is in the window. The paper forgets nothing of such text.
+    A token's score is its mean weight over the last `observed` queries of a call (of a chunk, where a prompt is read in
+    chunks) and the query heads of its group, averaged with those beside it, `pooled` tokens in all. Of text that comes
+    token by token: over all queries while it is in the window. The paper forgets nothing of such text.
     """
 
     name: ClassVar[str] = "snapkv"
@@ -52,7 +52,8 @@ class Observed(Noted):
         self.pooled = config.pooled
 
     def arriving(self, notes: Int64[Tensor, "*l n t"]) -> Float[Tensor, "*l n"]:
-        return F.avg_pool1d(super().arriving(notes), self.pooled, stride=1, padding=self.pooled // 2)
+        own = super().arriving(notes)
+        return F.avg_pool1d(own, self.pooled, stride=1, padding=self.pooled // 2) if own.shape[-1] else own
 
 
 @dataclass(frozen=True, kw_only=True)
