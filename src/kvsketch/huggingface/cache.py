@@ -226,9 +226,7 @@ class SketchCache(Cache):
         with `prefill="exact"`, tokens see all earlier ones whatever the method, so keys and values are the same.
         """
         config = parse_spec(method)
-        check_can_become(self.config, config)
-        if config.asking is not None:
-            self.prompt.check_noted()
+        check_can_become(self.config, config, self.prompt)
         self.model.check_method(config)
         self._settle()
         twin = SketchCache(config, self.model)

@@ -9,9 +9,10 @@ from kvsketch.caches.forgetting.scored import NotedConfig
 from kvsketch.caches.forgetting.threshold import shares_of_prompt
 from kvsketch.huggingface.layer import SketchLayer
 from kvsketch.huggingface.layers import LayerStack
+from kvsketch.huggingface.prompt import Prompt
 
 
-def check_can_become(old: MethodConfig, new: MethodConfig) -> None:
+def check_can_become(old: MethodConfig, new: MethodConfig, prompt: Prompt) -> None:
     """Refuse to make a cache of another method from one that does not hold the text as that would have read it."""
     if not isinstance(old, Exact):
         raise ValueError(f"only an exact cache can be compressed by another method, this one is {old}")
@@ -29,6 +30,8 @@ def check_can_become(old: MethodConfig, new: MethodConfig) -> None:
             f"{new} goes by queries that this exact cache took no notes of: {how}have a cache of this method read the "
             "text itself"
         )
+    if new.asking is not None:
+        prompt.check_noted()
 
 
 def hold_again(config: MethodConfig, exact: LayerStack, new: LayerStack) -> None:

@@ -51,7 +51,7 @@ class Bundle:
         if self.whole and len(self.rows) == 1:
             return query
         queries = query.queries.unflatten(1, (heads, -1))
-        return replace(query, queries=self.of(queries).flatten(0, 1)[None], unrotated=None, ranks=None)
+        return replace(query, queries=self.of(queries).flatten(0, 1)[None], unrotated=None, ranks=None, sinks=None)
 
     def lane_heads(self, device: torch.device) -> Int64[Tensor, " l"]:
         """The KV head of each lane."""

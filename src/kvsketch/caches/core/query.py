@@ -22,7 +22,7 @@ class Query:
     unrotated: Float[Tensor, "b hg q d"] | None = None
     ranks: Int64[Tensor, "b q"] | None = None  # how many tokens of its row came before; -1: padding asks
     in_full: bool = False
-    sinks: Float[Tensor, " hg"] | None = None  # learned ones: logits that are in every denominator
+    sinks: Float[Tensor, " s"] | None = None  # learned ones: logits that are in every denominator
 
     def over_all(self, lse: Float[Tensor, "b hg q"]) -> Float[Tensor, "b hg q"]:
         """The log of denominators with that of learned sinks in them."""

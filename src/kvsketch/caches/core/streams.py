@@ -64,7 +64,7 @@ class Streams:
     def _of_heads(self, asked: Query, number: int) -> Query:
         """What the heads of a stream are asked."""
         unrotated = None if asked.unrotated is None else self._some(asked.unrotated, number)
-        return replace(asked, queries=self._some(asked.queries, number), unrotated=unrotated)
+        return replace(asked, queries=self._some(asked.queries, number), unrotated=unrotated, sinks=None)
 
     def _some(self, x: Tensor, number: int) -> Tensor:
         """The part [b, h'g, …] of something [b, hg, …] for the heads of a stream."""
