@@ -7,6 +7,7 @@ import kvsketch
 import zoo
 from kvsketch.caches.core.config import BudgetedConfig
 from kvsketch.caches.registry import METHODS
+from kvsketch.evaluation.answers.reading import readable_for
 
 LOOKUPS = [
     "lsh(bins=6, window=40, staging=50)",
@@ -14,7 +15,12 @@ LOOKUPS = [
     "random_buckets(buckets=8, probes=2, window=40, staging=50)",
     "retrieval(top=0.1, window=40)",
 ]
-SPECS = [f"{name}(keep=0.25)" for name, config in METHODS.items() if issubclass(config, BudgetedConfig)]
+ELSEWHERE = ("tova", "streaming_heads")  # no exact cache has what they go by; and no profile of these models
+SPECS = [
+    f"{name}(keep=0.25)"
+    for name, config in METHODS.items()
+    if issubclass(config, BudgetedConfig) and name not in ELSEWHERE
+]
 SPECS += ["exact", "uniform(keep='300KB', window=16)", *LOOKUPS]
 # Of the queries that came, not of what is held.
 ASKED = ("error", "longest_query", "recall", ".reads")
@@ -49,7 +55,7 @@ def test_it_holds_what_the_method_holds_after_reading_itself(family, spec, padde
     if padded:
         mask[0, :150], mask[2, :33] = 0, 0
     alone = read(model, spec, ids, mask)
-    shared = read(model, "exact", ids, mask).compress(spec)
+    shared = read(model, readable_for(kvsketch.parse_spec(spec)), ids, mask).compress(spec)
     expected, got = state(alone), state(shared)
     assert expected.keys() == got.keys()
     for name, value in expected.items():
