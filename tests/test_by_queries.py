@@ -286,6 +286,14 @@ def test_a_second_reading_leaves_the_cache_as_it_was(llama):
     assert torch.equal(*answers)
 
 
+def test_a_budget_is_enough(llama):
+    cache = kvsketch.prefill(llama, zoo.tokens(1, 300), kvsketch.make_cache(llama, keep=0.25))
+    assert str(cache.config) == "kvzip(keep=0.25)"
+    report = cache.report()
+    assert report.nbytes < 0.35 * report.full_nbytes
+    assert all(layer.error is not None for layer in report.layers), "what forgetting did to the last queries is known"
+
+
 def test_progress_hears_of_both_readings(llama):
     heard = []
     read(llama, "kvzip(keep=0.25)", zoo.tokens(1, 200), chunk=90, progress=heard.append)

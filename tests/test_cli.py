@@ -69,7 +69,7 @@ def test_text_then_question_then_the_same_from_a_saved_cache(book, tmp_path):
     share = float(re.search(r"KiB of .*\((\d+\.\d)%\)", first.stderr)[1])
     assert 25 < share < 50
     with safe_open(saved, "pt") as file:
-        assert json.loads(file.metadata()["kvsketch"])["method"] == "uniform"
+        assert json.loads(file.metadata()["kvsketch"])["method"] == "kvzip"
     again = run("generate", "--load-cache", saved, *options)
     assert again.stdout == first.stdout
     assert run("generate", "--prompt-file", "-", *options, text=TEXT).stdout == first.stdout

@@ -5,7 +5,7 @@ import pytest
 import kvsketch
 from kvsketch.caches.core.budget import Budget, parse_bytes
 from kvsketch.caches.forgetting.uniform import Uniform
-from kvsketch.caches.registry import METHODS
+from kvsketch.caches.registry import METHODS, chosen_method
 
 
 def test_a_spec_is_a_typed_frozen_config():
@@ -21,6 +21,17 @@ def test_a_spec_shows_the_budget_and_what_differs_from_the_defaults():
     assert str(Uniform(sinks=2)) == "uniform(keep=0.25, sinks=2)"
     assert str(Uniform(keep="512MB", seed=3)) == "uniform(keep='512MB', seed=3)"
     assert kvsketch.parse_spec(" uniform ( keep = 4096 ) ") == Uniform(keep=4096)
+
+
+def test_a_budget_alone_is_the_recommended_method():
+    assert chosen_method(None, None) == kvsketch.Exact()
+    assert chosen_method(None, 0.125) == kvsketch.KVzip(keep=0.125)
+    assert chosen_method("uniform(window=16)", "1MB") == Uniform(keep="1MB", window=16)
+    assert chosen_method(kvsketch.KeyDiff(heads="pyramid"), 4096) == kvsketch.KeyDiff(heads="pyramid", keep=4096)
+    with pytest.raises(ValueError, match="exact forgets nothing, so keep=0.25 has no meaning"):
+        chosen_method("exact", 0.25)
+    with pytest.raises(ValueError, match="keep must be a fraction"):
+        chosen_method(None, 0)
 
 
 def test_every_config_has_a_public_name():

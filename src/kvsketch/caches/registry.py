@@ -3,10 +3,11 @@
 import ast
 import difflib
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
-from kvsketch.caches.core.config import MethodConfig
+from kvsketch.caches.core.budget import Keep
+from kvsketch.caches.core.config import BudgetedConfig, MethodConfig
 from kvsketch.caches.exact import Exact
 from kvsketch.caches.forgetting.balancekv import BalanceKV
 from kvsketch.caches.forgetting.clustergen import ClusterGen
@@ -46,6 +47,9 @@ METHODS: dict[str, type[MethodConfig]] = {
 }
 
 
+RECOMMENDED = "kvzip"  # where questions come later, see docs/methods.md
+
+
 def methods() -> dict[str, str]:
     """Every method's name with one line on what it keeps."""
     return {name: (config.__doc__ or "").strip().split("\n")[0] for name, config in METHODS.items()}
@@ -66,6 +70,16 @@ def parse_spec(spec: str | MethodConfig) -> MethodConfig:
         if option not in known:
             raise ValueError(f"{name} has no option {option!r} (in {spec!r}); {_suggest(option, known)}")
     return config(**options)
+
+
+def chosen_method(method: str | MethodConfig | None, keep: Keep | None) -> MethodConfig:
+    """The method a user means: exact without a word, the recommended one with a budget alone, or this one with it."""
+    if keep is None:
+        return parse_spec("exact" if method is None else method)
+    config = parse_spec(RECOMMENDED if method is None else method)
+    if not isinstance(config, BudgetedConfig):
+        raise ValueError(f"{config} forgets nothing, so keep={keep!r} has no meaning: leave it out, or name a method")
+    return replace(config, keep=keep)
 
 
 def read_call(spec: str) -> tuple[str, dict[str, Any]]:

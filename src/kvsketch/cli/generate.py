@@ -21,13 +21,14 @@ if TYPE_CHECKING:
     from kvsketch.evaluation.answers.session import Timing
 
 
+METHOD, ONCE = "kvzip(keep=0.25)", "keydiff(keep=0.25)"  # recommended; and where a text can be read but once
 LEAST_TEMPERATURE = 1e-4  # below it, logits divided by it are no numbers any more
 
 
 def generate(
     model: ModelName = None,
     method: Annotated[
-        str | None, typer.Option("--method", "-m", help="How the cache is kept small; uniform(keep=0.25) if left out.")
+        str | None, typer.Option("--method", "-m", help=f"How the cache is kept small; {METHOD} if left out.")
     ] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="A text to read; - is standard input.")] = None,
     question: Annotated[str | None, typer.Option(help="Asked after the text, when the cache is compressed.")] = None,
@@ -45,13 +46,15 @@ def generate(
     _check_sources(prompt_file, question, load_cache, save_cache, method)
     if temperature and not LEAST_TEMPERATURE <= temperature < math.inf:
         raise ValueError(f"--temperature must be 0, or a number from {LEAST_TEMPERATURE:g} on, got {temperature}")
-    config = kvsketch.parse_spec(method or "uniform(keep=0.25)")
+    config = kvsketch.parse_spec(method or METHOD)
     text = None if prompt_file is None else read_text(prompt_file)
     language_model, tokenizer = load_model(model, dtype, device)
     before, new = _tokens(language_model, tokenizer, text or "", question or "", raw)
     if new is None and save_cache is None:
         before, new = before[:, :-1], before[:, -1:]  # to go on, the model needs one token that the cache has not read
     asked = 0 if new is None else new.shape[1]
+    if method is None and load_cache is None:
+        config = _as_it_fits(config, language_model, before.shape[1])
     cache, prefill_time = _loaded_or_filled(language_model, config, load_cache, before, chunk, asked)
     not_saved = None if save_cache is None else _try_to_save(cache, save_cache, answers=new is not None)
     decode_time = None
@@ -75,6 +78,18 @@ def _tokens(
         text, question = split_prompt(tokenizer, text, question)
     before = _ids(tokenizer, text, model, special=not template)
     return before, _ids(tokenizer, question, model, special=False) if question else None
+
+
+def _as_it_fits(config: "MethodConfig", model: "PreTrainedModel", tokens: int) -> "MethodConfig":
+    """The usual method, or another where the model's context has no room for a text and its second reading."""
+    from kvsketch.huggingface.supported import check_context
+
+    try:
+        check_context(model, 2 * tokens, "a text and its second reading have")
+    except ValueError:
+        say(f"the text does not fit into the model's context twice, as {METHOD} needs: {ONCE} instead")
+        return kvsketch.parse_spec(ONCE)
+    return config
 
 
 def _loaded_or_filled(
@@ -126,12 +141,15 @@ def _ids(tokenizer: "PreTrainedTokenizerBase", text: str, model: "PreTrainedMode
 
 
 def _read_with_bar(model: "PreTrainedModel", ids: "Tensor", cache: Any, chunk: int | None) -> "Timing":
+    from kvsketch.caches.core.asking import SECOND
     from kvsketch.evaluation.answers.session import read_prompt
 
     count = ids.shape[1]
+    asking = cache.config.asking
+    twice = asking is not None and asking.queries == SECOND
     in_one_call = chunk is None and cache.config.prefill == "exact"  # then the bar can only show that it is at work
     with progress_bar() as bar:
-        task = bar.add_task(f"reading {count:,} tokens", total=None if in_one_call else count)
+        task = bar.add_task(f"reading {count:,} tokens", total=None if in_one_call else count * (1 + twice))
         return read_prompt(model, ids, cache, chunk=chunk, progress=lambda read: bar.update(task, completed=read))
 
 

@@ -19,7 +19,7 @@ from transformers.modeling_utils import AttentionInterface
 from kvsketch.attention import Partial, WeightedTokens, merge
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.query import Query
-from kvsketch.caches.core.tokens import NewTokens, Unrotated
+from kvsketch.caches.core.tokens import NewTokens, Unrotated, ranks_of_latest
 from kvsketch.huggingface.frequencies import GUARD
 from kvsketch.kernels.weighted_attention import reference
 
@@ -138,7 +138,7 @@ def attention(
         part = layer.read(query, new, scale, softcap, lse=lse, sinks=s_aux)
         part = _with_sinks(part, s_aux)
         if layer.watcher is not None:
-            layer.watcher(Query(query, scale, softcap, ranks=layer.held.ranks_of_latest(new)), part)
+            layer.watcher(Query(query, scale, softcap, ranks=ranks_of_latest(new, layer.held.lengths)), part)
         return _output(part, query), None
 
 

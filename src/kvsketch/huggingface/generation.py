@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvsketch.caches.core.asking import QUESTIONS
+from kvsketch.caches.core.budget import Keep
 from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.core.tokens import chunks
 from kvsketch.caches.exact import ASKINGS
-from kvsketch.caches.registry import parse_spec
+from kvsketch.caches.registry import chosen_method
 from kvsketch.huggingface.attaching import attach
 from kvsketch.huggingface.cache import SketchCache
 from kvsketch.huggingface.identity import check_method_fits
@@ -20,15 +21,21 @@ from kvsketch.huggingface.supported import unwrapped
 
 
 def make_cache(
-    model: nn.Module, method: str | MethodConfig = "exact", *, questions: Sequence[Tensor] = ()
+    model: nn.Module,
+    method: str | MethodConfig | None = None,
+    *,
+    keep: Keep | None = None,
+    questions: Sequence[Tensor] = (),
 ) -> SketchCache:
     """An empty cache for `model.generate(..., past_key_values=cache)`; also attaches the model.
 
-    `method` is a spec such as "uniform(keep=0.25)" (see `kvsketch.methods()`), or a config such as
-    `kvsketch.Uniform(keep=0.25)`. `questions`, token ids of each as a prompt goes on with them, say what matters in
+    `keep` is how much it may hold: a fraction of the tokens (0.25), entries per head (4096) or bytes ("512MB"); the
+    recommended method decides what. `method` names another one: a spec such as "uniform(keep=0.25)" (see
+    `kvsketch.methods()`), or a config such as `kvsketch.Uniform(keep=0.25)`. Without both, the cache is exact.
+    `questions`, token ids of each as a prompt goes on with them, say what matters in
     prompts where the method goes by that ("kvzip(queries='questions')"). `kvsketch.detach(model)` undoes the attaching.
     """
-    config = parse_spec(method)
+    config = chosen_method(method, keep)
     asked = checked_questions(config, questions)
     check_method_fits(config, unwrapped(model))
     return SketchCache(config, attach(model, before_rotation=config.before_rotation), asked)

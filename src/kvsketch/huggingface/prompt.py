@@ -140,7 +140,8 @@ class Prompt:
         more, what = count, "a prompt and its second reading have"
         if self.questions:
             more, what = max(ids.shape[1] for ids in self.questions), "a prompt and the longest question have"
-        check_context(decoder, count + more, what)
+        once = f"{self.config.name} reads more than the prompt: methods that read it once, as keydiff, have all of it"
+        check_context(decoder, count + more, what, once)
         if self.rope is not None:
             self.rope.check_can_follow(count, more)
 

@@ -56,14 +56,14 @@ def check_supported(model: PreTrainedModel) -> Any:
     return text
 
 
-def check_context(model: PreTrainedModel, tokens: int, what: str) -> None:
+def check_context(model: PreTrainedModel, tokens: int, what: str, advice: str = "") -> None:
     """Refuse to read more tokens than a model was made for: what it says after those is noise."""
     text = model.config.get_text_config(decoder=True)
     most = getattr(text, "max_position_embeddings", None)
     if most is not None and tokens > most and changing_frequencies(text) is None:
         raise ValueError(
             f"{what} {tokens:,} tokens, and the context of {type(model).__name__} is {most:,}: give it less to read, "
-            "or choose a model with a longer context"
+            f"or choose a model with a longer context{'. ' * bool(advice)}{advice}"
         )
 
 

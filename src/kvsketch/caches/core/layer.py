@@ -101,6 +101,7 @@ class LayerCache(LayerState):
         )
         whole = merge(among, *(part for part in (answer.attended, answer.estimated) if part is not None))
         self._observe(asked, answer, whole)
+        self._remember(asked, new)
         first_and_whole = self.seen == 0 and self.config.prefill == "exact" and not self.recording
         before = exact_probe(asked, new) if first_and_whole and not self.keeps_all else None
         self.hold(new, ranks, self._note(asked, whole, new, ranks))
@@ -150,6 +151,13 @@ class LayerCache(LayerState):
         anew = asking.queries == WINDOW and again and new.keys.shape[2] > 1
         return self.streams.all[0].note_call(asked, asked.over_all(whole.lse), columns, asking, anew=anew)
 
+    def _remember(self, asked: Query, new: NewTokens) -> None:
+        """Keep the last queries of a prompt that is held back, for `settle` to say what forgetting did to them."""
+        there = new.valid is None or bool(new.valid[:, -PROBES:].all())
+        if self.recording and self.config.holds_back and not self.keeps_all:
+            last = asked.part(-PROBES, asked.queries.shape[2])
+            self.last_asked = replace(last, queries=last.queries.detach(), in_full=False) if there else None
+
     @property
     def _waits_for_others(self) -> bool:
         """Whether the queries of a first reading do not count."""
@@ -184,17 +192,14 @@ class LayerCache(LayerState):
 
     def settle(self) -> None:
         """Write to the past what is due to leave the window."""
+        if self.recording:
+            return
+        asked, self.last_asked = self.last_asked, None
+        before = None if asked is None else _whole(self.look(asked))
         for stream in self.streams.all:
-            if not self.recording:
-                stream.settle(self.lengths)
-
-    def ranks_of_latest(self, new: NewTokens) -> Int64[Tensor, "b q"]:
-        """Those of a call's tokens, which are held by now."""
-        last = torch.tensor(self.lengths, device=new.keys.device)[:, None]
-        if new.valid is None:
-            return last + torch.arange(-new.keys.shape[2], 0, device=new.keys.device)
-        after = new.valid.flip(1).cumsum(1).flip(1)  # each one and those behind it
-        return (last - after).masked_fill(~new.valid, -1)
+            stream.settle(self.lengths)
+        if asked is not None and before is not None:
+            self._measure(before, asked)
 
     def budget_of_layer(self, other: "LayerCache") -> Budget:
         """What a head may hold on the average, of a layer like another one."""

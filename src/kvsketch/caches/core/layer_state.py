@@ -37,6 +37,7 @@ class LayerState:
         self.kind: tuple[int, int, torch.dtype] | None = None  # KV heads, width and precision of keys
         self.error: Float[Tensor, "b hg"] | None = None  # relative error of the answers, per query head
         self.recall: Float[Tensor, "b hg"] | None = None  # share of the attention mass that was looked up
+        self.last_asked: Query | None = None  # of a prompt that is held back
         self.measured_at = 0  # tokens seen when it was measured
         self.row_shares: list[list[float]] | None = None  # of each row's KV heads, where the prompt has set them
 

@@ -36,6 +36,15 @@ class NewTokens:
         return NewTokens(self.keys[:, :, start:stop], self.values[:, :, start:stop], valid, unrotated)
 
 
+def ranks_of_latest(new: NewTokens, lengths: Sequence[int]) -> Int64[Tensor, "b q"]:
+    """How many tokens of its row come before each of a call's, which are the last in rows of these lengths."""
+    last = torch.tensor(lengths, device=new.keys.device)[:, None]
+    if new.valid is None:
+        return last + torch.arange(-new.keys.shape[2], 0, device=new.keys.device)
+    behind = new.valid.flip(1).cumsum(1).flip(1)  # each one and those behind it
+    return (last - behind).masked_fill(~new.valid, -1)
+
+
 @dataclass(frozen=True)
 class Seen:
     """Tokens that a method may note something about: their keys, and how many tokens of its row came before each."""
