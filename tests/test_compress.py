@@ -60,7 +60,10 @@ def test_it_holds_what_the_method_holds_after_reading_itself(family, spec, padde
     assert expected.keys() == got.keys()
     for name, value in expected.items():
         assert value == got[name] if isinstance(value, str) else torch.equal(value, got[name]), name
-    assert shared.nbytes == alone.nbytes - counted_bytes(alone)
+    if alone.config.holds_back:  # its window shrank in place; that of the other was made as it is
+        assert abs(shared.nbytes - alone.nbytes) <= 32 * 12 * 140, "no more than spare room of 12 lanes"
+    else:
+        assert shared.nbytes == alone.nbytes - counted_bytes(alone)
     assert str(shared.config) == str(alone.config)
     question = zoo.tokens(3, 7, seed=5)
     options = {"max_new_tokens": 40, "do_sample": False}
