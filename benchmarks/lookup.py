@@ -116,7 +116,7 @@ def check(cache: LayerCache, dtype: torch.dtype) -> None:
 def writing(config: Saap, keys: torch.Tensor, values: torch.Tensor, labels: torch.Tensor) -> list[float]:
     """Seconds for every block of tokens that leaves the window, from the first on: labelled, and sorted in."""
     method, taken = config.new_method(LAYER), []
-    lanes = Lanes(method, 1, [Budget(1.0, None, 0)] * HEADS)
+    lanes = Lanes(method, [[Budget(1.0, None, 0)] * HEADS])
     for start in range(0, keys.shape[2] - BLOCK, BLOCK):
         part = slice(start, start + BLOCK)
         ranks = torch.arange(start, start + BLOCK)[None]

@@ -99,7 +99,7 @@ def filled(case: Case, config: LookupConfig) -> Lanes:
     if isinstance(config, SortedConfig):
         config = replace(config, staging=case.count)
     method = config.new_method(case.layer)
-    lanes = Lanes(method, 1, [Budget(1.0, None, 0)] * case.keys.shape[1])
+    lanes = Lanes(method, [[Budget(1.0, None, 0)] * case.keys.shape[1]])
     ranks = torch.arange(case.count, device=case.keys.device)[None]
     notes = method.note(Seen(case.keys, case.unrotated, ranks))
     lanes.write(Columns(case.keys, case.values, ranks, notes), [case.count], [False])
