@@ -1,7 +1,10 @@
 """What `kvsketch inspect` measures and draws, and what it reads it from."""
 
+import html
 import json
 import re
+import shutil
+import subprocess
 
 import pytest
 import torch
@@ -12,8 +15,10 @@ from commands import refused
 from commands import run as command
 from kvsketch.algorithms.subgen import founders, no_clusters, update_softmax_normalizer
 from kvsketch.attention import exact_attention
+from kvsketch.evaluation.answers.reading import readable_for
 from kvsketch.evaluation.inspection import pictures
 from kvsketch.evaluation.inspection.attended import attended
+from kvsketch.evaluation.inspection.kept import HeldByLayer, held_tokens, write_kept_page
 from kvsketch.evaluation.inspection.spread import (
     clusters_at_shares,
     clusters_over_time,
@@ -198,11 +203,14 @@ def test_the_command_writes_rows_and_pictures(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--heads", "4"], "--heads must be from 0 to 3 for this model, got '4'"),
+        (["--maps", "4"], "--maps must be from 0 to 3 for this model, got [4]"),
         (["--layers", "9"], "layers [9] are no full-attention layers"),
         (["--layers", ""], "--layers must be numbers"),
-        (["--heads", ""], "--heads must be numbers"),
+        (["--maps", ""], "--maps must be numbers"),
         (["--shares", "-1"], "--shares must be positive numbers"),
+        (["--heads", "--method", "saap"], "holds every token in every head"),
+        (["--heads", "--method", "keydiff(prefill='streaming')"], "chooses while it reads"),
+        (["--method", "keydiff"], "--method says what keeps tokens for --heads"),
         (["--prompt-file", "nowhere.txt"], "there is no file nowhere.txt"),
     ],
 )
@@ -241,3 +249,64 @@ def test_who_gets_the_attention_is_seen_where_it_was_put():
 def test_a_text_without_a_middle_has_no_attention_to_it():
     none = torch.zeros(0, 4)
     assert attended(torch.zeros(1, 0, 4), none, none, 1.0) is None
+
+
+def kept_with(spec, tokens=160):
+    """Exact and small caches of one text, and what each head holds."""
+    model = zoo.build("llama")
+    config = kvsketch.parse_spec(spec)
+    whole = kvsketch.prefill(model, zoo.tokens(1, tokens), kvsketch.make_cache(model, readable_for(config)))
+    small = whole.compress(config)
+    return small, held_tokens(whole, small)
+
+
+def test_of_the_latest_tokens_the_page_shows_the_latest():
+    small, layers = kept_with("streaming_llm(keep=64)")
+    for layer in layers:
+        (stream,) = small.sketch_layers[layer.layer].held.streams.all
+        assert layer.made == [0, 0]
+        for head in layer.held:
+            assert head.nonzero()[:, 0].tolist() == sorted(stream.window.columns.ranks[0].tolist())
+        assert layer.held[0, :4].all(), "sinks"
+        assert layer.held[0, -28:].all(), "the latest"
+
+
+@pytest.mark.parametrize("spec", ["kvzip(keep=0.4)", "uniform(keep=0.5, window=16)", "clustergen(keep=0.6)"])
+def test_every_entry_is_a_token_or_said_to_be_none(spec):
+    small, layers = kept_with(spec)
+    assert sum(sum(layer.made) for layer in layers) > 0 if "clustergen" in spec else True
+    for layer in layers:
+        entries = small.sketch_layers[layer.layer].held.count_entries()[0].tolist()
+        assert [int(head.sum()) + made for head, made in zip(layer.held, layer.made, strict=True)] == entries
+        if "clustergen" not in spec:
+            assert layer.made == [0, 0]
+
+
+def test_the_page_of_kept_tokens_shows_a_head_alone_and_runs_nothing_of_the_text(tmp_path):
+    """In Chromium: a click on a head colours its tokens, and a token of a text that is a script is text."""
+    held = [torch.tensor([[1, 0, 1, 1, 0], [0, 0, 1, 0, 1]], dtype=torch.bool), torch.ones(2, 5, dtype=torch.bool)]
+    layers = [HeldByLayer(2 * n, part, [0, 3]) for n, part in enumerate(held)]
+    words = ["a", "</script><script>document.title = 'run'</script>", "&amp;", "", "z"]
+    write_kept_page(tmp_path / "kept.html", layers, words, {"text": "<b>bold</b>"})
+    page = (tmp_path / "kept.html").read_text()
+    assert "<b>bold" not in page
+    assert page.count("<script>") == 1
+    if shutil.which("chromium") is None:
+        pytest.skip("no Chromium here: apt-get install chromium")
+    click = "<script>document.getElementById('h1').click();</script></body>"
+    (tmp_path / "clicked.html").write_text(page.replace("</body>", click))
+    command_line = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    command_line += [f"--user-data-dir={tmp_path / 'browser'}", "--dump-dom", f"file://{tmp_path / 'clicked.html'}"]
+    seen = subprocess.run(command_line, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert "<title>kvsketch: which tokens are kept</title>" in seen
+    assert re.findall(r'<span class="(s\d)" title', seen) == ["s0", "s0", "s9", "s0", "s9"]
+    assert re.search(r'id="about"[^>]*>layer 0, KV head 1: 40.0 % of the tokens', seen)
+
+
+def test_a_page_of_kept_tokens_is_written(tmp_path):
+    done = run("--out", tmp_path / "out", "--tokens", 200, "--heads", "--method", "keydiff(keep=0.5)")
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "out" / "kept.html").read_text()
+    assert "keydiff(keep=0.5)" in page
+    text = "".join(re.findall(r'heads">([^<]*)</span>', page))
+    assert html.unescape(text).startswith("A record of lines:\nline ")

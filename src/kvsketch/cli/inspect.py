@@ -1,7 +1,7 @@
 """`kvsketch inspect`: whether a model's keys cluster, and its values."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 
 from kvsketch.cli.app import MOST, check_folder, made_text, numbers, output, progress_bar, read_text, some_numbers
+from kvsketch.cli.inspect_heads import show_heads
 from kvsketch.cli.models import load_model
 from kvsketch.cli.notes import say
 from kvsketch.cli.options import Device, ModelName, Precision, RowsFolder
@@ -45,18 +46,43 @@ def inspect(
     prompt_file: PromptFile = None,
     tokens: Annotated[int, typer.Option(min=64, max=MOST, help="Read so many tokens of the text at most.")] = 4000,
     layers: Layers = None,
-    heads: Annotated[str, typer.Option(help="KV heads to draw maps of, with commas.")] = "0",
+    maps: Annotated[str, typer.Option(help="KV heads to draw maps of, with commas.")] = "0",
     shares: Shares = "0.25,0.5,0.75,1",
+    heads: Annotated[
+        bool, typer.Option("--heads", help="Show which tokens each head keeps instead, on a page.")
+    ] = False,
+    method: Annotated[
+        str | None, typer.Option("--method", "-m", help="For --heads: how a cache is kept small.")
+    ] = None,
     dtype: Precision = "auto",
     device: Device = None,
 ) -> None:
     """Show how a model's keys, values and queries are spread: clusters against length, norms, and maps."""
     check_folder("--out", out)
-    wanted_layers = None if layers is None else some_numbers("--layers", layers, int)
-    wanted_heads = some_numbers("--heads", heads, int)
-    wanted_shares = _positive("--shares", shares)
     text = None if prompt_file is None else read_text(prompt_file)
+    if heads:
+        show_heads(model, method, prompt_file, text, tokens, dtype, device, out)
+        return
+    if method is not None:
+        raise ValueError("--method says what keeps tokens for --heads; keys are spread as they are whatever is kept")
+    wanted = None if layers is None else some_numbers("--layers", layers, int), some_numbers("--maps", maps, int)
+    about = {"model": model or "embedded", "text": str(prompt_file or "a record of lines")}
+    _show_spread(
+        about, *wanted, _positive("--shares", shares), (lambda: load_model(model, dtype, device)), text, tokens, out
+    )
 
+
+def _show_spread(
+    about: Mapping[str, object],
+    layers: Sequence[int] | None,
+    maps: Sequence[int],
+    shares: Sequence[float],
+    load: "Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase]]",
+    text: str | None,
+    tokens: int,
+    out: Path,
+) -> None:
+    """Rows, tables and pictures."""
     if find_spec("matplotlib") is None:
         raise ValueError("pictures need matplotlib: pip install 'kvsketch[inspect]'")
 
@@ -64,19 +90,18 @@ def inspect(
     from kvsketch.evaluation.results.provenance import provenance
     from kvsketch.huggingface.capture import capture
 
-    language_model, tokenizer = load_model(model, dtype, device)
+    language_model, tokenizer = load()
     ids = _read(language_model, tokenizer, text, tokens)
-    seen = capture(language_model, ids, wanted_layers, at_most=5)
+    seen = capture(language_model, ids, layers, at_most=5)
     available = seen[0].keys.shape[0]
-    if not all(0 <= head < available for head in wanted_heads):
-        raise ValueError(f"--heads must be from 0 to {available - 1} for this model, got {heads!r}")
-    rows = _measure(seen, wanted_shares)
-    about = {"model": model or "embedded", "text": str(prompt_file or "a record of lines"), "tokens": ids.shape[1]}
-    save_rows(rows, out / "inspect.jsonl", about | provenance())
+    if not all(0 <= head < available for head in maps):
+        raise ValueError(f"--maps must be from 0 to {available - 1} for this model, got {list(maps)}")
+    rows = _measure(seen, shares)
+    save_rows(rows, out / "inspect.jsonl", {**about, "tokens": ids.shape[1]} | provenance())
     for table in _tables(rows):
         output().print(table)
     say(f"{NOTE} Rows: {out}")
-    _draw(rows, seen, wanted_heads, out)
+    _draw(rows, seen, maps, out)
 
 
 def _positive(option: str, text: str) -> list[float]:

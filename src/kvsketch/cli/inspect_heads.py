@@ -1,0 +1,62 @@
+"""`kvsketch inspect --heads`: which tokens of a text each head of a small cache keeps, as a page."""
+
+from pathlib import Path
+
+import kvsketch
+from kvsketch.caches.core.config import BudgetedConfig, MethodConfig
+from kvsketch.caches.registry import RECOMMENDED
+from kvsketch.cli.app import made_text, progress_bar
+from kvsketch.cli.models import load_model
+from kvsketch.cli.notes import say
+
+PAGE = "kept.html"
+
+
+def show_heads(
+    model: str | None,
+    method: str | None,
+    prompt_file: Path | None,
+    text: str | None,
+    tokens: int,
+    dtype: str,
+    device: str | None,
+    out: Path,
+) -> None:
+    """Read a text once, make a small cache of that, and write the page."""
+    config = checked(method)
+    from kvsketch.evaluation.answers.reading import readable_for
+    from kvsketch.evaluation.inspection.kept import held_tokens, token_texts, write_kept_page
+    from kvsketch.evaluation.results.provenance import provenance
+
+    exact = readable_for(config)
+    if exact is None:
+        raise ValueError(
+            f"{config} chooses while it reads, and --heads shows what is chosen of a text that was read exactly: leave "
+            'out prefill="streaming", or name another method'
+        )
+    language_model, tokenizer = load_model(model, dtype, device)
+    read = made_text("lines", tokens, "inspect", tokenizer) if text is None else text
+    found = tokenizer(read, return_tensors="pt", return_offsets_mapping=True)
+    ids = found["input_ids"][:, :tokens].to(language_model.device)
+    with progress_bar() as bar:
+        task = bar.add_task(f"reading {ids.shape[1]:,} tokens", total=None)
+        whole = kvsketch.make_cache(language_model, exact)
+        kvsketch.prefill(language_model, ids, whole, progress=lambda count: bar.update(task, completed=count))
+        small = whole.compress(config)
+    about = {"method": str(config), "model": model or "embedded", "text": str(prompt_file or "a record of lines")}
+    report = small.report()
+    about["bytes"] = f"{report.nbytes / report.full_nbytes:.1%} of a full cache"
+    run = provenance()
+    about |= {"kvsketch": f"{run['kvsketch']} {run['commit']}", "date": run["date"]}
+    ends = found["offset_mapping"][0, : ids.shape[1], 1].tolist()
+    out.mkdir(parents=True, exist_ok=True)
+    write_kept_page(out / PAGE, held_tokens(whole, small), token_texts(read, ends), about)
+    say(f"which tokens are kept: {out / PAGE}")
+
+
+def checked(method: str | None) -> MethodConfig:
+    """The method, if it forgets."""
+    config = kvsketch.parse_spec(method or f"{RECOMMENDED}(keep=0.25)")
+    if not isinstance(config, BudgetedConfig):
+        raise ValueError(f"{config} holds every token in every head: --heads is for methods that forget")
+    return config
