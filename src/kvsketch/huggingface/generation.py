@@ -15,7 +15,7 @@ from kvsketch.caches.exact import ASKINGS
 from kvsketch.caches.registry import chosen_method
 from kvsketch.huggingface.attaching import attach
 from kvsketch.huggingface.cache import SketchCache
-from kvsketch.huggingface.identity import check_method_fits
+from kvsketch.huggingface.identity import fitted
 from kvsketch.huggingface.prompt import NO_QUESTIONS
 from kvsketch.huggingface.supported import unwrapped
 
@@ -37,7 +37,7 @@ def make_cache(
     """
     config = chosen_method(method, keep)
     asked = checked_questions(config, questions)
-    check_method_fits(config, unwrapped(model))
+    config = fitted(config, unwrapped(model))
     return SketchCache(config, attach(model, before_rotation=config.before_rotation), asked)
 
 

@@ -54,6 +54,9 @@ def describe_model(model: PreTrainedModel) -> dict[str, Any]:
     return plain
 
 
-def check_method_fits(config: MethodConfig, model: PreTrainedModel, *, held: bool = False) -> None:
-    """Refuse a method that rests on something learnt from another model; `held`: a cache of it comes from a file."""
-    config.check_model(lambda: describe_model(model), held=held)
+def fitted(config: MethodConfig, model: PreTrainedModel, *, held: bool = False) -> MethodConfig:
+    """A method for this model; refuses one that rests on something learnt from another.
+
+    `held`: a cache of it comes from a file.
+    """
+    return config.for_model(lambda: describe_model(model), held=held)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from kvsketch.caches.core.config import MethodConfig
 from kvsketch.huggingface.attention import ATTENTION_NAME
 from kvsketch.huggingface.frequencies import ChangingFrequencies, DropGuard
-from kvsketch.huggingface.identity import check_method_fits, describe_model, fingerprint
+from kvsketch.huggingface.identity import describe_model, fingerprint, fitted
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,10 @@ class ModelLink:
             raise ValueError("the model that this cache was made for is gone")
         return describe_model(model)
 
-    def check_method(self, config: MethodConfig) -> None:
-        """Refuse a method that does not fit the model as it is now."""
+    def fitted(self, config: MethodConfig) -> MethodConfig:
+        """A method for the model as it is now; refuses one that does not fit it."""
         model = self.model()
-        if model is not None:
-            check_method_fits(config, model)
+        return config if model is None else fitted(config, model)
 
     def check_attached(self) -> None:
         """Refuse to work for a model whose attention is not ours."""

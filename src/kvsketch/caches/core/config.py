@@ -84,6 +84,11 @@ class MethodConfig(ABC):
         `held`: what it says how to choose is chosen already, by a cache that comes from a file.
         """
 
+    def for_model(self, facts: Callable[[], dict[str, Any]], *, held: bool = False) -> "MethodConfig":
+        """This config for a model that it can serve, with what is to be found for that; refuses other models."""
+        self.check_model(facts, held=held)
+        return self
+
     def source_digest(self) -> str | None:
         """What this config takes from elsewhere, in a few letters that change when that does."""
         return None

@@ -17,10 +17,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvsketch.caches.core.storage import made_of
-from kvsketch.files import DamagedError, TensorFile, digest_of, read_json, write_json
+from kvsketch.files import DamagedError, TensorFile, digest_of, read_json, user_cache, write_json
 
 FORMAT = 2
 DESCRIPTION = "index.json"
+SHIPPED = Path(__file__).parent.parent.parent / "assets" / "indexes"
 FILE = "file"  # of a layer's part of the description: the digest of its file
 
 
@@ -148,6 +149,26 @@ class KeyIndex:
                 f"({fitted.get('id')!r}): fit one to this model: kvsketch fit. Weights of float32 look like "
                 "others too where they are loaded in float16: load them as they were for the fit"
             )
+
+
+def find_index(method: str, facts: dict[str, Any]) -> KeyIndex:
+    """The index that there is for a model, the user's own or one that comes with kvsketch."""
+    own = own_index(facts)
+    for path in (own / DESCRIPTION, *sorted(SHIPPED.glob(f"*/{DESCRIPTION}"))):
+        if path.is_file():
+            found = read_index(path.parent)
+            if found.description["model"]["fingerprint"] == facts["fingerprint"]:
+                found.check_model(facts)
+                return found
+    raise ValueError(
+        f"{method} looks things up in an index of this model, and there is none, neither in kvsketch nor in {own}. "
+        f'Make one: kvsketch fit MODEL --corpus FILE; one elsewhere is named: {method}(index="FOLDER")'
+    )
+
+
+def own_index(facts: dict[str, Any]) -> Path:
+    """Where a user's index of a model is, unless it was written elsewhere."""
+    return user_cache() / "indexes" / str(facts["fingerprint"])[:32]
 
 
 def read_index(folder: str | Path) -> KeyIndex:

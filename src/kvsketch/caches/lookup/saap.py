@@ -1,6 +1,7 @@
 """Saap: the method's one-head form is `algorithms/saap.py`, what it has learnt comes from `kvsketch fit`."""
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +17,7 @@ from kvsketch.caches.core.query import Query
 from kvsketch.caches.core.tokens import Seen
 from kvsketch.caches.lookup.buckets import BucketLookup
 from kvsketch.caches.lookup.config import BucketedConfig
-from kvsketch.caches.lookup.key_index import KeyIndex, LayerIndex, read_index
+from kvsketch.caches.lookup.key_index import KeyIndex, LayerIndex, find_index, read_index
 from kvsketch.caches.lookup.store import Lookup
 from kvsketch.kernels.buckets import assign
 
@@ -25,7 +26,7 @@ PREFERENCES = ("mass", "density")
 
 @dataclass(frozen=True, kw_only=True)
 class IndexedConfig(BucketedConfig):
-    """`index`: the folder that `kvsketch fit` made for the model."""
+    """`index`: the folder that `kvsketch fit` made for the model; left out, the one there is for it."""
 
     index: str = ""
 
@@ -49,14 +50,19 @@ class IndexedConfig(BucketedConfig):
             )
         return read_index(self.folder)
 
-    def check_model(self, facts: Callable[[], dict[str, Any]], *, held: bool = False) -> None:
-        self.learnt.check_model(facts())
+    def for_model(self, facts: Callable[[], dict[str, Any]], *, held: bool = False) -> MethodConfig:
+        if self.index or "learnt" in vars(self):
+            self.learnt.check_model(facts())
+            return self
+        found = copy(self)  # it is the same config, but for where what was learnt is
+        vars(found)["learnt"] = find_index(self.name, facts())
+        return found
 
     def source_digest(self) -> str | None:
         return self.learnt.digest
 
     def with_full_paths(self) -> MethodConfig:
-        return replace(self, index=str(self.folder.resolve()))
+        return replace(self, index=str(self.folder.resolve())) if self.index else self
 
     def looks_up_in(self, layer: int) -> bool:
         """Where something was learnt: `kvsketch fit` leaves out layers whose queries do not look far."""

@@ -1,29 +1,38 @@
-"""Methods side by side on one document, at the same budget."""
+"""Methods side by side on two documents: a record in which every line matters, and a few needles in noise."""
 
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvsketch.caches.core.config import BudgetedConfig
-from kvsketch.caches.registry import METHODS
 from kvsketch.evaluation.answers.session import Timing, answer, read_prompt
 from kvsketch.evaluation.embedded import load_embedded
 from kvsketch.evaluation.tasks import TASKS, Sample, Setting
 from kvsketch.evaluation.tasks.length import Fitter
-from kvsketch.huggingface import Report, make_cache
+from kvsketch.huggingface import Report, make_cache, prefill
 
-KEEP = 0.25
 QUESTIONS = 6
 NEW_TOKENS = 12
+EXACT_PARTS = "window=255, staging=64"  # of the look-up: the index was fitted for such a window
+METHODS: Mapping[str, str] = {
+    "exact": "everything held, everything read",
+    "streaming_llm(keep=0.25)": "the latest tokens, a quarter",
+    "kvzip(keep=0.25)": "recommended, a quarter",
+    "kvzip(keep=0.125)": "recommended, an eighth",
+    "kvzip(keep=0.0625)": "recommended, a sixteenth",
+    f"saap(probes=64, visit=0.08, estimate=True, prefer='density', {EXACT_PARTS})": "everything held, a tenth read",
+}
+DOCUMENTS: Mapping[str, str] = {
+    "lines": "a dense record: every line is random, and any of them may be asked for",
+    "niah_multikey": "four needles in noise: four sentences matter, hundreds do not",
+}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a method said about a line, and whether that is right."""
+    """What a method said to a question, and whether that is right."""
 
-    asked: str
     depth: float
     text: str
     right: bool
@@ -31,49 +40,64 @@ class Answer:
 
 @dataclass(frozen=True)
 class Row:
-    """One method's run."""
+    """One method on one document."""
 
+    document: str
     method: str
     report: Report
     prefill: Timing
     decode: Timing
     answers: tuple[Answer, ...]
 
+    @property
+    def right(self) -> float:
+        """The share of right answers."""
+        return sum(answer.right for answer in self.answers) / len(self.answers)
 
-def demo_methods() -> list[str]:
-    """Exact attention, and every method that forgets at the same budget."""
-    others = [f"{name}(keep={KEEP})" for name, config in METHODS.items() if issubclass(config, BudgetedConfig)]
-    return ["exact", *others]
+    @property
+    def holds(self) -> float:
+        """Bytes held, over those of a full cache."""
+        return self.report.nbytes / self.report.full_nbytes
+
+    @property
+    def reads(self) -> float:
+        """The part of what was seen that a new token reads: of what is held, or of the past where that is looked up."""
+        return min(1.0, self.holds) if self.report.looked_up is None else self.report.looked_up
 
 
-def demo_document(count: Callable[[Sample], int], tokens: int, seed: int = 0) -> Sample:
-    """A record of lines with so many tokens, and questions on lines from its start to its end."""
-    fitter = Fitter(TASKS["lines"], Setting(size=1, questions=1), count)
-    size = fitter.sample(tokens, "size").context.count("\nline ")
-    sample = TASKS["lines"].make(random.Random(seed), Setting(size=size, questions=size))
+def document(task: str, count: Callable[[Sample], int], tokens: int, seed: int = 0) -> Sample:
+    """A document with about so many tokens, and questions on it from its start to its end."""
+    setting = Setting(size=1, questions=tokens, wording="compact")  # all that can be asked
+    sample = Fitter(TASKS[task], setting, count).sample(tokens, f"demo/{seed}")
     ordered = sorted(sample.questions, key=lambda question: question.depth or 0.0)
-    places = [round((i + 0.5) * size / QUESTIONS) for i in range(QUESTIONS)]
+    asked = min(QUESTIONS, len(ordered))
+    places = [round((i + 0.5) * len(ordered) / asked - 0.5) for i in range(asked)]
     return Sample(sample.context, tuple(ordered[place] for place in places))
 
 
-def run_demo(tokens: int, advance: Callable[[str], None] | None = None) -> Iterator[Row]:
-    """Read one record with every method, then ask the same questions; none of them is known when it is read."""
+def run_demo(tokens: int, advance: Callable[[str], None] = lambda method: None) -> Iterator[Row]:
+    """Read the documents with every method, then ask the same questions; none is known when a document is read."""
     model, tokenizer = load_embedded(torch.float32)
-    sample = demo_document(lambda made: len(tokenizer(made.context)["input_ids"]), tokens)
-    prompt = tokenizer(sample.context, return_tensors="pt")["input_ids"]
-    for method in demo_methods():
-        if advance is not None:
+    for task in DOCUMENTS:
+        sample = document(task, lambda made: len(tokenizer(made.context)["input_ids"]), tokens)
+        for method in METHODS:
             advance(method)
-        cache = make_cache(model, method)
-        prefill = read_prompt(model, prompt, cache)
-        report = cache.report()
-        answers, decoded, seconds = list[Answer](), 0, 0.0
-        for question in sample.questions:
-            ask = tokenizer(question.prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
-            out, decode = answer(model, ask, cache.fork(), max_new_tokens=NEW_TOKENS)
-            text = tokenizer.decode(out[0], skip_special_tokens=True)
-            name = question.text.rpartition("in line ")[2].split("?")[0]
-            right = TASKS["lines"].score(text, question.answers) == 1.0
-            answers.append(Answer(name, question.depth or 0.0, text.rstrip(">\n"), right))
-            decoded, seconds = decoded + decode.tokens, seconds + decode.seconds
-        yield Row(method, report, prefill, Timing(decoded, seconds), tuple(answers))
+            yield _run(model, tokenizer, task, sample, method)
+
+
+def _run(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: str, sample: Sample, method: str) -> Row:
+    cache = make_cache(model, method)
+    read = read_prompt(model, tokenizer(sample.context, return_tensors="pt")["input_ids"], cache)
+    report, answers, decoded, seconds = cache.report(), list[Answer](), 0, 0.0
+    for question in sample.questions:
+        ids = tokenizer(question.prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        twin = prefill(model, ids[:, :-1], cache.fork(), chunk=1)  # one by one: who looks up does so for questions too
+        out, decode = answer(model, ids[:, -1:], twin, max_new_tokens=NEW_TOKENS)
+        if report.looked_up is None:
+            report = report if twin.report().looked_up is None else twin.report()
+        text = tokenizer.decode(out[0], skip_special_tokens=True)
+        answers.append(
+            Answer(question.depth or 0.0, text.rstrip(">\n"), TASKS[task].score(text, question.answers) == 1.0)
+        )
+        decoded, seconds = decoded + decode.tokens, seconds + decode.seconds
+    return Row(task, method, report, read, Timing(decoded, seconds), tuple(answers))

@@ -1,0 +1,38 @@
+"""Texts that an index for the embedded model is fitted to: its own tasks, many questions and answers each."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from kvsketch.evaluation.tasks import TASKS, Sample, Setting
+from kvsketch.evaluation.tasks.length import Fitter
+
+ASKED_OF = ("lines", "passkey", "kv", "niah_single", "niah_multikey")
+TEXTS, TOKENS, QUESTIONS, SEED = 16, 3000, 24, 100  # of each task; none of these documents is one that is measured on
+FIT: Mapping[str, int] = {"tokens": 4096, "apart": 255, "away": 128, "queries": 256, "buckets": 256, "hidden": 128}
+
+
+def answered(sample: Sample) -> str:
+    """A document with all its questions and right answers behind it."""
+    return sample.context + "".join(question.prompt + question.reply for question in sample.questions)
+
+
+def texts(
+    tokenizer: PreTrainedTokenizerBase, task: str, count: int, setting: Setting, tokens: int, seed: int
+) -> Iterator[str]:
+    """Documents of a task with their answers, of about so many tokens."""
+    fitter = Fitter(TASKS[task], setting, lambda made: len(tokenizer(answered(made))["input_ids"]))
+    for number in range(count):
+        yield answered(fitter.sample(tokens, f"sample/{seed}/{number}"))
+
+
+def write_corpus(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[Path]:
+    """A file for each task."""
+    found, setting = list[Path](), Setting(size=1, questions=QUESTIONS, wording="compact")
+    for task in ASKED_OF:
+        made = texts(tokenizer, task, TEXTS, setting, TOKENS, SEED)
+        found.append(folder / f"{task}.jsonl")
+        found[-1].write_text("".join(json.dumps({"text": text}) + "\n" for text in made), encoding="utf-8")
+    return found
