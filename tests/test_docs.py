@@ -14,7 +14,7 @@ from kvsketch.evaluation.tasks import TASKS, Setting
 from kvsketch.evaluation.tasks.length import Fitter
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(page, language):
@@ -43,7 +43,7 @@ def test_the_code_of_the_readme_runs_as_it_stands(tmp_path, monkeypatch, capsys)
         tokenizer(q.text, add_special_tokens=False, return_tensors="pt")["input_ids"] for q in sample.questions
     ]
     known = {"name": str(tmp_path / "model"), "text": sample.context, "ids": ids, "questions": questions}
-    first, second = blocks(ROOT / "README.md", "python")
+    first, second, third = blocks(ROOT / "README.md", "python")
     exec(first, known)
     assert "bytes" in capsys.readouterr().out
     assert known["out"].shape[1] > ids.shape[1]
@@ -51,6 +51,9 @@ def test_the_code_of_the_readme_runs_as_it_stands(tmp_path, monkeypatch, capsys)
     exec(second, known)
     assert known["cache"].get_seq_length() == ids.shape[1]
     assert (tmp_path / "book.safetensors").exists()
+    exec(third, known)
+    assert known["out"].shape[1] > ids.shape[1]
+    assert known["cache"].config.learnt.layers == [1, 2, 3]
 
 
 def test_other_code_of_the_docs_runs(monkeypatch):

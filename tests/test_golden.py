@@ -51,7 +51,7 @@ def test_rows_of_different_methods_differ():
 def test_every_spec_of_the_docs_has_a_row():
     named = {_without_index(spec) for spec in rows.NAMED}
     call = re.compile(rf"\b(?:{'|'.join(METHODS)})\([^()`]*=[^()`]*\)")
-    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))):
         for spec in call.findall(path.read_text(encoding="utf-8")):
             if spec not in NO_SPECS:
                 assert _without_index(spec) in named, f"{path.name} names {spec}: give it a row in golden/rows.py"

@@ -84,7 +84,7 @@ NAMED = (
     "streaming_heads(keep=0.25, heads='profile')",
     "exact(noting='second reading')",
     "saap(index='INDEX', probes=32)",
-    "saap(index='INDEX', probes=128, visit=0.1, estimate=True, prefer='density')",
+    "saap(index='INDEX', probes=64, visit=0.1, estimate=True, prefer='density', window=255)",
     "saap(index='INDEX', estimate=True)",
     "saap(index='INDEX', estimate=True, prefer='density')",
     "kmeans(index='INDEX', rope=True)",
