@@ -13,7 +13,7 @@ HISTORIES ?= 2000
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo real test check format lint types test-fast test-oldest soak power picture decode answers clustering balance lookup needle index profiles real-keys figures clean
+.PHONY: demo real test check format lint types test-fast test-oldest docs soak power picture decode answers clustering balance lookup needle index profiles real-keys figures clean
 
 demo: $(VENV)/ready ## what kvsketch does, on the embedded model: two documents, six caches, and a picture
 	$(BIN)/kvsketch demo --out demo-report
@@ -46,6 +46,10 @@ soak: $(VENV)/ready ## 2,000 histories of caches; `make soak SEED=7` plays other
 
 power: $(VENV)/ready ## put 60 small faults into the code, one at a time: do the tests notice?
 	$(BIN)/python benchmarks/power.py --out docs/results/power.jsonl
+
+docs: $(VENV)/ready ## the documentation as a site, in site/; links that lead nowhere are errors
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 picture: $(VENV)/ready ## the picture of the README: memory while 200,000 tokens are read
 	$(BIN)/python benchmarks/long_prompt.py
@@ -136,6 +140,7 @@ real-keys: $(VENV)/ready ## the papers' claims on keys of smollm2; BOOKS has tra
 
 figures: $(VENV)/ready ## draw docs/figures from the rows in docs/results
 	$(BIN)/python benchmarks/figures.py
+	$(BIN)/python benchmarks/front.py
 
 $(VENV)/ready: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
