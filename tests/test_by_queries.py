@@ -526,15 +526,34 @@ def test_learned_sinks_have_their_part_of_the_attention():
         torch.testing.assert_close(noted.float(), expected, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gemma4", "gpt_oss", "lfm2", "qwen3_next", "falcon_h1"])
+@pytest.mark.parametrize("noting", ["second reading", "questions"])
+def test_a_padded_row_is_asked_as_if_alone_beside_layers_that_slide_or_sum_up(family, noting):
+    model, ids, padding = zoo.build(family), zoo.tokens(3, 120), (0, 45, 111)
+    mask, spec = torch.ones_like(ids), f"exact(noting={noting!r})"
+    for row, count in enumerate(padding):
+        mask[row, :count] = 0
+    given = {"questions": [zoo.tokens(1, 9, seed=5)]} if noting == "questions" else {}
+    both = kvsketch.make_cache(model, spec, **given)
+    kvsketch.prefill(model, ids, both, attention_mask=mask, chunk=70)
+    for row, count in enumerate(padding):
+        alone = kvsketch.prefill(model, ids[row : row + 1, count:], kvsketch.make_cache(model, spec, **given))
+        for layer, own in zip(both.sketch_layers, alone.sketch_layers, strict=True):
+            columns = layer.held.window.columns
+            noted = columns.notes[row, :, columns.ranks[row] >= 0].view(torch.float64)
+            torch.testing.assert_close(noted, own.held.window.noted[0].view(torch.float64), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("family", ["gemma2", "falcon_h1"])
-def test_padding_where_some_layers_would_see_it_is_refused_before_it_is_read(family):
+def test_padding_that_some_layers_would_see_is_refused_before_it_is_read(family):
     model, ids = zoo.build(family), zoo.tokens(2, 60)
-    mask = torch.ones_like(ids)
-    mask[1, :20] = 0
-    cache = kvsketch.make_cache(model, "kvzip")
-    with pytest.raises(ValueError, match="would see its padding: give each row a cache of its own"):
-        kvsketch.prefill(model, ids, cache, attention_mask=mask)
-    assert cache.seen == 0
+    for hidden in (slice(40, 60), slice(10, 20)):
+        mask = torch.ones_like(ids)
+        mask[1, hidden] = 0
+        cache = kvsketch.make_cache(model, "kvzip")
+        with pytest.raises(ValueError, match="would see its padding: have all of it in front of the rows"):
+            kvsketch.prefill(model, ids, cache, attention_mask=mask)
+        assert cache.seen == 0
     kvsketch.prefill(model, ids, cache)
     assert not cache.recording
 

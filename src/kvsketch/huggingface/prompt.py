@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from kvsketch.caches.core.asking import QUESTIONS
 from kvsketch.caches.core.config import MANY, MethodConfig
 from kvsketch.caches.core.shares import THRESHOLD
+from kvsketch.caches.core.storage import in_front
 from kvsketch.caches.exact import ASKINGS
 from kvsketch.caches.forgetting.scored import NotedConfig
 from kvsketch.caches.forgetting.threshold import shares_of_prompt
@@ -121,16 +122,24 @@ class Prompt:
                 f"{self.config} has the model read on behind the prompt, and embeddings came instead of token "
                 'ids: use another method, with heads="profile" for instance'
             )
-        mask = given.get("attention_mask")
-        padded = isinstance(mask, Tensor) and not bool(mask.all())
-        if padded and (self.stack.summing or len(self.stack.sketch) < len(self.stack.layers)):
-            raise ValueError(
-                f"{self.config} has the model read on behind the prompt, and the layers of this model that do not "
-                "attend to everything would see its padding: give each row a cache of its own"
-            )
+        self._check_padding(given.get("attention_mask"), count)
         if decoder.training:
             raise ValueError(f"{self.config} has the model read on behind the prompt: call model.eval() first")
         self.check_context(decoder, count)
+
+    def _check_padding(self, mask: Any, count: int) -> None:
+        """Refuse padding that layers would see which do not attend to everything."""
+        stock = self.stack.summing or len(self.stack.sketch) < len(self.stack.layers)
+        if not stock or not isinstance(mask, Tensor) or mask.ndim != 2 or bool(mask.all()):
+            return
+        behind = bool((mask.int().diff(dim=1) < 0).any())  # then it lies between the prompt and what is read behind it
+        alone = count == 1 and bool(self.stack.summing)  # transformers hides no single token from those that sum up
+        if behind or (alone and not bool(mask[:, -1].all())):
+            raise ValueError(
+                f"{self.config} has the model read on behind the prompt, and the layers of this model that do not "
+                "attend to everything would see its padding: have all of it in front of the rows (padding_side="
+                '"left"), or give each row a cache of its own'
+            )
 
     def check_context(self, decoder: Any, count: int) -> None:
         """Refuse a prompt that is longer than the context with what is read behind it."""
@@ -196,8 +205,7 @@ class Prompt:
         own = torch.cat(self.texts, 1)
         texts = [(ids := one.to(own.device).expand(len(own), -1), torch.ones_like(ids)) for one in self.questions]
         if not texts:
-            real = self.stack.sketch[0].positions.real
-            texts = [(own, torch.ones_like(own) if real is None else real.to(own))]
+            texts = [_without_padding(own, self.stack.sketch[0].positions.real)]
         self.again, before = True, own.shape[1]
         try:
             read_behind(
@@ -213,6 +221,17 @@ class Prompt:
 
 def _shares_itself(config: MethodConfig) -> bool:
     return isinstance(config, NotedConfig) and config.heads == THRESHOLD
+
+
+def _without_padding(ids: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Rows that begin with their first real token, and which tokens are real: what is padding comes last.
+
+    So no layer sees any of it, and a row reads as if it were alone.
+    """
+    if real is None:
+        return ids, torch.ones_like(ids)
+    index = in_front(real)[:, : int(real.sum(1).max())].to(ids.device)
+    return ids.gather(1, index), real.to(ids).gather(1, index)
 
 
 def _free_memory(device: torch.device) -> int | None:
