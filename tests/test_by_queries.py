@@ -333,6 +333,31 @@ def test_a_call_that_fails_in_the_middle_of_a_prompt_loses_nothing(llama):
     assert entries(cache) == entries(read(llama, "kvzip(keep=0.25)", ids))
 
 
+def test_a_second_reading_that_was_interrupted_is_done_when_the_same_is_asked_for_again(llama):
+    ids, new, heard = zoo.tokens(2, 200), zoo.tokens(2, 20, seed=2), []
+    expected = read(llama, "kvzip(keep=0.25)", ids)
+
+    def stop(count):
+        if count > 200:
+            raise KeyboardInterrupt
+
+    cache = kvsketch.make_cache(llama, "kvzip(keep=0.25)")
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            kvsketch.prefill(llama, ids, cache, chunk=90, progress=stop)
+        assert cache.seen == 200
+    fork = cache.fork()
+    kvsketch.prefill(llama, ids, cache, chunk=90, progress=heard.append)
+    assert heard == [400]
+    assert entries(cache) == entries(expected)
+    kvsketch.prefill(llama, new, cache)  # and other tokens, or a call of the model, are later text
+    kvsketch.prefill(llama, new, expected)
+    with torch.no_grad():
+        llama(input_ids=new, past_key_values=fork)
+    assert cache.seen == fork.seen == 220
+    assert entries(cache) == entries(fork) == entries(expected)
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [

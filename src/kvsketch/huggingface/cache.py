@@ -58,7 +58,7 @@ class SketchCache(Cache):
         rows, count = new.shape[:2]
         check_not_empty(count)
         self.model.check_module(module)
-        self.prompt.check(module, given, rows, count)
+        self.prompt.check(self, module, given, rows, count)
         self._check_call(rows, count)
         if given.get("output_attentions"):
             refuse_weights()

@@ -70,10 +70,13 @@ def prefill(
     Reads all tokens in one call, or `chunk` at a time so that the model's own activations stay
     small; by default in chunks where the method says `prefill="streaming"`. `progress` is called with
     the number of tokens read after each chunk, those of a second reading included where the method wants one.
-    `attention_mask` covers the new tokens alone.
+    `attention_mask` covers the new tokens alone. A second reading that was interrupted is done when the same is asked
+    for again, and the tokens are not read once more.
     """
     inner: PreTrainedModel = unwrapped(model)
     _check_prompt(input_ids, attention_mask, chunk)
+    if cache.prompt.complete(cache, input_ids, progress):
+        return cache
     if chunk is None:
         chunk = cache.config.chunk if cache.config.prefill == "streaming" else input_ids.shape[1]
     mask, seen = attention_mask, cache.seen

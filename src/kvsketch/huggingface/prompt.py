@@ -48,7 +48,9 @@ class Prompt:
         self.noted: int | None = None  # tokens of it, once it was read
         self.first = 0  # tokens of its first call, if that was all of it
         self.again = False  # whether it is being read a second time
+        self.due = False  # whether all of it was read, and what was to follow has not come to its end
         self.texts = list[Tensor]()  # what was read so far
+        self.latest = 0  # texts that there were before the latest `kvsketch.prefill`
         self.decoder: weakref.ref[nn.Module] | None = None  # what reads
 
     @property
@@ -69,14 +71,24 @@ class Prompt:
     def reading(self) -> Iterator[None]:
         """All calls in here are one prompt; after an interruption the next call, or more in here, completes it."""
         self.begin()
-        self.open = True
+        self.open, self.latest = True, len(self.texts)
         try:
             yield
         finally:
             self.open = False
 
-    def check(self, decoder: Any, given: Mapping[str, Any], rows: int, count: int) -> None:
+    def complete(self, cache: Any, ids: Tensor | None = None, progress: Callable[[int], None] | None = None) -> bool:
+        """Do now what an interruption has left undone; whether these tokens are those that it had just read."""
+        if not self.due or self.again:
+            return False
+        read = self.texts[self.latest :]
+        same = ids is not None and bool(read) and torch.equal(torch.cat(read, -1).to(ids), ids)
+        self.end(cache, progress)
+        return same
+
+    def check(self, cache: Any, decoder: Any, given: Mapping[str, Any], rows: int, count: int) -> None:
         """A call comes: refuse one that cannot be read a second time; say if memory will be short."""
+        self.complete(cache)
         if not self.config.holds_back or self.again:
             return
         self.begin()
@@ -172,6 +184,7 @@ class Prompt:
         """All of it is read: choose, layer by layer. `progress` hears of its second reading if there is one."""
         if not self.held:
             return
+        self.due = True
         decoder = None if self.decoder is None else self.decoder()
         if self.read_more and self.texts and decoder is not None and self.stack.sketch:
             self._read_behind(cache, decoder, progress)
@@ -179,7 +192,7 @@ class Prompt:
             self._share()
             for layer in self.stack.sketch:
                 layer.settle(recording=False)
-        self.held, self.texts, self.decoder, self.noted = False, [], None, self.stack.seen
+        self.held, self.due, self.texts, self.decoder, self.noted = False, False, [], None, self.stack.seen
 
     def check_noted(self) -> None:
         """Refuse to choose of a text that has gone on since the model read on behind it."""
