@@ -24,6 +24,7 @@ from kvsketch.caches.lookup.lsh import LSH
 from kvsketch.caches.lookup.random_buckets import RandomBuckets
 from kvsketch.caches.lookup.retrieval import Retrieval
 from kvsketch.caches.lookup.saap import Saap
+from kvsketch.caches.recommended import RECOMMENDED
 
 METHODS: dict[str, type[MethodConfig]] = {
     "exact": Exact,
@@ -45,9 +46,6 @@ METHODS: dict[str, type[MethodConfig]] = {
     "random_buckets": RandomBuckets,
     "retrieval": Retrieval,
 }
-
-
-RECOMMENDED = "kvzip"  # where questions come later, see docs/methods.md
 
 
 def methods() -> dict[str, str]:
