@@ -13,7 +13,7 @@ from transformers.cache_utils import (
 )
 
 from kvsketch.caches.core.budget import parse_bytes
-from kvsketch.caches.core.config import BudgetedConfig, MethodConfig, begins_equal
+from kvsketch.caches.core.config import BudgetedConfig, MethodConfig, equal_until_read
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.huggingface import stock
 from kvsketch.huggingface.head_shares import HeadShares
@@ -45,7 +45,7 @@ class LayerStack:
 
     def _new_shares(self) -> HeadShares | None:
         """What says how heads share the budget, where that is not all alike."""
-        if begins_equal(self.config):
+        if equal_until_read(self.config):
             return None
         assert isinstance(self.config, BudgetedConfig), "others hold everything"
         heads = heads_of(self.model.config)[0]

@@ -217,6 +217,6 @@ class WindowedConfig(BudgetedConfig):
         return first, math.ceil(entries / max(budget.fraction * budget.share, entries / MOST))
 
 
-def begins_equal(config: MethodConfig) -> bool:
-    """Whether nothing but the prompt itself gives a head another share than others."""
+def equal_until_read(config: MethodConfig) -> bool:
+    """Whether heads have equal shares, unless and until a prompt that was read gives them others."""
     return not isinstance(config, BudgetedConfig) or config.heads in (EQUAL, THRESHOLD)

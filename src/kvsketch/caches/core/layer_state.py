@@ -9,7 +9,7 @@ from torch import Tensor
 from kvsketch.caches.core.allocation import budgets_of
 from kvsketch.caches.core.budget import MOST, Budget
 from kvsketch.caches.core.buffers import Window
-from kvsketch.caches.core.config import BudgetedConfig, MethodConfig, begins_equal
+from kvsketch.caches.core.config import BudgetedConfig, MethodConfig, equal_until_read
 from kvsketch.caches.core.lanes import Lanes
 from kvsketch.caches.core.query import Query
 from kvsketch.caches.core.shares import THRESHOLD
@@ -143,7 +143,7 @@ def restored_budgets(given: list[list[Any]], config: MethodConfig) -> list[Budge
             right = right and least == budget.least <= (budget.fixed or 0) <= MOST
             right, most = right and (isinstance(keep, str) or budget.fixed == keep), MOST
         right = right and type(budget.share) is float and 0 <= budget.share <= most * (1 + 1e-9)
-        if not right or (budget.share != 1 and begins_equal(config)):
+        if not right or (budget.share != 1 and equal_until_read(config)):
             raise ValueError(f"a budget of {budget!s:.80} for {config!s:.80}")
     return found
 
