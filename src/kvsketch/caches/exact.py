@@ -18,6 +18,11 @@ ASKINGS = {
 }
 
 
+def noting_for(asking: Asking | None) -> str | None:
+    """What an exact cache is told to note for methods that ask so; None where it cannot note that."""
+    return next((name for name, own in ASKINGS.items() if own == asking), None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Exact(KeepingConfig):
     """Keeps every token: what the others are compared with.

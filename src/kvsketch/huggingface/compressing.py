@@ -3,10 +3,8 @@
 import copy
 
 from kvsketch.caches.core.config import MethodConfig
-from kvsketch.caches.core.shares import THRESHOLD
-from kvsketch.caches.exact import ASKINGS, Exact
-from kvsketch.caches.forgetting.scored import NotedConfig
-from kvsketch.caches.forgetting.threshold import shares_of_prompt
+from kvsketch.caches.exact import Exact, noting_for
+from kvsketch.caches.forgetting.threshold import sets_shares, shares_of_prompt
 from kvsketch.huggingface.layer import SketchLayer
 from kvsketch.huggingface.layers import LayerStack
 from kvsketch.huggingface.prompt import Prompt
@@ -24,7 +22,7 @@ def check_can_become(old: MethodConfig, new: MethodConfig, prompt: Prompt) -> No
             "cache of this method read the text itself"
         )
     if new.asking is not None and new.asking != old.asking:
-        noting = next((name for name, asking in ASKINGS.items() if asking == new.asking), None)
+        noting = noting_for(new.asking)
         how = "" if noting is None else f'read it with make_cache(model, "exact(noting={noting!r})"), or '
         raise ValueError(
             f"{new} goes by queries that this exact cache took no notes of: {how}have a cache of this method read the "
@@ -36,7 +34,7 @@ def check_can_become(old: MethodConfig, new: MethodConfig, prompt: Prompt) -> No
 
 def hold_again(config: MethodConfig, exact: LayerStack, new: LayerStack) -> None:
     """Have new layers hold the text that exact ones hold: ours compressed, transformers' own as they are."""
-    if isinstance(config, NotedConfig) and config.heads == THRESHOLD and exact.sketch and exact.sketch[0].held.started:
+    if sets_shares(config) and exact.sketch and exact.sketch[0].held.started:
         held = [layer.held for layer in exact.sketch]
         budgets = [layer.held.budget_of_layer(own) for layer, own in zip(new.sketch, held, strict=True)]
         for layer, shares in zip(new.sketch, shares_of_prompt(config, held, budgets), strict=True):

@@ -15,11 +15,9 @@ from torch import Tensor, nn
 
 from kvsketch.caches.core.asking import QUESTIONS
 from kvsketch.caches.core.config import MANY, MethodConfig
-from kvsketch.caches.core.shares import THRESHOLD
 from kvsketch.caches.core.storage import in_front
 from kvsketch.caches.exact import ASKINGS
-from kvsketch.caches.forgetting.scored import NotedConfig
-from kvsketch.caches.forgetting.threshold import shares_of_prompt
+from kvsketch.caches.forgetting.threshold import sets_shares, shares_of_prompt
 from kvsketch.huggingface.frequencies import ChangingFrequencies
 from kvsketch.huggingface.layers import LayerStack
 from kvsketch.huggingface.rereading import read_behind
@@ -205,9 +203,8 @@ class Prompt:
     def _share(self) -> None:
         """Divide the budget among heads, where the prompt itself says how."""
         held = [layer.held for layer in self.stack.sketch]
-        if not held or not held[0].started or not _shares_itself(self.config):
+        if not held or not held[0].started or not sets_shares(self.config):
             return
-        assert isinstance(self.config, NotedConfig), "scores that can be compared are noted"
         found = shares_of_prompt(self.config, held, [own.budgets[0] for own in held])
         for own, shares in zip(held, found, strict=True):
             own.share(shares)
@@ -230,10 +227,6 @@ class Prompt:
             )
         finally:
             self.again = False
-
-
-def _shares_itself(config: MethodConfig) -> bool:
-    return isinstance(config, NotedConfig) and config.heads == THRESHOLD
 
 
 def _without_padding(ids: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -1,18 +1,25 @@
 """Shares that a prompt sets itself: one threshold over the scores of all layers and heads, row by row."""
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from kvsketch.caches.core.budget import MOST, Budget
+from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.core.layer import LayerCache
-from kvsketch.caches.core.shares import filled
+from kvsketch.caches.core.shares import THRESHOLD, filled
 from kvsketch.caches.forgetting.scored import ByAttention, NotedConfig
 from kvsketch.kernels.distances import rounded
 
 ROUNDING = 1e-6  # of an entry: a number of them must not become one less
+
+
+def sets_shares(config: MethodConfig) -> TypeGuard[NotedConfig]:
+    """Whether a prompt itself says how heads share the budget."""
+    return isinstance(config, NotedConfig) and config.heads == THRESHOLD
 
 
 def shares_of_prompt(

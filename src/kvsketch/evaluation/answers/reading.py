@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvsketch.caches.core.config import MethodConfig
-from kvsketch.caches.exact import ASKINGS, Exact
+from kvsketch.caches.exact import Exact, noting_for
 from kvsketch.evaluation.answers.plan import Asked
 from kvsketch.huggingface import SketchCache, make_cache, prefill
 
@@ -72,7 +72,5 @@ def readable_for(config: MethodConfig, asked: Asked = "after") -> Exact | None:
     """
     if config.prefill != "exact" or config.before_rotation:
         return None
-    if config.asking is None:
-        return Exact()
-    noting = [name for name, asking in ASKINGS.items() if asking == config.asking]
-    return Exact(noting=noting[0]) if noting and asked == "after" else None
+    noting = noting_for(config.asking)
+    return Exact(noting=noting) if noting and (asked == "after" or config.asking is None) else None
