@@ -5,6 +5,7 @@ the largest of the weights that a token got; it is made while queries are answer
 leaves the window.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -103,15 +104,11 @@ def attention_got(
     noted = torch.zeros(*keys.shape[:3], asking.width, dtype=torch.float64, device=keys.device)
     if not keys.shape[2]:
         return noted
-    strip = max(1, LOGITS_AT_ONCE // max(1, len(keys) * query.queries.shape[1] * keys.shape[2]))
-    for start in range(0, query.queries.shape[2], strip):
-        part = query.part(start, start + strip)
-        logs = logits_of(part.queries, keys, part.scale, part.softcap)
-        logs = logs.sub_(fold_groups(lse[:, :, start : start + strip, None], keys.shape[1]))
-        seen = _seen(part, ranks, None if wanted is None else wanted[:, start : start + strip])
+    for start, part, logs in log_weights(query, lse, keys):
+        seen = _seen(part, ranks, None if wanted is None else wanted[:, start : start + part.queries.shape[2]])
         if seen is not None:
             seen = seen.repeat(1, logs.shape[2] // seen.shape[1], 1)[:, None]
-            logs = logs.masked_fill_(~seen, NO_MASS)
+            logs.masked_fill_(~seen, NO_MASS)
         if asking.noted == MAX:
             torch.maximum(noted[..., 0], logs.amax(2).exp_().double(), out=noted[..., 0])
             continue
@@ -119,6 +116,22 @@ def attention_got(
         if asking.noted == MEAN:
             noted[..., 1] += logs.shape[2] if seen is None else seen.sum(2)
     return noted
+
+
+def log_weights(
+    query: Query,
+    lse: Float[Tensor, "b hg q"],
+    keys: Float[Tensor, "b h n d"],
+    log_mass: Float[Tensor, "b h n"] | None = None,
+) -> Iterator[tuple[int, Query, Float[Tensor, "b h gq n"]]]:
+    """Logs of the weights that tokens get from queries, some of these at a time: the first one's number, and they."""
+    strip = max(1, LOGITS_AT_ONCE // max(1, len(keys) * query.queries.shape[1] * keys.shape[2]))
+    for start in range(0, query.queries.shape[2], strip):
+        part = query.part(start, start + strip)
+        logs = logits_of(part.queries, keys, part.scale, part.softcap)
+        if log_mass is not None:
+            logs = logs + log_mass[:, :, None]
+        yield start, part, logs.sub_(fold_groups(lse[:, :, start : start + strip, None], keys.shape[1]))
 
 
 def _seen(

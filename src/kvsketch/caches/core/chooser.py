@@ -14,14 +14,14 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from kvsketch.attention import WeightedTokens, fold_groups, logits_of
+from kvsketch.attention import WeightedTokens
+from kvsketch.caches.core.asking import log_weights
 from kvsketch.caches.core.budget import MOST, Budget
 from kvsketch.caches.core.buffers import Growing
 from kvsketch.caches.core.method import Holding, Method
 from kvsketch.caches.core.query import Query
 from kvsketch.caches.core.storage import chosen, storage_bytes, with_prefix
 from kvsketch.caches.core.tokens import Arriving
-from kvsketch.kernels.weighted_attention.reference import LOGITS_AT_ONCE
 
 MASS = "mass"  # what an entry got of the attention of all queries so far, where a method declares it
 
@@ -181,13 +181,8 @@ class ChosenEntries(Holding):
         if self.chooser.mass_of_last:
             asked = lse[0].view(len(mass.view), -1).isfinite().any(1)
             mass.view.masked_fill_(asked[:, None], 0)
-        block = max(1, LOGITS_AT_ONCE // max(1, query.queries.shape[1] * tokens.count))
-        for part, own in zip(query.queries.split(block, 2), lse.split(block, 2), strict=True):
-            logits = logits_of(part, tokens.keys, query.scale, query.softcap)
-            if tokens.log_mass is not None:
-                logits = logits + tokens.log_mass[:, :, None]
-            shares = torch.exp(logits - fold_groups(own[..., None], tokens.keys.shape[1]))
-            mass.view.add_(shares.sum(2)[0])
+        for _, _, logs in log_weights(query, lse, tokens.keys, tokens.log_mass):
+            mass.view.add_(logs.exp_().sum(2)[0])
 
     def count_entries(self) -> int:
         return self.held["keys"].length
