@@ -19,8 +19,9 @@ class SnapKV(NotedConfig):
     """Keeps sinks, window and the tokens that the last queries of a prompt look at most, with their neighbours.
 
     A token's score is its mean weight over the last `observed` queries of a call (of a chunk, where a prompt is read in
-    chunks) and the query heads of its group, averaged with those beside it, `pooled` tokens in all. Of text that comes
-    token by token: over all queries while it is in the window. The paper forgets nothing of such text.
+    chunks; of a shorter one, over all of its own) and the query heads of its group, averaged with those beside it,
+    `pooled` tokens in all. Of text that comes token by token: over all queries while it is in the window. The paper
+    forgets nothing of such text.
     """
 
     name: ClassVar[str] = "snapkv"
