@@ -396,10 +396,17 @@ def test_one_call_more_is_no_part_of_the_prompt(llama):
         kvsketch.prefill(llama, zoo.tokens(1, 280), cache)
 
 
-def test_drafts_are_refused(llama):
+def test_drafts_and_whatever_else_is_taken_back_are_refused(llama):
     cache = kvsketch.make_cache(llama, "snapkv")
     with pytest.raises(ValueError, match="goes by queries, those of a draft included"):
         llama.generate(zoo.tokens(1, 40), past_key_values=cache, prompt_lookup_num_tokens=3, max_new_tokens=8)
+    for spec in ("exact(noting='window')", "exact(noting='second reading')", "h2o"):
+        noted = read(llama, spec, zoo.tokens(1, 40))
+        before = state_of(noted)
+        with pytest.raises(ValueError, match=r"cannot take back tokens: .* what theirs look at has been noted"):
+            noted.crop(-1)
+        noted.crop(0)
+        assert difference(state_of(noted), before) is None
 
 
 # -- questions

@@ -184,9 +184,7 @@ class SketchCache(Cache):
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Take back the last tokens, padding included, given as a number below zero: all layers do, or none does."""
-        if int(tokens_to_remove) <= 0:
-            self._end_prompt()
-        taking_back.crop(self.stack, tokens_to_remove)
+        taking_back.crop(self.stack, tokens_to_remove, self._end_prompt)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row `beam_idx[i]` was."""

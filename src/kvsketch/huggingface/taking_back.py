@@ -1,5 +1,7 @@
 """Tokens that are taken back, and compression that is held back until it is known which ones: assisted decoding."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
@@ -43,11 +45,20 @@ def end_recording(stack: LayerStack) -> None:
             stock.pad_convolutions(layer)
 
 
-def crop(stack: LayerStack, tokens_to_remove: int | Tensor) -> None:
-    """Take back the last tokens, padding included, given as a number below zero: all layers do, or none does."""
+def crop(stack: LayerStack, tokens_to_remove: int | Tensor, end_prompt: Callable[[], None]) -> None:
+    """Take back the last tokens, padding included, given as a number below zero: all layers do, or none does.
+
+    `end_prompt` has a prompt that is held back be all that was read of it, before anything is taken back.
+    """
     tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 brings a tensor
     if tokens_to_remove > 0:
         raise ValueError(f"crop takes the number of tokens to remove, as in crop(-3), got {tokens_to_remove}")
+    if tokens_to_remove and stack.config.asking is not None:
+        raise ValueError(
+            f"cannot take back tokens: {stack.config} goes by queries, and what theirs look at has been noted. Keep a "
+            "cache.fork() from before those tokens instead"
+        )
+    end_prompt()
     stack.check_whole()
     recording = [layer for layer in stack.layers if getattr(layer, "record_past", False)]
     dropped = _real_tokens(stack, -tokens_to_remove)
