@@ -9,6 +9,7 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ NEEDLES = {"niah_single": "ruler", "niah_multikey": "ruler"}
 KEEPS, TOKENS = (0.25, 0.125, 0.05), 2000
 FORMS = ("keydiff({})", "uniform({}, window=16)", "balancekv({}, window=16)", "clustergen({}, window=16)")
 WAYS = ("equal", "pyramid", "profile")
+Specs = Callable[[str, str], list[str]]  # those of a part of the tasks, and a profile
 
 
 def measured(path: Path, tasks: list[str]) -> Path:
@@ -33,26 +35,27 @@ def measured(path: Path, tasks: list[str]) -> Path:
     return path
 
 
-def specs(profile: Path) -> str:
-    """All methods and ways, and full attention."""
-    heads = {"equal": "", "pyramid": ", heads='pyramid'", "profile": f", heads={str(profile)!r}"}
-    return "; ".join(["exact", *(form.format(f"keep={k}{heads[w]}") for k in KEEPS for form in FORMS for w in WAYS)])
+def specs(part: str, profile: str) -> list[str]:
+    """All methods and ways."""
+    heads = {"equal": "", "pyramid": ", heads='pyramid'", "profile": f", heads={profile!r}"}
+    return [form.format(f"keep={k}{heads[w]}") for k in KEEPS for form in FORMS for w in WAYS]
 
 
-def run(out: Path, samples: int) -> list[Mean]:
-    """Rows of all tasks, then their means; the profile's path is left out of their names."""
-    found = list[Mean]()
+def run(name: str, out: Path, specs: Specs, samples: int, *more: object) -> list[Mean]:
+    """Rows of all tasks, with full attention's; then their means, the profile's path left out of their names."""
+    found, runs = list[Mean](), list[object]()
     for part, asked, others in (("records", RECORDS, NEEDLES), ("needles", NEEDLES, RECORDS)):
-        profile = measured(out / f"for-{part}.json", list(others)).absolute()
+        profile = str(measured(out / f"for-{part}.json", list(others)).absolute())
+        methods = "; ".join(["exact", *specs(part, profile)])
         for task, suite in asked.items():
-            options = ("--tasks", task, "--lengths", TOKENS, "--samples", samples, "--batch", 10, "--asked", "after")
+            given = ("--tasks", task, "--lengths", TOKENS, "--samples", samples, "--batch", 10, "--asked", "after")
             short = ("--max-new-tokens", 32) if suite == "ruler" else ()
-            bench(suite, out / part, *options, *short, "--methods", specs(profile))
-        means = summarise(read_rows(out / part / "rows.jsonl")[1])
-        found += [replace(mean, method=mean.method.replace(repr(str(profile)), "'profile'")) for mean in means]
-    runs = [line for part in ("records", "needles") for line in read_rows(out / part / "rows.jsonl")[0]]
+            bench(suite, out / part, *given, *short, *more, "--methods", methods)
+        first, rows = read_rows(out / part / "rows.jsonl")
+        runs += first
+        found += [replace(mean, method=mean.method.replace(repr(profile), "'profile'")) for mean in summarise(rows)]
     lines = [{"runs": runs}, *(asdict(mean) for mean in found)]
-    (RESULTS / "by-head.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (RESULTS / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return found
 
 
@@ -66,9 +69,14 @@ def print_table(means: list[Mean]) -> None:
         print(f"| `{method}` | {100 * share:.1f} % |", " | ".join(str(by_task.get(task, "")) for task in tasks), "|")
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+def run_and_print(name: str, about: str | None, specs: Specs, samples: int, *more: object) -> None:
+    """What such a file does when it is called."""
+    parser = argparse.ArgumentParser(description=about)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--samples", type=int, default=40)
+    parser.add_argument("--samples", type=int, default=samples)
     given = parser.parse_args()
-    print_table(run(given.out, given.samples))
+    print_table(run(name, given.out, specs, given.samples, *more))
+
+
+if __name__ == "__main__":
+    run_and_print("by-head", __doc__, specs, 40)
