@@ -62,7 +62,7 @@ SPECS = (
     "h2o(keep=90, weights='spread')",
     "tova(keep=0.25)",
     "kvzip(keep=0.25)",
-    "kvzip(keep=80, heads='equal')",
+    "kvzip(keep=80, heads='equal', residual=0.2)",
     "uniform(keep=0.25, window=16, heads='pyramid')",
     f"saap(index='{INDEX}', probes=2, staging=24, {LOOK})",
     f"saap(index='{INDEX}', probes=3, staging=24, estimate=True, prefer='density', visit=0.3, {LOOK})",
@@ -454,7 +454,10 @@ def mass_of(past, config):
     """How many tokens what is held stands for, per row and head; None where a method does not promise that."""
     if config.name == "balancekv" and config.mode == "faithful":
         return None
-    if getattr(config, "weights", "count") == "none" or isinstance(config, ScoredConfig):
+    if isinstance(config, ScoredConfig):
+        if not config.residual:
+            return None
+    elif getattr(config, "weights", "count") == "none":
         return None
     if past is None or past.empty:
         return None

@@ -8,7 +8,7 @@ import zoo
 from kvsketch.caches.core.lanes import Lanes
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.tokens import NewTokens
-from kvsketch.caches.forgetting import scored
+from kvsketch.caches.forgetting import dropped
 from kvsketch.caches.registry import parse_spec
 from lanes import entries_of
 from states import difference, state_of
@@ -602,8 +602,8 @@ def test_shares_that_no_prompt_can_have_set_are_refused(llama, tmp_path):
 def test_weights_are_left_in_strips(monkeypatch):
     keys, values = 1 + normal(1, HEADS, 500, WIDTH), normal(1, HEADS, 500, WIDTH, seed=1)
     found = []
-    for at_once in (scored.DISTANCES_AT_ONCE, 1000):
-        monkeypatch.setattr(scored, "DISTANCES_AT_ONCE", at_once)
+    for at_once in (dropped.DISTANCES_AT_ONCE, 1000):
+        monkeypatch.setattr(dropped, "DISTANCES_AT_ONCE", at_once)
         cache = LayerCache(parse_spec("keydiff(keep=0.25, weights='mass')"), 0)
         cache.hold(NewTokens(keys, values))
         found.append(entries_of(cache.past).log_mass)

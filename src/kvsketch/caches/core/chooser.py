@@ -41,6 +41,11 @@ class Entries:
         """Entries of each lane."""
         return self.keys.shape[1]
 
+    def part(self, start: int, stop: int) -> "Entries":
+        """Entries start…stop-1."""
+        about = {name: x[:, start:stop] for name, x in self.per_entry.items()}
+        return Entries(self.keys[:, start:stop], self.values[:, start:stop], about, self.per_lane, self.numbers)
+
     def with_new(self, new: Arriving, start: int = 0) -> "Entries":
         """Those from `start` on and the new tokens: what there is to choose from. Numbers about new ones are 0."""
         keys, values = (

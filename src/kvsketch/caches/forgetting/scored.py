@@ -15,15 +15,13 @@ from torch import Tensor
 
 from kvsketch.caches.core.asking import Asking
 from kvsketch.caches.core.budget import Budget
-from kvsketch.caches.core.checks import check_choice
+from kvsketch.caches.core.checks import check_choice, check_number
 from kvsketch.caches.core.chooser import Chooser, Entries, Kept, check_vectors
 from kvsketch.caches.core.config import WindowedConfig
 from kvsketch.caches.core.tokens import Arriving
-from kvsketch.kernels.distances import rounded, squared_distances, squared_norms
-
-NONE, NEAREST, SPREAD = "none", "mass", "spread"
-DISTANCES_AT_ONCE = 1 << 22  # 32 MiB of float64
-STANDS = "stands"  # for how many tokens an entry stands, where what is dropped leaves its weight behind
+from kvsketch.caches.forgetting.dropped import NEAREST, NONE, SPREAD, STANDS, places_of_dropped, with_weights_left
+from kvsketch.caches.forgetting.residual import FIRST, RESIDUAL, check_means, joined, means_of
+from kvsketch.kernels.distances import rounded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,28 +29,41 @@ class ScoredConfig(WindowedConfig):
     """The window is short, and leaves in short blocks, for which there is room at any time.
 
     `weights` says what becomes of the weight of tokens that are dropped: it is gone ("none"), or the kept token whose
-    key is nearest stands for them too ("mass"), or all kept ones in equal parts ("spread").
+    key is nearest stands for them too ("mass"), or all kept ones in equal parts ("spread"). Or `residual`, a share of
+    the room, holds means of them, each of tokens that follow one another in the text.
     """
 
     leaving: ClassVar[int] = 8
 
     window: int = 16
     weights: str = NONE
+    residual: float | int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("weights", self.weights, (NONE, NEAREST, SPREAD))
+        if self.residual != 0 or isinstance(self.residual, bool):  # 0: nothing is left of what is dropped
+            check_number("residual", self.residual, above=0, below=1)
+        if self.residual and self.weights != NONE:
+            raise ValueError(
+                f"weights={self.weights!r} gives kept tokens the weight of those that are dropped, and "
+                f"residual={self.residual!r} holds it in entries of their own: leave one of them out"
+            )
 
     def floor(self) -> int:
-        return self.exact_entries()
+        return self.exact_entries() + (1 if self.residual else 0)  # a mean of all that is dropped
 
     def least_entries(self) -> int:
-        return self.exact_entries()
+        return self.floor()
 
     def room(self, budget: Budget, count: int) -> int:
         """How many entries of the past the budget leaves when `count` tokens have left the window."""
         exact = self.exact_entries()
         return budget.entries(count + exact) - exact
+
+    def means(self, room: int, count: int) -> int:
+        """How many entries of the room are means of what is dropped: none while all tokens have room."""
+        return max(1, int(self.residual * room)) if self.residual and count > room else 0
 
 
 class Best(Chooser):
@@ -62,7 +73,10 @@ class Best(Chooser):
 
     def __init__(self, config: ScoredConfig) -> None:
         self.config = config
-        self.per_entry = {} if config.weights == NONE else {STANDS: torch.float32}
+        self.per_entry = {} if config.weights == NONE and not config.residual else {STANDS: torch.float32}
+        if config.residual:
+            self.per_entry |= {FIRST: torch.int32}
+            self.shared = (*self.shared, RESIDUAL)
 
     @abstractmethod
     def scores(self, pool: Entries, per_lane: dict[str, Tensor]) -> Float[Tensor, "l n"]:
@@ -77,21 +91,34 @@ class Best(Chooser):
         pool = held.with_new(new)
         if STANDS in pool.per_entry:
             pool.per_entry[STANDS][:, held.count :] = 1
+        if FIRST in pool.per_entry:
+            pool.per_entry[FIRST][:, held.count :] = new.ranks
         return pool
+
+    def room(self, new: Arriving, budget: Budget) -> tuple[int, int]:
+        """How many tokens may be kept of all that came, and how many means of the others."""
+        room = self.config.room(budget, new.after)
+        means = self.config.means(room, new.after)
+        return room - means, means
 
     def rooms(self, held: Entries, new: Arriving, budget: Budget) -> list[tuple[int, int]]:
         """Of how many entries, one part of the pool after another, how many may be kept."""
-        return [(held.count + new.count, self.config.room(budget, new.after))]
+        return [(held.count + new.count, self.room(new, budget)[0])]
 
     def choose(self, held: Entries, new: Arriving, budget: Budget) -> Kept:
+        tokens = held.count - held.numbers.get(RESIDUAL, 0)
+        held, left = held.part(0, tokens), held.part(tokens, held.count)
         pool, per_lane, rooms = self.pool(held, new), self.lanes_after(held, new), self.rooms(held, new, budget)
         start = 0  # parts that keep all they have stay where they lie
         while rooms and rooms[0][0] <= rooms[0][1] and start + rooms[0][0] <= held.count:
             start += rooms.pop(0)[0]
-        if all(count <= room for count, room in rooms):
+        if all(count <= room for count, room in rooms) and not left.count:
             about = {name: x[:, held.count :] for name, x in pool.per_entry.items()}
-            return Kept(None, held.count, per_lane=per_lane, per_entry=about)
+            numbers = {RESIDUAL: 0} if self.config.residual else {}
+            return Kept(None, held.count, per_lane=per_lane, per_entry=about, numbers=numbers)
         index = self._best(pool, per_lane, start, rooms)
+        if self.config.residual:
+            return replace(self._with_means(pool, start, index, left, self.room(new, budget)[1]), per_lane=per_lane)
         about = {name: x.gather(1, index) for name, x in pool.per_entry.items()}
         log_mass = None
         if STANDS in about:
@@ -99,6 +126,17 @@ class Best(Chooser):
             log_mass = about[STANDS].log()
         rest = Entries(pool.keys[:, start:], pool.values[:, start:])
         return Kept(index - start, start, log_mass, pool=rest, per_lane=per_lane, per_entry=about)
+
+    def _with_means(self, pool: Entries, start: int, index: Int64[Tensor, "l k"], left: Entries, room: int) -> Kept:
+        """What was chosen from `start` on, and behind it means of all that is dropped, now and before."""
+        dropped = means_of(pool).at(places_of_dropped(pool, start, index))
+        means = joined(means_of(left).beside(dropped), room)
+        both = means_of(pool).at(index).beside(means)
+        about = {name: x.gather(1, index) for name, x in pool.per_entry.items()}
+        about = {name: torch.cat([x, x.new_zeros(len(x), means.count)], 1) for name, x in about.items()}
+        about |= {STANDS: both.tokens, FIRST: both.first}
+        made, numbers = (both.keys, both.values), {RESIDUAL: means.count}
+        return Kept(None, start, both.tokens.log(), made=made, per_entry=about, numbers=numbers)
 
     def _best(
         self, pool: Entries, per_lane: dict[str, Tensor], start: int, rooms: Sequence[tuple[int, int]]
@@ -119,28 +157,8 @@ class Best(Chooser):
         stands = held.per_entry.get(STANDS)
         if stands is not None and not bool((stands.isfinite() & (stands >= 1)).all()):
             raise ValueError("entries that stand for less than one token")
-
-
-def with_weights_left(weights: str, pool: Entries, start: int, index: Int64[Tensor, "l k"]) -> Float[Tensor, "l k"]:
-    """For how many tokens the kept ones stand when all others from `start` on have left them their weight."""
-    stands = pool.per_entry[STANDS]
-    kept = stands.gather(1, index)
-    if not index.shape[1]:
-        return kept
-    gone = torch.ones_like(stands, dtype=torch.bool).scatter_(1, index, False)
-    gone[:, :start] = False
-    count = int(gone[0].sum())  # the same for all lanes
-    if weights == SPREAD:
-        return kept + (stands * gone).sum(1, keepdim=True) / index.shape[1]
-    lost = gone.nonzero()[:, 1].view(len(gone), count)
-    lanes = torch.arange(len(gone), device=index.device)[:, None]
-    there = pool.keys[lanes, index].double()
-    norms, strip = squared_norms(there), max(1, DISTANCES_AT_ONCE // index.numel())
-    for some in lost.split(strip, 1):
-        dropped = pool.keys[lanes, some].double()
-        distances = squared_distances(dropped, squared_norms(dropped), there, norms)
-        kept = kept.scatter_add(1, distances.argmin(2), stands[lanes, some])
-    return kept
+        if self.config.residual:
+            check_means(held, count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +230,7 @@ class Noted(ByAttention):
         return [*parts, Part(new.count, new.count, closed)]
 
     def rooms(self, held: Entries, new: Arriving, budget: Budget) -> list[tuple[int, int]]:
-        room, parts = self.config.room(budget, new.after), self.parts(held, new)
+        room, parts = self.room(new, budget)[0], self.parts(held, new)
         rooms, left = list[tuple[int, int]](), room
         for part in parts[:-1]:
             own = min(part.there, room * part.came // new.after)
@@ -223,7 +241,8 @@ class Noted(ByAttention):
     def choose(self, held: Entries, new: Arriving, budget: Budget) -> Kept:
         parts, rooms = self.parts(held, new), self.rooms(held, new, budget)
         now = [[part.came, min(rooms[i]), part.closed] for i, part in enumerate(parts)]
-        return replace(super().choose(held, new, budget), numbers={"parts": now})
+        kept = super().choose(held, new, budget)
+        return replace(kept, numbers=kept.numbers | {"parts": now})
 
     def check(self, held: Entries, count: int, budget: Budget) -> None:
         super().check(held, count, budget)
@@ -232,5 +251,6 @@ class Noted(ByAttention):
             isinstance(part, list) and [type(x) for x in part] == [int, int, bool] and 0 <= part[1] <= part[0]
             for part in parts
         )
-        if not right or sum(part[0] for part in parts) != count or sum(part[1] for part in parts) != held.count:
+        tokens = held.count - held.numbers.get(RESIDUAL, 0)
+        if not right or sum(part[0] for part in parts) != count or sum(part[1] for part in parts) != tokens:
             raise ValueError(f"parts {parts!s:.60} of {count} tokens and {held.count} entries")

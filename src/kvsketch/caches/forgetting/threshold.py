@@ -40,20 +40,22 @@ def _of_row(
 ) -> list[list[float]]:
     scores = [leaving_scores(config, held, row) for held in holding]
     rooms = [config.room(budget, own.shape[1]) for budget, own in zip(budgets, scores, strict=True)]
+    chosen = [room - config.means(room, own.shape[1]) for room, own in zip(rooms, scores, strict=True)]
     widths = [held.kind[1] if held.kind is not None else 1 for held in holding]
-    if not all(rooms) or all(own.shape[1] <= room for own, room in zip(scores, rooms, strict=True)):
+    if not all(chosen) or all(own.shape[1] <= room for own, room in zip(scores, rooms, strict=True)):
         return [[1.0] * len(own) for own in scores]  # there is nothing to choose
     every = rounded(torch.cat([own.flatten() for own in scores]), ByAttention.bits)
     sizes = torch.cat([torch.full((own.numel(),), width) for own, width in zip(scores, widths, strict=True)])
     order = every.sort(descending=True, stable=True).indices
-    total = sum(room * width * len(own) for own, room, width in zip(scores, rooms, widths, strict=True))
+    total = sum(room * width * len(own) for own, room, width in zip(scores, chosen, widths, strict=True))
     kept = torch.zeros(len(every), dtype=torch.bool)
     kept[order[sizes[order].cumsum(0) <= total]] = True
     parts = kept.split([own.numel() for own in scores])
     beyond = [budget.beyond(own.shape[1] + config.exact_entries()) for budget, own in zip(budgets, scores, strict=True)]
+    least = config.floor() - config.exact_entries()  # of the room, every head has it
     wanted = {
-        layer: ((part.view(own.shape).sum(1).double() + ROUNDING) / mean).tolist()
-        for layer, (part, own, mean) in enumerate(zip(parts, scores, beyond, strict=True))
+        layer: ((part.view(own.shape).sum(1).double() * (room - least) / best + ROUNDING) / mean).tolist()
+        for layer, (part, own, mean, room, best) in enumerate(zip(parts, scores, beyond, rooms, chosen, strict=True))
     }
     most = 1 / config.keep if isinstance(config.keep, float) else MOST
     if any(share > most for shares in wanted.values() for share in shares):

@@ -1,0 +1,38 @@
+"""What becomes of the weight of tokens that are dropped: others stand for them too (`weights=`)."""
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from kvsketch.caches.core.chooser import Entries
+from kvsketch.kernels.distances import squared_distances, squared_norms
+
+NONE, NEAREST, SPREAD = "none", "mass", "spread"
+DISTANCES_AT_ONCE = 1 << 22  # 32 MiB of float64
+STANDS = "stands"  # for how many tokens an entry stands, where what is dropped leaves its weight behind
+
+
+def with_weights_left(weights: str, pool: Entries, start: int, index: Int64[Tensor, "l k"]) -> Float[Tensor, "l k"]:
+    """For how many tokens the kept ones stand when all others from `start` on have left them their weight."""
+    stands = pool.per_entry[STANDS]
+    kept = stands.gather(1, index)
+    if not index.shape[1]:
+        return kept
+    lost = places_of_dropped(pool, start, index)
+    if weights == SPREAD:
+        return kept + stands.gather(1, lost).sum(1, keepdim=True) / index.shape[1]
+    lanes = torch.arange(len(lost), device=index.device)[:, None]
+    there = pool.keys[lanes, index].double()
+    norms, strip = squared_norms(there), max(1, DISTANCES_AT_ONCE // index.numel())
+    for some in lost.split(strip, 1):
+        dropped = pool.keys[lanes, some].double()
+        distances = squared_distances(dropped, squared_norms(dropped), there, norms)
+        kept = kept.scatter_add(1, distances.argmin(2), stands[lanes, some])
+    return kept
+
+
+def places_of_dropped(pool: Entries, start: int, index: Int64[Tensor, "l k"]) -> Int64[Tensor, "l m"]:
+    """The numbers of those that are not kept, from `start` on: as many in every lane."""
+    gone = torch.ones(index.shape[0], pool.count, dtype=torch.bool, device=index.device).scatter_(1, index, False)
+    gone[:, :start] = False
+    return gone.nonzero()[:, 1].view(len(gone), pool.count - start - index.shape[1])

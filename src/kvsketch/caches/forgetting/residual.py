@@ -1,0 +1,121 @@
+"""What is left of tokens that are dropped, as a few weighted entries: means of runs of neighbours (`residual=`).
+
+    dropped so far   ·· · ··· ·  ···· ·· ·      in the order of their positions
+    runs             └────┘└───┘ └──┘└──┘└┘     always the two neighbours joined that have the fewest tokens together
+    entries          mean key, mean value, and for how many tokens it stands
+
+Keys are rotated: those of tokens far from each other do not add up, and their mean is shorter than they are. So runs
+follow one another in the text. Where they begin and end hangs on counts alone, and on no rounding.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int, Int64
+from torch import Tensor
+
+from kvsketch.caches.core.budget import MOST
+from kvsketch.caches.core.chooser import Entries
+from kvsketch.caches.core.storage import chosen
+from kvsketch.caches.forgetting.dropped import STANDS
+
+FIRST = "first"  # the rank of an entry's first token
+RESIDUAL = "residual"  # how many entries are means of what was dropped: the last ones
+AT_ONCE = 1 << 22  # numbers of float64 worked on together: 32 MiB
+
+
+@dataclass(frozen=True)
+class Means:
+    """Runs of tokens by their means, in any order; a token by itself is a run of one."""
+
+    keys: Float[Tensor, "l n d"]
+    values: Float[Tensor, "l n e"]
+    tokens: Float[Tensor, "l n"]  # of each run
+    first: Int[Tensor, "l n"]  # the rank of its first token
+
+    @property
+    def count(self) -> int:
+        """Runs of each lane."""
+        return self.keys.shape[1]
+
+    def at(self, index: Int64[Tensor, "l m"]) -> "Means":
+        """Those with these numbers."""
+        return Means(*(chosen(x, index) for x in (self.keys, self.values, self.tokens, self.first)))
+
+    def beside(self, others: "Means") -> "Means":
+        """These and others."""
+        return Means(
+            torch.cat([self.keys, others.keys], 1),
+            torch.cat([self.values, others.values], 1),
+            torch.cat([self.tokens, others.tokens], 1),
+            torch.cat([self.first, others.first], 1),
+        )
+
+
+def joined(means: Means, room: int) -> Means:
+    """As many runs as there is room for, at most: neighbours are joined, always the two with the fewest tokens.
+
+    They come out in the order of the text.
+    """
+    means = means.at(means.first.argsort(dim=1))
+    if means.count <= room:
+        return means
+    run = numbered_runs(means.tokens.long(), room)
+    members = torch.zeros_like(run[:, :room]).scatter_add_(1, run, torch.ones_like(run))
+    tokens = torch.zeros_like(means.tokens[:, :room]).scatter_add_(1, run, means.tokens)
+    starts = members.cumsum(1) - members
+    keys, values = (_means(x, means.tokens, members, tokens) for x in (means.keys, means.values))
+    return Means(keys, values, tokens, means.first.gather(1, starts))
+
+
+def numbered_runs(tokens: Int64[Tensor, "l n"], room: int) -> Int64[Tensor, "l n"]:
+    """The number of the run, out of `room`, that each belongs to once neighbours have been joined.
+
+    Joined are always the two that have the fewest tokens together; of equal ones the first two.
+    """
+    count, own = tokens.shape[1], tokens
+    place = torch.arange(count - 1, device=tokens.device)
+    run = torch.arange(count, device=tokens.device).expand_as(tokens)
+    excess = torch.full_like(tokens[:, :1], count - room)
+    while bool((excess > 0).any()):
+        together = (own[:, :-1] + own[:, 1:]).masked_fill(own[:, 1:] == 0, MOST)
+        cheapest = together == together.amin(1, keepdim=True)
+        # Of pairs that overlap every other one is joined: whatever that makes has more tokens than they.
+        before = place.expand_as(together).masked_fill(cheapest, -1).cummax(1).values
+        taken = cheapest & ((place - before) % 2 == 1)
+        taken = taken & (taken.cumsum(1) <= excess)
+        number = F.pad((~taken).long().cumsum(1), (1, 0))
+        own = torch.zeros_like(own).scatter_add_(1, number, own)
+        run, excess = number.gather(1, run), excess - taken.sum(1, keepdim=True)
+    return run
+
+
+def _means(
+    x: Float[Tensor, "l n w"], weights: Float[Tensor, "l n"], members: Int64[Tensor, "l r"], total: Float[Tensor, "l r"]
+) -> Float[Tensor, "l r w"]:
+    """Weighted means of so many after each other."""
+    sums, strip = list[Tensor](), max(1, AT_ONCE // max(1, x[0].numel()))
+    for lanes, own, lengths in zip(x.split(strip), weights.split(strip), members.split(strip), strict=True):
+        each = (lanes.double() * own.double()[..., None]).flatten(0, 1)
+        sums.append(torch.segment_reduce(each, "sum", lengths=lengths.flatten(), axis=0).view(*lengths.shape, -1))
+    return (torch.cat(sums) / total.double()[..., None]).to(x.dtype)
+
+
+def means_of(entries: Entries) -> Means:
+    """Entries as runs of tokens."""
+    return Means(entries.keys, entries.values, entries.per_entry[STANDS], entries.per_entry[FIRST])
+
+
+def check_means(held: Entries, count: int) -> None:
+    """Refuse means that are not all that is left of `count` tokens but those kept."""
+    means: Any = held.numbers[RESIDUAL]
+    if type(means) is not int or not 0 <= means <= held.count:
+        raise ValueError(f"{means!s:.60} means among {held.count} entries")
+    tokens, first = held.per_entry[STANDS].double(), held.per_entry[FIRST]
+    kept, left = first[:, : held.count - means], first[:, held.count - means :]
+    ordered = all(bool((x.diff(dim=1) > 0).all()) for x in (kept, left))
+    whole = bool((tokens[:, : held.count - means] == 1).all()) and bool((tokens.sum(1) == count).all())
+    if not ordered or not whole or not bool(((first >= 0) & (first < count)).all()):
+        raise ValueError(f"entries of {tokens.sum(1).tolist()!s:.60} tokens, and {count} came")
