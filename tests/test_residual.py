@@ -117,10 +117,10 @@ def test_a_prompt_that_shares_the_room_itself_shares_that_of_the_means():
     for layer in cache.sketch_layers:
         for bundle in layer.held.past.bundles:
             room = config.room(bundle.budget, 280)
-            assert bundle.holding.host["residual"] == max(1, int(0.1 * room))
-            torch.testing.assert_close(
-                bundle.holding.held["entry.stands"].view.sum(1), torch.full((bundle.lanes,), 280.0), rtol=0, atol=0
-            )
+            means = bundle.holding.per_lane["tokens"]
+            assert means.shape[1] == max(1, int(0.1 * room))
+            kept = bundle.holding.count_entries() - means.shape[1]
+            torch.testing.assert_close(means.sum(1) + kept, torch.full((bundle.lanes,), 280.0), rtol=0, atol=0)
             lanes += [(room, bundle.holding.count_entries())] * bundle.lanes
     assert len({room for room, _ in lanes}) > 2, "heads hold different numbers"
     assert all(count == room for room, count in lanes)

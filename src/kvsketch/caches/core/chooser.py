@@ -217,9 +217,10 @@ class ChosenEntries(Holding):
         self.chooser.check(self.entries(), count, self.budget)
 
 
-def check_vectors(held: Entries) -> None:
-    """Refuse vectors about lanes that are not as wide as keys, or no numbers."""
-    for name, vectors in held.per_lane.items():
+def check_vectors(held: Entries, *names: str) -> None:
+    """Refuse vectors about lanes that are not as wide as keys, or no numbers: those with these names, or all."""
+    for name in names or held.per_lane:
+        vectors = held.per_lane[name]
         if vectors.shape[1:] != held.keys.shape[2:] or not bool(vectors.isfinite().all()):
             raise ValueError(f"{name} of shape {tuple(vectors.shape)} for keys {tuple(held.keys.shape)}, or no numbers")
 

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from kvsketch.caches.core.chooser import Chooser, Entries
+from kvsketch.caches.core.budget import Budget
+from kvsketch.caches.core.chooser import Chooser, Entries, check_vectors
 from kvsketch.caches.core.tokens import Arriving
 from kvsketch.caches.forgetting.apart import towards
 from kvsketch.caches.forgetting.scored import Best, ScoredConfig
@@ -29,7 +30,7 @@ class LeastAlike(Best):
 
     def __init__(self, config: KeyDiff) -> None:
         super().__init__(config)
-        self.per_lane = {"direction": torch.float64}
+        self.per_lane = {**self.per_lane, "direction": torch.float64}
 
     def lanes_after(self, held: Entries, new: Arriving) -> dict[str, Tensor]:
         sums = F.normalize(new.keys.double(), dim=2).sum(1)
@@ -37,3 +38,7 @@ class LeastAlike(Best):
 
     def scores(self, pool: Entries, per_lane: dict[str, Tensor]) -> Float[Tensor, "l n"]:
         return -towards(pool.keys, per_lane["direction"])
+
+    def check(self, held: Entries, count: int, budget: Budget) -> None:
+        super().check(held, count, budget)
+        check_vectors(held, "direction")

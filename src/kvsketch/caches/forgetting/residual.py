@@ -9,7 +9,6 @@ follow one another in the text. Where they begin and end hangs on counts alone, 
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +18,9 @@ from torch import Tensor
 from kvsketch.caches.core.budget import MOST
 from kvsketch.caches.core.chooser import Entries
 from kvsketch.caches.core.storage import chosen
-from kvsketch.caches.forgetting.dropped import STANDS
 
 FIRST = "first"  # the rank of an entry's first token
-RESIDUAL = "residual"  # how many entries are means of what was dropped: the last ones
+TOKENS = "tokens"  # how many each mean is of, lane by lane: the last entries are means
 AT_ONCE = 1 << 22  # numbers of float64 worked on together: 32 MiB
 
 
@@ -103,19 +101,23 @@ def _means(
     return (torch.cat(sums) / total.double()[..., None]).to(x.dtype)
 
 
-def means_of(entries: Entries) -> Means:
-    """Entries as runs of tokens."""
-    return Means(entries.keys, entries.values, entries.per_entry[STANDS], entries.per_entry[FIRST])
+def tokens_kept(held: Entries) -> int:
+    """How many entries are tokens; those behind them are means."""
+    return held.count - (held.per_lane[TOKENS].shape[1] if TOKENS in held.per_lane else 0)
+
+
+def means_of(entries: Entries, tokens: Float[Tensor, "l n"] | None = None) -> Means:
+    """Entries as runs of so many tokens; of one each where nothing is said."""
+    first = entries.per_entry[FIRST]
+    return Means(entries.keys, entries.values, torch.ones_like(first).float() if tokens is None else tokens, first)
 
 
 def check_means(held: Entries, count: int) -> None:
-    """Refuse means that are not all that is left of `count` tokens but those kept."""
-    means: Any = held.numbers[RESIDUAL]
-    if type(means) is not int or not 0 <= means <= held.count:
-        raise ValueError(f"{means!s:.60} means among {held.count} entries")
-    tokens, first = held.per_entry[STANDS].double(), held.per_entry[FIRST]
-    kept, left = first[:, : held.count - means], first[:, held.count - means :]
-    ordered = all(bool((x.diff(dim=1) > 0).all()) for x in (kept, left))
-    whole = bool((tokens[:, : held.count - means] == 1).all()) and bool((tokens.sum(1) == count).all())
+    """Refuse means that are not of all that is left of `count` tokens but those kept."""
+    means, first, kept = held.per_lane[TOKENS], held.per_entry[FIRST], tokens_kept(held)
+    if means.ndim != 2 or kept < 0:
+        raise ValueError(f"means of shape {tuple(means.shape)} among {held.count} entries")
+    ordered = all(bool((x.diff(dim=1) > 0).all()) for x in (first[:, :kept], first[:, kept:]))
+    whole = bool((means >= 1).all()) and bool((means.double().sum(1) + kept == count).all())
     if not ordered or not whole or not bool(((first >= 0) & (first < count)).all()):
-        raise ValueError(f"entries of {tokens.sum(1).tolist()!s:.60} tokens, and {count} came")
+        raise ValueError(f"{kept} tokens and means of {means.sum(1).tolist()!s:.60} others, and {count} came")

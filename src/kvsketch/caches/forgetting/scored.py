@@ -16,11 +16,11 @@ from torch import Tensor
 from kvsketch.caches.core.asking import Asking
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.checks import check_choice, check_number
-from kvsketch.caches.core.chooser import Chooser, Entries, Kept, check_vectors
+from kvsketch.caches.core.chooser import Chooser, Entries, Kept
 from kvsketch.caches.core.config import WindowedConfig
 from kvsketch.caches.core.tokens import Arriving
 from kvsketch.caches.forgetting.dropped import NEAREST, NONE, SPREAD, STANDS, places_of_dropped, with_weights_left
-from kvsketch.caches.forgetting.residual import FIRST, RESIDUAL, check_means, joined, means_of
+from kvsketch.caches.forgetting.residual import FIRST, TOKENS, check_means, joined, means_of, tokens_kept
 from kvsketch.kernels.distances import rounded
 
 
@@ -73,10 +73,9 @@ class Best(Chooser):
 
     def __init__(self, config: ScoredConfig) -> None:
         self.config = config
-        self.per_entry = {} if config.weights == NONE and not config.residual else {STANDS: torch.float32}
+        self.per_entry = {} if config.weights == NONE else {STANDS: torch.float32}
         if config.residual:
-            self.per_entry |= {FIRST: torch.int32}
-            self.shared = (*self.shared, RESIDUAL)
+            self.per_entry, self.per_lane = {FIRST: torch.int32}, {TOKENS: torch.float32}
 
     @abstractmethod
     def scores(self, pool: Entries, per_lane: dict[str, Tensor]) -> Float[Tensor, "l n"]:
@@ -106,7 +105,7 @@ class Best(Chooser):
         return [(held.count + new.count, self.room(new, budget)[0])]
 
     def choose(self, held: Entries, new: Arriving, budget: Budget) -> Kept:
-        tokens = held.count - held.numbers.get(RESIDUAL, 0)
+        tokens = tokens_kept(held)
         held, left = held.part(0, tokens), held.part(tokens, held.count)
         pool, per_lane, rooms = self.pool(held, new), self.lanes_after(held, new), self.rooms(held, new, budget)
         start = 0  # parts that keep all they have stay where they lie
@@ -114,11 +113,13 @@ class Best(Chooser):
             start += rooms.pop(0)[0]
         if all(count <= room for count, room in rooms) and not left.count:
             about = {name: x[:, held.count :] for name, x in pool.per_entry.items()}
-            numbers = {RESIDUAL: 0} if self.config.residual else {}
-            return Kept(None, held.count, per_lane=per_lane, per_entry=about, numbers=numbers)
+            if self.config.residual:
+                per_lane[TOKENS] = pool.keys.new_zeros(len(pool.keys), 0, dtype=torch.float32)
+            return Kept(None, held.count, per_lane=per_lane, per_entry=about)
         index = self._best(pool, per_lane, start, rooms)
         if self.config.residual:
-            return replace(self._with_means(pool, start, index, left, self.room(new, budget)[1]), per_lane=per_lane)
+            found = self._with_means(pool, start, index, left, self.room(new, budget)[1])
+            return replace(found, per_lane=per_lane | found.per_lane)
         about = {name: x.gather(1, index) for name, x in pool.per_entry.items()}
         log_mass = None
         if STANDS in about:
@@ -130,13 +131,13 @@ class Best(Chooser):
     def _with_means(self, pool: Entries, start: int, index: Int64[Tensor, "l k"], left: Entries, room: int) -> Kept:
         """What was chosen from `start` on, and behind it means of all that is dropped, now and before."""
         dropped = means_of(pool).at(places_of_dropped(pool, start, index))
-        means = joined(means_of(left).beside(dropped), room)
+        means = joined(means_of(left, left.per_lane.get(TOKENS)).beside(dropped), room)
         both = means_of(pool).at(index).beside(means)
         about = {name: x.gather(1, index) for name, x in pool.per_entry.items()}
         about = {name: torch.cat([x, x.new_zeros(len(x), means.count)], 1) for name, x in about.items()}
-        about |= {STANDS: both.tokens, FIRST: both.first}
-        made, numbers = (both.keys, both.values), {RESIDUAL: means.count}
-        return Kept(None, start, both.tokens.log(), made=made, per_entry=about, numbers=numbers)
+        about |= {FIRST: both.first}
+        made, per_lane = (both.keys, both.values), {TOKENS: means.tokens}
+        return Kept(None, start, both.tokens.log(), made=made, per_entry=about, per_lane=per_lane)
 
     def _best(
         self, pool: Entries, per_lane: dict[str, Tensor], start: int, rooms: Sequence[tuple[int, int]]
@@ -153,7 +154,6 @@ class Best(Chooser):
         most = min(count, self.config.room(budget, count))
         if held.count > most:
             raise ValueError(f"{held.count} entries of {count} tokens, and there is room for {most}")
-        check_vectors(held)
         stands = held.per_entry.get(STANDS)
         if stands is not None and not bool((stands.isfinite() & (stands >= 1)).all()):
             raise ValueError("entries that stand for less than one token")
@@ -251,6 +251,6 @@ class Noted(ByAttention):
             isinstance(part, list) and [type(x) for x in part] == [int, int, bool] and 0 <= part[1] <= part[0]
             for part in parts
         )
-        tokens = held.count - held.numbers.get(RESIDUAL, 0)
+        tokens = tokens_kept(held)
         if not right or sum(part[0] for part in parts) != count or sum(part[1] for part in parts) != tokens:
             raise ValueError(f"parts {parts!s:.60} of {count} tokens and {held.count} entries")
