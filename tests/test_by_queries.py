@@ -207,7 +207,7 @@ def test_one_threshold_over_all_layers_and_heads(llama):
     assert sum(counts) == len(kept) * room
 
 
-SPECS = ("kvzip(keep=0.25)", "kvzip(keep=70, heads='equal')", "snapkv(keep=0.25, heads='threshold')")
+SPECS = ("kvzip(keep=0.25)", "kvzip(keep=70, heads='equal')", "snapkv(keep=0.25, heads='threshold', residual=0.1)")
 
 
 def entries(cache, row=0):
@@ -366,6 +366,9 @@ def test_a_second_reading_that_was_interrupted_is_done_when_the_same_is_asked_fo
         ("snapkv(pooled=4)", "pooled must be odd"),
         ("snapkv(observed=0)", "observed must be"),
         ("keydiff(weights='some')", "weights must be one of none, mass, spread"),
+        ("keydiff(residual=1)", "residual must be a positive number below 1, got 1"),
+        ("keydiff(weights='mass', residual=0.1)", "holds it in entries of their own: leave one of them out"),
+        ("streaming_heads(residual=0.1)", "streaming_heads has no option 'residual'"),
         ("exact(noting='all')", "noting must be one of nothing, window, context, second reading, questions"),
     ],
 )

@@ -81,6 +81,7 @@ NAMED = (
     "kvzip(keep=0.25)",
     "kvzip(keep=0.125)",
     "kvzip(keep=0.125, heads='equal')",
+    "kvzip(keep=0.125, residual=0.1)",
     "streaming_heads(keep=0.25, heads='profile')",
     "exact(noting='second reading')",
     "saap(index='INDEX', probes=32)",
