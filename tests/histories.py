@@ -61,6 +61,7 @@ SPECS = (
     "snapkv(keep=0.25, window=16)",
     "h2o(keep=90, weights='spread')",
     "tova(keep=0.25)",
+    "expected_attention(keep=0.4)",
     "kvzip(keep=0.25)",
     "kvzip(keep=80, heads='equal', residual=0.2)",
     "uniform(keep=0.25, window=16, heads='pyramid')",

@@ -46,6 +46,7 @@ CHUNKS_MATTER = {
     "snapkv": "the last queries of a call choose of its tokens",
     "pyramidkv": "the same",
     "kvzip": "a prompt is a part of its own",
+    "expected_attention": "what queries are like depends on which have come",
 }
 READ_WHOLE = {"kvzip"}  # never in chunks that see compressed ones
 SMALL = {"exact": {}} | {name: {"keep": 0.25} for name in BY_PROFILE} | {name: {"keep": 0.25} for name in BUDGETED}

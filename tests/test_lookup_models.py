@@ -170,7 +170,9 @@ def test_what_is_missing_is_said(tmp_path):
     with pytest.raises(ValueError, match=r"index is incomplete: layer-02\.safetensors is missing"):
         kvsketch.make_cache(model, f"saap(index={index!r})")
     exact = kvsketch.prefill(model, tokens(1, 10), kvsketch.make_cache(model, "exact"))
-    with pytest.raises(ValueError, match="saap files keys as they are before rotation, and an exact cache holds them"):
+    with pytest.raises(
+        ValueError, match="saap goes by queries or keys as they are before rotation, and an exact cache holds"
+    ):
         exact.compress(f"saap(index={index!r})")
 
 

@@ -129,7 +129,7 @@ def test_a_layer_that_attends_to_other_vectors_is_refused():
 def test_a_model_that_rotates_elsewhere_is_refused_before_it_is_watched(monkeypatch):
     model = build("llama")
     monkeypatch.delattr(file_of(model), ROTATION)
-    with pytest.raises(ValueError, match="does not rotate by apply_rotary_pos_emb"):
+    with pytest.raises(ValueError, match="does not rotate queries and keys together by apply_rotary_pos_emb"):
         kvsketch.attach(model, before_rotation=True)
     assert not any(module._forward_pre_hooks for module in model.modules())
     assert model.config._attn_implementation == "sdpa"

@@ -11,6 +11,7 @@ from kvsketch.caches.core.config import BudgetedConfig, MethodConfig
 from kvsketch.caches.exact import Exact
 from kvsketch.caches.forgetting.balancekv import BalanceKV
 from kvsketch.caches.forgetting.clustergen import ClusterGen
+from kvsketch.caches.forgetting.expected_attention import ExpectedAttention
 from kvsketch.caches.forgetting.h2o import H2O, Tova
 from kvsketch.caches.forgetting.keydiff import KeyDiff
 from kvsketch.caches.forgetting.kvzip import KVzip
@@ -39,6 +40,7 @@ METHODS: dict[str, type[MethodConfig]] = {
     "snapkv": SnapKV,
     "pyramidkv": PyramidKV,
     "kvzip": KVzip,
+    "expected_attention": ExpectedAttention,
     "streaming_heads": StreamingHeads,
     "saap": Saap,
     "kmeans": KMeans,

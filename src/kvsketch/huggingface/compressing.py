@@ -18,8 +18,8 @@ def check_can_become(old: MethodConfig, new: MethodConfig, prompt: Prompt) -> No
         raise ValueError(f"{new} reads a prompt in chunks that see compressed ones: have it read the text itself")
     if new.before_rotation:
         raise ValueError(
-            f"{new.name} files keys as they are before rotation, and an exact cache holds them rotated: have a "
-            "cache of this method read the text itself"
+            f"{new.name} goes by queries or keys as they are before rotation, and an exact cache holds keys rotated: "
+            "have a cache of this method read the text itself"
         )
     if new.asking is not None and new.asking != old.asking:
         noting = noting_for(new.asking)

@@ -7,6 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from kvsketch.caches.core.config import MethodConfig
+from kvsketch.huggingface.frequencies import changing_frequencies
 from kvsketch.huggingface.modules import config_value, heads_of
 from kvsketch.huggingface.weights import fingerprint_of_weights
 
@@ -59,4 +60,10 @@ def fitted(config: MethodConfig, model: PreTrainedModel, *, held: bool = False) 
 
     `held`: a cache of it comes from a file.
     """
+    rope = changing_frequencies(model.config.get_text_config(decoder=True)) if config.looks_ahead else None
+    if rope is not None:
+        raise ValueError(
+            f"{config.name} goes by how what follows will be rotated, and this model rotates otherwise once a text is "
+            f"longer than {rope.limit} tokens: use a method that does not look ahead, such as keydiff"
+        )
     return config.for_model(lambda: describe_model(model), held=held)

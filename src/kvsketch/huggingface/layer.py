@@ -110,7 +110,8 @@ class SketchLayer(CacheLayerMixin):
             return None
         self.check_watched(module)
         watch: BeforeRotation = getattr(module, WATCH)
-        return Unrotated(*watch.take(self.held.layer, queries, keys, check=queries.shape[2] > 1))
+        ahead = watch.ahead(self.held.layer, len(queries)) if self.held.config.looks_ahead else None
+        return Unrotated(*watch.take(self.held.layer, queries, keys, check=queries.shape[2] > 1), ahead)
 
     def check_keys(self, keys: Tensor) -> None:
         """Refuse keys that cannot be this layer's."""

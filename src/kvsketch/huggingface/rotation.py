@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -18,9 +19,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kvsketch.caches.core.tokens import Ahead
 from kvsketch.huggingface.modules import attention_modules
 
-ROTATION = "apply_rotary_pos_emb"
+ROTATION, POSITIONS = "apply_rotary_pos_emb", "position_ids"
 WATCH = "_kvsketch_watch"  # on attention modules: the watch that `attach` opened
 _FILES = threading.RLock()  # held while a file's name is moved; a collection within may move another
 
@@ -33,6 +35,42 @@ class Rotated:
     keys: Float[Tensor, "b h q d"]
     rotated_queries: Float[Tensor, "b hg q d"]
     rotated_keys: Float[Tensor, "b h q d"]
+    turning: "Turning"
+
+
+@dataclass(frozen=True)
+class Turning:
+    """How it was rotated: a modeling file's function, and what that was given beside queries and keys."""
+
+    rotate: Callable[..., Any]
+    cosines: "weakref.ref[Tensor] | None"  # of the call's positions
+    arguments: tuple[Any, ...]  # behind cosines and sines
+    options: dict[str, Any]
+
+    def mean(self, angles: "Angles", width: int, first: int, count: int) -> Float[Tensor, "d d"]:
+        """The mean rotation of so many positions from one on; row i is what becomes of the i-th unit vector."""
+        cosines, sines = (x.mean(1, keepdim=True) for x in angles.at(first, count))
+        units = torch.eye(width, device=cosines.device)[None, :, None]
+        return self.rotate(units, units, cosines, sines, *self.arguments, **self.options)[0][0, :, 0].double()
+
+
+@dataclass(frozen=True)
+class Angles:
+    """Where the cosines and sines of a call's positions come from."""
+
+    module: "weakref.ref[nn.Module]"
+    positions: Tensor
+    others: dict[str, Any]  # what else the module was told, such as a kind of layers
+    cosines: "weakref.ref[Tensor]"
+
+    def at(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """Those of so many positions from one on, in float32."""
+        module = self.module()
+        assert module is not None, "the model asks"
+        device = self.positions.device
+        positions = torch.arange(first, first + count, device=device)[None]
+        cosines, sines = module.forward(torch.zeros(1, 1, 1, device=device), positions, **self.others)
+        return cosines, sines
 
 
 class NotingRotation:
@@ -48,7 +86,9 @@ class NotingRotation:
         for reference in self.watches:
             watch = reference()
             if watch is not None:
-                watch.note(Rotated(queries, keys, *found))
+                cosines = weakref.ref(arguments[0]) if arguments else None
+                turning = Turning(self.rotate, cosines, arguments[2:], options)
+                watch.note(Rotated(queries, keys, found[0], found[1], turning))
         return found
 
     def watched_by(self, watch: "BeforeRotation") -> bool:
@@ -63,6 +103,7 @@ class BeforeRotation:
         """Of these layers, or of all."""
         self.name = type(model).__name__
         self.modules = [m for m in attention_modules(model) if layers is None or m.layer_idx in layers]
+        self.embeddings = [m for m in model.modules() if _makes_angles(m)]
         self._here = threading.local()  # the layer that runs in this thread, and what was noted
         self._hooks = list[Any]()
         self._compared = set[int]()  # layers for which what was noted was compared with what attention had
@@ -87,6 +128,8 @@ class BeforeRotation:
         for module in self.modules:
             self._hooks.append(module.register_forward_pre_hook(self._enter_layer))
             self._hooks.append(module.register_forward_hook(self._leave_layer, always_call=True))
+        for module in self.embeddings:
+            self._hooks.append(module.register_forward_hook(self._note_angles, with_kwargs=True))
         with _FILES:
             for names in files:
                 if not isinstance(names[ROTATION], NotingRotation):
@@ -96,10 +139,11 @@ class BeforeRotation:
     def check(self) -> None:
         """Refuse a model of which nothing could be noted."""
         for module in self.modules:
-            if ROTATION not in _names_of_forward(module):
+            names = _names_of_forward(module)
+            if ROTATION not in names or list(inspect.signature(names[ROTATION]).parameters)[1] == "cos":
                 raise ValueError(
-                    f"{self.name} does not rotate by {ROTATION}: how its queries and keys were before rotation cannot "
-                    "be seen, which Saap needs"
+                    f"{self.name} does not rotate queries and keys together by {ROTATION}: how they were before "
+                    "rotation cannot be seen, which saap and expected_attention need"
                 )
 
     def close(self) -> None:
@@ -128,9 +172,37 @@ class BeforeRotation:
         if not same:
             raise ValueError(
                 f"layer {layer} of {self.name} attends to other vectors than {ROTATION} made (it may rotate a part "
-                "of each alone): its queries and keys before rotation cannot be had, which Saap needs"
+                "of each alone): its queries and keys before rotation cannot be had, which saap and "
+                "expected_attention need"
             )
         return found.queries, found.keys
+
+    def ahead(self, layer: int, rows: int) -> Ahead | None:
+        """How what follows will be rotated by a layer that runs now; None where it rotates nothing."""
+        found: Rotated | None = getattr(self._here, "noted", {}).get(layer)
+        if found is None:
+            return None
+        known: list[Angles] = getattr(self._here, "angles", [])
+        cosines = None if found.turning.cosines is None else found.turning.cosines()
+        angles = next((each for each in known if cosines is not None and each.cosines() is cosines), None)
+        if angles is None or angles.positions.ndim != 2:
+            raise ValueError(
+                f"how layer {layer} of {self.name} will rotate what follows cannot be seen: its angles do not come "
+                "from positions of one dimension. Use a method that does not look ahead, such as keydiff"
+            )
+        width = found.queries.shape[3]
+        return Ahead(angles.positions.expand(rows, -1), partial(found.turning.mean, angles, width))
+
+    def _note_angles(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+        """Keep where angles came from: the last ones of each kind."""
+        names = list(inspect.signature(module.forward).parameters)
+        given = dict(zip(names, arguments, strict=False)) | options
+        given.pop(names[0], None)
+        new = Angles(weakref.ref(module), given.pop(POSITIONS), given, weakref.ref(output[0]))
+        known = [
+            each for each in getattr(self._here, "angles", []) if (each.module, each.others) != (new.module, given)
+        ]
+        self._here.angles = [*known, new]
 
     def _check_it_would_have_been_seen(self) -> None:
         """Nothing was noted: either the layer rotates nothing, as some do, or nobody is told any more."""
@@ -162,6 +234,13 @@ class BeforeRotation:
         return list(found.values())
 
 
+def _makes_angles(module: nn.Module) -> bool:
+    """Whether a module makes cosines and sines of positions."""
+    return (
+        type(module).__name__.endswith("RotaryEmbedding") and POSITIONS in inspect.signature(module.forward).parameters
+    )
+
+
 def _names_of_forward(module: nn.Module) -> dict[str, Any]:
     """The names that a module's forward looks up: those of its modeling file."""
     return inspect.unwrap(type(module).forward).__globals__
@@ -170,7 +249,7 @@ def _names_of_forward(module: nn.Module) -> dict[str, Any]:
 def _closed(name: str) -> BeforeRotation:
     """A watch of nothing."""
     watch = BeforeRotation.__new__(BeforeRotation)
-    watch.name, watch.modules, watch._hooks, watch._compared = name, [], [], set()
+    watch.name, watch.modules, watch.embeddings, watch._hooks, watch._compared = name, [], [], [], set()
     watch._here = threading.local()
     return watch
 

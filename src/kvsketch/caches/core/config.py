@@ -31,6 +31,7 @@ class MethodConfig(ABC):
 
     name: ClassVar[str]
     before_rotation: ClassVar[bool] = False  # whether it asks for queries and keys as they were before rotation
+    looks_ahead: ClassVar[bool] = False  # and for how positions that follow will be rotated
     leaving: ClassVar[int] = BLOCK  # so many tokens leave the window together
     window_by_budget: ClassVar[bool] = False  # whether heads with another budget have another window
 

@@ -185,8 +185,8 @@ class LayerCache(LayerState):
 
     def _arriving(self, new: NewTokens, ranks: Int64[Tensor, "b q"]) -> Iterable[tuple[Stream, Columns, Seen]]:
         """New tokens for every stream, without their autograd history: it would keep activations alive."""
-        keys, unrotated = new.keys.detach(), None if new.unrotated is None else new.unrotated.keys.detach()
-        columns, seen = Columns(keys, new.values.detach(), ranks), Seen(keys, unrotated, ranks)
+        columns = Columns(new.keys.detach(), new.values.detach(), ranks)
+        seen = Seen.of(new, ranks, ahead=self.config.looks_ahead)
         only = self.streams.only
         return self.streams.divided(columns, seen) if only is None else [(only, columns, seen)]
 

@@ -130,7 +130,7 @@ class Stream:
         self.may_come -= 1
         if self.method is not None and self.method.takes_notes:
             self.waiting.append(seen)
-            if len(self.waiting) == BLOCK:
+            if self.method.notes_at_once or len(self.waiting) == BLOCK:
                 self.take_notes()
 
     def take_notes(self) -> None:
@@ -286,7 +286,7 @@ class Stream:
     @property
     def nbytes(self) -> int:
         """Bytes of memory held, spare room included."""
-        waiting = [x for seen in self.waiting for x in (seen.keys, seen.unrotated, seen.ranks)]
+        waiting = [x for seen in self.waiting for x in (seen.keys, seen.unrotated, seen.ranks, seen.queries)]
         return self.window.nbytes + storage_bytes(waiting) + (0 if self.past is None else self.past.nbytes)
 
     def count_entries(self) -> Tensor:

@@ -1,7 +1,7 @@
 """Tokens on their way: as they come, as they leave the window, and as they reach the lanes that hold them."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -9,15 +9,30 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class Ahead:
+    """How what follows a call's tokens will be rotated.
+
+    `mean(first, count)` is the mean rotation of so many positions from one on: row i is what becomes of the i-th unit
+    vector.
+    """
+
+    positions: Int64[Tensor, "b q"]  # of the call's tokens
+    mean: Callable[[int, int], Float[Tensor, "d d"]]
+
+
+@dataclass(frozen=True)
 class Unrotated:
-    """Queries and keys of a call as they were before rotation."""
+    """Queries and keys of a call as they were before rotation; without `ahead` nothing is rotated."""
 
     queries: Float[Tensor, "b hg q d"]
     keys: Float[Tensor, "b h q d"]
+    ahead: Ahead | None = None  # where the method asks for it
 
     def part(self, start: int, stop: int) -> "Unrotated":
         """Tokens start…stop-1."""
-        return Unrotated(self.queries[:, :, start:stop], self.keys[:, :, start:stop])
+        ahead = self.ahead
+        ahead = None if ahead is None else replace(ahead, positions=ahead.positions[:, start:stop])
+        return Unrotated(self.queries[:, :, start:stop], self.keys[:, :, start:stop], ahead)
 
 
 @dataclass(frozen=True)
@@ -47,20 +62,42 @@ def ranks_of_latest(new: NewTokens, lengths: Sequence[int]) -> Int64[Tensor, "b 
 
 @dataclass(frozen=True)
 class Seen:
-    """Tokens that a method may note something about: their keys, and how many tokens of its row came before each."""
+    """Tokens that a method may note something about: their keys, and how many tokens of its row came before each.
+
+    And their queries before rotation, and what follows, where it looks ahead.
+    """
 
     keys: Float[Tensor, "b h n d"]
     unrotated: Float[Tensor, "b h n d"] | None
     ranks: Int64[Tensor, "b n"]
+    queries: Float[Tensor, "b hg n d"] | None = None
+    ahead: Ahead | None = None
+
+    @classmethod
+    def of(cls, new: NewTokens, ranks: Int64[Tensor, "b n"], *, ahead: bool) -> "Seen":
+        """A call's, without their autograd history; `ahead`: the method looks ahead."""
+        keys, found = new.keys.detach(), new.unrotated
+        if found is None:
+            return cls(keys, None, ranks)
+        unrotated = found.keys.detach()
+        return (
+            cls(keys, unrotated, ranks, found.queries.detach(), found.ahead) if ahead else cls(keys, unrotated, ranks)
+        )
 
     @classmethod
     def joined(cls, each: Sequence["Seen"]) -> "Seen":
         """Those that came one after another."""
         keys, ranks = torch.cat([tokens.keys for tokens in each], 2), torch.cat([tokens.ranks for tokens in each], 1)
         unrotated = [tokens.unrotated for tokens in each if tokens.unrotated is not None]
+        queries = [tokens.queries for tokens in each if tokens.queries is not None]
         if unrotated and len(unrotated) < len(each):
             raise ValueError(f"keys before rotation came with {len(unrotated)} of {len(each)} tokens, not with all")
-        return cls(keys, torch.cat(unrotated, 2) if unrotated else None, ranks)
+        ahead = each[-1].ahead
+        if ahead is not None:
+            positions = torch.cat([tokens.ahead.positions for tokens in each if tokens.ahead is not None], 1)
+            ahead = replace(ahead, positions=positions)
+        before, asked = (torch.cat(parts, 2) if parts else None for parts in (unrotated, queries))
+        return cls(keys, before, ranks, asked, ahead)
 
 
 @dataclass(frozen=True)

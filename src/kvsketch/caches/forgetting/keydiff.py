@@ -36,7 +36,7 @@ class LeastAlike(Best):
         sums = F.normalize(new.keys.double(), dim=2).sum(1)
         return {"direction": sums + held.per_lane.get("direction", 0)}
 
-    def scores(self, pool: Entries, per_lane: dict[str, Tensor]) -> Float[Tensor, "l n"]:
+    def scores(self, pool: Entries, per_lane: dict[str, Tensor], new: Arriving) -> Float[Tensor, "l n"]:
         return -towards(pool.keys, per_lane["direction"])
 
     def check(self, held: Entries, count: int, budget: Budget) -> None:

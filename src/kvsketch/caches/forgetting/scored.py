@@ -78,8 +78,8 @@ class Best(Chooser):
             self.per_entry, self.per_lane = {FIRST: torch.int32}, {TOKENS: torch.float32}
 
     @abstractmethod
-    def scores(self, pool: Entries, per_lane: dict[str, Tensor]) -> Float[Tensor, "l n"]:
-        """Of all entries there are to choose from, in float64; `per_lane` is as it is now."""
+    def scores(self, pool: Entries, per_lane: dict[str, Tensor], new: Arriving) -> Float[Tensor, "l n"]:
+        """Of all entries there are to choose from, the new ones last, in float64; `per_lane` is as it is now."""
 
     def lanes_after(self, held: Entries, new: Arriving) -> dict[str, Tensor]:
         """What is known of each lane once these tokens have come."""
@@ -97,8 +97,14 @@ class Best(Chooser):
     def room(self, new: Arriving, budget: Budget) -> tuple[int, int]:
         """How many tokens may be kept of all that came, and how many means of the others."""
         room = self.config.room(budget, new.after)
+        if new.after > room:
+            room = max(self.config.floor() - self.config.exact_entries(), room - self.beside(new))
         means = self.config.means(room, new.after)
         return room - means, means
+
+    def beside(self, new: Arriving) -> int:
+        """How many entries' room is taken by what is known of a lane, where that is much."""
+        return 0
 
     def rooms(self, held: Entries, new: Arriving, budget: Budget) -> list[tuple[int, int]]:
         """Of how many entries, one part of the pool after another, how many may be kept."""
@@ -116,7 +122,7 @@ class Best(Chooser):
             if self.config.residual:
                 per_lane[TOKENS] = pool.keys.new_zeros(len(pool.keys), 0, dtype=torch.float32)
             return Kept(None, held.count, per_lane=per_lane, per_entry=about)
-        index = self._best(pool, per_lane, start, rooms)
+        index = self._best(self.scores(pool, per_lane, new), start, rooms)
         if self.config.residual:
             found = self._with_means(pool, start, index, left, self.room(new, budget)[1])
             return replace(found, per_lane=per_lane | found.per_lane)
@@ -139,11 +145,9 @@ class Best(Chooser):
         made, per_lane = (both.keys, both.values), {TOKENS: means.tokens}
         return Kept(None, start, both.tokens.log(), made=made, per_entry=about, per_lane=per_lane)
 
-    def _best(
-        self, pool: Entries, per_lane: dict[str, Tensor], start: int, rooms: Sequence[tuple[int, int]]
-    ) -> Int64[Tensor, "l k"]:
+    def _best(self, scores: Float[Tensor, "l n"], start: int, rooms: Sequence[tuple[int, int]]) -> Int64[Tensor, "l k"]:
         """The places of the best from `start` on, so many of every part."""
-        scores, parts = rounded(self.scores(pool, per_lane), self.bits), list[Tensor]()
+        scores, parts = rounded(scores, self.bits), list[Tensor]()
         for count, room in rooms:
             order = scores[:, start : start + count].sort(dim=1, descending=True, stable=True).indices
             parts.append(start + order[:, :room].sort(dim=1).values)
@@ -193,7 +197,7 @@ class ByAttention(Best):
         """The scores of tokens that leave the window together."""
         return self.asking.score(notes)
 
-    def scores(self, pool: Entries, per_lane: dict[str, Tensor]) -> Float[Tensor, "l n"]:
+    def scores(self, pool: Entries, per_lane: dict[str, Tensor], new: Arriving) -> Float[Tensor, "l n"]:
         return pool.per_entry[self.column].double()
 
     def pool(self, held: Entries, new: Arriving) -> Entries:
