@@ -15,7 +15,8 @@ LOOKUPS = [
     "random_buckets(buckets=8, probes=2, window=40, staging=50)",
     "retrieval(top=0.1, window=40)",
 ]
-ELSEWHERE = ("tova", "streaming_heads")  # no exact cache has what they go by; and no profile of these models
+# No exact cache has what they go by; and there is no profile of these models.
+ELSEWHERE = ("tova", "expected_attention", "streaming_heads")
 SPECS = [
     f"{name}(keep=0.25)"
     for name, config in METHODS.items()

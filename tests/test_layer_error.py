@@ -349,6 +349,7 @@ def test_tables_show_errors_times_ratios_and_norms():
         ),
         ({"methods": ("balancekv(sinks=4, window=8)",)}, "the study sets sinks, window itself"),
         ({"methods": ("exact",)}, "exact keeps every token: its errors would be 0. Methods that drop: streaming_llm"),
+        ({"methods": ("snapkv",)}, "snapkv goes by queries, and the study gives a cache keys and values alone"),
         ({"methods": ("uniform", "uniform(seed=1)")}, "uniform at rate 0.5 is named twice"),
         ({"methods": ("balancekv", "balancekv(block=64)")}, "balancekv at rate 0.5 is named twice"),
         ({"blocks": (100,)}, "block must be a power of two, got 100"),

@@ -78,6 +78,7 @@ NAMED = (
     "pyramidkv(keep=0.25)",
     "h2o(keep=0.25)",
     "tova(keep=0.25)",
+    "expected_attention(keep=0.25)",
     "kvzip(keep=0.25)",
     "kvzip(keep=0.125)",
     "kvzip(keep=0.125, heads='equal')",

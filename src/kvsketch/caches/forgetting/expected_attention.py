@@ -93,9 +93,10 @@ class MostExpected(Best):
         return {"mean": mean.float(), "covariance": covariance[..., row, column].float()}
 
     def beside(self, new: Arriving) -> int:
-        """Mean and covariance have as many numbers as some dozens of entries, or hundreds."""
-        width = new.keys.shape[2]
-        numbers = _group(new) * (width + width * (width + 1) // 2)
+        """Mean and covariance, twice as wide as entries may be, and the window's queries: some dozens, or hundreds."""
+        width, group = new.keys.shape[2], _group(new)
+        numbers = 2 * group * (width + width * (width + 1) // 2)
+        numbers += (self.config.window + self.config.leaving) * group * width
         return math.ceil(numbers / (width + new.values.shape[2]))
 
     # -- scores
