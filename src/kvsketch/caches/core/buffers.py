@@ -140,7 +140,7 @@ class Window:
     def append_notes(self, notes: Int64[Tensor, "b h n t"] | None) -> None:
         """Add notes about columns that have none yet."""
         if notes is not None:
-            self.notes = self.notes or Growing(dim=2)
+            self.notes = self.notes or Growing(dim=2, spare=self.keys.spare)
             self.notes.append(notes)
 
     @property
