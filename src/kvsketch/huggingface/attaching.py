@@ -25,8 +25,8 @@ BEFORE = "_kvsketch_before"  # on attention modules: the attention they had
 def attach(model: nn.Module, *, before_rotation: bool = False) -> ModelLink:
     """Let the model compute attention with kvsketch; without one of our caches it answers as before.
 
-    `before_rotation`: have queries and keys noted before they are rotated, for methods that ask for that (saap).
-    `make_cache` and `load_cache` do what their method needs.
+    `before_rotation`: have queries and keys noted before they are rotated, for methods that ask for that (saap,
+    expected_attention). `make_cache` and `load_cache` do what their method needs.
     """
     inner: PreTrainedModel = unwrapped(model)
     text = check_supported(inner)
