@@ -194,15 +194,16 @@ class BeforeRotation:
         return Ahead(angles.positions.expand(rows, -1), partial(found.turning.mean, angles, width))
 
     def _note_angles(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
-        """Keep where angles came from: the last ones of each kind."""
+        """Keep where angles came from: the last ones of each kind. Others than cosines and sines are nobody's here."""
         names = list(inspect.signature(module.forward).parameters)
         given = dict(zip(names, arguments, strict=False)) | options
         given.pop(names[0], None)
-        new = Angles(weakref.ref(module), given.pop(POSITIONS), given, weakref.ref(output[0]))
-        known = [
-            each for each in getattr(self._here, "angles", []) if (each.module, each.others) != (new.module, given)
-        ]
-        self._here.angles = [*known, new]
+        positions, kind = given.pop(POSITIONS, None), (weakref.ref(module), given)
+        plain = isinstance(positions, Tensor) and not any(isinstance(other, Tensor) for other in given.values())
+        if plain and isinstance(output, tuple) and isinstance(output[0], Tensor):
+            new = Angles(kind[0], positions, given, weakref.ref(output[0]))
+            known = [each for each in getattr(self._here, "angles", []) if (each.module, each.others) != kind]
+            self._here.angles = [*known, new]
 
     def _check_it_would_have_been_seen(self) -> None:
         """Nothing was noted: either the layer rotates nothing, as some do, or nobody is told any more."""

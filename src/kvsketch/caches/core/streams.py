@@ -38,10 +38,10 @@ class Streams:
         """What comes, in parts: that of each stream's heads."""
         for heads, stream in zip(self.heads, self.all, strict=True):
             keys, unrotated = columns.keys[:, heads], None if seen.unrotated is None else seen.unrotated[:, heads]
-            queries = None if seen.queries is None else seen.queries.unflatten(1, (len(self.budgets), -1))[:, heads]
+            grouped = None if seen.queries is None else seen.queries.unflatten(1, (len(self.budgets), -1))
+            queries = None if grouped is None else grouped[:, heads].flatten(1, 2)
             own = replace(columns, keys=keys, values=columns.values[:, heads])
-            asked = None if queries is None else queries.flatten(1, 2)
-            yield stream, own, Seen(keys, unrotated, seen.ranks, asked, seen.ahead)
+            yield stream, own, Seen(keys, unrotated, seen.ranks, queries, seen.ahead)
 
     def answer(self, asked: Query) -> Answer:
         """The answers of all streams, in the order of the heads; each holds something, or none does."""

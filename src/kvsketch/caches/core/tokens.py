@@ -79,10 +79,8 @@ class Seen:
         keys, found = new.keys.detach(), new.unrotated
         if found is None:
             return cls(keys, None, ranks)
-        unrotated = found.keys.detach()
-        return (
-            cls(keys, unrotated, ranks, found.queries.detach(), found.ahead) if ahead else cls(keys, unrotated, ranks)
-        )
+        asked = (found.queries.detach(), found.ahead) if ahead else ()
+        return cls(keys, found.keys.detach(), ranks, *asked)
 
     @classmethod
     def joined(cls, each: Sequence["Seen"]) -> "Seen":

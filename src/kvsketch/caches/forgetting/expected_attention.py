@@ -72,7 +72,7 @@ class MostExpected(Best):
         queries = seen.queries.to(seen.keys.dtype).unflatten(1, (heads, -1)).transpose(2, 3).flatten(3)
         short = -queries.shape[3] % (BYTES // queries.element_size())
         packed = F.pad(queries, (0, short)).contiguous().view(torch.int64)
-        positions = torch.zeros_like(seen.ranks) if seen.ahead is None else seen.ahead.positions
+        positions = torch.zeros_like(seen.ranks) if seen.ahead is None else seen.ahead.positions.clamp_min(0)
         return torch.cat([packed, positions[:, None, :, None].expand(-1, heads, -1, -1)], 3)
 
     def check_notes(self, notes: Int64[Tensor, "... n t"]) -> None:
