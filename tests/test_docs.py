@@ -2,18 +2,22 @@
 
 import re
 import shlex
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 from typer.main import get_command
 
 import kvsketch
+from kvsketch.caches.core.config import BudgetedConfig
+from kvsketch.caches.registry import METHODS
 from kvsketch.cli.commands import app
 from kvsketch.evaluation.embedded import load_embedded
 from kvsketch.evaluation.tasks import TASKS, Setting
 from kvsketch.evaluation.tasks.length import Fitter
 
 ROOT = Path(__file__).parent.parent
+RECIPES = ROOT / "docs" / "recipes.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -31,18 +35,25 @@ def commands():
             yield from ((page.name, one) for one in shown)
 
 
+def record(folder):
+    """A model's folder, its tokenizer, and a text with questions about it."""
+    model, tokenizer = load_embedded(torch.float32)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    count = lambda sample: len(tokenizer(sample.context)["input_ids"])  # noqa: E731
+    setting = Setting(size=1, wording="compact", questions=3)
+    sample = Fitter(TASKS["lines"], setting, count).sample(400, "0")
+    return str(folder / "model"), tokenizer, sample
+
+
 def test_the_code_of_the_readme_runs_as_it_stands(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    model, tokenizer = load_embedded(torch.float32)
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    count = lambda sample: len(tokenizer(sample.context)["input_ids"])  # noqa: E731
-    sample = Fitter(TASKS["passkey"], Setting(size=1), count).sample(600, "0")
+    name, tokenizer, sample = record(tmp_path)
     ids = tokenizer(sample.context, return_tensors="pt")["input_ids"]
     questions = [
-        tokenizer(q.text, add_special_tokens=False, return_tensors="pt")["input_ids"] for q in sample.questions
+        tokenizer(q.prompt, add_special_tokens=False, return_tensors="pt")["input_ids"] for q in sample.questions
     ]
-    known = {"name": str(tmp_path / "model"), "text": sample.context, "ids": ids, "questions": questions}
+    known = {"name": name, "text": sample.context, "ids": ids, "questions": questions}
     first, second, third = blocks(ROOT / "README.md", "python")
     exec(first, known)
     assert "bytes" in capsys.readouterr().out
@@ -56,9 +67,24 @@ def test_the_code_of_the_readme_runs_as_it_stands(tmp_path, monkeypatch, capsys)
     assert known["cache"].config.learnt.layers == [1, 2, 3]
 
 
+def test_the_recipes_run_from_top_to_bottom(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    name, _, sample = record(tmp_path)
+    known = {"name": name, "text": sample.context, "questions": [q.prompt for q in sample.questions]}
+    said = []
+    for code in blocks(RECIPES, "python"):
+        exec(code, known)
+        said.append(capsys.readouterr().out)
+    _, less, many, _, streamed, compressed, by_questions, _, _, loaded = said
+    assert "bytes" in less
+    assert all(q.answers[0] in many for q in sample.questions)
+    assert all(sample.questions[0].answers[0] in out for out in (streamed, compressed, by_questions, loaded))
+    assert known["model"].config._attn_implementation != "kvsketch"
+
+
 def test_other_code_of_the_docs_runs(monkeypatch):
     monkeypatch.chdir(ROOT)
-    found = [code for page in PAGES[1:] for code in blocks(page, "python")]
+    found = [code for page in PAGES[1:] if page != RECIPES for code in blocks(page, "python")]
     assert found
     for code in found:
         exec("from transformers import AutoModelForCausalLM, AutoTokenizer\n" + code, {"kvsketch": kvsketch})
@@ -84,3 +110,17 @@ def test_commands_and_their_options_exist():
     assert len(shown) > 20
     assert not [(page, line, missing) for page, line in shown if (missing := options_that_are_missing(line))]
     assert options_that_are_missing("kvsketch generate --wrong 1") == {"--wrong"}
+
+
+def test_every_method_has_a_card_with_its_options_and_their_defaults():
+    shared = {field.name: field.default for field in fields(BudgetedConfig)}
+    headings = set()
+    for name, config in METHODS.items():
+        card = (ROOT / "docs" / "methods" / f"{name}.md").read_text(encoding="utf-8")
+        headings.add(tuple(re.findall("^## .*", card, re.MULTILINE)))
+        shown = card[card.index("## Options") : card.index("## Where it comes from")]
+        for field in fields(config):
+            default = f'"{field.default}"' if isinstance(field.default, str) else repr(field.default)
+            told = field.name if shared.get(field.name, ...) == field.default else f"{field.name}={default}"
+            assert f"`{told}`" in shown, f"the card of {name} does not tell {told}"
+    assert len(headings) == 1
