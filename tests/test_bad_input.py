@@ -84,12 +84,14 @@ def test_a_budget_in_bytes_below_the_sliding_layers_needs_says_so():
 
 WRONG_TYPES = """
 import kvsketch
+from kvsketch.caches.core.spans import read_spans
 for call, message in (
     (lambda: kvsketch.parse_spec("uniform(keep=None)"), "keep must be a fraction"),
     (lambda: kvsketch.parse_spec("uniform(keep=[1])"), "keep must be a fraction"),
     (lambda: kvsketch.parse_spec("uniform(window=2.5)"), "window must be a whole number"),
     (lambda: kvsketch.parse_spec("uniform(seed='x')"), "seed must be a whole number"),
     (lambda: kvsketch.parse_spec(3), "a spec is text"),
+    (lambda: read_spans((0, 20)), "protect is (start, stop) pairs of whole numbers for all rows"),
     (lambda: kvsketch.make_cache("llama"), "expected a transformers model, got str"),
 ):
     try:

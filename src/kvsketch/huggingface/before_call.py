@@ -4,6 +4,7 @@ What stock layers take cannot be taken back, so a call is looked at as a whole, 
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,6 +15,15 @@ from kvsketch.huggingface.layer import SketchLayer
 from kvsketch.huggingface.layers import LayerStack
 from kvsketch.huggingface.modules import attention_modules
 from kvsketch.huggingface.weights import device_of
+
+
+def check_numbers(stack: LayerStack, decoder: Any, given: Mapping[str, Any], new: Tensor) -> None:
+    """Refuse a call by its tokens, mask and positions, and by what layers of ours could not take."""
+    if new.shape[1] > 1:  # as with keys: a single token is not worth waiting for the device
+        check_tokens(decoder, new)
+    if stack.sketch:
+        check_places(stack.sketch[0], new, given.get("attention_mask"), given.get("position_ids"))
+    check_layers(stack, decoder, len(new))
 
 
 def check_tokens(decoder: Any, new: Tensor) -> None:

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from kvsketch.caches.core.config import MethodConfig
+from kvsketch.caches.core.spans import Protected
 from kvsketch.caches.registry import parse_spec
 from kvsketch.huggingface import stock, taking_back
 from kvsketch.huggingface.attention import check_mask, check_not_empty, refuse_weights
-from kvsketch.huggingface.before_call import check_finite, check_goes_on, check_layers, check_places, check_tokens
+from kvsketch.huggingface.before_call import check_finite, check_goes_on, check_numbers
 from kvsketch.huggingface.cache_file import check_same_weights, write_cache
 from kvsketch.huggingface.compressing import check_can_become, hold_again
 from kvsketch.huggingface.layer import SketchLayer
@@ -30,8 +31,10 @@ class SketchCache(Cache):
     Its layers are in a `LayerStack`. Here is what transformers calls, in the order of a call, and what a user asks.
     """
 
-    def __init__(self, config: MethodConfig, model: ModelLink, questions: Sequence[Tensor] = ()) -> None:
-        self.config, self.model, self.questions = config, model, questions
+    def __init__(
+        self, config: MethodConfig, model: ModelLink, questions: Sequence[Tensor] = (), protect: Protected | None = None
+    ) -> None:
+        self.config, self.model, self.questions, self.protect = config, model, questions, protect
         super().__init__(layers=[])
         self.reset()
         self.asked_for_length = False  # see DropGuard
@@ -43,7 +46,7 @@ class SketchCache(Cache):
         self.underway = False  # a call has begun
         self.read_by: str | None = None  # the fingerprint of the model whose keys are held, taken when the first came
         # New layers: stock ones do not always forget that they recorded, or their length.
-        self.stack = LayerStack(self.config, self.model)
+        self.stack = LayerStack(self.config, self.model, self.protect)
         self.layers, self.sketch_layers = self.stack.layers, self.stack.sketch
         self.prompt = Prompt(self.config, self.stack, self.questions, self.model.rope)
 
@@ -66,11 +69,7 @@ class SketchCache(Cache):
         if isinstance(mask, Tensor):
             check_mask(mask, rows, count, self.stack.seen)
         if not torch.compiler.is_compiling():  # which cannot trace what looks at numbers
-            if count > 1:  # as with keys: a single token is not worth waiting for the device
-                check_tokens(module, new)
-            if self.sketch_layers:
-                check_places(self.sketch_layers[0], new, mask, given.get("position_ids"))
-            check_layers(self.stack, module, rows)
+            check_numbers(self.stack, module, given, new)
         self._recognise()
         for layer in self.stack.summing:
             stock.make_writable(layer)

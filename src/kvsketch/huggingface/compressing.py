@@ -3,11 +3,13 @@
 import copy
 
 from kvsketch.caches.core.config import MethodConfig
+from kvsketch.caches.core.spans import Protected
 from kvsketch.caches.exact import Exact, noting_for
 from kvsketch.caches.forgetting.threshold import sets_shares, shares_of_prompt
 from kvsketch.huggingface.layer import SketchLayer
 from kvsketch.huggingface.layers import LayerStack
 from kvsketch.huggingface.prompt import Prompt
+from kvsketch.huggingface.protecting import prepare
 
 
 def check_can_become(old: MethodConfig, new: MethodConfig, prompt: Prompt) -> None:
@@ -34,6 +36,11 @@ def check_can_become(old: MethodConfig, new: MethodConfig, prompt: Prompt) -> No
 
 def hold_again(config: MethodConfig, exact: LayerStack, new: LayerStack) -> None:
     """Have new layers hold the text that exact ones hold: ours compressed, transformers' own as they are."""
+    new.protected = exact.protected
+    if exact.sketch and exact.sketch[0].held.started:
+        first = exact.sketch[0].held
+        new.protected = Protected(tuple(first.spans), alike=False)
+        prepare(new, first.lengths)
     if sets_shares(config) and exact.sketch and exact.sketch[0].held.started:
         held = [layer.held for layer in exact.sketch]
         budgets = [layer.held.budget_of_layer(own) for layer, own in zip(new.sketch, held, strict=True)]

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from kvsketch.caches.core.asking import QUESTIONS
 from kvsketch.caches.core.budget import Keep
 from kvsketch.caches.core.config import MethodConfig
+from kvsketch.caches.core.spans import Given, read_spans
 from kvsketch.caches.core.tokens import chunks
 from kvsketch.caches.exact import ASKINGS
 from kvsketch.caches.registry import chosen_method
@@ -17,6 +18,7 @@ from kvsketch.huggingface.attaching import attach
 from kvsketch.huggingface.cache import SketchCache
 from kvsketch.huggingface.identity import fitted
 from kvsketch.huggingface.prompt import NO_QUESTIONS
+from kvsketch.huggingface.protecting import check_room, lengths_of, protecting
 from kvsketch.huggingface.supported import unwrapped
 
 
@@ -26,6 +28,7 @@ def make_cache(
     *,
     keep: Keep | None = None,
     questions: Sequence[Tensor] = (),
+    protect: Given = (),
 ) -> SketchCache:
     """An empty cache for `model.generate(..., past_key_values=cache)`; also attaches the model.
 
@@ -33,12 +36,15 @@ def make_cache(
     recommended method decides what. `method` names another one: a spec such as "uniform(keep=0.25)" (see
     `kvsketch.methods()`), or a config such as `kvsketch.Uniform(keep=0.25)`. Without both, the cache is exact.
     `questions`, token ids of each as a prompt goes on with them, say what matters in
-    prompts where the method goes by that ("kvzip(queries='questions')"). `kvsketch.detach(model)` undoes the attaching.
+    prompts where the method goes by that ("kvzip(queries='questions')"). `protect` are spans of the prompt that are
+    never dropped: (start, stop) pairs for all rows, or a list of such pairs for each row, padding not counted.
+    `kvsketch.detach(model)` undoes the attaching.
     """
     config = chosen_method(method, keep)
-    asked = checked_questions(config, questions)
+    asked, protected = checked_questions(config, questions), read_spans(protect)
+    check_room(config, protected)
     config = fitted(config, unwrapped(model))
-    return SketchCache(config, attach(model, before_rotation=config.before_rotation), asked)
+    return SketchCache(config, attach(model, before_rotation=config.before_rotation), asked, protected)
 
 
 def checked_questions(config: MethodConfig, questions: Sequence[Tensor]) -> list[Tensor]:
@@ -64,14 +70,16 @@ def prefill(
     attention_mask: Tensor | None = None,
     chunk: int | None = None,
     progress: Callable[[int], None] | None = None,
+    protect: Given = (),
 ) -> SketchCache:
     """Have the cache read a prompt, without generating; then ask with `cache.new_tokens`.
 
     Reads all tokens in one call, or `chunk` at a time so that the model's own activations stay
     small; by default in chunks where the method says `prefill="streaming"`. `progress` is called with
     the number of tokens read after each chunk, those of a second reading included where the method wants one.
-    `attention_mask` covers the new tokens alone. A second reading that was interrupted is done when the same is asked
-    for again, and the tokens are not read once more.
+    `attention_mask` covers the new tokens alone. `protect` is as for `make_cache`, for a cache that was made without.
+    A second reading that was interrupted is done when the same is asked for again, and the tokens are not read once
+    more.
     """
     inner: PreTrainedModel = unwrapped(model)
     _check_prompt(input_ids, attention_mask, chunk)
@@ -86,7 +94,10 @@ def prefill(
         mask = None
     # Only the cache matters, so logits are computed for one token alone where the model can leave out the others.
     fewer = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(inner.forward).parameters else {}
-    with cache.prompt.reading():
+    with (
+        protecting(cache.stack, protect, lengths_of(len(input_ids), input_ids.shape[1], attention_mask)),
+        cache.prompt.reading(),
+    ):
         cache.prompt.check_context(inner, input_ids.shape[1])
         for start, stop in chunks(input_ids.shape[1], chunk):
             ids = input_ids[:, start:stop]

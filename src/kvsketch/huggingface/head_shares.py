@@ -8,7 +8,7 @@ from kvsketch.caches.core.budget import MOST, Budget
 from kvsketch.caches.core.config import BudgetedConfig
 from kvsketch.caches.core.profile import HOW, find_profile
 from kvsketch.caches.core.shares import PYRAMID, Shares, pyramid
-from kvsketch.caches.forgetting.streaming_heads import StreamingHeads
+from kvsketch.caches.forgetting.streaming_heads import LENGTH, StreamingHeads
 from kvsketch.huggingface.model import ModelLink
 
 
@@ -19,16 +19,18 @@ class HeadShares:
     config: BudgetedConfig
     model: ModelLink
     layers: Mapping[int, int]
-    found: dict[float | None, Shares] = field(default_factory=dict)  # by fraction: the same for all layers
+    length: int = LENGTH  # of texts for which a number of heads is right
+    found: dict[tuple[float | None, int], Shares] = field(default_factory=dict)  # by budget: the same for all layers
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "HeadShares":
         return self
 
     def __call__(self, layer: int, heads: int, budget: Budget) -> Sequence[float]:
         """Those of a layer that turns out to have so many heads."""
-        if budget.fraction not in self.found:
-            self.found[budget.fraction] = self._divided(budget)
-        shares = self.found[budget.fraction].get(layer, ())
+        kind = budget.fraction, budget.beside
+        if kind not in self.found:
+            self.found[kind] = self._divided(budget)
+        shares = self.found[kind].get(layer, ())
         if self.config.heads == PYRAMID:
             return list(shares[:1]) * heads
         if len(shares) != heads:
@@ -40,4 +42,6 @@ class HeadShares:
         if self.config.heads == PYRAMID:
             return pyramid(self.layers, MOST if budget.fraction is None else 1 / budget.fraction)
         shares = find_profile(self.config.heads, self.model.facts()).shares(budget)
-        return self.config.full_or_none(shares) if isinstance(self.config, StreamingHeads) else shares
+        if isinstance(self.config, StreamingHeads):
+            return self.config.full_or_none(shares, budget.beside, self.length)
+        return shares

@@ -15,6 +15,8 @@ from transformers.cache_utils import (
 from kvsketch.caches.core.budget import parse_bytes
 from kvsketch.caches.core.config import BudgetedConfig, MethodConfig, equal_until_read
 from kvsketch.caches.core.layer import LayerCache
+from kvsketch.caches.core.spans import Protected, Spans
+from kvsketch.caches.forgetting.streaming_heads import LENGTH
 from kvsketch.huggingface import stock
 from kvsketch.huggingface.head_shares import HeadShares
 from kvsketch.huggingface.layer import HybridSketchLayer, SketchLayer
@@ -25,8 +27,9 @@ from kvsketch.huggingface.modules import OURS, heads_of
 class LayerStack:
     """All layers of one cache: each kind of them, what they hold together, and whether that is one text."""
 
-    def __init__(self, config: MethodConfig, model: ModelLink) -> None:
+    def __init__(self, config: MethodConfig, model: ModelLink, protected: Protected | None = None) -> None:
         self.config, self.model = config, model
+        self.protected = protected or Protected()  # of the text that is read first
         self.dtype: torch.dtype | None = None  # that of autocast, or of the model, when the first tokens came
         self.latest: Any = None  # the layer that took tokens last
         self.touched = False  # a call or a move of rows has changed some layers, and has not come to its end
@@ -43,26 +46,36 @@ class LayerStack:
         for layer in self.sketch[:1]:
             layer.is_first = True
 
-    def _new_shares(self) -> HeadShares | None:
-        """What says how heads share the budget, where that is not all alike."""
+    def _new_shares(self, length: int = LENGTH) -> HeadShares | None:
+        """What says how heads share the budget, where that is not all alike; of texts of this length."""
         if equal_until_read(self.config):
             return None
         assert isinstance(self.config, BudgetedConfig), "others hold everything"
         heads = heads_of(self.model.config)[0]
         ours = [index for index, kind in enumerate(self.kinds) if kind in OURS]
         by_layer = {index: heads[index] if isinstance(heads, list) else heads for index in ours}
-        return HeadShares(self.config, self.model, by_layer)
+        return HeadShares(self.config, self.model, by_layer, length)
 
     def _new_layer(self, index: int, kind: str, options: dict[str, Any]) -> Any:
         if kind in OURS:
             by_bytes = self._layer_bytes if isinstance(self.config.budget_given, str) else None
-            held = LayerCache(self.config, index, by_bytes, self._shares)
+            held = LayerCache(self.config, index, by_bytes, self._shares, self._spans_of)
             if kind == "hybrid":
                 return HybridSketchLayer(held, self.model, options.get("number_of_states", 1))
             return SketchLayer(held, self.model)
         return DYNAMIC_LAYER_TYPE_MAPPING[kind](**options)
 
+    def _spans_of(self, rows: int) -> list[Spans]:
+        """What is protected of each row."""
+        return self.protected.of(rows)
+
     # -- how a budget is divided
+
+    def expect(self, length: int) -> None:
+        """Have heads share the budget as is right for a text of this length, before it is read."""
+        self._shares = self._new_shares(length)
+        for layer in self.sketch:
+            layer.held.shares = self._shares
 
     def check_budget(self, rows: int) -> None:
         """Refuse a budget in bytes that is too small for this number of rows."""
@@ -127,6 +140,8 @@ class LayerStack:
         ours, first = layer.held, self.sketch[0].held
         if (ours.seen, ours.lengths) != (first.seen, first.lengths):
             raise ValueError(f"{ours.lengths!s:.60} tokens were read here, {first.lengths!s:.60} in the first layer")
+        if ours.spans != first.spans:
+            raise ValueError(f"{ours.spans!s:.60} are protected here, {first.spans!s:.60} in the first layer")
 
     @contextmanager
     def changing(self) -> Iterator[None]:

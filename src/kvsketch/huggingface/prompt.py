@@ -20,6 +20,7 @@ from kvsketch.caches.exact import ASKINGS
 from kvsketch.caches.forgetting.threshold import sets_shares, shares_of_prompt
 from kvsketch.huggingface.frequencies import ChangingFrequencies
 from kvsketch.huggingface.layers import LayerStack
+from kvsketch.huggingface.protecting import check_protected, lengths_of
 from kvsketch.huggingface.rereading import read_behind
 from kvsketch.huggingface.supported import check_context
 
@@ -87,6 +88,10 @@ class Prompt:
     def check(self, cache: Any, decoder: Any, given: Mapping[str, Any], rows: int, count: int) -> None:
         """A call comes: refuse one that cannot be read a second time; say if memory will be short."""
         self.complete(cache)
+        if not self.open and self.stack.protected and not torch.compiler.is_compiling():
+            mask = given.get("attention_mask")
+            known = isinstance(mask, Tensor) and mask.shape == (rows, count)
+            check_protected(self.stack, lengths_of(rows, count, mask if known else None))
         if not self.config.holds_back or self.again:
             return
         self.begin()

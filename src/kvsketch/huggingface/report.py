@@ -1,5 +1,6 @@
 """What a cache holds, for people: `print(cache.report())`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -31,6 +32,7 @@ class Report:
     method: str
     seen: int
     layers: tuple[LayerReport, ...]
+    protected: tuple[int, ...] = ()  # tokens of each row that are never dropped, where there are any
 
     @property
     def nbytes(self) -> int:
@@ -57,6 +59,8 @@ class Report:
     def __str__(self) -> str:
         share = f" ({self.nbytes / self.full_nbytes:.1%})" if self.full_nbytes else ""
         lines = [f"{self.method}: {self.seen:,} tokens seen, {self.nbytes:,} of {self.full_nbytes:,} bytes{share}"]
+        if self.protected:
+            lines.append(f"{_range(self.protected)} tokens of a row are protected")
         if self.error is not None:
             lines.append(f"mean error of the answers {self.error:.3f}, measured after {self._measured_at:,} tokens")
         elif any(layer.entries for layer in self.layers) and self.method != "exact":
@@ -93,7 +97,9 @@ def report_on(stack: LayerStack) -> Report:
         else LayerReport(index, None, bytes_held(layer), bytes_held(layer), None, 0)
         for index, layer in enumerate(stack.layers)
     ]
-    return Report(str(stack.config), stack.seen, tuple(layers))
+    held = [layer.held for layer in stack.sketch[:1]]
+    protected = tuple(own.within(0, n) for one in held for own, n in zip(one.spans, one.lengths, strict=True))
+    return Report(str(stack.config), stack.seen, tuple(layers), protected if any(protected) else ())
 
 
 def _report_on_layer(index: int, layer: SketchLayer) -> LayerReport:
@@ -125,7 +131,7 @@ def _per_head(measured: Tensor | None) -> list[float] | None:
     return None if measured is None else measured.double().mean(0).tolist()
 
 
-def _range(entries: list[float]) -> str:
+def _range(entries: Sequence[float]) -> str:
     low, high = min(entries), max(entries)
     return f"{low:,.0f}" if low == high else f"{low:,.0f}-{high:,.0f}"
 

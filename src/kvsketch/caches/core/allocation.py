@@ -15,22 +15,28 @@ MOST_LEVELS = 4
 SharesOf = Callable[[int, int, Budget], Sequence[float]]  # of a layer with so many KV heads, of such a mean budget
 
 
-def budget_of(config: MethodConfig, layer_bytes: int | None, entry_bytes: int, rows: int) -> Budget:
+def budget_of(config: MethodConfig, layer_bytes: int | None, entry_bytes: int, rows: int, beside: int = 0) -> Budget:
     """What a head may hold where all hold the same; refuses less than the method needs.
 
     `layer_bytes` is the layer's share of a budget in bytes, `entry_bytes` what one entry of all rows and heads takes.
+    So many tokens of a row are held `beside`.
     """
     given, least = config.budget_given, config.least_entries()
     fixed = fixed_entries(given, layer_bytes, entry_bytes)
     if fixed is None:
-        return Budget(given if isinstance(given, float) else None, None, config.floor())
+        return Budget(given if isinstance(given, float) else None, None, config.floor(), beside=beside)
     if fixed < least:
         raise ValueError(
             f"keep={given!r} leaves {fixed} entries per row and KV head in each layer, but "
             f"{config} needs at least {least} ({rows} rows, {least * entry_bytes:,} bytes a layer): "
             "give more bytes, or fewer sinks or a smaller window"
         )
-    return Budget(None, fixed, least)
+    if fixed < least + beside:
+        raise ValueError(
+            f"keep={given!r} leaves {fixed} entries per row and KV head in each layer, but {beside:,} tokens of a row "
+            f"are protected, and {config} needs at least {least} beside them: give more, or protect less"
+        )
+    return Budget(None, fixed, least, beside=beside)
 
 
 def budgets_of(budget: Budget, shares: Sequence[float]) -> list[Budget]:

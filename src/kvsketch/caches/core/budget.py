@@ -13,12 +13,14 @@ class Budget:
     """What a KV head may hold for `count` tokens of a row: `entries(count)`, never less than `least`.
 
     `share` is its share of what heads have beyond that, in means: the sum over heads is what it is where all have 1.
+    So many tokens are held `beside`, and are not among those counted: they belong to the budget, and to all tokens.
     """
 
     fraction: float | None  # of the tokens seen
     fixed: int | None  # or so many entries
     least: int
     share: float = 1.0
+    beside: int = 0
 
     def entries(self, count: int) -> int:
         """Entries that may be held per row and KV head once `count` tokens were seen."""
@@ -32,9 +34,9 @@ class Budget:
     def _mean(self, count: int) -> float:
         """What heads have on the average."""
         if self.fixed is not None:
-            return float(self.fixed)
+            return float(self.fixed - self.beside)
         assert self.fraction is not None
-        return float(max(self.fraction * count, self.least))
+        return float(max(self.fraction * (count + self.beside) - self.beside, self.least))
 
     @property
     def capacity(self) -> int | None:

@@ -213,7 +213,7 @@ class WindowedConfig(BudgetedConfig):
         fraction; before that every head holds what it needs at least. Later ones are longer where its share is small.
         """
         assert budget.fraction is not None, "a number of entries is one stratum"
-        exact = self.sinks + self.window
+        exact = self.sinks + self.window + budget.beside
         first = max(BLOCK, math.ceil((first_entries + exact) / budget.fraction) - exact)
         return first, math.ceil(entries / max(budget.fraction * budget.share, entries / MOST))
 

@@ -20,6 +20,7 @@ from kvsketch.caches.core.layer_state import LayerState
 from kvsketch.caches.core.probe import PROBES, exact_probe, relative_error
 from kvsketch.caches.core.query import Answer, Query
 from kvsketch.caches.core.shares import equal
+from kvsketch.caches.core.spans import Spans
 from kvsketch.caches.core.stream import Stream
 from kvsketch.caches.core.tokens import Columns, NewTokens, Seen, chunks
 from kvsketch.kernels.weighted_attention import causal_attention
@@ -34,13 +35,14 @@ class LayerCache(LayerState):
         layer: int,
         layer_bytes: Callable[[int, int], int] | None = None,
         shares: SharesOf | None = None,
+        spans_of: Callable[[int], list[Spans]] | None = None,
     ) -> None:
         """`layer_bytes(rows, bytes per token)` is the layer's share of a budget in bytes; `shares` those of its heads.
 
-        Without `shares` all heads have the same.
+        Without `shares` all heads have the same. `spans_of(rows)` are protected.
         """
         super().__init__(config.for_layer(layer), layer)
-        self.layer_bytes, self.shares = layer_bytes, shares
+        self.layer_bytes, self.shares, self.spans_of = layer_bytes, shares, spans_of
         self.recording = False  # hold back all writing to the past until the next `crop`
 
     # -- reading
@@ -211,16 +213,22 @@ class LayerCache(LayerState):
         rows, heads, _, width = new.keys.shape
         budget = self.budget_for(rows, heads * (width + new.values.shape[-1]) * new.keys.element_size())
         shares = equal(heads) if self.shares is None else self.shares(self.layer, heads, budget)
-        self.begin(rows, budgets_of(budget, shares))
+        spans = None if self.spans_of is None else self.spans_of(rows)
+        self.begin(rows, budgets_of(replace(budget, beside=0), shares), spans)
         if self.row_shares is not None:  # said before any token came
             self.share(self.row_shares)
         self.kind = (heads, width, new.keys.dtype)
 
     def budget_for(self, rows: int, token_bytes: int) -> Budget:
-        """What so many rows may hold, whose keys and values take so many bytes a token; refuses less than is needed."""
+        """What so many rows may hold, whose keys and values take so many bytes a token; refuses less than is needed.
+
+        That of the row that has most tokens protected.
+        """
         entry_bytes = rows * (token_bytes + 12)  # its rank and its weight too
         share = None if self.layer_bytes is None else self.layer_bytes(rows, entry_bytes)
-        return budget_of(self.config, share, entry_bytes, rows)
+        spans = [] if self.spans_of is None else self.spans_of(rows)
+        beside = max((own.beside(self.config.sinks) for own in spans), default=0)
+        return budget_of(self.config, share, entry_bytes, rows, beside)
 
     def _count(self, new: NewTokens) -> None:
         """Count new tokens."""
@@ -258,7 +266,7 @@ class LayerCache(LayerState):
                 self._observe(asked, answer, whole)
         self.measured_at = self.seen
 
-    # -- rows, tail, state
+    # -- tail
 
     def check_crop(self, count: int, dropped: Sequence[int]) -> None:
         """Refuse to take back tokens that have left the window."""
@@ -278,19 +286,6 @@ class LayerCache(LayerState):
             self.seen -= count
             for stream in self.streams.all:
                 stream.crop(self.lengths)
-
-    def map_rows(self, rows: list[int]) -> None:
-        """Row i becomes what row `rows[i]` was."""
-        if not self.started:
-            return
-        for stream in self.streams.all:
-            stream.map_rows(rows)
-        self.lengths = [self.lengths[row] for row in rows]
-        self.row_shares = None if self.row_shares is None else [self.row_shares[row] for row in rows]
-        index = torch.tensor(rows)
-        self.error, self.recall = (
-            None if x is None else x.index_select(0, index.to(x.device)) for x in (self.error, self.recall)
-        )
 
 
 def _whole(answer: Answer) -> Partial | None:

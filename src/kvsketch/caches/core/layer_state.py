@@ -1,5 +1,6 @@
 """A layer's state: as tensors and JSON, and what it may be when it comes from a file."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from kvsketch.caches.core.config import BudgetedConfig, MethodConfig, equal_unti
 from kvsketch.caches.core.lanes import Lanes
 from kvsketch.caches.core.query import Query
 from kvsketch.caches.core.shares import THRESHOLD
+from kvsketch.caches.core.spans import Spans, read_spans
 from kvsketch.caches.core.storage import with_prefix
 from kvsketch.caches.core.streams import Streams
 
@@ -31,6 +33,7 @@ class LayerState:
         self.seen = 0  # tokens per row, padding included: the logical length
         self.lengths: list[int] = []  # real tokens per row
         self.ragged = False  # whether rows may have unequal lengths
+        self.spans: list[Spans] = []  # what is protected of each row
         self.heads = 0  # KV heads
         self.streams = Streams()  # where tokens go
         self.started = False  # whether any token came
@@ -41,17 +44,36 @@ class LayerState:
         self.measured_at = 0  # tokens seen when it was measured
         self.row_shares: list[list[float]] | None = None  # of each row's KV heads, where the prompt has set them
 
-    def begin(self, rows: int, budgets: list[Budget]) -> None:
-        """Have empty streams."""
+    def begin(self, rows: int, budgets: list[Budget], spans: Sequence[Spans] | None = None) -> None:
+        """Have empty streams; what is protected of rows leaves them less of these budgets of KV heads."""
         self.lengths, self.heads = [0] * rows, len(budgets)
         self.streams, self.started = Streams(budgets), True
-        self.streams.begin(self.config, self.layer, rows)
+        self.spans = [Spans()] * rows if spans is None else list(spans)
+        self.streams.begin(self.config, self.layer, self.spans)
+        # Where windows follow from budgets, those of rows are of unequal lengths then.
+        self.ragged = self.config.window_by_budget and len(set(self.spans)) > 1
+        for stream in self.streams.all:
+            stream.window.ragged = self.ragged
 
     def share(self, row_shares: list[list[float]]) -> None:
         """Divide what the rows' KV heads may hold by these shares, before anything has left."""
         assert self.streams.only is not None, "heads have the same window"
         self.row_shares = row_shares
         self.streams.only.share([budgets_of(self.budgets[0], shares) for shares in row_shares])
+
+    def map_rows(self, rows: list[int]) -> None:
+        """Row i becomes what row `rows[i]` was."""
+        if not self.started:
+            return
+        for stream in self.streams.all:
+            stream.map_rows(rows)
+        self.lengths = [self.lengths[row] for row in rows]
+        self.spans = [self.spans[row] for row in rows]
+        self.row_shares = None if self.row_shares is None else [self.row_shares[row] for row in rows]
+        index = torch.tensor(rows)
+        self.error, self.recall = (
+            None if x is None else x.index_select(0, index.to(x.device)) for x in (self.error, self.recall)
+        )
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything that `restore` needs, as tensors and as JSON; the tensors of a stream under its number."""
@@ -65,6 +87,8 @@ class LayerState:
         measured = {"error": self.error, "recall": self.recall}
         tensors |= {name: tensor for name, tensor in measured.items() if tensor is not None}
         numbers = {name: getattr(self, name) for name in NUMBERS}
+        if any(self.spans):
+            numbers["protected"] = [[list(span) for span in own.each] for own in self.spans]
         budgets = [[budget.fraction, budget.fixed, budget.least, budget.share] for budget in self.budgets]
         return tensors, numbers | {"budgets": budgets, "row_shares": self.row_shares, "streams": streams}
 
@@ -74,7 +98,10 @@ class LayerState:
         if not numbers:
             return
         check_layer(tensors, numbers, self.config.sinks)
-        self.begin(len(numbers["lengths"]), restored_budgets(numbers["budgets"], self.config))
+        budgets = restored_budgets(numbers["budgets"], self.config)
+        self.begin(len(numbers["lengths"]), budgets, restored_spans(numbers, budgets, self.config.sinks))
+        if self.ragged > numbers["ragged"]:
+            raise ValueError("rows of unequal windows that are even")
         if numbers["row_shares"] is not None:
             self.share(checked_shares(numbers["row_shares"], self.config, len(numbers["lengths"]), self.heads))
         streams = numbers["streams"]
@@ -146,6 +173,19 @@ def restored_budgets(given: list[list[Any]], config: MethodConfig) -> list[Budge
         if not right or (budget.share != 1 and equal_until_read(config)):
             raise ValueError(f"a budget of {budget!s:.80} for {config!s:.80}")
     return found
+
+
+def restored_spans(numbers: dict[str, Any], budgets: list[Budget], sinks: int) -> list[Spans] | None:
+    """What is protected of each row, which leaves every lane what it needs; None where nothing is said."""
+    if "protected" not in numbers:
+        return None
+    spans = list(read_spans(numbers["protected"]).rows)
+    written = [[list(span) for span in own.each] for own in spans]
+    most = max(own.beside(sinks) for own in spans)
+    room = all(budget.fixed is None or budget.fixed >= budget.least + most for budget in budgets)
+    if written != numbers["protected"] or len(spans) != len(numbers["lengths"]) or not any(spans) or not room:
+        raise ValueError(f"protected tokens {numbers['protected']!s:.80} of {len(numbers['lengths'])} rows")
+    return spans
 
 
 def checked_shares(given: Any, config: MethodConfig, rows: int, heads: int) -> list[list[float]]:

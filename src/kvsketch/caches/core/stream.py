@@ -34,14 +34,14 @@ AT_ONCE = 512  # queries of a call whose weights are taken together: none of the
 class Stream:
     """Sinks, past and window."""
 
-    def __init__(self, config: MethodConfig, method: Method | None, rows: int, budgets: Sequence[Budget]) -> None:
-        """`budgets` are those of the KV heads; the window follows the first one's."""
-        self.config, self.method, self.budget = config, method, budgets[0]
+    def __init__(self, config: MethodConfig, method: Method | None, budgets: Sequence[Sequence[Budget]]) -> None:
+        """`budgets` are those of each row's KV heads; the window follows the first one's."""
+        self.config, self.method, self.budgets = config, method, [own[0] for own in budgets]
         self.asking = config.asking
         self.window = Window(config.leaving)
-        self.past = None if method is None else Lanes(method, [budgets] * rows)
-        self.left = [0] * rows  # tokens of each row that left the window
-        self.few = [False] * rows  # whether the present call has a few tokens of each row: neither one nor many
+        self.past = None if method is None else Lanes(method, budgets)
+        self.left = [0] * len(budgets)  # tokens of each row that left the window
+        self.few = [False] * len(budgets)  # whether the present call has a few tokens of each row: neither one nor many
         self.may_come = 0  # so many tokens may come at least before one is due to leave
         self.waiting: list[Seen] = []  # the last columns, if they came one by one and nothing was noted about them yet
 
@@ -114,12 +114,10 @@ class Stream:
         notes = asking.none(new.keys)
         for start in range(0, wanted.shape[1], AT_ONCE):
             stop = min(start + AT_ONCE, wanted.shape[1])
-            keys, ranks = new.keys[:, :, : first + stop], new.ranks[:, : first + stop]
-            more = attention_got(
-                asking, asked.part(start, stop), lse[:, :, start:stop], keys, ranks, wanted[:, start:stop]
-            )
-            own = notes[:, :, : first + stop]
-            own.copy_(asking.with_more(own, more, wanted[:, start:stop].any(1)))
+            seen, now = first + stop, wanted[:, start:stop]
+            keys, ranks, own = new.keys[:, :, :seen], new.ranks[:, :seen], notes[:, :, :seen]
+            more = attention_got(asking, asked.part(start, stop), lse[:, :, start:stop], keys, ranks, now)
+            own.copy_(asking.with_more(own, more, now.any(1)))
         return notes
 
     # -- writing
@@ -169,7 +167,7 @@ class Stream:
             return
         self.take_notes()
         if self.window.ragged:
-            self._leave_ragged_window(due)
+            self.window.take_out(self._leave_ragged(self.window.columns, due))
             self.window.compact()
         else:
             self._leave_window(due[0] - self.left[0])
@@ -179,14 +177,18 @@ class Stream:
         block = self.config.leaving
         due: list[int] = []  # `list[int]()` is more than the compiler can read
         self.may_come = MOST  # a window only grows
-        for length, left in zip(lengths, self.left, strict=True):
-            window = self.config.window_size(self.budget, length)
+        for row, (length, left) in enumerate(zip(lengths, self.left, strict=True)):
+            window = self.window_size(row, length)
             beyond = 0 if window is None else max(0, length - self.config.sinks - window)
             due.append(max(left, beyond // block * block))
             if window is not None:
                 more = self.config.sinks + window + due[-1] + block - length
                 self.may_come = more if more < self.may_come else self.may_come  # the compiler breaks at min()
         return due
+
+    def window_size(self, row: int, length: int) -> int | None:
+        """How many of the latest tokens of a row of this length stay exact; None is all of them."""
+        return self.config.window_size(self.budgets[row], length)
 
     def _hold_even(self, new: Columns, length: int) -> None:
         """All rows stand at the same rank: what leaves is a slice."""
@@ -215,15 +217,12 @@ class Stream:
         """Rows stand at different ranks: a column may leave one row and stay in another."""
         if due != self.left:
             if self.window.length:
-                self._leave_ragged_window(due)
+                self.window.take_out(self._leave_ragged(self.window.columns, due))
             left = self._leave_ragged(new, due)
             new = replace(new, ranks=new.ranks.masked_fill(left, -1))
             new = new.select((new.ranks >= 0).any(0).nonzero()[:, 0])
         self.window.append(new)
         self.window.compact()
-
-    def _leave_ragged_window(self, due: list[int]) -> None:
-        self.window.take_out(self._leave_ragged(self.window.columns, due))
 
     def _leave_ragged(self, columns: Columns, due: list[int]) -> Tensor:
         """Write to the past what is due among these columns; which places [b, n] that were."""
@@ -242,7 +241,11 @@ class Stream:
         """Give tokens to the past; afterwards `left` of each row went there."""
         self.left = left
         if self.past is not None:
-            self.past.write(tokens, left, self.few)
+            self.past.write(tokens, self.of_past(left), self.few)
+
+    def of_past(self, left: Sequence[int]) -> list[int]:
+        """How many tokens the past has of those that have left the window, row by row."""
+        return list(left)
 
     # -- rows, tail, state
 
@@ -256,7 +259,8 @@ class Stream:
         """Row i becomes what row `rows[i]` was."""
         self.take_notes()
         self.window.map_rows(torch.tensor(rows))
-        self.left, self.may_come = [self.left[row] for row in rows], 0
+        self.left, self.budgets = [self.left[row] for row in rows], [self.budgets[row] for row in rows]
+        self.may_come = 0
         if self.past is not None:
             self.past.map_rows(rows)
 
@@ -280,7 +284,7 @@ class Stream:
             self.asking.check(tensors["notes"], tensors["keys"])
         if self.past is not None:
             self.past.restore(with_prefix(tensors, "past."), numbers["past"])
-            if self.past.counts != self.left:
+            if self.past.counts != self.of_past(self.left):
                 raise ValueError(f"{self.left!s:.60} tokens were written, and the past has {self.past.counts!s:.60}")
 
     @property

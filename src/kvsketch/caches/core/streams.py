@@ -11,7 +11,9 @@ from kvsketch.attention import Partial
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.core.lanes import Lanes
+from kvsketch.caches.core.protecting import ProtectingStream
 from kvsketch.caches.core.query import Answer, Query
+from kvsketch.caches.core.spans import Spans
 from kvsketch.caches.core.stream import Stream
 from kvsketch.caches.core.tokens import Columns, Seen
 
@@ -26,12 +28,16 @@ class Streams:
         self.all = list[Stream]()
         self.only: Stream | None = None  # if it is one
 
-    def begin(self, config: MethodConfig, layer: int, rows: int) -> None:
-        """Have empty streams."""
+    def begin(self, config: MethodConfig, layer: int, spans: Sequence[Spans]) -> None:
+        """Have empty streams; `spans` of each row are protected."""
         method, every = config.new_method(layer), list(range(len(self.budgets)))
         kinds = dict.fromkeys(self.budgets) if config.window_by_budget else [None]
         self.heads = [[head for head in every if kind in (None, self.budgets[head])] for kind in kinds]
-        self.all = [Stream(config, method, rows, [self.budgets[head] for head in heads]) for heads in self.heads]
+        budgets = [[[self.budgets[head] for head in heads]] * len(spans) for heads in self.heads]
+        if any(spans):
+            self.all = [ProtectingStream(config, method, each, spans) for each in budgets]
+        else:
+            self.all = [Stream(config, method, each) for each in budgets]
         self.only = self.all[0] if len(self.all) == 1 else None
 
     def divided(self, columns: Columns, seen: Seen) -> Iterator[tuple[Stream, Columns, Seen]]:

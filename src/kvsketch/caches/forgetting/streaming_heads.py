@@ -45,11 +45,15 @@ class StreamingHeads(BudgetedConfig):
     def new_method(self, layer: int) -> None:
         """Nothing remains of what leaves the window."""
 
-    def full_or_none(self, shares: Shares) -> Mapping[int, Sequence[float]]:
-        """The heads with the largest shares get all, the others nothing beyond sinks and window."""
+    def full_or_none(self, shares: Shares, beside: int = 0, length: int = LENGTH) -> Mapping[int, Sequence[float]]:
+        """The heads with the largest shares get all, the others nothing beyond sinks, window and what is held `beside`.
+
+        As many as fit at this length of a text, or at the usual one if that is more.
+        """
         assert isinstance(self.keep, float), "checked above"
         heads = [(-share, layer, head) for layer, own in shares.items() for head, share in enumerate(own)]
-        part = max(0.0, (self.keep * LENGTH - self.floor()) / (LENGTH - self.floor()))
+        least, length = self.floor() + beside, max(LENGTH, length)
+        part = max(0.0, self.keep * length - least) / max(1, length - least)
         full = {(layer, head) for _, layer, head in sorted(heads)[: int(part * len(heads))]}
         return {
             layer: [1 / self.keep if (layer, head) in full else 0.0 for head in range(len(own))]

@@ -1,6 +1,7 @@
 """Shares that a prompt sets itself: one threshold over the scores of all layers and heads, row by row."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeGuard
 
 import torch
@@ -39,6 +40,7 @@ def _of_row(
     config: NotedConfig, holding: Sequence[LayerCache], budgets: Sequence[Budget], row: int
 ) -> list[list[float]]:
     scores = [leaving_scores(config, held, row) for held in holding]
+    budgets = [replace(budget, beside=holding[0].spans[row].beside(config.sinks)) for budget in budgets]
     rooms = [config.room(budget, own.shape[1]) for budget, own in zip(budgets, scores, strict=True)]
     chosen = [room - config.means(room, own.shape[1]) for room, own in zip(rooms, scores, strict=True)]
     widths = [held.kind[1] if held.kind is not None else 1 for held in holding]
@@ -64,11 +66,12 @@ def _of_row(
 
 
 def leaving_scores(config: NotedConfig, held: LayerCache, row: int) -> Float[Tensor, "h n"]:
-    """Scores of the tokens of a row that leave the window when the prompt has been read."""
+    """Scores of the tokens of a row that leave the window for the past when the prompt has been read."""
     beyond = max(0, held.lengths[row] - config.sinks - config.window)
     columns, method = held.window.columns, config.new_method(held.layer)
     ranks, last = columns.ranks[row], config.sinks + beyond // config.leaving * config.leaving
-    where = ((ranks >= config.sinks) & (ranks < last)).nonzero()[:, 0]
+    leaving = (ranks >= config.sinks) & (ranks < last) & ~held.spans[row].among(ranks)
+    where = leaving.nonzero()[:, 0]
     assert columns.notes is not None, "there are notes"
     assert isinstance(method, ByAttention), "scores are made of notes"
     return method.arriving(columns.notes[row].index_select(1, where)).double().cpu()

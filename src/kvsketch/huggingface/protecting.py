@@ -1,0 +1,86 @@
+"""Tokens of a prompt that are protected: refused where they cannot be, before any of it is read."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from kvsketch.caches.core.allocation import budget_of
+from kvsketch.caches.core.budget import Budget
+from kvsketch.caches.core.config import MethodConfig
+from kvsketch.caches.core.spans import Given, Protected, read_spans
+from kvsketch.huggingface.layers import LayerStack
+
+
+@contextmanager
+def protecting(stack: LayerStack, given: Given, lengths: list[int]) -> Iterator[None]:
+    """Have these tokens of a prompt protected that is read in here, besides what the cache was told; if any are given.
+
+    `lengths` are those of its rows. A prompt that is refused leaves nothing behind.
+    """
+    before = stack.protected
+    if len(given):
+        stack.protected = _first_given(stack, given)
+    try:
+        check_protected(stack, lengths)
+        yield
+    except BaseException:
+        if stack.seen == 0:
+            stack.protected = before
+        raise
+
+
+def _first_given(stack: LayerStack, given: Given) -> Protected:
+    """What a user protects now; refuses to add to what is protected, or was read."""
+    if stack.seen:
+        raise ValueError(
+            f"this cache has read {stack.seen:,} tokens, and some of them may be gone: what is protected must be said "
+            "with the first prompt, or to kvsketch.make_cache"
+        )
+    if stack.protected:
+        raise ValueError("this cache was made with protect=, and prefill is told to protect too: leave one of them out")
+    return read_spans(given)
+
+
+def check_protected(stack: LayerStack, lengths: list[int]) -> None:
+    """A prompt begins, with rows of these lengths: refuse to protect what is not in it, or more than may be held."""
+    if stack.seen or not stack.protected:
+        return
+    for row, (spans, length) in enumerate(zip(stack.protected.of(len(lengths)), lengths, strict=True)):
+        if spans.end > length:
+            raise ValueError(
+                f"protect goes up to token {spans.end:,} of row {row}, and its prompt has {length:,}, padding not "
+                "counted. A prompt that comes in several calls is read with kvsketch.prefill(model, ids, cache, "
+                "chunk=...), which knows all of it"
+            )
+    prepare(stack, lengths)
+
+
+def prepare(stack: LayerStack, lengths: Sequence[int]) -> None:
+    """Refuse to protect more of rows of these lengths than may be held, and divide the budget as is right for them."""
+    if not stack.protected:
+        return
+    config = stack.config
+    check_room(config, stack.protected)
+    for row, (spans, length) in enumerate(zip(stack.protected.of(len(lengths)), lengths, strict=True)):
+        beside = spans.beside(config.sinks)
+        if isinstance(config.budget_given, float):
+            most = Budget(config.budget_given, None, config.floor()).entries(length)
+            if beside > most:
+                raise ValueError(
+                    f"{beside:,} tokens of row {row} are protected, and of its {length:,} tokens "
+                    f"keep={config.budget_given!r} lets a KV head hold {most:,}: keep more, or protect less"
+                )
+    stack.expect(min(lengths))
+
+
+def check_room(config: MethodConfig, protected: Protected) -> None:
+    """Refuse to protect more than fits into a number of entries."""
+    if isinstance(config.budget_given, int):
+        beside = max(spans.beside(config.sinks) for spans in protected.rows)
+        budget_of(config, None, 1, len(protected.rows), beside)
+
+
+def lengths_of(rows: int, count: int, mask: Tensor | None) -> list[int]:
+    """Tokens of each row, padding not counted."""
+    return [count] * rows if mask is None else mask.sum(1).tolist()
