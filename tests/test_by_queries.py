@@ -5,6 +5,7 @@ import torch
 
 import kvsketch
 import zoo
+from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.lanes import Lanes
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.tokens import NewTokens
@@ -185,25 +186,31 @@ def read(model, spec, ids, **given):
     return kvsketch.prefill(model, ids, kvsketch.make_cache(model, spec), **given)
 
 
-def test_one_threshold_over_all_layers_and_heads(llama):
-    """The best scores of all heads are kept, wherever they are."""
+@pytest.mark.parametrize("protect", [[], [(0, 9), (100, 120), (297, 300)]], ids=["", "some are protected"])
+def test_one_threshold_over_all_layers_and_heads(protect, llama):
+    """The best scores of all heads are kept, wherever they are; protected tokens do not compete."""
     ids = zoo.tokens(1, 300)
-    exact, cache = read(llama, "exact(noting='second reading')", ids), read(llama, "kvzip(keep=0.25)", ids)
+    exact = read(llama, "exact(noting='second reading')", ids)
+    cache = read(llama, "kvzip(keep=0.25)", ids, protect=protect)
+    protected = torch.tensor([rank for span in protect for rank in range(*span)], dtype=torch.int64)
     scores, kept = [], []
     for whole, layer in zip(exact.sketch_layers, cache.sketch_layers, strict=True):
         window, left = whole.held.window.columns, layer.held.left[0]
-        noted = window.notes.view(torch.float64)[0, :, 4 : 4 + left, 0]
+        there = torch.arange(4, 4 + left)
+        there = there[~torch.isin(there, protected)]
+        noted = window.notes.view(torch.float64)[0, :, there, 0]
         for bundle in layer.held.past.bundles:
             for lane, head in enumerate(bundle.heads):
                 own = bundle.holding.entries().keys[lane]
-                kept.append((window.keys[0, head, None, 4 : 4 + left] == own[:, None]).all(2).any(0))
+                kept.append((window.keys[0, head, None, there] == own[:, None]).all(2).any(0))
+                assert int(kept[-1].sum()) == len(own)
                 scores.append(noted[head])
     held = torch.cat([torch.cat([s[k] for s, k in zip(scores, kept, strict=True)])])
     gone = torch.cat([s[~k] for s, k in zip(scores, kept, strict=True)])
     counts = [int(k.sum()) for k in kept]
     assert len(set(counts)) > 2, "heads hold different numbers"
     assert float(held.min()) >= float(gone.max()) * (1 - 2**-15)
-    room = cache.config.room(cache.sketch_layers[0].held.budgets[0], left)
+    room = cache.config.room(Budget(0.25, None, cache.config.floor(), beside=28 if protect else 0), len(there))
     assert sum(counts) == len(kept) * room
 
 

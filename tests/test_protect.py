@@ -8,6 +8,7 @@ import torch
 
 import kvsketch
 import zoo
+from kvsketch.attention import exact_attention
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.config import BLOCK
 from kvsketch.caches.core.layer import LayerCache
@@ -41,6 +42,12 @@ SPECS = [
 
 def normal(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def stream(rows, count):
+    """Queries, keys and values."""
+    heads = (HEADS * GROUP, HEADS, HEADS)
+    return [normal(rows, n, count, WIDTH, seed=seed) for seed, n in enumerate(heads)]
 
 
 def fed(cache, query, keys, values, sizes, valid=None):
@@ -85,8 +92,7 @@ def test_they_are_held_whatever_the_method_and_a_row_is_as_if_alone(spec):
     """A padded batch whose rows protect other tokens, fed in long, short and single calls; then moved, and restored."""
     config, padding, sizes = parse_spec(spec), 32, [210, 1, 1, 1, 20]  # a block is due in the middle
     count = sum(sizes)
-    query, keys, values = (normal(2, n, count, WIDTH, seed=n) for n in (HEADS * GROUP, HEADS, HEADS + 1))
-    values, valid = values[:, :HEADS], torch.ones(2, count, dtype=torch.bool)
+    (query, keys, values), valid = stream(2, count), torch.ones(2, count, dtype=torch.bool)
     valid[1, :padding] = False
     cache = LayerCache(config, 1, spans_of=lambda rows: SPANS)
     got = fed(cache, query, keys, values, sizes, valid)
@@ -111,8 +117,48 @@ def test_they_are_held_whatever_the_method_and_a_row_is_as_if_alone(spec):
     for one in (cache, twin):
         one.map_rows(rows)
         torch.testing.assert_close(one.attend(query[rows, :, -1:], SCALE).out, before)
-    more = [normal(3, n, 20, WIDTH, seed=n) for n in (HEADS * GROUP, HEADS, HEADS)]
-    assert torch.equal(*(fed(one, *more, [1, 19]) for one in (cache, twin)))
+    assert torch.equal(*(fed(one, *stream(3, 20), [1, 19]) for one in (cache, twin)))
+
+
+@pytest.mark.parametrize(
+    "spec", ["streaming_llm(keep=300)", "uniform(keep=1.0)", "clustergen(keep=300)", "h2o(keep=1.0)"]
+)
+def test_where_there_is_room_for_all_every_token_is_held_once(spec):
+    query, keys, values = stream(2, 240)
+    cache = LayerCache(parse_spec(spec), 1, spans_of=lambda rows: SPANS)
+    got = fed(cache, query, keys, values, [200, 1, 39])
+    visible = torch.ones(240, 240, dtype=torch.bool).tril()[None, None]
+    expected = exact_attention(query, keys, values, SCALE, visible=visible).out
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    assert cache.count_entries().tolist() == [[240] * HEADS] * 2
+    assert cache.nbytes >= 2 * keys.nbytes
+
+
+@pytest.mark.parametrize("spec", ["streaming_llm(keep=0.3)", "clustergen(keep=0.5)"])
+def test_rows_whose_windows_are_unequal_are_as_if_alone(spec):
+    """What is protected leaves the window less where that follows from the budget: in rows of equal lengths too."""
+    config, parts = parse_spec(spec), [1, 199, 1, 1, 60, 90]
+    given, spans = stream(2, sum(parts)), [Spans(((10, 70),)), Spans()]
+    cache = LayerCache(config, 1, spans_of=lambda rows: spans)
+    fed(cache, *(x[:, :, :200] for x in given), parts[:2])
+    tensors, numbers = cache.state()
+    with pytest.raises(ValueError, match="rows of unequal windows that are even"):
+        LayerCache(config, 1).restore(tensors, numbers | {"ragged": False})
+    cache.map_rows([1, 0])
+    got = fed(cache, *(x[[1, 0], :, 200:] for x in given), parts[2:])
+    for row, own in enumerate(spans):
+        alone = LayerCache(config, 1, spans_of=lambda rows, own=own: [own])
+        expected = fed(alone, *(x[row : row + 1] for x in given), parts)[:, :, 200:]
+        torch.testing.assert_close(got[1 - row, None], expected, rtol=1e-4, atol=1e-5)
+        assert cache.left[1 - row] == alone.left[0]
+    assert cache.left[0] != cache.left[1]
+
+
+def test_the_latest_tokens_get_what_protected_ones_leave():
+    keys = normal(1, HEADS, 400, WIDTH)
+    cache = LayerCache(parse_spec("streaming_llm(keep=0.5)"), 0, spans_of=lambda rows: [Spans(((10, 110),))])
+    cache.hold(NewTokens(keys, keys))
+    assert cache.left == [(400 - 4 - (200 - 100 - 4)) // BLOCK * BLOCK]
 
 
 def test_protected_tokens_are_taken_back_as_others_are():
@@ -208,9 +254,10 @@ def test_beams_and_forks_keep_them_and_the_report_counts_them(llama):
     assert "30-32 tokens of a row are protected" in str(cache.report())
     exact = read(llama, "exact", ids)
     cache.batch_repeat_interleave(2)
+    assert cache.report().protected == (32, 32, 30, 30)
     new = zoo.tokens(2, 4).repeat_interleave(2, 0)
     beams = cache.fork()
-    llama.generate(**beams.new_tokens(new[::2].repeat_interleave(2, 0)), past_key_values=beams, max_new_tokens=24)
+    llama.generate(**beams.new_tokens(new[::2].repeat_interleave(2, 0)), past_key_values=beams, max_new_tokens=12)
     for one in (cache, beams):
         exact_rows = exact.fork()
         exact_rows.batch_repeat_interleave(2)
@@ -220,7 +267,24 @@ def test_beams_and_forks_keep_them_and_the_report_counts_them(llama):
     assert generated.report().protected == (32,) * 4
 
 
-def test_the_heads_of_streaming_heads_are_as_many_as_fit_beside_them():
+def test_an_exact_cache_hands_on_what_is_protected(llama):
+    exact = read(llama, "exact", zoo.tokens(3, 150), protect=[[(0, 9)], [(50, 60), (149, 150)], [(2, 4)]])
+    exact.batch_select_indices(torch.tensor([1, 0]))
+    assert exact.compress("keydiff(keep=0.5)").report().protected == (11, 9)
+    with pytest.raises(ValueError, match="11 tokens of row 0 are protected, and of its 150"):
+        exact.compress("streaming_llm(keep=0.05)")
+    exact.crop(-1)
+    assert exact.compress("keydiff(keep=0.5)").report().protected == (10, 9)
+    empty = kvsketch.make_cache(llama, "exact", protect=[(0, 6)]).compress("keydiff")
+    assert kvsketch.prefill(llama, zoo.tokens(1, 90), empty).report().protected == (6,)
+
+
+def test_the_heads_of_streaming_heads_are_as_many_as_fit_beside_them(llama, tmp_path):
+    spec = f"streaming_heads(keep=0.51, heads={made_profile(tmp_path / 'profile.json', llama)!r})"
+    for protect, whole in (([], 2), ([(0, 100)], 1)):
+        cache = read(llama, spec, zoo.tokens(1, 240), protect=protect)
+        assert sum(entries == 240 for layer in cache.report().layers for entries in layer.entries) == whole
+    assert cache.sketch_layers[0].held.shares.length == 240
     config = parse_spec("streaming_heads(keep=0.25, heads='profile')")
     shares = {layer: [layer + head / 100 for head in range(100)] for layer in range(2)}
 
@@ -310,7 +374,7 @@ def test_spans_that_come_late_or_twice(llama):
 
 def test_files_that_protect_what_no_cache_has(llama, tmp_path):
     path = tmp_path / "cache"
-    read(llama, "uniform(keep=150, window=16)", zoo.tokens(1, 200), protect=[(20, 30)]).save(path)
+    read(llama, "keydiff(keep=150)", zoo.tokens(1, 200), protect=[(20, 30), (195, 200)]).save(path)
     kvsketch.load_cache(llama, path)
     with TensorFile(path) as file:
         tensors, about = file.read(), file.about
@@ -318,17 +382,27 @@ def test_files_that_protect_what_no_cache_has(llama, tmp_path):
     def kept(layer):
         return layer["state"]["streams"][0]["kept"][0]
 
+    def fewer(layer):
+        for name in ("keys", "values"):
+            changed[f"1.0.kept.0.{name}"] = changed[f"1.0.kept.0.{name}"][:, :9]
+
+    def fewer_throughout(layer):
+        fewer(layer)
+        kept(layer).update(count=9)
+
     def spans(written):
         return lambda layer: layer["state"].update(protected=written)
 
     for change in (
-        spans([[[20, 31]]]), spans([[[20, 25], [25, 30]]]), spans([[20, 30]]), spans([[[20, 30]]] * 2), spans([[]]),
-        spans([[["a", 30]]]), spans([[[20, 20000]]]), spans(7), lambda layer: layer["state"].pop("protected"),
+        spans([[[20, 31]]]), spans([[[20, 25], [25, 30], [195, 200]]]), spans([[20, 30], [195, 200]]), spans([[]]),
+        spans([[[20, 30], [195, 200]]] * 2), spans([[["a", 30]]]), spans([[[20, 30]]]),
+        spans([[[20, 30], [195, 20000]]]), spans(7), fewer, fewer_throughout,
+        lambda layer: layer["state"].pop("protected"),
         lambda layer: kept(layer).update(count=9), lambda layer: kept(layer).update(rows=[1]),
         lambda layer: layer["state"]["streams"][0].pop("kept"),
     ):  # fmt: skip
-        layers = copy.deepcopy(about["layers"])
+        layers, changed = copy.deepcopy(about["layers"]), dict(tensors)
         change(layers[1])
-        write_tensors(path, tensors, about | {"layers": layers})
+        write_tensors(path, changed, about | {"layers": layers})
         with pytest.raises(ValueError, match="holds a state of layer 1 that"):
             kvsketch.load_cache(llama, path)

@@ -20,17 +20,16 @@ class HeadShares:
     model: ModelLink
     layers: Mapping[int, int]
     length: int = LENGTH  # of texts for which a number of heads is right
-    found: dict[tuple[float | None, int], Shares] = field(default_factory=dict)  # by budget: the same for all layers
+    found: dict[float | None, Shares] = field(default_factory=dict)  # by fraction: the same for all layers
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "HeadShares":
         return self
 
     def __call__(self, layer: int, heads: int, budget: Budget) -> Sequence[float]:
         """Those of a layer that turns out to have so many heads."""
-        kind = budget.fraction, budget.beside
-        if kind not in self.found:
-            self.found[kind] = self._divided(budget)
-        shares = self.found[kind].get(layer, ())
+        if budget.fraction not in self.found:
+            self.found[budget.fraction] = self._divided(budget)
+        shares = self.found[budget.fraction].get(layer, ())
         if self.config.heads == PYRAMID:
             return list(shares[:1]) * heads
         if len(shares) != heads:

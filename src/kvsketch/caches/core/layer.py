@@ -214,7 +214,7 @@ class LayerCache(LayerState):
         budget = self.budget_for(rows, heads * (width + new.values.shape[-1]) * new.keys.element_size())
         shares = equal(heads) if self.shares is None else self.shares(self.layer, heads, budget)
         spans = None if self.spans_of is None else self.spans_of(rows)
-        self.begin(rows, budgets_of(replace(budget, beside=0), shares), spans)
+        self.begin(rows, budgets_of(budget, shares), spans)
         if self.row_shares is not None:  # said before any token came
             self.share(self.row_shares)
         self.kind = (heads, width, new.keys.dtype)

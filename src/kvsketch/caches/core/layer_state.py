@@ -183,7 +183,7 @@ def restored_spans(numbers: dict[str, Any], budgets: list[Budget], sinks: int) -
     written = [[list(span) for span in own.each] for own in spans]
     most = max(own.beside(sinks) for own in spans)
     room = all(budget.fixed is None or budget.fixed >= budget.least + most for budget in budgets)
-    if written != numbers["protected"] or len(spans) != len(numbers["lengths"]) or not any(spans) or not room:
+    if written != numbers["protected"] or len(spans) != len(numbers["lengths"]) or not room:
         raise ValueError(f"protected tokens {numbers['protected']!s:.80} of {len(numbers['lengths'])} rows")
     return spans
 
