@@ -58,10 +58,13 @@ def test_version_and_methods():
 def test_text_then_question_then_the_same_from_a_saved_cache(book, tmp_path):
     saved = tmp_path / "book.safetensors"
     options = ("--question", "Which month?", "--max-new-tokens", 12)
-    first = run("generate", "--prompt-file", book, "--save-cache", saved, "--report", *options)
+    first = run("generate", "--prompt-file", book, "--save-cache", saved, "--report", "--protect", "0:4", *options)
     assert first.returncode == 0, first.stderr
     assert "inside the package" in first.stderr  # it must say so
-    for line in ("tokens seen", f"{count(TEXT) + 1:,} tokens", "tokens/s", "attention error", "entries per KV head"):
+    for line in (
+        "tokens seen", f"{count(TEXT) + 1:,} tokens", "tokens/s", "attention error", "entries per KV head",
+        "4 tokens of a row are protected",
+    ):  # fmt: skip
         assert line in first.stderr
     share = float(re.search(r"KiB of .*\((\d+\.\d)%\)", first.stderr)[1])
     assert 25 < share < 50
@@ -103,6 +106,8 @@ MISTAKES = [
     (["--load-cache", BOOK, "--question", "?"], "is damaged: it is cut off, or no file of tensors"),
     (["--load-cache", "x", "--question", "?", "--save-cache", "y"], "--save-cache keeps the cache of a text"),
     (["--load-cache", "x", "--question", "?", "--method", "exact"], "keeps the one it was made with"),
+    (["--load-cache", "x", "--question", "?", "--protect", "0:4"], "a loaded cache keeps what it was made with"),
+    (["--prompt-file", BOOK, "--protect", "4"], "--protect is START:STOP in tokens of the text, as in 0:20, got '4'"),
     (["--prompt-file", "nowhere"], "there is no file nowhere"),
     (["--prompt-file", "[/x]"], "there is no file [/x]"),
     (["--prompt-file", "."], ". is a folder: name a file"),

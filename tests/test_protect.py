@@ -1,6 +1,7 @@
 """Protected tokens are never dropped, by no method and in no head; what others hold has to do without their bytes."""
 
 import copy
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -154,11 +155,18 @@ def test_rows_whose_windows_are_unequal_are_as_if_alone(spec):
     assert cache.left[0] != cache.left[1]
 
 
+def test_windows_are_unequal_from_the_first_token_on():
+    cache = LayerCache(parse_spec("streaming_llm(keep=0.3)"), 1, spans_of=lambda rows: [Spans(((5, 20),)), Spans()])
+    fed(cache, *stream(2, 41), [1] * 41)
+    assert cache.left == [BLOCK, 0]
+
+
 def test_the_latest_tokens_get_what_protected_ones_leave():
     keys = normal(1, HEADS, 400, WIDTH)
     cache = LayerCache(parse_spec("streaming_llm(keep=0.5)"), 0, spans_of=lambda rows: [Spans(((10, 110),))])
     cache.hold(NewTokens(keys, keys))
     assert cache.left == [(400 - 4 - (200 - 100 - 4)) // BLOCK * BLOCK]
+    assert cache.nbytes >= cache.count_entries().sum() * 2 * WIDTH * keys.element_size()
 
 
 def test_protected_tokens_are_taken_back_as_others_are():
@@ -284,7 +292,10 @@ def test_the_heads_of_streaming_heads_are_as_many_as_fit_beside_them(llama, tmp_
     for protect, whole in (([], 2), ([(0, 100)], 1)):
         cache = read(llama, spec, zoo.tokens(1, 240), protect=protect)
         assert sum(entries == 240 for layer in cache.report().layers for entries in layer.entries) == whole
-    assert cache.sketch_layers[0].held.shares.length == 240
+    shares = cache.sketch_layers[0].held.shares
+    assert shares.length == 240
+    found = [replace(shares, length=8000, found={})(layer, 2, Budget(0.51, None, 20, beside=96)) for layer in range(2)]
+    assert sum(share > 0 for heads in found for share in heads) == 2, "in a longer text there is room for another one"
     config = parse_spec("streaming_heads(keep=0.25, heads='profile')")
     shares = {layer: [layer + head / 100 for head in range(100)] for layer in range(2)}
 
@@ -374,7 +385,7 @@ def test_spans_that_come_late_or_twice(llama):
 
 def test_files_that_protect_what_no_cache_has(llama, tmp_path):
     path = tmp_path / "cache"
-    read(llama, "keydiff(keep=150)", zoo.tokens(1, 200), protect=[(20, 30), (195, 200)]).save(path)
+    read(llama, "streaming_llm(keep=120)", zoo.tokens(1, 200), protect=[(20, 30), (195, 200)]).save(path)
     kvsketch.load_cache(llama, path)
     with TensorFile(path) as file:
         tensors, about = file.read(), file.about
@@ -396,7 +407,7 @@ def test_files_that_protect_what_no_cache_has(llama, tmp_path):
     for change in (
         spans([[[20, 31]]]), spans([[[20, 25], [25, 30], [195, 200]]]), spans([[20, 30], [195, 200]]), spans([[]]),
         spans([[[20, 30], [195, 200]]] * 2), spans([[["a", 30]]]), spans([[[20, 30]]]),
-        spans([[[20, 30], [195, 20000]]]), spans(7), fewer, fewer_throughout,
+        spans(7), fewer, fewer_throughout,
         lambda layer: layer["state"].pop("protected"),
         lambda layer: kept(layer).update(count=9), lambda layer: kept(layer).update(rows=[1]),
         lambda layer: layer["state"]["streams"][0].pop("kept"),
@@ -406,3 +417,9 @@ def test_files_that_protect_what_no_cache_has(llama, tmp_path):
         write_tensors(path, changed, about | {"layers": layers})
         with pytest.raises(ValueError, match="holds a state of layer 1 that"):
             kvsketch.load_cache(llama, path)
+    layers = copy.deepcopy(about["layers"])
+    for layer in layers:
+        spans([[[20, 30], [195, 20000]]])(layer)
+    write_tensors(path, tensors, about | {"layers": layers})
+    with pytest.raises(ValueError, match=r"layer 0 that .*protected tokens"):
+        kvsketch.load_cache(llama, path)

@@ -1,6 +1,9 @@
 """`kvsketch generate`: read a text with a bounded cache, and answer or go on."""
 
 import math
+import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,6 +39,7 @@ def generate(
     load_cache: Annotated[Path | None, typer.Option(help="Start from a saved cache instead of a text.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, max=MOST, help="Length of the answer.")] = 128,
     chunk: Annotated[int | None, typer.Option(min=1, max=MOST, help="Read the text so many tokens at a time.")] = None,
+    protect: Annotated[list[str] | None, typer.Option(help="START:STOP, tokens of the text never to drop.")] = None,
     dtype: Precision = "auto",
     device: Device = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.0,
@@ -46,7 +50,7 @@ def generate(
     _check_sources(prompt_file, question, load_cache, save_cache, method)
     if temperature and not LEAST_TEMPERATURE <= temperature < math.inf:
         raise ValueError(f"--temperature must be 0, or a number from {LEAST_TEMPERATURE:g} on, got {temperature}")
-    config = kvsketch.parse_spec(method or RECOMMENDED)
+    config, spans = kvsketch.parse_spec(method or RECOMMENDED), _spans(protect, load_cache)
     text = None if prompt_file is None else read_text(prompt_file)
     language_model, tokenizer = load_model(model, dtype, device)
     before, new = _tokens(language_model, tokenizer, text or "", question or "", raw)
@@ -55,14 +59,13 @@ def generate(
     asked = 0 if new is None else new.shape[1]
     if method is None and load_cache is None:
         config = _as_it_fits(config, language_model, before.shape[1])
-    cache, prefill_time = _loaded_or_filled(language_model, config, load_cache, before, chunk, asked)
+    new_cache = partial(kvsketch.make_cache, language_model, config, protect=spans)
+    cache, prefill_time = _loaded_or_filled(language_model, new_cache, load_cache, before, chunk, asked)
     not_saved = None if save_cache is None else _try_to_save(cache, save_cache, answers=new is not None)
     decode_time = None
     if new is not None:
         decode_time = _answer(language_model, tokenizer, new, cache, max_new_tokens, temperature)
-    _closing_table(cache, prefill_time, decode_time)
-    if report:
-        say(str(cache.report()))
+    _closing_table(cache, prefill_time, decode_time, in_full=report)
     if not_saved is not None:
         raise not_saved
 
@@ -93,7 +96,12 @@ def _as_it_fits(config: "MethodConfig", model: "PreTrainedModel", tokens: int) -
 
 
 def _loaded_or_filled(
-    model: "PreTrainedModel", config: "MethodConfig", saved: Path | None, ids: "Tensor", chunk: int | None, asked: int
+    model: "PreTrainedModel",
+    new_cache: Callable[[], Any],
+    saved: Path | None,
+    ids: "Tensor",
+    chunk: int | None,
+    asked: int,
 ) -> "tuple[Any, Timing | None]":
     """The saved cache, or a new one that has read these tokens, with room for those `asked`; and how fast it read."""
     from kvsketch.huggingface.supported import check_context
@@ -103,8 +111,21 @@ def _loaded_or_filled(
         check_context(model, cache.seen + asked, "the saved text and the question have")
         return cache, None
     check_context(model, ids.shape[1] + asked, "the text and the question have")
-    cache = kvsketch.make_cache(model, config)
+    cache = new_cache()
     return cache, _read_with_bar(model, ids, cache, chunk) if ids.shape[1] else None
+
+
+def _spans(given: list[str] | None, saved: Path | None) -> list[tuple[int, int]]:
+    """The spans of tokens that options name, as in 0:20."""
+    if given and saved is not None:
+        raise ValueError("--protect is said when a text is read; a loaded cache keeps what it was made with")
+    spans = list[tuple[int, int]]()
+    for one in given or ():
+        found = re.fullmatch(r"(\d{1,15}):(\d{1,15})", one)
+        if found is None:
+            raise ValueError(f"--protect is START:STOP in tokens of the text, as in 0:20, got {one!r:.40}")
+        spans.append((int(found[1]), int(found[2])))
+    return spans
 
 
 def _try_to_save(cache: Any, path: Path, *, answers: bool) -> Exception | None:
@@ -171,7 +192,7 @@ def _answer(
     return timing
 
 
-def _closing_table(cache: Any, prefill: "Timing | None", decode: "Timing | None") -> None:
+def _closing_table(cache: Any, prefill: "Timing | None", decode: "Timing | None", *, in_full: bool) -> None:
     report = cache.report()
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_row("method", report.method)
@@ -185,3 +206,5 @@ def _closing_table(cache: Any, prefill: "Timing | None", decode: "Timing | None"
     if report.error is not None:
         table.add_row("attention error", f"{report.error:.3f} (mean over layers and heads, after the text was read)")
     notes.print(table)
+    if in_full:
+        say(str(report))

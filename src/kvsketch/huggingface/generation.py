@@ -85,21 +85,18 @@ def prefill(
     _check_prompt(input_ids, attention_mask, chunk)
     if cache.prompt.complete(cache, input_ids, progress):
         return cache
+    (rows, count), mask, seen = input_ids.shape, attention_mask, cache.seen
     if chunk is None:
-        chunk = cache.config.chunk if cache.config.prefill == "streaming" else input_ids.shape[1]
-    mask, seen = attention_mask, cache.seen
+        chunk = cache.config.chunk if cache.config.prefill == "streaming" else count
     if seen:
         mask = cache.new_tokens(input_ids, mask)["attention_mask"]
     if mask is not None and bool(mask.all()):
         mask = None
     # Only the cache matters, so logits are computed for one token alone where the model can leave out the others.
     fewer = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(inner.forward).parameters else {}
-    with (
-        protecting(cache.stack, protect, lengths_of(len(input_ids), input_ids.shape[1], attention_mask)),
-        cache.prompt.reading(),
-    ):
-        cache.prompt.check_context(inner, input_ids.shape[1])
-        for start, stop in chunks(input_ids.shape[1], chunk):
+    with protecting(cache.stack, protect, lengths_of(rows, count, attention_mask)), cache.prompt.reading():
+        cache.prompt.check_context(inner, count)
+        for start, stop in chunks(count, chunk):
             ids = input_ids[:, start:stop]
             known = None if mask is None else mask[:, : seen + stop]
             positions = None if known is None else (known.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]

@@ -19,7 +19,7 @@ def protecting(stack: LayerStack, given: Given, lengths: list[int]) -> Iterator[
     `lengths` are those of its rows. A prompt that is refused leaves nothing behind.
     """
     before = stack.protected
-    if len(given):
+    if given:
         stack.protected = _first_given(stack, given)
     try:
         check_protected(stack, lengths)
