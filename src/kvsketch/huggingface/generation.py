@@ -1,7 +1,7 @@
 """The two lines a user writes, and reading a long prompt in chunks."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -85,27 +85,36 @@ def prefill(
     _check_prompt(input_ids, attention_mask, chunk)
     if cache.prompt.complete(cache, input_ids, progress):
         return cache
-    (rows, count), mask, seen = input_ids.shape, attention_mask, cache.seen
+    (rows, count), mask = input_ids.shape, attention_mask
     if chunk is None:
         chunk = cache.config.chunk if cache.config.prefill == "streaming" else count
-    if seen:
+    if cache.seen:
         mask = cache.new_tokens(input_ids, mask)["attention_mask"]
     if mask is not None and bool(mask.all()):
         mask = None
-    # Only the cache matters, so logits are computed for one token alone where the model can leave out the others.
-    fewer = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(inner.forward).parameters else {}
     with protecting(cache.stack, protect, lengths_of(rows, count, attention_mask)), cache.prompt.reading():
         cache.prompt.check_context(inner, count)
-        for start, stop in chunks(count, chunk):
-            ids = input_ids[:, start:stop]
-            known = None if mask is None else mask[:, : seen + stop]
-            positions = None if known is None else (known.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
-            given = {"input_ids": ids, "attention_mask": known, "position_ids": positions}
-            inner(**given, past_key_values=cache, use_cache=True, **fewer)
+        for stop in _read(inner, input_ids, mask, cache, chunk):
             if progress is not None:
                 progress(stop)
     cache.prompt.end(cache, progress)
     return cache
+
+
+def _read(
+    model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None, cache: SketchCache, chunk: int
+) -> Iterator[int]:
+    """Give the model one chunk after the other; each time how many tokens were read."""
+    # Only the cache matters, so logits are computed for one token alone where the model can leave out the others.
+    fewer = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    seen = cache.seen
+    for start, stop in chunks(input_ids.shape[1], chunk):
+        ids = input_ids[:, start:stop]
+        known = None if mask is None else mask[:, : seen + stop]
+        positions = None if known is None else (known.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+        given = {"input_ids": ids, "attention_mask": known, "position_ids": positions}
+        model(**given, past_key_values=cache, use_cache=True, **fewer)
+        yield stop
 
 
 def _check_prompt(input_ids: Tensor, attention_mask: Tensor | None, chunk: int | None) -> None:
