@@ -18,7 +18,9 @@ class StreamingHeads(BudgetedConfig):
     """Keeps everything in the heads that look far back, and sinks and the latest tokens in the others.
 
     Which heads those are is said by a profile: as many of those with the largest parts as the budget allows, at 2,048
-    tokens. Deviation from the paper: it learns which heads they are by training on synthetic texts.
+    tokens. Rows of a batch have the same; where tokens are protected, as many as fit beside those of any row, at the
+    length of the prompt if that is more. Deviation from the paper: it learns which heads they are by training on
+    synthetic texts.
     """
 
     name: ClassVar[str] = "streaming_heads"
