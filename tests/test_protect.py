@@ -224,7 +224,7 @@ EACH = [[(0, 12), (90, 110)], [(60, 90)]]
 @pytest.mark.parametrize(
     "spec",
     ["kvzip(keep=0.4)", "snapkv(keep=0.4, heads='threshold')", "keydiff(keep=0.4, heads={!r})",
-     "streaming_heads(keep=0.6, heads={!r})", "uniform(keep=130, heads={!r})"],
+     "streaming_heads(keep=0.6, heads={!r})"],
 )  # fmt: skip
 def test_of_every_row_in_all_heads_however_they_share_the_budget(spec, llama, tmp_path):
     spec = spec.format(made_profile(tmp_path / "profile.json", llama))
