@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         methods,
         parse_spec,
     )
-    from kvsketch.huggingface import SketchCache, attach, attached, detach, load_cache, make_cache, prefill
+    from kvsketch.huggingface import SketchCache, attach, attached, detach, load_cache, make_cache, prefill, study
 
 __version__ = "0.2.0"
 
@@ -60,7 +60,16 @@ _HOMES = {
         "methods",
         "parse_spec",
     ),
-    "kvsketch.huggingface": ("SketchCache", "attach", "attached", "detach", "load_cache", "make_cache", "prefill"),
+    "kvsketch.huggingface": (
+        "SketchCache",
+        "attach",
+        "attached",
+        "detach",
+        "load_cache",
+        "make_cache",
+        "prefill",
+        "study",
+    ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -98,6 +107,7 @@ __all__ = [
     "methods",
     "parse_spec",
     "prefill",
+    "study",
     "weighted_attention",
 ]
 

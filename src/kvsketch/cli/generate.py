@@ -74,7 +74,7 @@ def _tokens(
     model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", text: str, question: str, raw: bool
 ) -> "tuple[Tensor, Tensor | None]":
     """What the cache reads, and what comes after it, if anything does."""
-    from kvsketch.evaluation.answers.session import split_prompt, uses_template
+    from kvsketch.huggingface.templates import split_prompt, uses_template
 
     template = uses_template(tokenizer, raw)
     if template:

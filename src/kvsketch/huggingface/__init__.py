@@ -1,6 +1,6 @@
 """kvsketch for transformers: the only part of the library that imports it.
 
-What users call: `generation.py`, `attaching.py`, `loading.py`.
+What users call: `generation.py`, `attaching.py`, `loading.py`, `studying.py`.
 
     attaching.py     gives a model our attention, and takes it away again; supported.py: which models
     attention.py     the attention function and the mask function; rotation.py: vectors before they are rotated
@@ -10,6 +10,8 @@ What users call: `generation.py`, `attaching.py`, `loading.py`.
     layers.py        all layers of a cache; layer.py: one of ours; stock.py: those that stay transformers' own
     positions.py     padding and positions of the text so far
     rows.py, taking_back.py, compressing.py, report.py, cache_file.py    what is done with all layers at once
+    prompt.py        a prompt that is held whole until it is read; rereading.py: what is read behind it
+    templates.py     a text and a question in a chat template
     capture.py       what layers see while a model reads
 """
 
@@ -18,6 +20,7 @@ from kvsketch.huggingface.cache import SketchCache
 from kvsketch.huggingface.generation import make_cache, prefill
 from kvsketch.huggingface.loading import load_cache
 from kvsketch.huggingface.report import LayerReport, Report
+from kvsketch.huggingface.studying import study
 
 __all__ = [
     "LayerReport",
@@ -29,4 +32,5 @@ __all__ = [
     "load_cache",
     "make_cache",
     "prefill",
+    "study",
 ]

@@ -1,7 +1,7 @@
 """The two lines a user writes, and reading a long prompt in chunks."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ def make_cache(
     method: str | MethodConfig | None = None,
     *,
     keep: Keep | None = None,
-    questions: Sequence[Tensor] = (),
+    questions: Sequence[Tensor] | Mapping[str, Tensor] = (),
     protect: Given = (),
 ) -> SketchCache:
     """An empty cache for `model.generate(..., past_key_values=cache)`; also attaches the model.
@@ -35,9 +35,9 @@ def make_cache(
     `keep` is how much it may hold: a fraction of the tokens (0.25), entries per head (4096) or bytes ("512MB"); the
     recommended method decides what. `method` names another one: a spec such as "uniform(keep=0.25)" (see
     `kvsketch.methods()`), or a config such as `kvsketch.Uniform(keep=0.25)`. Without both, the cache is exact.
-    `questions`, token ids of each as a prompt goes on with them, say what matters in
-    prompts where the method goes by that ("kvzip(queries='questions')"). `protect` are spans of the prompt that are
-    never dropped: (start, stop) pairs for all rows, or a list of such pairs for each row, padding not counted.
+    `questions`, token ids of each as a prompt goes on with them, say what matters in prompts where the method goes by
+    that ("kvzip(queries='questions')"); `kvsketch.study` has the model write some. `protect` are spans of the prompt
+    that are never dropped: (start, stop) pairs for all rows, or a list of such pairs for each row, padding not counted.
     `kvsketch.detach(model)` undoes the attaching.
     """
     config = chosen_method(method, keep)
@@ -47,14 +47,15 @@ def make_cache(
     return SketchCache(config, attach(model, before_rotation=config.before_rotation), asked, protected)
 
 
-def checked_questions(config: MethodConfig, questions: Sequence[Tensor]) -> list[Tensor]:
+def checked_questions(config: MethodConfig, questions: Sequence[Tensor] | Mapping[str, Tensor]) -> list[Tensor]:
     """Questions as rows of ids; refuses what is none, and questions that are not asked for or are missing."""
     wanted = config.asking == ASKINGS[QUESTIONS]
     if wanted != bool(len(questions)):
         if wanted:
             raise ValueError(NO_QUESTIONS.format(config))
         raise ValueError(f"{config} does not go by questions: leave them out, or use kvzip(queries='questions')")
-    asked = [ids[None] if ids.ndim == 1 else ids for ids in questions]
+    each = questions.values() if isinstance(questions, Mapping) else questions
+    asked = [ids[None] if ids.ndim == 1 else ids for ids in each]
     for ids in asked:
         if ids.ndim != 2 or ids.shape[0] != 1 or ids.shape[1] == 0 or ids.is_floating_point():
             raise ValueError(f"a question is token ids, 1 × tokens, got {ids.dtype} of shape {tuple(ids.shape)}")
@@ -74,12 +75,11 @@ def prefill(
 ) -> SketchCache:
     """Have the cache read a prompt, without generating; then ask with `cache.new_tokens`.
 
-    Reads all tokens in one call, or `chunk` at a time so that the model's own activations stay
-    small; by default in chunks where the method says `prefill="streaming"`. `progress` is called with
-    the number of tokens read after each chunk, those of a second reading included where the method wants one.
-    `attention_mask` covers the new tokens alone. `protect` is as for `make_cache`, for a cache that was made without.
-    A second reading that was interrupted is done when the same is asked for again, and the tokens are not read once
-    more.
+    Reads all tokens in one call, or `chunk` at a time so that the model's own activations stay small; by default in
+    chunks where the method says `prefill="streaming"`. `progress` is called with the number of tokens read after each
+    chunk, those of a second reading included where the method wants one; the same call again completes one that was
+    interrupted. `attention_mask` covers the new tokens alone. `protect` is as for `make_cache`, for a cache that was
+    made without.
     """
     inner: PreTrainedModel = unwrapped(model)
     _check_prompt(input_ids, attention_mask, chunk)
@@ -90,8 +90,7 @@ def prefill(
         chunk = cache.config.chunk if cache.config.prefill == "streaming" else count
     if cache.seen:
         mask = cache.new_tokens(input_ids, mask)["attention_mask"]
-    if mask is not None and bool(mask.all()):
-        mask = None
+    mask = None if mask is None or bool(mask.all()) else mask
     with protecting(cache.stack, protect, lengths_of(rows, count, attention_mask)), cache.prompt.reading():
         cache.prompt.check_context(inner, count)
         for stop in _read(inner, input_ids, mask, cache, chunk):

@@ -26,7 +26,7 @@ from kvsketch.huggingface.supported import check_context
 
 NO_QUESTIONS = (
     "{} goes by questions, and there are none: kvsketch.make_cache(model, method, questions=[ids, ...]), token ids of "
-    "each, as the prompt goes on with them"
+    "each, as the prompt goes on with them; kvsketch.study(model, tokenizer, text) writes some"
 )
 
 
@@ -86,7 +86,7 @@ class Prompt:
         return same
 
     def check(self, cache: Any, decoder: Any, given: Mapping[str, Any], rows: int, count: int) -> None:
-        """A call comes: refuse one that cannot be read a second time; say if memory will be short."""
+        """A call comes: do what is left of an earlier one, refuse what cannot be read twice, say if memory is short."""
         self.complete(cache)
         if not self.open and self.stack.protected and not torch.compiler.is_compiling():
             mask = given.get("attention_mask")

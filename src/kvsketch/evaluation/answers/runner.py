@@ -19,13 +19,14 @@ from kvsketch.caches.exact import Exact
 from kvsketch.caches.registry import parse_spec
 from kvsketch.evaluation.answers.plan import Asked, Cell, Plan
 from kvsketch.evaluation.answers.reading import Prompt, Reading
-from kvsketch.evaluation.answers.session import split_ids, split_prompt, uses_template
+from kvsketch.evaluation.answers.session import split_ids
 from kvsketch.evaluation.results.rows import Row
 from kvsketch.evaluation.tasks import Sample, Setting, Task
 from kvsketch.evaluation.tasks.haystack import Haystack
 from kvsketch.evaluation.tasks.length import Fitter
 from kvsketch.huggingface import make_cache
 from kvsketch.huggingface.supported import check_context
+from kvsketch.huggingface.templates import split_prompt, uses_template
 
 # Whatever a checkpoint's own generation settings are, the likeliest token is taken.
 GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
