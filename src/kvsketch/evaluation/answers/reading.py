@@ -36,41 +36,46 @@ class Reading:
 
     def begin(self, asked: Asked, config: MethodConfig) -> None:
         """Read what a method can share with others."""
-        shared = readable_for(config, asked)
+        shared = readable_for(config)
         if shared is not None:
             self._read_for(asked, shared)
 
     def compressed(self, asked: Asked, config: MethodConfig) -> SketchCache:
         """A cache that has read the documents, and all but the last token of the questions if they are known before."""
-        shared = readable_for(config, asked)
+        shared = readable_for(config)
         if shared is not None:
             return self._read_for(asked, shared).compress(config)
-        cache = make_cache(self.model, config)
-        if asked == "after":
-            return self._read([p.context for p in self.prompts], cache)
-        return self._read([p.context + p.question[:-1] for p in self.prompts], cache)
+        return self._read_whole(asked, config)
 
     def _read_for(self, asked: Asked, config: Exact) -> SketchCache:
-        """The exact cache of the documents, and of the questions if they are known before; read once."""
-        if ("after", config) not in self._exact:
-            rows = [p.context for p in self.prompts]
-            self._exact["after", config] = self._read(rows, make_cache(self.model, config))
+        """The exact cache of the documents, and of the questions if they are known before; read once.
+
+        Notes of queries are those of one call, so where they are taken documents and questions are read as one.
+        """
         if (asked, config) not in self._exact:
-            questions = [p.question[:-1] for p in self.prompts]
-            self._exact[asked, config] = self._read(questions, self._exact["after", config].fork())
+            for other in [key for key in self._exact if key[1].asking is not None]:
+                del self._exact[other]  # methods of one kind follow one another, and a whole cache for each is much
+            if asked == "after" or config.asking is not None:
+                self._exact[asked, config] = self._read_whole(asked, config)
+            else:
+                questions = [p.question[:-1] for p in self.prompts]
+                self._exact[asked, config] = self._read(questions, self._read_for("after", config).fork())
         return self._exact[asked, config]
+
+    def _read_whole(self, asked: Asked, config: MethodConfig) -> SketchCache:
+        """A cache of this method that has read all there is to read, in one call."""
+        known = [p.question[:-1] if asked == "before" else [] for p in self.prompts]
+        rows = [p.context + question for p, question in zip(self.prompts, known, strict=True)]
+        return self._read(rows, make_cache(self.model, config))
 
     def _read(self, rows: list[list[int]], cache: SketchCache) -> SketchCache:
         ids, mask = self.pad(rows)
         return prefill(self.model, ids, cache, attention_mask=mask) if ids.shape[1] else cache
 
 
-def readable_for(config: MethodConfig, asked: Asked = "after") -> Exact | None:
-    """The exact cache whose reading a method can take over; None: it reads for itself.
-
-    Notes of queries are those of one call, so a question that is read by itself makes others.
-    """
+def readable_for(config: MethodConfig) -> Exact | None:
+    """The exact cache whose reading a method can take over; None: it reads for itself."""
     if config.prefill != "exact" or config.before_rotation:
         return None
     noting = noting_for(config.asking)
-    return Exact(noting=noting) if noting and (asked == "after" or config.asking is None) else None
+    return Exact(noting=noting) if noting else None
