@@ -246,6 +246,13 @@ def test_a_text_of_the_users_can_be_the_haystack(tmp_path):
         TextFile(tmp_path)
 
 
+@pytest.mark.parametrize("name", TASKS)
+def test_tasks_say_whether_they_hide_anything(name, tmp_path):
+    (tmp_path / "book.txt").write_text("The cow jumped over the moon. ")
+    text = make(name, size=80, haystack=TextFile(tmp_path / "book.txt")).context
+    assert ("The cow jumped" in text) == TASKS[name].hides
+
+
 def test_a_text_comes_back_with_the_quotes_it_closes(tmp_path):
     """Sentences with single blanks between them are the text, whatever closes them."""
     book = tmp_path / "book.txt"

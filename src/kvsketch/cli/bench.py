@@ -1,5 +1,7 @@
 """`kvsketch bench`: tasks with right answers, methods side by side, rows that can be continued."""
 
+import shlex
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +20,8 @@ from typer.core import TyperGroup
 from kvsketch.cli.app import MOST, check_folder, numbers, output, progress_bar, reported, say_no_pictures
 from kvsketch.cli.models import load_model
 from kvsketch.cli.notes import say
-from kvsketch.cli.options import Device, ModelName, Precision
+from kvsketch.cli.options import EMBEDDED, Device, ModelName, Precision
+from kvsketch.evaluation.results.names import ANSWERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -28,7 +31,6 @@ if TYPE_CHECKING:
     from kvsketch.evaluation.answers.summary import Mean
     from kvsketch.evaluation.results.rows import RowsFile
 
-ROWS = "rows.jsonl"
 WIDEST = 38  # letters of a method, before it goes on in the next line
 SUITES = {
     "lines": "Records of lines, one of which is asked for.",
@@ -135,8 +137,8 @@ def report(
     able: Annotated[float | None, typer.Option(help="Only tasks and lengths where exact scores so much.")] = None,
 ) -> None:
     """Make table, pictures and page anew from the rows in a folder, of a run that was stopped or is going on."""
-    if not (folder / ROWS).is_file():
-        raise ValueError(f"{folder} has no {ROWS}: name the folder that was --out of kvsketch bench")
+    if not (folder / ANSWERS).is_file():
+        raise ValueError(f"{folder} has no {ANSWERS}: name the folder that was --out of kvsketch bench")
     check_able(able)
     show(folder, able=able)
 
@@ -156,10 +158,10 @@ def show(folder: Path, tasks: Sequence[str] | None = None, able: float | None = 
     from kvsketch.evaluation.answers.summary import summarise
     from kvsketch.evaluation.results.rows import read_rows
 
-    _, rows = read_rows(folder / ROWS)
+    _, rows = read_rows(folder / ANSWERS)
     wanted = [row for row in rows if tasks is None or row["task"] in tasks]
     if not wanted:
-        raise ValueError(f"{folder / ROWS} has no rows yet")
+        raise ValueError(f"{folder / ANSWERS} has no rows yet")
     if able is not None:
         held, wanted = able_part(wanted, able)
         output().print(able_table(held, able))
@@ -172,8 +174,8 @@ def show(folder: Path, tasks: Sequence[str] | None = None, able: float | None = 
 def measure(
     plan: "Plan", model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", name: str | None, out: Path,
     able: float | None = None,
-) -> None:  # fmt: skip
-    """Run a plan, or the part of it that the model can do, into a folder's rows."""
+) -> "Runner":  # fmt: skip
+    """Run a plan, or the part of it that the model can do, into a folder's rows; and what ran it."""
     from kvsketch.evaluation.answers.able import first_prompts, unable
     from kvsketch.evaluation.answers.runner import Runner
     from kvsketch.evaluation.results.rows import RowsFile, read_rows
@@ -181,7 +183,7 @@ def measure(
     runner = Runner(model, tokenizer, plan)
     if not runner.template and not plan.raw:
         say("the tokenizer has no chat template: prompts are given to the model as they are")
-    file = RowsFile(out / ROWS, describe(model, name, runner.fingerprint))
+    file = RowsFile(out / ANSWERS, describe(model, name, runner.fingerprint))
     if able is not None:
         first = Runner(model, tokenizer, first_prompts(plan))
         _fill(file, first)
@@ -189,6 +191,7 @@ def measure(
         say_left_out(left_out, able)
         runner = Runner(model, tokenizer, replace(plan, left_out=left_out))
     _fill(file, runner)
+    return runner
 
 
 def _fill(file: "RowsFile", runner: "Runner") -> None:
@@ -215,14 +218,14 @@ def say_left_out(left_out: "Mapping[Place, Sequence[float]]", able: float) -> No
 
 def describe(model: "PreTrainedModel", name: str | None, fingerprint: str) -> dict[str, Any]:
     """What makes the rows of a run: the model, the versions, the machine."""
-    from kvsketch.evaluation.embedded import NAME
     from kvsketch.evaluation.results.provenance import provenance
 
     about = {
-        "model": name or NAME,
+        "model": name or EMBEDDED,
         "fingerprint": fingerprint,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": model.device.type,
+        "command": shlex.join(["kvsketch", *sys.argv[1:]]),
     }
     return about | provenance()
 
@@ -275,7 +278,7 @@ def able_table(held: "Sequence[Mean]", able: float) -> Group:
 
 def write_report(folder: Path, able: float | None = None) -> None:
     """Pictures and a page from a folder's rows, where matplotlib is."""
-    rows_path = folder / ROWS
+    rows_path = folder / ANSWERS
     try:
         from kvsketch.evaluation.answers.page import write_page
     except ImportError as error:

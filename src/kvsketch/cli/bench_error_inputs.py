@@ -13,6 +13,7 @@ import typer
 from kvsketch.cli.app import MOST, check_folder, made_text, read_text, some_numbers
 from kvsketch.cli.bench import describe
 from kvsketch.cli.models import load_model
+from kvsketch.cli.options import named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,7 +25,8 @@ TASK, PROMPTS, TOKENS = "lines", 3, 4000  # the documents that are made
 
 # Options that all of them have.
 ModelName = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help="A model's folder or name; the embedded one if left out.")
+    str | None,
+    typer.Argument(metavar="MODEL", callback=named, help="A model's folder or name; the embedded one if left out."),
 ]
 Methods = Annotated[
     str | None, typer.Option("--methods", "-m", help="Specs without budgets, with ; between; all if left out.")

@@ -15,6 +15,7 @@ from kvsketch.cli.app import MOST, output, progress_bar, reported, say_no_pictur
 from kvsketch.cli.bench_error_inputs import Inputs, Texts, load_inputs, specs
 from kvsketch.cli.notes import say
 from kvsketch.cli.options import Device, ModelName, Precision, RowsFolder
+from kvsketch.evaluation.results.names import TEXTS
 
 if TYPE_CHECKING:
     from kvsketch.caches.core.budget import Keep
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from kvsketch.evaluation.results.rows import Row
     from kvsketch.evaluation.texts.plan import Plan
 
-ROWS = "text.jsonl"
 METHODS = "uniform; balancekv(sharpness=1, augmented=False); balancekv; clustergen; subgen; streaming_llm"
 KEEPS, TOKENS, NEXT, CALL, WINDOWS = "0.5,0.25,0.125,0.0625", 2048, 128, 16, 20
 WIDEST = 22  # letters of a method, before it goes on in the next line
@@ -85,7 +85,7 @@ def run(plan: "Plan", inputs: Inputs) -> None:
     texts = inputs.texts.read(inputs.tokenizer, inputs.model)
     for text in texts:
         plan.starts(text)  # a text that is too short shows now, not after hours
-    rows = RowsFile(inputs.out / ROWS, inputs.about, KEY)
+    rows = RowsFile(inputs.out / TEXTS, inputs.about, KEY)
     with reported(lambda: show(plan, texts, inputs.out)), progress_bar(MofNCompleteColumn()) as bar:
         task = bar.add_task("reading", total=len(texts) * plan.windows * len(plan.configs))
         for label, settled in measure.run(inputs.model, texts, plan, rows):
@@ -116,20 +116,20 @@ def show(plan: "Plan", texts: "Sequence[Prompt]", out: Path) -> None:
         for start in plan.starts(text)
         for name in plan.configs
     }
-    rows = [row for row in read_rows(out / ROWS, KEY)[1] if key_of(row, KEY) in wanted]
+    rows = [row for row in read_rows(out / TEXTS, KEY)[1] if key_of(row, KEY) in wanted]
     if not rows:
-        raise ValueError(f"{out / ROWS} has no rows yet")
+        raise ValueError(f"{out / TEXTS} has no rows yet")
     output().print(table_of(rows, plan))
     say(NOTE)
     if find_spec("matplotlib") is None:
-        say_no_pictures("matplotlib", out / ROWS)
+        say_no_pictures("matplotlib", out / TEXTS)
         return
     from kvsketch.evaluation.results.panels import save
     from kvsketch.evaluation.texts.pictures import divergence_picture
     from kvsketch.evaluation.texts.summary import summarise
 
     title = f"{plan.next} tokens after {plan.tokens:,}, {len(texts)} texts"
-    say(f"rows in {out / ROWS}, picture in {save(divergence_picture(summarise(rows), title), out / 'text.png')}")
+    say(f"rows in {out / TEXTS}, picture in {save(divergence_picture(summarise(rows), title), out / 'text.png')}")
 
 
 def table_of(rows: "Sequence[Row]", plan: "Plan") -> Group:

@@ -2,6 +2,7 @@
 
 from kvsketch.cli.app import app
 from kvsketch.cli.bench import SUITES, bench, bench_suite, report
+from kvsketch.cli.bench_all import bench_all
 from kvsketch.cli.bench_error import bench_error
 from kvsketch.cli.bench_text import bench_text
 from kvsketch.cli.demo import demo
@@ -17,6 +18,7 @@ app.command()(generate)
 app.command()(demo)
 for suite, line in SUITES.items():
     bench.command(suite, help=f"{line}\n\n{bench_suite.__doc__}")(bench_suite)
+bench.command("all")(bench_all)
 bench.command("error")(bench_error)
 bench.command("text")(bench_text)
 bench.command("report")(report)

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 EMBEDDED_MODEL = (
-    "No model was named: this is the small one inside the package. It was trained to look things up in records and "
-    "texts of a few thousand tokens; it cannot write prose."
+    "This is the small model inside the package. It was trained to look things up in records and texts of a few "
+    "thousand tokens; it cannot write prose."
 )
 
 

@@ -7,8 +7,9 @@ cache does not have, read for themselves.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,6 +83,14 @@ class Runner:
             for asked in self.plan.question_modes(cell):
                 for number in range(self.plan.prompts):
                     yield from (self._labels(cell, asked, number, method) for method in self.methods)
+
+    def prompts(self) -> Iterator[tuple[Row, Sequence[Asked], Callable[[], Prompt]]]:
+        """What is asked: labels of each prompt, when its question is known, and how to make it."""
+        for cell in self.plan.cells():
+            for number in range(self.plan.prompts if self.plan.question_modes(cell) else 0):
+                labels = self._labels(cell, "after", number, "")
+                shared = {name: value for name, value in labels.items() if name not in ("asked", "method")}
+                yield shared, self.plan.question_modes(cell), partial(self._prompt, cell, number)
 
     def _length(self, cell: Cell) -> int:
         """Tokens of a cell's longest prompt: what was asked for, or what all ready prompts of the file have."""

@@ -5,8 +5,6 @@ from importlib.resources import as_file, files
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-NAME = "embedded"
-
 
 def load_embedded(dtype: torch.dtype | str = "auto") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model and its tokenizer, read like any other checkpoint."""

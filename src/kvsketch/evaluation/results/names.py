@@ -1,4 +1,6 @@
-"""Names of methods in tables and pictures."""
+"""Names: of files of rows, and of methods in tables and pictures."""
+
+ANSWERS, TEXTS, SPEED, PROMPTS = "rows.jsonl", "text.jsonl", "speed.jsonl", "prompts.jsonl"
 
 
 def family(method: str) -> str:

@@ -63,6 +63,7 @@ class Task:
     new_tokens: int  # the official length of an answer
     smallest: int = 1  # the least size
     takes_depth: bool = False  # whether it can be told where the answer lies
+    hides: bool = False  # whether what is asked for is hidden in a haystack, which may be another one
     asks_first: bool = False  # the official wording asks before the document too: the question is always known
 
 

@@ -99,7 +99,14 @@ def _plain(number: float) -> str:
 
 TASKS = (
     Task(
-        name="passkey", suite="infinite", dense=False, make=passkey, score=first_digits, new_tokens=6, takes_depth=True
+        name="passkey",
+        suite="infinite",
+        dense=False,
+        make=passkey,
+        score=first_digits,
+        new_tokens=6,
+        takes_depth=True,
+        hides=True,
     ),
     Task(
         name="number_string",
@@ -109,6 +116,7 @@ TASKS = (
         score=first_digits,
         new_tokens=12,
         takes_depth=True,
+        hides=True,
     ),
     Task(name="kv", suite="infinite", dense=True, make=key_values, score=among_words, new_tokens=50, takes_depth=True),
     Task(

@@ -28,5 +28,14 @@ def needle(draw: random.Random, setting: Setting) -> Sample:
 
 
 TASKS = (
-    Task(name="needle", suite="needle", dense=False, make=needle, score=all_contained, new_tokens=30, takes_depth=True),
+    Task(
+        name="needle",
+        suite="needle",
+        dense=False,
+        make=needle,
+        score=all_contained,
+        new_tokens=30,
+        takes_depth=True,
+        hides=True,
+    ),
 )

@@ -254,6 +254,7 @@ def _needle_task(name: str, **options: int | bool) -> Task:
         score=all_contained,
         new_tokens=128,
         takes_depth=name.startswith("niah_single"),
+        hides=not options.get("dense"),
     )
 
 
@@ -265,7 +266,7 @@ TASKS = (
     _needle_task("niah_multikey_uuid", dense=True, uuids=True),
     _needle_task("niah_multivalue", values=NEEDLES),
     _needle_task("niah_multiquery", keys=NEEDLES, queries=NEEDLES),
-    Task(name="vt", suite="ruler", dense=False, make=variable_tracking, score=all_contained, new_tokens=30),
+    Task(name="vt", suite="ruler", dense=False, make=variable_tracking, score=all_contained, new_tokens=30, hides=True),
     Task(name="cwe", suite="ruler", dense=False, make=common_words, score=all_contained, new_tokens=120),
     Task(
         name="fwe",

@@ -1,0 +1,232 @@
+"""What `kvsketch bench all` does: plans, the runs of them, and a page of what is there."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE_HEAD
+from rich.progress import MofNCompleteColumn
+from rich.table import Table
+
+from kvsketch.cli.app import output, progress_bar, say_no_pictures
+from kvsketch.cli.bench import MODES, describe, measure
+from kvsketch.cli.bench_error_inputs import Texts
+from kvsketch.cli.notes import say
+from kvsketch.evaluation.results.names import ANSWERS, PROMPTS, SPEED, TEXTS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from kvsketch.evaluation.answers.plan import Plan as AnswerPlan
+    from kvsketch.evaluation.board.content import Content
+    from kvsketch.evaluation.board.gathering import Rows
+    from kvsketch.evaluation.board.plan import Choice
+    from kvsketch.evaluation.layers.plan import Prompt
+    from kvsketch.evaluation.texts.plan import Plan as TextPlan
+
+PAGE = "board.html"
+NEXT = 128  # tokens that are predicted after a window
+REPLY = 32  # tokens of the embedded model's: the longest right one has 29, and one that found nothing would go on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """The options, all of which are checked before a model is loaded."""
+
+    out: Path
+    model: str | None
+    able: float | None
+    beside: Sequence[Path]
+    methods: Sequence[str]
+    index: Path | None
+    heads: Sequence[str]
+    keeps: Sequence[float]
+    tasks: Sequence[str]
+    lengths: Sequence[int]
+    samples: int
+    asked: str
+    haystack: Sequence[Path]
+    texts: Texts
+    windows: int
+    turns: int
+    steps: int
+    seed: int
+    batch: int
+    max_new_tokens: int | None
+    raw: bool
+
+    def __post_init__(self) -> None:
+        assert all((self.choice, self.answers, self.predictions)), "read before a model is loaded"
+        for folder in self.beside:
+            if not (folder / ANSWERS).is_file():
+                raise ValueError(f"--beside must name a folder with {ANSWERS} of another package, got {folder}")
+
+    @cached_property
+    def choice(self) -> "Choice":
+        """Which methods are compared."""
+        from kvsketch.evaluation.board.plan import Choice
+
+        index = None if self.index is None else str(self.index)
+        return Choice(methods=self.methods, heads=self.heads, keeps=self.keeps, index=index)
+
+    @cached_property
+    def answers(self) -> "list[AnswerPlan]":
+        """What is asked, methods apart: in noise, and in texts if there are some."""
+        from kvsketch.evaluation.answers.plan import Plan
+        from kvsketch.evaluation.tasks import TASKS
+        from kvsketch.evaluation.tasks.haystack import haystack_of
+
+        if self.asked not in MODES:
+            raise ValueError(f"--asked must be before, after or both, got {self.asked!r}")
+        own = self.model is None
+        made = Plan(
+            tasks=self.tasks, methods=("exact",), lengths=self.lengths, asked=MODES[self.asked], samples=self.samples,
+            wording="compact" if own else "official", seed=self.seed, batch=self.batch, raw=self.raw,
+            max_new_tokens=REPLY if own and self.max_new_tokens is None else self.max_new_tokens,
+        )  # fmt: skip
+        hiding = [name for name in self.tasks if TASKS[name].hides]
+        if not self.haystack:
+            return [made]
+        if not hiding:
+            raise ValueError(f"none of {', '.join(self.tasks)} hides anything in a text: leave out --haystack")
+        return [made, replace(made, tasks=hiding, haystack=haystack_of(self.haystack))]
+
+    @cached_property
+    def predictions(self) -> "TextPlan":
+        """Windows of texts, as long as the longest prompts."""
+        from kvsketch.evaluation.texts.plan import Plan
+
+        return Plan(methods=("uniform",), tokens=max(self.lengths), next=NEXT, windows=self.windows)
+
+
+class Board:
+    """A model, and what is measured of it."""
+
+    def __init__(self, given: Given, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> None:
+        from kvsketch.caches.registry import parse_spec
+        from kvsketch.evaluation.board import timed
+        from kvsketch.evaluation.board.plan import chosen
+        from kvsketch.huggingface import make_cache
+        from kvsketch.huggingface.identity import describe_model
+        from kvsketch.huggingface.supported import check_context
+
+        self.given, self.model, self.tokenizer = given, model, tokenizer
+        self.chosen = chosen(given.choice, lambda: describe_model(model))
+        self.fingerprint = str(make_cache(model).model.fingerprint())
+        self.about = describe(model, given.model, self.fingerprint)
+        every = ("exact", *self.chosen.specs)
+        self.answers = [replace(plan, methods=every) for plan in given.answers]
+        self.predictions = replace(given.predictions, methods=self.chosen.specs)
+        self.timed = timed.Plan(methods=every, tokens=max(given.lengths), turns=given.turns, steps=given.steps)
+        self.texts: list[Prompt] = given.texts.read(tokenizer, model) if given.texts.files else []
+        for text in self.texts:
+            self.predictions.starts(text)  # a text that is too short shows now, not after hours
+        longest = max(given.lengths)
+        check_context(model, longest + NEXT, "a prompt and what follows it have")
+        if any(config.asking is not None and config.asking.behind for config in map(parse_spec, self.chosen.specs)):
+            check_context(model, 2 * longest, "a prompt and its second reading have")
+
+    # -- measuring
+
+    def measure(self) -> None:
+        """Make the rows that are missing."""
+        from kvsketch.evaluation.board.prompts import write_prompts
+
+        given = self.given
+        runners = [
+            measure(plan, self.model, self.tokenizer, given.model, given.out, given.able) for plan in self.answers
+        ]
+        write_prompts(given.out / PROMPTS, self.about, runners)
+        if self.texts:
+            self._predict()
+        if given.turns:
+            self._time()
+
+    def _predict(self) -> None:
+        from kvsketch.evaluation.results.rows import RowsFile
+        from kvsketch.evaluation.texts import measure as texts
+        from kvsketch.evaluation.texts.plan import KEY
+
+        rows = RowsFile(self.given.out / TEXTS, self.about, KEY)
+        total = len(self.texts) * self.predictions.windows * len(self.predictions.configs)
+        _show_progress(texts.run(self.model, self.texts, self.predictions, rows), total)
+
+    def _time(self) -> None:
+        import torch
+
+        from kvsketch.evaluation.board import speed
+        from kvsketch.evaluation.board.names import SPEED_KEY
+        from kvsketch.evaluation.results.rows import RowsFile
+
+        found = self.timed.document(lambda text: self.tokenizer(text)["input_ids"])
+        rows = RowsFile(self.given.out / SPEED, self.about, SPEED_KEY)
+        steps = speed.run(self.model, torch.tensor([found], device=self.model.device), self.timed, rows)
+        _show_progress(steps, len(self.timed.methods))
+
+    # -- what is there
+
+    def report(self) -> None:
+        """Print who wins, and write the page; of the rows that there are."""
+        from kvsketch.evaluation.board.content import content
+
+        rows = self._rows()
+        if not any(rows.found.values()):
+            raise ValueError(f"{self.given.out} has no rows yet")
+        found = content(rows)
+        output().print(winners_table(found))
+        try:
+            from kvsketch.evaluation.board.page import About, write_board
+        except ImportError as error:
+            say_no_pictures(str(error.name), self.given.out / ANSWERS)
+            return
+        about = About(
+            model=str(self.about["model"]), command=str(self.about["command"]), runs=rows.runs, able=self.given.able,
+            left_out=self.chosen.left_out, agreement=rows.agreement(),
+        )  # fmt: skip
+        say(f"rows in {self.given.out}, the board in {write_board(self.given.out / PAGE, found, about)}")
+
+    def _rows(self) -> "Rows":
+        """All rows that were asked for, those of other packages too."""
+        from kvsketch.evaluation.board.gathering import Rows, Wanted
+        from kvsketch.evaluation.results.rows import key_of
+        from kvsketch.evaluation.texts.plan import KEY
+
+        plan, given, rows = self.predictions, self.given, Rows()
+        labels = [
+            (text, start, method) for text in self.texts for start in plan.starts(text) for method in plan.configs
+        ]
+        wanted = Wanted(
+            methods={"exact", *self.chosen.specs}, keeps=set(given.keeps), answers=self.answers,
+            texts={key_of(plan.labels(*each), KEY) for each in labels}, speed=self.timed,
+        )  # fmt: skip
+        rows.add(given.out, wanted, self.fingerprint, own=True)
+        for folder in given.beside:
+            rows.add(folder, wanted, self.fingerprint, own=False)
+        return rows
+
+
+def winners_table(board: "Content") -> Table:
+    """The best of each column and budget, and how many are level with it."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading, right in (("kept", True), ("", False), ("best", False), ("", True), ("level", True)):
+        table.add_column(heading, justify="right" if right else "left", overflow="fold")
+    for section in board.sections:
+        for number, column in enumerate(board.columns):
+            best, level = section.winners(number)
+            title = f"{column.title}, {column.where}" if column.where else column.title
+            if best is None:
+                table.add_row(f"{section.keep:g}", title, "nobody within the budget", "", "")
+                continue
+            line, cell = best.line, best.cells[number]
+            name = f"{line.name} {line.heads}{f' [{line.package}]' * bool(line.package)}"
+            table.add_row(f"{section.keep:g}", title, name, "" if cell is None else cell.figure.text, str(len(level)))
+    return table
+
+
+def _show_progress(steps: Iterator[tuple[str, int]], total: int) -> None:
+    with progress_bar(MofNCompleteColumn()) as bar:
+        task = bar.add_task("reading", total=total)
+        for label, settled in steps:
+            bar.update(task, advance=settled, description=label)

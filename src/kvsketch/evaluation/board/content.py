@@ -1,0 +1,96 @@
+"""What stands on the board, from rows: columns, lines by budget, and who wins."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvsketch.evaluation.board.columns import Column, Lined, answer_columns, speed_columns, text_column
+from kvsketch.evaluation.board.gathering import Rows
+from kvsketch.evaluation.board.lines import OWN, Line, line_of
+from kvsketch.evaluation.board.ranking import BEST, LEVEL_WITH_BEST, Ranked, ranked
+from kvsketch.evaluation.results.names import ANSWERS, SPEED, TEXTS
+from kvsketch.evaluation.results.rows import Row
+from kvsketch.evaluation.tasks.haystack import Noise
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """The lines of one budget: what all columns say of them, and all tasks."""
+
+    keep: float
+    lines: Sequence[Ranked]
+    tasks: Sequence[Ranked]
+
+    def winners(self, column: int) -> tuple[Ranked | None, list[Line]]:
+        """The best in a column, and all that cannot be told from it."""
+        marked = [(one, cell.mark) for one in self.lines if (cell := one.cells[column]) is not None]
+        best = next((one for one, mark in marked if mark == BEST), None)
+        return best, [one.line for one, mark in marked if mark == LEVEL_WITH_BEST]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """Everything that a page shows."""
+
+    columns: Sequence[Column]
+    tasks: Sequence[Column]  # one by one
+    sections: Sequence[Section]
+    whole: Sequence[Ranked]  # where everything is held; exact first
+    whole_tasks: Sequence[Ranked]
+    unable: Sequence[tuple[Column, float, int]]  # what the model cannot do with everything held: score and prompts
+    prose: bool  # whether needles lie in texts too
+
+    @property
+    def kinds(self) -> set[str]:
+        """Of which there are columns."""
+        return {column.kind for column in self.columns}
+
+    @property
+    def packages(self) -> list[str]:
+        """Those beside ours."""
+        return sorted({line.package for column in self.columns for line in column.figures} - {OWN})
+
+
+def content(rows: Rows) -> Content:
+    """The board of these rows."""
+    answers = _lined(rows.found[ANSWERS])
+    asked = {_place(line, row) for line, row in answers if not line.reference}
+    compared = [(line, row) for line, row in answers if _place(line, row) in asked]
+    means, tasks = answer_columns(compared)
+    columns = [*means, *text_column(_lined(rows.found[TEXTS])), *speed_columns(_lined(rows.found[SPEED]))]
+    lines = list(dict.fromkeys(line for column in columns for line in column.figures))
+    whole = sorted((line for line in lines if line.keep is None), key=lambda line: (not line.reference, line.package))
+    return Content(
+        columns=columns,
+        tasks=tasks,
+        sections=[_section(keep, columns, tasks, lines) for keep in _keeps(lines)],
+        whole=ranked(columns, whole),
+        whole_tasks=ranked(tasks, whole[:1]),
+        unable=_unable(answers, compared),
+        prose=any(row["haystack"] != Noise.name for _, row in compared),
+    )
+
+
+def _section(keep: float, columns: Sequence[Column], tasks: Sequence[Column], lines: Sequence[Line]) -> Section:
+    own = [line for line in lines if line.keep == keep]
+    return Section(keep=keep, lines=ranked(columns, own), tasks=ranked(tasks, own))
+
+
+def _keeps(lines: Iterable[Line]) -> list[float]:
+    return sorted({line.keep for line in lines if line.keep is not None}, reverse=True)
+
+
+def _lined(rows: Iterable[tuple[str, Row]]) -> Lined:
+    return [(line_of(row["method"], package), row) for package, row in rows]
+
+
+def _place(line: Line, row: Row) -> tuple[object, ...]:
+    """Where a package was asked."""
+    return line.package, *(row[name] for name in ("task", "asked", "haystack", "length"))
+
+
+def _unable(answers: Lined, compared: Lined) -> list[tuple[Column, float, int]]:
+    """Where exact alone was asked, and then no method."""
+    there = {id(row) for _, row in compared}
+    left = [(line, row) for line, row in answers if id(row) not in there and line.package == OWN]
+    _, tasks = answer_columns(left)
+    return [(column, figure.value, figure.count) for column in tasks for figure in column.figures.values()]

@@ -1,0 +1,34 @@
+"""Whose results stand in a line of the board: a method, how heads share, and how much is held."""
+
+from dataclasses import dataclass
+
+from kvsketch.caches.core.config import BudgetedConfig
+from kvsketch.caches.registry import METHODS, read_call
+from kvsketch.evaluation.board.names import EXACT
+
+OWN = ""  # the package of our own methods
+
+
+@dataclass(frozen=True)
+class Line:
+    """A method of some package with its options; `keep` is None where everything is held."""
+
+    name: str
+    heads: str
+    keep: float | None
+    package: str = OWN
+
+    @property
+    def reference(self) -> bool:
+        """Whether others are compared with it: everything is held, and read."""
+        return self.name == EXACT
+
+
+def line_of(method: str, package: str = OWN) -> Line:
+    """The line of a row: its spec without the budget and the shares, and these by themselves."""
+    name, options = read_call(method)
+    config = METHODS.get(name) if package == OWN else None
+    usual = config.heads if config is not None and issubclass(config, BudgetedConfig) else ""
+    keep, heads = options.pop("keep", None), str(options.pop("heads", usual))
+    said = ", ".join(f"{option}={value!r}" for option, value in options.items())
+    return Line(f"{name}({said})" if said else name, heads, keep, package)

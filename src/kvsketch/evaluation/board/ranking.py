@@ -1,0 +1,100 @@
+"""Who is best in a column, and who cannot be told from the best; lines in the order in which they are read."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvsketch.evaluation.board.columns import LIMIT, Column, Figure, Pairs
+from kvsketch.evaluation.board.lines import Line
+from kvsketch.evaluation.results.pairs import LEVEL, chance
+
+BEST, LEVEL_WITH_BEST, OVER = "best", "level", "over"
+SAVES_NOTHING = 0.95  # of a full cache's bytes, and more
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A figure, and what it is among the others of its column and budget."""
+
+    figure: Figure
+    mark: str
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A line of a section, with a cell for each column, or None where nothing was measured."""
+
+    line: Line
+    cells: Sequence[Cell | None]
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """The least and the most bytes that it held, of a full cache's."""
+        found = [cell.figure.share for cell in self.cells if cell is not None]
+        return min(found), max(found)
+
+    @property
+    def over(self) -> bool:
+        """Whether it held more than its budget everywhere."""
+        return all(cell.mark == OVER for cell in self.cells if cell is not None)
+
+    @property
+    def saves_nothing(self) -> bool:
+        """Whether it held as much as a full cache, though it was told to hold less."""
+        keep = self.line.keep
+        return keep is not None and self.shares[0] >= max(SAVES_NOTHING, LIMIT * keep)
+
+
+def ranked(columns: Sequence[Column], lines: Sequence[Line]) -> list[Ranked]:
+    """Lines of one budget, the best of the first columns first; what holds too much comes last."""
+    if not columns:
+        return []
+    marks = [_marks(column, lines) for column in columns]
+    found = [
+        Ranked(line, [_cell(column, own, line) for column, own in zip(columns, marks, strict=True)]) for line in lines
+    ]
+    there = [one for one in found if any(one.cells)]
+    return sorted(there, key=lambda one: _order(columns, one))
+
+
+def _cell(column: Column, marks: Mapping[Line, str], line: Line) -> Cell | None:
+    return Cell(column.figures[line], marks[line]) if line in column.figures else None
+
+
+def _order(columns: Sequence[Column], one: Ranked) -> tuple[object, ...]:
+    """By the mean of what columns of the first kind say."""
+    first = columns[0].kind
+    cells = [cell for column, cell in zip(columns, one.cells, strict=True) if column.kind == first]
+    there = [cell for cell in cells if cell is not None]
+    if not there:
+        return True, True, 0.0
+    mean = sum(cell.figure.value for cell in there) / len(there)
+    return False, any(cell.mark == OVER for cell in there), -mean if columns[0].more else mean
+
+
+def _marks(column: Column, lines: Sequence[Line]) -> dict[Line, str]:
+    """Of those that count, the best and those that cannot be told from it by pairs."""
+    there = {line: column.figures[line] for line in lines if line in column.figures}
+    marks = {line: OVER if figure.over(line) else "" for line, figure in there.items()}
+    compared = [line for line, figure in there.items() if line.keep is not None and (figure.pairs or figure.certain)]
+    counting = [line for line in compared if not marks[line]]
+    if not counting:
+        return marks
+    best = (max if column.more else min)(counting, key=lambda line: there[line].value)
+    for line in counting:
+        marks[line] = BEST if line == best else LEVEL_WITH_BEST if _level(there[line], there[best]) else ""
+    return marks
+
+
+def _level(figure: Figure, best: Figure) -> bool:
+    if best.certain:
+        return figure.value == best.value
+    return chance(differences(best.pairs, figure.pairs)) > LEVEL
+
+
+def differences(one: Pairs, other: Pairs) -> list[float]:
+    """Over pairs that both have; every cell weighs the same, however many it has."""
+    found = list[float]()
+    for cell in one.keys() & other.keys():
+        common: list[Hashable] = [key for key in one[cell] if key in other[cell]]
+        found += [(one[cell][key] - other[cell][key]) / len(common) for key in common]
+    return found

@@ -1,0 +1,145 @@
+"""What a method costs beside exact, in one process and in turns: seconds to compress, decode speed, peak memory.
+
+A prompt is read with what a method wants to know of it, and compressed again and again; the same prompt is read by
+exact in turn with it. Then both caches take the same tokens, a step each in turn, so that a busy moment hits both.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvsketch.caches.core.config import MethodConfig
+from kvsketch.caches.exact import Exact
+from kvsketch.caches.registry import parse_spec
+from kvsketch.evaluation.answers.reading import readable_for
+from kvsketch.evaluation.board.names import SPEED_KEY
+from kvsketch.evaluation.board.peak import peak_bytes
+from kvsketch.evaluation.board.timed import READ, WARM, Plan
+from kvsketch.evaluation.results.rows import Row, RowsFile, key_of
+from kvsketch.huggingface import SketchCache, attach, detach, make_cache, prefill
+
+T = TypeVar("T")
+TOLERANCE = 0.05  # of exact's logits beside those of transformers, in any precision
+
+
+@dataclass(frozen=True)
+class Read:
+    """A prompt that was read in one way, with seconds of it and of exact in turn."""
+
+    cache: SketchCache
+    exact: list[float]
+    own: list[float]
+
+
+def run(model: PreTrainedModel, ids: Int64[Tensor, "1 n"], plan: Plan, rows: RowsFile) -> Iterator[tuple[str, int]]:
+    """Measure what the file does not hold yet, a method at a time; what comes next, and how many that settles."""
+    missing = [method for method in plan.methods if key_of(plan.labels(method), SPEED_KEY) not in rows.done]
+    yield "speed, beside exact", len(plan.methods) - len(missing)
+    clocks = Clocks(model, ids, plan) if missing else None
+    for method in missing:
+        assert clocks is not None, "made above"
+        rows.add([plan.labels(method) | clocks.measure(parse_spec(method))])
+        yield f"speed, {method}", 1
+
+
+class Clocks:
+    """One prompt, and what it takes to read, compress and go on with it."""
+
+    def __init__(self, model: PreTrainedModel, ids: Int64[Tensor, "1 n"], plan: Plan) -> None:
+        self.model, self.plan = model, plan
+        self.read, self.next = ids[:, : plan.tokens], ids[0, plan.tokens : plan.needed]
+        self.readings = dict[MethodConfig, Read]()
+        self._check_exact(ids[:, : plan.tokens + 1])
+
+    @torch.no_grad()
+    def measure(self, config: MethodConfig) -> Row:
+        """A row: all seconds as they were taken, and bytes."""
+        peak, cache = peak_bytes(lambda: self._cache(config), self.model.device)
+        shared = readable_for(config)
+        reading = self._reading(config if shared is None else shared)
+        compressing = list[float]()
+        for _ in range(0 if shared is None else self.plan.turns + 1):
+            compressing.append(self._seconds(lambda: reading.cache.compress(config)))
+        report = cache.report()
+        exact, own = self._steps(cache, config)
+        return {
+            "exact_reading": reading.exact,
+            "reading": reading.own,
+            "compressing": compressing[1:],
+            "exact_step": exact,
+            "step": own,
+            "peak_nbytes": peak,
+            "nbytes": report.nbytes,
+            "full_nbytes": report.full_nbytes,
+            "looked_up": cache.report().looked_up,
+        }
+
+    @torch.no_grad()
+    def _check_exact(self, ids: Int64[Tensor, "1 n"]) -> None:
+        """Refuse to time what answers wrongly."""
+        detach(self.model)
+        expected = self.model(ids, logits_to_keep=1, use_cache=False).logits[0, -1]
+        cache = self._cache(Exact())
+        found = self._step(cache, ids[0, -1], self.plan.tokens)
+        wrong = float((found - expected).norm() / expected.norm())
+        if not wrong < TOLERANCE:
+            raise ValueError(f"exact answers differ from those of transformers by {wrong:.3f}: no times are taken")
+
+    def _cache(self, config: MethodConfig) -> SketchCache:
+        return prefill(self.model, self.read, make_cache(self.model, config))
+
+    def _reading(self, config: MethodConfig) -> Read:
+        """What methods share, read in turn with exact."""
+        if config not in self.readings:
+            exact, own, cache = list[float](), list[float](), None
+            for _ in range(READ):
+                exact.append(self._seconds(lambda: self._cache(Exact())))
+                if config != Exact():
+                    cache, taken = self._timed(lambda: self._cache(config))
+                    own.append(taken)
+            read = Read(self._cache(config) if cache is None else cache, exact, own or exact)
+            if readable_for(config) is None:
+                return read  # no other method takes it over
+            self.readings[config] = read
+        return self.readings[config]
+
+    def _steps(self, cache: SketchCache, config: MethodConfig) -> tuple[list[float], list[float]]:
+        """Seconds of exact's steps and of a method's, over the same tokens."""
+        exact, own, whole = list[float](), list[float](), self._reading(Exact()).cache.fork()
+        for number, token in enumerate(self.next):
+            for one, times in ((whole, exact), (cache, own)):
+                if config.before_rotation:  # whose watching costs exact time too
+                    detach(self.model)
+                    attach(self.model, before_rotation=one is cache)
+                times.append(self._seconds(partial(self._step, one, token, self.plan.tokens + number)))
+        if config.before_rotation:
+            detach(self.model)
+            attach(self.model)
+        return exact[WARM:], own[WARM:]
+
+    def _step(self, cache: SketchCache, token: Int64[Tensor, ""], place: int) -> Tensor:
+        positions = torch.tensor([[place]], device=token.device)
+        given = {"past_key_values": cache, "position_ids": positions, "use_cache": True}
+        logits: Tensor = self.model(token.view(1, 1), **given).logits[0, -1]
+        return logits
+
+    def _seconds(self, work: Callable[[], object]) -> float:
+        return self._timed(work)[1]
+
+    def _timed(self, work: Callable[[], T]) -> tuple[T, float]:
+        self._wait()
+        began = time.perf_counter()
+        made = work()
+        self._wait()
+        return made, round(time.perf_counter() - began, 7)
+
+    def _wait(self) -> None:
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)

@@ -1,0 +1,241 @@
+"""`kvsketch bench all`: what is compared, what counts at equal bytes, who is level with the best, and one page."""
+
+import html
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+import zoo
+from commands import refused, run
+from kvsketch.caches.registry import METHODS
+from kvsketch.evaluation.board import timed
+from kvsketch.evaluation.board.content import content
+from kvsketch.evaluation.board.gathering import Rows, Wanted
+from kvsketch.evaluation.board.lines import Line, line_of
+from kvsketch.evaluation.board.names import SPEED_KEY
+from kvsketch.evaluation.board.page import About, write_board
+from kvsketch.evaluation.board.peak import peak_bytes
+from kvsketch.evaluation.board.plan import Choice, chosen
+from kvsketch.evaluation.embedded.training.tokenizer import build_tokenizer
+from kvsketch.evaluation.results.names import ANSWERS, SPEED, TEXTS
+from kvsketch.evaluation.results.pairs import EXACTLY, chance
+from kvsketch.evaluation.results.rows import KEY, RowsFile, read_rows
+from kvsketch.evaluation.texts.plan import KEY as TEXT_KEY
+from kvsketch.huggingface.identity import describe_model
+
+PROSE = "It was a bright cold day in April, and the clocks were striking thirteen. " * 40
+
+
+# -- the command
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A model's folder: its tokenizer is that of the embedded one."""
+    model, tokenizer = zoo.build("llama"), build_tokenizer()
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "book.txt").write_text(PROSE)
+    return tmp_path
+
+
+def command(folder, *more):
+    given = ["bench", "all", folder / "model", "--quick", "-m", "keydiff; tova", "--heads", "equal"]
+    given += ["--tasks", "niah_single", "--lengths", 300, "--samples", 2, "--able", 0, "--max-new-tokens", 2]
+    given += ["--haystack", folder / "book.txt", "--texts", folder / "book.txt", "--windows", 1, "--turns", 1]
+    return run(*given, "--asked", "after", "-o", folder / "out", *more, columns=200)
+
+
+def test_one_run_makes_one_page_and_goes_on_where_it_stopped(small):
+    done = command(small)
+    assert done.returncode == 0, done.stderr
+    keys = {ANSWERS: KEY, TEXTS: TEXT_KEY, SPEED: SPEED_KEY}
+    whole = {name: read_rows(small / "out" / name, key)[1] for name, key in keys.items()}
+    specs = ("keydiff(keep=0.25)", "tova(keep=0.25)")
+    assert Counter(row["method"] for row in whole[ANSWERS]) == dict.fromkeys(("exact", *specs), 4)
+    assert {row["haystack"].partition("#")[0] for row in whole[ANSWERS]} == {"noise", "book.txt"}
+    assert [row["method"] for row in whole[TEXTS]] == list(specs)
+    assert [row["method"] for row in whole[SPEED]] == ["exact", *specs]
+    for row in whole[SPEED]:
+        assert row["peak_nbytes"] > row["nbytes"] > 0
+        assert min(row["step"] + row["exact_step"] + row["reading"]) > 0
+    page = (small / "out" / "board.html").read_text()
+    for said in ("KL on text", "peak memory", "to compress", "decode", "prose", "kvsketch bench all"):
+        assert said in page
+    assert "http" not in page
+    for name in keys:  # cut off in the middle of a row, as a killed process leaves it
+        content = (small / "out" / name).read_bytes()
+        (small / "out" / name).write_bytes(content[: content.rstrip().rfind(b"\n") + 40])
+    again = command(small)
+    assert again.returncode == 0, again.stderr
+    for name, key in keys.items():
+        rows = read_rows(small / "out" / name, key)[1]
+        assert rows[:-1] == whole[name][:-1]  # what was there stays
+        assert len(rows) == len(whole[name])
+    assert rows[-1]["method"] == whole[SPEED][-1]["method"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--keep", "2"], "a board compares fractions of a full cache, above 0 and up to 1, got 2"),
+        (["-m", "keydiff(keep=512)"], "a board compares fractions of a full cache, got keydiff(keep=512)"),
+        (["-m", "exact"], "exact is what all others are compared with: leave it out"),
+        (["--heads", "fair"], "heads must be among equal, profile, threshold, pyramid, or a profile, got 'fair'"),
+        (["--heads", ","], "name at least one fraction to keep and one way to share it"),
+        (["--tasks", "niah"], "unknown task 'niah'"),
+        (["--tasks", "lines", "--haystack", "{book}"], "none of lines hides anything in a text: leave out --haystack"),
+        (["--texts", "{book}", "--lengths", "900000"], "book.txt has 1,320 tokens, and a window needs 900,128"),
+        (["--beside", "nowhere"], "--beside must name a folder with rows.jsonl of another package, got nowhere"),
+        (["-m", "keydiff; keydiff(keep=0.25)", "--quick"], "keydiff(keep=0.25) is named twice"),
+    ],
+)
+def test_mistakes_are_told_at_once(arguments, message, tmp_path):
+    (tmp_path / "book.txt").write_text(PROSE)
+    filled = [argument.format(book=tmp_path / "book.txt") for argument in arguments]
+    refused(run("bench", "all", "embedded", "-o", tmp_path / "out", *filled), message)
+    assert not (tmp_path / "out").exists()
+
+
+# -- what is compared
+
+
+def test_every_method_has_every_way_to_share_that_it_can_have():
+    facts = describe_model(zoo.build("llama"))
+    found = chosen(Choice(keeps=(0.25,), heads=("equal", "threshold")), lambda: facts)
+    lines = {(line.name, line.heads) for line in map(line_of, found.specs)}
+    assert {name for name, _ in lines} == {
+        name for name, config in METHODS.items() if hasattr(config, "heads") and name != "streaming_heads"
+    }
+    assert {heads for name, heads in lines if name == "snapkv"} == {"equal", "threshold"}
+    assert {heads for name, heads in lines if name == "keydiff"} == {"equal"}  # scores that cannot be compared
+    assert {heads for name, heads in lines if name == "pyramidkv"} == {"pyramid"}  # else it is snapkv
+    assert not found.left_out
+    profiled = chosen(Choice(methods=["uniform", "streaming_heads"], keeps=(0.5,), heads=("profile",)), lambda: facts)
+    assert profiled.specs == []
+    assert len(profiled.left_out) == 2
+    with pytest.raises(ValueError, match="wants a profile of this model, and there is none"):
+        chosen(Choice(methods=["uniform(heads='profile')"], keeps=(0.5,)), lambda: facts)
+    own = Choice(methods=["snapkv(keep=0.3, heads='equal')"], keeps=(0.5,), index="i")
+    assert chosen(own, lambda: facts).specs[:2] == [
+        "snapkv(keep=0.3)",
+        "saap(window=255, probes=128, visit=0.5, estimate=True, index='i', prefer='density')",
+    ]
+    assert line_of("KVzipPress(keep=0.5, heads='threshold', n=3)", "kvpress") == Line(
+        "KVzipPress(n=3)", "threshold", 0.5, "kvpress"
+    )
+
+
+# -- who is best
+
+
+def test_chance_is_that_of_signs_drawn_at_random():
+    assert chance([]) == chance([0.0, 0.0]) == 1.0
+    assert chance([0.5] * 5) == 2 / 2**5  # which is above 1 in 20, however large the differences are
+    assert chance([0.5] * 6 + [0.0] * 9) == 2 / 2**6
+    heads = sum(math.comb(10, k) for k in (0, 1, 9, 10)) / 2**10
+    assert chance([1.0] * 9 + [-1.0]) == pytest.approx(heads)
+    assert chance([3.0, 1.0, -1.0]) == 6 / 8  # of ±3 ±1 ±1 all but 1 and -1 are as far from 0
+    counted = chance([1.0] * (EXACTLY - 3) + [-1.0] * 3)
+    assert chance([1.0] * (EXACTLY - 3) + [-1.0] * 3 + [1e-9]) == pytest.approx(counted, abs=0.08)
+
+
+def answer_rows(method, scores, share, **changes):
+    row = {"task": "lines", "wording": "compact", "haystack": "noise", "cases": None, "template": False}
+    row |= {"asked": "after", "length": 900, "depth": None, "new_tokens": 9, "method": method, "output": "1"}
+    row |= {"nbytes": round(share * 10_000), "full_nbytes": 10_000} | changes
+    return [row | {"sample": sample, "score": float(score)} for sample, score in enumerate(scores)]
+
+
+def marks(rows):
+    """By method."""
+    (section,) = content(rows).sections
+    return {f"{one.line.name} {one.line.heads}": one.cells[0].mark for one in section.lines}
+
+
+def test_a_cell_counts_only_within_its_budget_and_the_best_are_told_by_pairs():
+    rows, half = Rows(), [1, 0] * 10
+    found = {
+        "keydiff(keep=0.25)": ([1] * 20, 0.2626),  # more than 1.05 × a quarter
+        "kvzip(keep=0.25)": ([1] * 18 + [0, 1], 0.2625),
+        "uniform(keep=0.25)": ([1] * 18 + [1, 0], 0.1),  # as many, others
+        "snapkv(keep=0.25)": ([1] * 15 + [0] * 5, 0.25),  # six differ: five to one, which may be chance
+        "tova(keep=0.25)": (half, 0.25),
+    }
+    for method, (scores, share) in found.items():
+        rows.found[ANSWERS] += [("", row) for row in answer_rows(method, scores, share)]
+    rows.found[ANSWERS] += [("", row) for row in answer_rows("exact", [1] * 20, 1.03)]
+    assert marks(rows) == {
+        "kvzip threshold": "best",
+        "uniform equal": "level",
+        "snapkv equal": "level",
+        "tova equal": "",
+        "keydiff equal": "over",  # and at the end, though it knows most
+    }
+    (section,) = content(rows).sections
+    best, level = section.winners(0)
+    assert (best.line.name, [line.name for line in level]) == ("kvzip", ["uniform", "snapkv"])
+    assert best.cells[0].figure.text == "0.950"
+    assert [one.line.name for one in content(rows).whole] == ["exact"]
+
+
+def test_tasks_weigh_the_same_and_a_method_without_one_has_no_mean():
+    rows = Rows()
+    every = [
+        *answer_rows("keydiff(keep=0.5)", [1] * 30, 0.5),
+        *answer_rows("keydiff(keep=0.5)", [0] * 3, 0.5, task="kv"),
+    ]
+    every += answer_rows("uniform(keep=0.5)", [1] * 30, 0.5)
+    rows.found[ANSWERS] += [("", row) for row in every]
+    board = content(rows)
+    ((line, figure),) = board.columns[0].figures.items()
+    assert (line.name, figure.value, figure.count) == ("keydiff", 0.5, 33)
+    assert [column.title for column in board.tasks] == ["lines", "kv"]
+    assert len(board.tasks[0].figures) == 2
+
+
+# -- other packages, and the page
+
+ODD = "</code><script>alert(1)</script>"
+SPEC = "kvzip(keep=0.25)"
+
+
+def test_another_package_stands_beside_ours_and_what_saves_nothing_is_marked(tmp_path):
+    rows = Rows()
+    rows.found[ANSWERS] += [("", row) for row in answer_rows("exact", [1, 1], 1.0) + answer_rows(SPEC, [1, 1], 0.25)]
+    theirs = answer_rows("exact", [1, 1], 1.0) + answer_rows("KVzipPress(keep=0.25, heads='threshold')", [1, 1], 2.0)
+    theirs[1]["output"] = "2"
+    rows.found[ANSWERS] += [(f"kvpress {ODD}", row) for row in theirs]
+    assert rows.agreement() == {f"kvpress {ODD}": (1, 2)}
+    board = content(rows)
+    assert [one.saves_nothing for one in board.sections[0].lines] == [False, True]
+    assert [one.line.package for one in board.whole] == ["", f"kvpress {ODD}"]
+    about = About(model=ODD, command=f"kvsketch {ODD}", runs=[{"commit": ODD}], able=0.8, left_out=[ODD])
+    page = write_board(tmp_path / "board.html", board, about).read_text()
+    assert ODD not in page
+    assert page.count(html.escape(ODD)) >= 5
+    assert page.count("saves no memory</span>") == 2  # in both tables
+    assert "Not measured: no text was given" in page
+    assert "there is noise only" in page
+
+
+def test_rows_of_another_model_are_refused(tmp_path):
+    about = {"model": "other", "fingerprint": "2", "dtype": "float32", "kvsketch": "0", "package": "kvpress"}
+    RowsFile(tmp_path / ANSWERS, about).add(answer_rows("exact", [1], 1.0))
+    wanted = Wanted(methods=(), keeps=(), answers=(), texts=(), speed=timed.Plan(methods=(), tokens=1))
+    with pytest.raises(ValueError, match=r"rows\.jsonl holds rows of another model, 'other'"):
+        Rows().add(tmp_path, wanted, "1", own=False)
+
+
+def test_the_peak_is_the_most_that_is_held_at_once():
+    def work():
+        first = torch.ones(1 << 18)  # 1 MiB
+        second = torch.ones(3 << 18)
+        del second
+        return torch.cat([first, first])
+
+    peak, made = peak_bytes(work, torch.device("cpu"))
+    assert (peak >> 10, made.numel()) == (4 << 10, 1 << 19)
