@@ -13,7 +13,7 @@ HISTORIES ?= 2000
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo real test check format lint types test-fast test-oldest docs soak power picture decode answers clustering balance lookup needle index profiles real-keys figures clean
+.PHONY: demo real test check format lint types test-fast test-oldest docs soak power picture decode answers clustering balance lookup needle index profiles real-keys figures board kvpress clean
 
 demo: $(VENV)/ready ## what kvsketch does, on the embedded model: two documents, six caches, and a picture
 	$(BIN)/kvsketch demo --out demo-report
@@ -65,6 +65,14 @@ needle: $(VENV)/ready ## the needle map of the README
 
 answers: $(VENV)/ready ## all tasks, methods and lengths on the embedded model: an hour and a half on two cores
 	$(BIN)/python benchmarks/answers.py answers-report
+
+board: $(VENV)/ready ## a leaderboard of the embedded model on one page: answers at equal bytes, memory and speed; hours
+	$(BIN)/kvsketch bench all embedded --out board-report
+
+KVPRESS := .venv-kvpress
+kvpress: $(KVPRESS)/ready ## kvpress beside that, with the transformers that it needs, and the page anew; hours
+	PYTHONPATH=src $(KVPRESS)/bin/python benchmarks/kvpress_board.py board-report src/kvsketch/assets --out kvpress-report
+	$(BIN)/kvsketch bench all embedded --out board-report --beside kvpress-report
 
 clustering: $(VENV)/ready ## what SubGen and ClusterGen do: theorem, a long stream, k-center's time, which tokens are kept, and needles
 	$(BIN)/python benchmarks/theorem.py
@@ -148,5 +156,10 @@ $(VENV)/ready: pyproject.toml $(CONSTRAINTS)
 	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $@
 
+$(KVPRESS)/ready:
+	$(PYTHON) -m venv $(KVPRESS)
+	$(KVPRESS)/bin/pip install --quiet kvpress==0.5.5 transformers==5.2.0 torch==2.13.0
+	touch $@
+
 clean:
-	rm -rf .venv .venv-oldest .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-kvpress .pytest_cache .mypy_cache .ruff_cache

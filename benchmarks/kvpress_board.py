@@ -190,6 +190,8 @@ def first_of_each(prompts: list[Row], samples: int) -> list[Row]:
 
 
 def main(given: argparse.Namespace) -> None:
+    if not (given.board / PROMPTS).is_file():
+        raise SystemExit(f"{given.board} has no {PROMPTS}: name a folder that kvsketch bench all has written")
     runs, prompts = read_rows(given.board / PROMPTS, PROMPT_KEY)
     made = {name: runs[-1][name] for name in ("model", "fingerprint", "dtype", "kvsketch")}
     about = {"package": PACKAGE} | provenance() | made

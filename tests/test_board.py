@@ -7,11 +7,13 @@ from collections import Counter
 import pytest
 import torch
 
+import kvsketch
 import zoo
 from commands import refused, run
 from kvsketch.caches.registry import METHODS
 from kvsketch.evaluation.board import timed
 from kvsketch.evaluation.board.content import content
+from kvsketch.evaluation.board.equal import Fitter
 from kvsketch.evaluation.board.gathering import Rows, Wanted
 from kvsketch.evaluation.board.lines import Line, line_of
 from kvsketch.evaluation.board.names import SPEED_KEY
@@ -88,7 +90,8 @@ def test_one_run_makes_one_page_and_goes_on_where_it_stopped(small):
         (["--heads", ","], "name at least one fraction to keep and one way to share it"),
         (["--tasks", "niah"], "unknown task 'niah'"),
         (["--tasks", "lines", "--haystack", "{book}"], "none of lines hides anything in a text: leave out --haystack"),
-        (["--texts", "{book}", "--lengths", "900000"], "book.txt has 1,320 tokens, and a window needs 900,128"),
+        (["--texts", "{book}"], "book.txt has 1,320 tokens, and a window needs 2,128"),
+        (["--lengths", "20000"], "a prompt and its second reading have 40,000 tokens, and the context of"),
         (["--beside", "nowhere"], "--beside must name a folder with rows.jsonl of another package, got nowhere"),
         (["-m", "keydiff; keydiff(keep=0.25)", "--quick"], "keydiff(keep=0.25) is named twice"),
     ],
@@ -129,6 +132,22 @@ def test_every_method_has_every_way_to_share_that_it_can_have():
     )
 
 
+def test_a_method_is_given_what_holds_its_budget():
+    """And not much less; one that cannot hold so little stays as it is."""
+    model, ids = zoo.build("llama"), zoo.tokens(1, 800, seed=3)
+    fitter = Fitter(model, ids)
+    whole = kvsketch.prefill(model, ids, kvsketch.make_cache(model)).nbytes
+    for spec in ("uniform(keep=0.5)", "tova(keep=0.25)"):
+        found = fitter.fitted(spec)
+        held = kvsketch.prefill(model, ids, kvsketch.make_cache(model, found)).nbytes / whole
+        line = line_of(found, budget=line_of(spec).keep)
+        assert (line.keep, line.given) == (line_of(spec).keep, line_of(found).keep)
+        assert 0.95 * line.keep < held <= line.keep
+        assert line.given < line.keep
+    for same in ("uniform(keep=0.01)", "retrieval(window=32)"):
+        assert fitter.fitted(same) == same
+
+
 # -- who is best
 
 
@@ -150,6 +169,10 @@ def answer_rows(method, scores, share, **changes):
     return [row | {"sample": sample, "score": float(score)} for sample, score in enumerate(scores)]
 
 
+def lined(rows, package=""):
+    return [(line_of(row["method"], package), row) for row in rows]
+
+
 def marks(rows):
     """By method."""
     (section,) = content(rows).sections
@@ -159,15 +182,15 @@ def marks(rows):
 def test_a_cell_counts_only_within_its_budget_and_the_best_are_told_by_pairs():
     rows, half = Rows(), [1, 0] * 10
     found = {
-        "keydiff(keep=0.25)": ([1] * 20, 0.2626),  # more than 1.05 × a quarter
-        "kvzip(keep=0.25)": ([1] * 18 + [0, 1], 0.2625),
+        "keydiff(keep=0.25)": ([1] * 20, 0.2731),  # more than 1.05 × a quarter of what exact holds
+        "kvzip(keep=0.25)": ([1] * 18 + [0, 1], 0.2730),
         "uniform(keep=0.25)": ([1] * 18 + [1, 0], 0.1),  # as many, others
         "snapkv(keep=0.25)": ([1] * 15 + [0] * 5, 0.25),  # six differ: five to one, which may be chance
         "tova(keep=0.25)": (half, 0.25),
     }
     for method, (scores, share) in found.items():
-        rows.found[ANSWERS] += [("", row) for row in answer_rows(method, scores, share)]
-    rows.found[ANSWERS] += [("", row) for row in answer_rows("exact", [1] * 20, 1.03)]
+        rows.found[ANSWERS] += lined(answer_rows(method, scores, share))
+    rows.found[ANSWERS] += lined(answer_rows("exact", [1] * 20, 1.04))
     assert marks(rows) == {
         "kvzip threshold": "best",
         "uniform equal": "level",
@@ -189,7 +212,7 @@ def test_tasks_weigh_the_same_and_a_method_without_one_has_no_mean():
         *answer_rows("keydiff(keep=0.5)", [0] * 3, 0.5, task="kv"),
     ]
     every += answer_rows("uniform(keep=0.5)", [1] * 30, 0.5)
-    rows.found[ANSWERS] += [("", row) for row in every]
+    rows.found[ANSWERS] += lined(every)
     board = content(rows)
     ((line, figure),) = board.columns[0].figures.items()
     assert (line.name, figure.value, figure.count) == ("keydiff", 0.5, 33)
@@ -205,10 +228,10 @@ SPEC = "kvzip(keep=0.25)"
 
 def test_another_package_stands_beside_ours_and_what_saves_nothing_is_marked(tmp_path):
     rows = Rows()
-    rows.found[ANSWERS] += [("", row) for row in answer_rows("exact", [1, 1], 1.0) + answer_rows(SPEC, [1, 1], 0.25)]
+    rows.found[ANSWERS] += lined(answer_rows("exact", [1, 1], 1.0) + answer_rows(SPEC, [1, 1], 0.25))
     theirs = answer_rows("exact", [1, 1], 1.0) + answer_rows("KVzipPress(keep=0.25, heads='threshold')", [1, 1], 2.0)
     theirs[1]["output"] = "2"
-    rows.found[ANSWERS] += [(f"kvpress {ODD}", row) for row in theirs]
+    rows.found[ANSWERS] += lined(theirs, f"kvpress {ODD}")
     assert rows.agreement() == {f"kvpress {ODD}": (1, 2)}
     board = content(rows)
     assert [one.saves_nothing for one in board.sections[0].lines] == [False, True]
@@ -225,7 +248,7 @@ def test_another_package_stands_beside_ours_and_what_saves_nothing_is_marked(tmp
 def test_rows_of_another_model_are_refused(tmp_path):
     about = {"model": "other", "fingerprint": "2", "dtype": "float32", "kvsketch": "0", "package": "kvpress"}
     RowsFile(tmp_path / ANSWERS, about).add(answer_rows("exact", [1], 1.0))
-    wanted = Wanted(methods=(), keeps=(), answers=(), texts=(), speed=timed.Plan(methods=(), tokens=1))
+    wanted = Wanted(methods={}, keeps=(), answers=(), texts=(), speed=timed.Plan(methods=(), tokens=1))
     with pytest.raises(ValueError, match=r"rows\.jsonl holds rows of another model, 'other'"):
         Rows().add(tmp_path, wanted, "1", own=False)
 

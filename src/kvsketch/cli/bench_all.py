@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from kvsketch.cli.app import MOST, check_folder, reported, some_numbers
-from kvsketch.cli.bench import AbleOption, AskedOption, HaystackOption, NewTokensOption, check_able
+from kvsketch.cli.app import MOST, reported, some_numbers
+from kvsketch.cli.bench import AbleOption, AskedOption, HaystackOption, NewTokensOption
 from kvsketch.cli.bench_error_inputs import Texts, or_default, specs
 from kvsketch.cli.board import Board, Given
 from kvsketch.cli.models import load_model
@@ -55,6 +55,9 @@ Index = Annotated[Path | None, typer.Option(help="What kvsketch fit has written:
 Beside = Annotated[
     list[Path] | None, typer.Option(help="Rows of another package (see benchmarks/kvpress_board.py); again for more.")
 ]
+Fit = Annotated[
+    bool, typer.Option("--fit", help="Give each method less, so that with all its spare room it holds its budget.")
+]
 Quick = Annotated[bool, typer.Option("--quick", help="A handful of documents, a quarter kept: to see that it works.")]
 Seed = Annotated[int, typer.Option(help="Number of the first sample.")]
 Batch = Annotated[int, typer.Option(min=1, max=MOST, help="Prompts read together.")]
@@ -77,6 +80,7 @@ def bench_all(
     turns: Turns = None,
     index: Index = None,
     beside: Beside = None,
+    fit: Fit = False,
     quick: Quick = False,
     seed: Seed = 0,
     batch: Batch = 8,
@@ -87,16 +91,14 @@ def bench_all(
     raw: Raw = False,
 ) -> None:
     """Compare all methods at equal bytes, on one page. Run it again to go on after an interruption."""
-    check_folder("--out", out)
-    check_able(able)
     usual = QUICK if quick else USUAL
     given = Given(
         out=out, model=model, able=able, beside=tuple(beside or ()), methods=specs(methods or ""), index=index,
         heads=listed(heads), keeps=some_numbers("--keep", keep or usual.keep, float), tasks=listed(tasks),
         lengths=some_numbers("--lengths", lengths or usual.lengths, int), samples=or_default(samples, usual.samples),
         asked=asked, haystack=tuple(haystack or ()), texts=Texts(files=tuple(texts or ())),
-        windows=or_default(windows, usual.windows), turns=or_default(turns, usual.turns), steps=usual.steps, seed=seed, batch=batch,
-        max_new_tokens=max_new_tokens, raw=raw,
+        windows=or_default(windows, usual.windows), turns=or_default(turns, usual.turns), steps=usual.steps,
+        fit=fit, seed=seed, batch=batch, max_new_tokens=max_new_tokens, raw=raw,
     )  # fmt: skip
     board = Board(given, *load_model(model, dtype, device))
     with reported(board.report):

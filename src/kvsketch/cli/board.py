@@ -10,8 +10,8 @@ from rich.box import SIMPLE_HEAD
 from rich.progress import MofNCompleteColumn
 from rich.table import Table
 
-from kvsketch.cli.app import output, progress_bar, say_no_pictures
-from kvsketch.cli.bench import MODES, describe, measure
+from kvsketch.cli.app import check_folder, output, progress_bar, say_no_pictures
+from kvsketch.cli.bench import MODES, check_able, describe, measure
 from kvsketch.cli.bench_error_inputs import Texts
 from kvsketch.cli.notes import say
 from kvsketch.evaluation.results.names import ANSWERS, PROMPTS, SPEED, TEXTS
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvsketch.evaluation.board.content import Content
     from kvsketch.evaluation.board.gathering import Rows
     from kvsketch.evaluation.board.plan import Choice
+    from kvsketch.evaluation.board.timed import Plan as TimedPlan
     from kvsketch.evaluation.layers.plan import Prompt
     from kvsketch.evaluation.texts.plan import Plan as TextPlan
 
@@ -52,12 +53,15 @@ class Given:
     windows: int
     turns: int
     steps: int
+    fit: bool
     seed: int
     batch: int
     max_new_tokens: int | None
     raw: bool
 
     def __post_init__(self) -> None:
+        check_folder("--out", self.out)
+        check_able(self.able)
         assert all((self.choice, self.answers, self.predictions)), "read before a model is loaded"
         for folder in self.beside:
             if not (folder / ANSWERS).is_file():
@@ -100,33 +104,61 @@ class Given:
 
         return Plan(methods=("uniform",), tokens=max(self.lengths), next=NEXT, windows=self.windows)
 
+    @cached_property
+    def timed(self) -> "TimedPlan":
+        """A document as long as the longest prompts."""
+        from kvsketch.evaluation.board.timed import Plan
+
+        return Plan(methods=(), tokens=max(self.lengths), turns=self.turns, steps=self.steps)
+
 
 class Board:
     """A model, and what is measured of it."""
 
     def __init__(self, given: Given, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> None:
-        from kvsketch.caches.registry import parse_spec
-        from kvsketch.evaluation.board import timed
+        import torch
+
         from kvsketch.evaluation.board.plan import chosen
         from kvsketch.huggingface import make_cache
         from kvsketch.huggingface.identity import describe_model
-        from kvsketch.huggingface.supported import check_context
 
         self.given, self.model, self.tokenizer = given, model, tokenizer
         self.chosen = chosen(given.choice, lambda: describe_model(model))
+        self._check_lengths()
         self.fingerprint = str(make_cache(model).model.fingerprint())
         self.about = describe(model, given.model, self.fingerprint)
-        every = ("exact", *self.chosen.specs)
+        document = given.timed.document(lambda text: tokenizer(text)["input_ids"])
+        self.document = torch.tensor([document], device=model.device)
+        self.methods = self._fitted() if given.fit else dict.fromkeys(["exact", *self.chosen.specs])
+        every = list(self.methods)
+        self.timed = replace(given.timed, methods=every)
         self.answers = [replace(plan, methods=every) for plan in given.answers]
-        self.predictions = replace(given.predictions, methods=self.chosen.specs)
-        self.timed = timed.Plan(methods=every, tokens=max(given.lengths), turns=given.turns, steps=given.steps)
+        self.predictions = replace(given.predictions, methods=every[1:])
         self.texts: list[Prompt] = given.texts.read(tokenizer, model) if given.texts.files else []
         for text in self.texts:
             self.predictions.starts(text)  # a text that is too short shows now, not after hours
-        longest = max(given.lengths)
-        check_context(model, longest + NEXT, "a prompt and what follows it have")
+
+    def _check_lengths(self) -> None:
+        """Refuse to read more than the model was made for."""
+        from kvsketch.caches.registry import parse_spec
+        from kvsketch.huggingface.supported import check_context
+
+        longest = max(self.given.lengths)
+        check_context(self.model, longest + NEXT, "a prompt and what follows it have")
         if any(config.asking is not None and config.asking.behind for config in map(parse_spec, self.chosen.specs)):
-            check_context(model, 2 * longest, "a prompt and its second reading have")
+            check_context(self.model, 2 * longest, "a prompt and its second reading have")
+
+    def _fitted(self) -> dict[str, float | None]:
+        """Specs that hold what their budget says, each with that budget."""
+        from kvsketch.evaluation.board.equal import Fitter
+        from kvsketch.evaluation.board.lines import line_of
+
+        found: dict[str, float | None] = {"exact": None}
+        fitter = Fitter(self.model, self.document[:, : self.given.timed.tokens])
+        with progress_bar(MofNCompleteColumn()) as bar:
+            for spec in bar.track(self.chosen.specs, description="bytes held"):
+                found[fitter.fitted(spec)] = line_of(spec).keep
+        return found
 
     # -- measuring
 
@@ -154,15 +186,12 @@ class Board:
         _show_progress(texts.run(self.model, self.texts, self.predictions, rows), total)
 
     def _time(self) -> None:
-        import torch
-
         from kvsketch.evaluation.board import speed
         from kvsketch.evaluation.board.names import SPEED_KEY
         from kvsketch.evaluation.results.rows import RowsFile
 
-        found = self.timed.document(lambda text: self.tokenizer(text)["input_ids"])
         rows = RowsFile(self.given.out / SPEED, self.about, SPEED_KEY)
-        steps = speed.run(self.model, torch.tensor([found], device=self.model.device), self.timed, rows)
+        steps = speed.run(self.model, self.document, self.timed, rows)
         _show_progress(steps, len(self.timed.methods))
 
     # -- what is there
@@ -198,7 +227,7 @@ class Board:
             (text, start, method) for text in self.texts for start in plan.starts(text) for method in plan.configs
         ]
         wanted = Wanted(
-            methods={"exact", *self.chosen.specs}, keeps=set(given.keeps), answers=self.answers,
+            methods=self.methods, keeps=set(given.keeps), answers=self.answers,
             texts={key_of(plan.labels(*each), KEY) for each in labels}, speed=self.timed,
         )  # fmt: skip
         rows.add(given.out, wanted, self.fingerprint, own=True)

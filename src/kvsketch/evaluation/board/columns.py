@@ -5,6 +5,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 
 from kvsketch.evaluation.answers.summary import wilson
@@ -23,7 +24,7 @@ Pairs = Mapping[Any, Mapping[Any, float]]  # by cell, and in it by prompt, windo
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """What a column says of a line. `share`: bytes held of a full cache, the most of all cells that this comes from."""
+    """What a column says of a line. `share`: bytes held of exact's, the most of all cells that this comes from."""
 
     value: float
     text: str
@@ -107,15 +108,15 @@ def _answers(by_line: Mapping[Line, Mapping[str, Mapping[Hashable, Row]]], tasks
 
 
 def _share(rows: Iterable[Row]) -> float:
-    held = [(row["nbytes"], row["full_nbytes"]) for row in rows]
-    return sum(own for own, _ in held) / sum(full for _, full in held)
+    held = [(row["nbytes"], row["exact_nbytes"]) for row in rows]
+    return sum(own for own, _ in held) / sum(exact for _, exact in held)
 
 
 # -- texts
 
 
 def text_column(rows: Lined) -> list[Column]:
-    """None if no text was measured. Divergence of predictions: the geometric mean over windows."""
+    """Divergence of predictions, the geometric mean over windows; no column where no text was measured."""
     by_line = defaultdict[Line, list[Row]](list)
     for line, row in rows:
         by_line[line].append(row)
@@ -170,7 +171,7 @@ def seconds_to_compress(row: Row) -> list[float]:
     more = [max(0.0, own - exact) for own, exact in zip(row["reading"], row["exact_reading"], strict=True)]
     if not row["compressing"]:  # it was read and compressed at once
         return more
-    return [statistics.median(more) + seconds for seconds in row["compressing"]]
+    return [seconds + noting for seconds, noting in zip(row["compressing"], cycle(more), strict=False)]
 
 
 def _decoding(line: Line, row: Row) -> Figure:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kvsketch.evaluation.board.columns import Column, Lined, answer_columns, speed_columns, text_column
 from kvsketch.evaluation.board.gathering import Rows
-from kvsketch.evaluation.board.lines import OWN, Line, line_of
+from kvsketch.evaluation.board.lines import OWN, Line
 from kvsketch.evaluation.board.ranking import BEST, LEVEL_WITH_BEST, Ranked, ranked
 from kvsketch.evaluation.results.names import ANSWERS, SPEED, TEXTS
 from kvsketch.evaluation.results.rows import Row
@@ -52,11 +52,11 @@ class Content:
 
 def content(rows: Rows) -> Content:
     """The board of these rows."""
-    answers = _lined(rows.found[ANSWERS])
+    answers = rows.beside_exact(ANSWERS)
     asked = {_place(line, row) for line, row in answers if not line.reference}
     compared = [(line, row) for line, row in answers if _place(line, row) in asked]
     means, tasks = answer_columns(compared)
-    columns = [*means, *text_column(_lined(rows.found[TEXTS])), *speed_columns(_lined(rows.found[SPEED]))]
+    columns = [*means, *text_column(rows.beside_exact(TEXTS)), *speed_columns(rows.beside_exact(SPEED))]
     lines = list(dict.fromkeys(line for column in columns for line in column.figures))
     whole = sorted((line for line in lines if line.keep is None), key=lambda line: (not line.reference, line.package))
     return Content(
@@ -77,10 +77,6 @@ def _section(keep: float, columns: Sequence[Column], tasks: Sequence[Column], li
 
 def _keeps(lines: Iterable[Line]) -> list[float]:
     return sorted({line.keep for line in lines if line.keep is not None}, reverse=True)
-
-
-def _lined(rows: Iterable[tuple[str, Row]]) -> Lined:
-    return [(line_of(row["method"], package), row) for package, row in rows]
 
 
 def _place(line: Line, row: Row) -> tuple[object, ...]:

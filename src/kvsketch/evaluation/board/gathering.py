@@ -7,8 +7,8 @@ from typing import Any
 
 from kvsketch.evaluation.answers.plan import Plan
 from kvsketch.evaluation.board import timed
-from kvsketch.evaluation.board.lines import OWN, line_of
-from kvsketch.evaluation.board.names import EXACT, SAME_PROMPT, SPEED_KEY
+from kvsketch.evaluation.board.lines import OWN, Line, line_of
+from kvsketch.evaluation.board.names import SPEED_KEY
 from kvsketch.evaluation.results.names import ANSWERS, SPEED, TEXTS
 from kvsketch.evaluation.results.rows import KEY, Row, key_of, read_rows
 from kvsketch.evaluation.tasks import TASKS
@@ -19,9 +19,9 @@ KEYS: dict[str, Sequence[str]] = {ANSWERS: KEY, TEXTS: TEXT_KEY, SPEED: SPEED_KE
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What a board asks for; `texts` are keys of rows."""
+    """What a board asks for: methods, each with the budget of its line; `texts` are keys of rows."""
 
-    methods: Collection[str]
+    methods: Mapping[str, float | None]
     keeps: Collection[float]
     answers: Sequence[Plan]
     texts: Collection[tuple[Any, ...]]
@@ -42,9 +42,9 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Rows:
-    """Everything that was measured, each row with its package, by file; and what made it."""
+    """Everything that was measured, each row with its line, by file; and what made it."""
 
-    found: dict[str, list[tuple[str, Row]]] = field(default_factory=lambda: {name: [] for name in KEYS})
+    found: dict[str, list[tuple[Line, Row]]] = field(default_factory=lambda: {name: [] for name in KEYS})
     runs: list[Mapping[str, Any]] = field(default_factory=list)
 
     def add(self, folder: Path, wanted: Wanted, fingerprint: str, *, own: bool) -> None:
@@ -59,18 +59,40 @@ class Rows:
                     f"{folder / name} holds rows of another model, {runs[-1].get('model')!r}: name rows of this one"
                 )
             self.runs.extend(run for run in runs if run not in self.runs)
-            self.found[name].extend((package, row) for row in rows if wanted.has(name, row, package))
+            for row in rows:
+                if wanted.has(name, row, package):
+                    budget = wanted.methods.get(row["method"]) if own else None
+                    self.found[name].append((line_of(row["method"], package, budget), row))
+
+    def beside_exact(self, name: str) -> list[tuple[Line, Row]]:
+        """The rows of a file, each with the bytes that exact holds of the same text.
+
+        Rows of predictions have them; where exact was not asked they are those of keys and values of all tokens.
+        """
+        exact, found = self._exact(name), list[tuple[Line, Row]]()
+        for line, row in self.found[name]:
+            own = exact.get(_without_method(name, row), {})
+            found.append((line, {"exact_nbytes": own.get("nbytes", row["full_nbytes"])} | row))
+        return found
+
+    def _exact(self, name: str) -> dict[tuple[Any, ...], Row]:
+        """The rows of our exact, by what else is the same."""
+        found = self.found[name]
+        return {_without_method(name, row): row for line, row in found if line.reference and line.package == OWN}
 
     def agreement(self) -> dict[str, tuple[int, int]]:
         """Of other packages: how many answers with everything held are as ours, and of how many."""
-        held = [(package, row) for package, row in self.found[ANSWERS] if line_of(row["method"], package).name == EXACT]
-        ours = {key_of(row, SAME_PROMPT): row["output"] for package, row in held if package == OWN}
-        found = dict[str, tuple[int, int]]()
-        for package, row in held:
-            if package != OWN and key_of(row, SAME_PROMPT) in ours:
-                same, count = found.get(package, (0, 0))
-                found[package] = same + (row["output"] == ours[key_of(row, SAME_PROMPT)]), count + 1
+        ours, found = self._exact(ANSWERS), dict[str, tuple[int, int]]()
+        for line, row in self.found[ANSWERS]:
+            own = ours.get(_without_method(ANSWERS, row))
+            if line.reference and line.package != OWN and own is not None:
+                same, count = found.get(line.package, (0, 0))
+                found[line.package] = same + (row["output"] == own["output"]), count + 1
         return found
+
+
+def _without_method(name: str, row: Row) -> tuple[Any, ...]:
+    return key_of(row, [part for part in KEYS[name] if part != "method"])
 
 
 def asked_by(plan: Plan, row: Row) -> bool:

@@ -11,12 +11,16 @@ OWN = ""  # the package of our own methods
 
 @dataclass(frozen=True)
 class Line:
-    """A method of some package with its options; `keep` is None where everything is held."""
+    """A method of some package with its options; `keep` is None where everything is held.
+
+    `given` is what it was told to keep, where that is less so that it holds no more.
+    """
 
     name: str
     heads: str
     keep: float | None
     package: str = OWN
+    given: float | None = None
 
     @property
     def reference(self) -> bool:
@@ -24,11 +28,15 @@ class Line:
         return self.name == EXACT
 
 
-def line_of(method: str, package: str = OWN) -> Line:
-    """The line of a row: its spec without the budget and the shares, and these by themselves."""
+def line_of(method: str, package: str = OWN, budget: float | None = None) -> Line:
+    """The line of a row: its spec without the budget and the shares, and these by themselves.
+
+    `budget` is that of the line, where the method was given less.
+    """
     name, options = read_call(method)
     config = METHODS.get(name) if package == OWN else None
     usual = config.heads if config is not None and issubclass(config, BudgetedConfig) else ""
     keep, heads = options.pop("keep", None), str(options.pop("heads", usual))
     said = ", ".join(f"{option}={value!r}" for option, value in options.items())
-    return Line(f"{name}({said})" if said else name, heads, keep, package)
+    named = f"{name}({said})" if said else name
+    return Line(named, heads, keep, package) if budget in (None, keep) else Line(named, heads, budget, package, keep)

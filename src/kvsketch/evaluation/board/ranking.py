@@ -8,7 +8,7 @@ from kvsketch.evaluation.board.lines import Line
 from kvsketch.evaluation.results.pairs import LEVEL, chance
 
 BEST, LEVEL_WITH_BEST, OVER = "best", "level", "over"
-SAVES_NOTHING = 0.95  # of a full cache's bytes, and more
+SAVES_NOTHING = 0.9  # of exact's bytes, which have spare room, and more
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Ranked:
 
     @property
     def shares(self) -> tuple[float, float]:
-        """The least and the most bytes that it held, of a full cache's."""
+        """The least and the most bytes that it held, of exact's."""
         found = [cell.figure.share for cell in self.cells if cell is not None]
         return min(found), max(found)
 
@@ -39,7 +39,7 @@ class Ranked:
 
     @property
     def saves_nothing(self) -> bool:
-        """Whether it held as much as a full cache, though it was told to hold less."""
+        """Whether it held as much as exact, though it was told to hold less."""
         keep = self.line.keep
         return keep is not None and self.shares[0] >= max(SAVES_NOTHING, LIMIT * keep)
 

@@ -77,6 +77,7 @@ class Case:
             "nll_exact": self._loss(self.exact),
             "nbytes": report.nbytes,
             "full_nbytes": report.full_nbytes,
+            "exact_nbytes": self._cache(Exact()).nbytes,
             "looked_up": cache.report().looked_up,
             "seconds": round(seconds, 4),  # to compress, or to read
         }

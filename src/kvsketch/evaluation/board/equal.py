@@ -1,0 +1,59 @@
+"""How much each method is to be given so that it holds no more than its budget, windows and spare room included."""
+
+from dataclasses import replace
+
+from jaxtyping import Int64
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvsketch.caches.core.config import BudgetedConfig, MethodConfig
+from kvsketch.caches.exact import Exact
+from kvsketch.caches.registry import parse_spec
+from kvsketch.evaluation.answers.reading import readable_for
+from kvsketch.huggingface import SketchCache, make_cache, prefill
+from kvsketch.huggingface.identity import check_method_fits
+
+TRIES = 8
+PLACES = 4  # of a fraction
+
+
+class Fitter:
+    """One text, and what caches of it hold."""
+
+    def __init__(self, model: PreTrainedModel, ids: Int64[Tensor, "1 n"]) -> None:
+        self.model, self.ids = model, ids
+        self.read = dict[MethodConfig, SketchCache]()
+        self.whole = self._cache(Exact()).nbytes
+
+    def fitted(self, spec: str) -> str:
+        """The spec that holds at most its budget of what exact holds of the text; not by far less.
+
+        One that needs more however little it is given stays as it is.
+        """
+        config = parse_spec(spec)
+        if not isinstance(config, BudgetedConfig):
+            return spec
+        assert isinstance(config.keep, float), "a board compares fractions"
+        given, keep = config, config.keep
+        for _ in range(TRIES):
+            share = self._share(given)
+            if share <= config.keep:
+                return str(given)
+            keep = round(keep * min(0.99, config.keep / share), PLACES)
+            try:
+                given = replace(given, keep=keep)
+                check_method_fits(given, self.model)
+            except ValueError:  # nothing would be kept, or a profile does not cover so little
+                break
+        return spec
+
+    def _share(self, config: BudgetedConfig) -> float:
+        shared = readable_for(config)
+        if shared is None:
+            return self._cache(config).nbytes / self.whole
+        if shared not in self.read:
+            self.read[shared] = self._cache(shared)
+        return self.read[shared].compress(config).nbytes / self.whole
+
+    def _cache(self, config: MethodConfig) -> SketchCache:
+        return prefill(self.model, self.ids, make_cache(self.model, config))
