@@ -4,7 +4,7 @@ from pathlib import Path
 
 import kvsketch
 from kvsketch.caches.core.config import BudgetedConfig, MethodConfig
-from kvsketch.caches.registry import RECOMMENDED
+from kvsketch.caches.recommended import RECOMMENDED
 from kvsketch.cli.app import made_text, progress_bar
 from kvsketch.cli.models import load_model
 from kvsketch.cli.notes import say
@@ -56,7 +56,7 @@ def show_heads(
 
 def checked(method: str | None) -> MethodConfig:
     """The method, if it forgets."""
-    config = kvsketch.parse_spec(method or f"{RECOMMENDED}(keep=0.25)")
+    config = kvsketch.parse_spec(method or RECOMMENDED)
     if not isinstance(config, BudgetedConfig):
         raise ValueError(f"{config} holds every token in every head: --heads is for methods that forget")
     return config
