@@ -374,9 +374,13 @@ def test_spans_that_come_late_or_twice(llama):
     ids = zoo.tokens(1, 100)
     cache = read(llama, "uniform(keep=0.5)", ids, protect=[(0, 6)])
     before = state_of(cache)
-    with pytest.raises(ValueError, match="has read 100 tokens, and some of them may be gone"):
+    with pytest.raises(ValueError, match="has read before, and some of that may be gone"):
         kvsketch.prefill(llama, ids, cache, protect=[(100, 110)])
     assert difference(before, state_of(cache)) is None
+    emptied = read(llama, "uniform(keep=0.5)", ids[:, :20])
+    emptied.crop(-20)
+    with pytest.raises(ValueError, match="has read before"):
+        kvsketch.prefill(llama, ids, emptied, protect=[(0, 6)])
     cache.reset()
     with pytest.raises(ValueError, match="made with protect=, and prefill is told to protect too: leave one of them"):
         kvsketch.prefill(llama, ids, cache, protect=[(0, 6)])

@@ -71,7 +71,7 @@ class LayerStack:
 
     # -- how a budget is divided
 
-    def expect(self, length: int) -> None:
+    def expect(self, length: int = LENGTH) -> None:
         """Have heads share the budget as is right for a text of this length, before it is read."""
         self._shares = self._new_shares(length)
         for layer in self.sketch:

@@ -27,15 +27,16 @@ def protecting(stack: LayerStack, given: Given, lengths: list[int]) -> Iterator[
     except BaseException:
         if stack.seen == 0:
             stack.protected = before
+            stack.expect()
         raise
 
 
 def _first_given(stack: LayerStack, given: Given) -> Protected:
     """What a user protects now; refuses to add to what is protected, or was read."""
-    if stack.seen:
+    if stack.seen or any(layer.held.started for layer in stack.sketch):
         raise ValueError(
-            f"this cache has read {stack.seen:,} tokens, and some of them may be gone: what is protected must be said "
-            "with the first prompt, or to kvsketch.make_cache"
+            "this cache has read before, and some of that may be gone: what is protected must be said with the first "
+            "prompt, or to kvsketch.make_cache. Use a new cache, or reset() this one"
         )
     if stack.protected:
         raise ValueError("this cache was made with protect=, and prefill is told to protect too: leave one of them out")

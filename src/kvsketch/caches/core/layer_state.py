@@ -50,7 +50,7 @@ class LayerState:
         self.streams, self.started = Streams(budgets), True
         self.spans = [Spans()] * rows if spans is None else list(spans)
         self.streams.begin(self.config, self.layer, self.spans)
-        # Where windows follow from budgets, those of rows are of unequal lengths then.
+        # Where windows follow from budgets, rows that protect unequal numbers have unequal ones.
         self.ragged = self.config.window_by_budget and len(set(self.spans)) > 1
         for stream in self.streams.all:
             stream.window.ragged = self.ragged
