@@ -220,6 +220,29 @@ def test_tasks_weigh_the_same_and_a_method_without_one_has_no_mean():
     assert len(board.tasks[0].figures) == 2
 
 
+def test_seconds_and_memory_are_level_where_their_ranges_overlap():
+    row = {"text": "lines", "tokens": 9, "steps": 3, "turns": 3, "nbytes": 25, "full_nbytes": 100, "peak_nbytes": 50}
+    row |= {"exact_reading": [1.0, 1.2, 1.4], "reading": [1.0, 1.2, 1.4], "step": [0.1] * 9, "exact_step": [0.2] * 9}
+    kinds = {"keydiff": [0.1, 0.2, 0.3], "snapkv": [0.3, 0.4, 0.5], "h2o": [0.31, 0.32, 0.33]}
+    found = [row | {"method": f"{name}(keep=0.25)", "compressing": times} for name, times in kinds.items()]
+    found[1] |= {"peak_nbytes": 51, "reading": [1.0, 1.1, 1.4]}  # quicker than exact once, by chance
+    found[2] |= {"reading": [1.5, 1.7, 1.9], "step": [0.1] * 8 + [0.2]}
+    rows = Rows()
+    rows.found[SPEED] += lined([row | {"method": "exact", "compressing": [], "nbytes": 100}, *found])
+    board = content(rows)
+    assert [column.title for column in board.columns] == ["peak memory", "to compress", "decode"]
+    cells = {one.line.name: one.cells for one in board.sections[0].lines}
+    assert {name: [cell.mark for cell in own] for name, own in cells.items()} == {
+        "keydiff": ["best", "best", "best"],
+        "h2o": ["level", "", "level"],
+        "snapkv": ["", "level", "level"],
+    }
+    assert [cells[name][1].figure.text for name in kinds] == ["0.200 s", "0.400 s", "0.820 s"]
+    assert cells["h2o"][1].figure.note == "0.810 to 0.830; prompt 1.68 ×"
+    assert cells["keydiff"][2].figure.text == "10 /s"
+    assert cells["keydiff"][2].figure.note == "2.00 × exact, 2.00 to 2.00"
+
+
 # -- other packages, and the page
 
 ODD = "</code><script>alert(1)</script>"

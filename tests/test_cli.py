@@ -169,7 +169,7 @@ def test_mistakes_of_standard_input(text, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["words"], "unknown suite 'words'; there are lines, needle, ruler, infinite, error"),
+        (["words"], "unknown suite 'words'; there are lines, needle, ruler, infinite, all, error"),
         (["ruler", "--tasks", "niah"], "the suite ruler has no task 'niah'; it has niah_single"),
         (["lines", "--asked", "never"], "--asked must be before, after or both, got 'never'"),
         (["lines", "--wording", "loud"], "--wording must be one of official, compact, got 'loud'"),

@@ -32,7 +32,7 @@ class Figure:
     count: int
     share: float
     pairs: Pairs = field(default_factory=dict)  # what is compared with others, larger or smaller as the value is
-    certain: bool = False  # it is the same at every measurement, and compared as it is
+    spread: tuple[float, float] | None = None  # the least and the most, compared where there are no pairs
 
     def over(self, line: Line) -> bool:
         """Whether more is held than the budget of its line allows."""
@@ -152,9 +152,9 @@ def speed_columns(rows: Lined) -> list[Column]:
 
 
 def _peak(row: Row, whole: Row | None) -> Figure:
-    peak = row["peak_nbytes"]
+    peak = float(row["peak_nbytes"])
     note = "" if whole is None else f"{peak / whole['peak_nbytes']:.2f} of exact's"
-    return Figure(value=peak, text=_megabytes(peak), note=note, count=1, share=_share([row]), certain=True)
+    return Figure(value=peak, text=_megabytes(peak), note=note, count=1, share=_share([row]), spread=(peak, peak))
 
 
 def _compressing(line: Line, row: Row) -> Figure:
@@ -162,8 +162,8 @@ def _compressing(line: Line, row: Row) -> Figure:
     times, exact = seconds_to_compress(row), statistics.median(row["exact_reading"])
     middle = statistics.median(times)
     note = f"{min(times):.3f} to {max(times):.3f}; prompt {1 + middle / exact:.2f} ×"
-    pairs = {"": dict(enumerate(times))} if line.package == OWN else {}
-    return Figure(value=middle, text=f"{middle:.3f} s", note=note, count=len(times), share=_share([row]), pairs=pairs)
+    spread = (min(times), max(times)) if line.package == OWN else None
+    return Figure(value=middle, text=f"{middle:.3f} s", note=note, count=len(times), share=_share([row]), spread=spread)
 
 
 def seconds_to_compress(row: Row) -> list[float]:
@@ -183,5 +183,5 @@ def _decoding(line: Line, row: Row) -> Figure:
     return Figure(value=middle, text=f"{rate:,.0f} /s", note=note, count=len(logs), share=_share([row]), pairs=pairs)
 
 
-def _megabytes(count: int) -> str:
+def _megabytes(count: float) -> str:
     return f"{count / 1e6:,.1f} MB"

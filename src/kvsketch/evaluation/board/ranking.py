@@ -75,7 +75,7 @@ def _marks(column: Column, lines: Sequence[Line]) -> dict[Line, str]:
     """Of those that count, the best and those that cannot be told from it by pairs."""
     there = {line: column.figures[line] for line in lines if line in column.figures}
     marks = {line: OVER if figure.over(line) else "" for line, figure in there.items()}
-    compared = [line for line, figure in there.items() if line.keep is not None and (figure.pairs or figure.certain)]
+    compared = [line for line, figure in there.items() if line.keep is not None and (figure.pairs or figure.spread)]
     counting = [line for line in compared if not marks[line]]
     if not counting:
         return marks
@@ -86,8 +86,8 @@ def _marks(column: Column, lines: Sequence[Line]) -> dict[Line, str]:
 
 
 def _level(figure: Figure, best: Figure) -> bool:
-    if best.certain:
-        return figure.value == best.value
+    if best.spread is not None and figure.spread is not None:
+        return best.spread[0] <= figure.spread[1] and figure.spread[0] <= best.spread[1]
     return chance(differences(best.pairs, figure.pairs)) > LEVEL
 
 
