@@ -1,13 +1,16 @@
 """`kvsketch inspect --heads`: which tokens of a text each head of a small cache keeps, as a page."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import kvsketch
-from kvsketch.caches.core.config import BudgetedConfig, MethodConfig
 from kvsketch.caches.recommended import RECOMMENDED
 from kvsketch.cli.app import made_text, progress_bar
 from kvsketch.cli.models import load_model
 from kvsketch.cli.notes import say
+
+if TYPE_CHECKING:
+    from kvsketch.caches.core.config import MethodConfig
 
 PAGE = "kept.html"
 
@@ -54,8 +57,10 @@ def show_heads(
     say(f"which tokens are kept: {out / PAGE}")
 
 
-def checked(method: str | None) -> MethodConfig:
+def checked(method: str | None) -> "MethodConfig":
     """The method, if it forgets."""
+    from kvsketch.caches.core.config import BudgetedConfig
+
     config = kvsketch.parse_spec(method or RECOMMENDED)
     if not isinstance(config, BudgetedConfig):
         raise ValueError(f"{config} holds every token in every head: --heads is for methods that forget")
