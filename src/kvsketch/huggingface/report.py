@@ -64,7 +64,8 @@ class Report:
         if self.error is not None:
             lines.append(f"mean error of the answers {self.error:.3f}, measured after {self._measured_at:,} tokens")
         elif any(layer.entries for layer in self.layers) and self.method != "exact":
-            lines.append("error not measured: no call saw its whole prompt exactly (streaming prefill)")
+            why = 'prefill="streaming", or made from another cache by compress'
+            lines.append(f"error not measured: no call of this cache saw a whole prompt exactly ({why})")
         for warning in dict.fromkeys(layer.warning for layer in self.layers if layer.warning):
             where = ", ".join(str(layer.layer) for layer in self.layers if layer.warning == warning)
             lines.append(f"warning (layers {where}): {warning}")
