@@ -1,0 +1,72 @@
+"""Kernels in C: compiled once for the machine at hand, into the user's cache folder, and called through ctypes.
+
+`build.py` compiles and checks; the C files lie beside it. Everything they do torch does too, in the files beside their
+callers, and does it where there is no compiler, on other devices, and under `KVSKETCH_CPU_KERNELS=off`.
+"""
+
+import ctypes
+import logging
+import os
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kvsketch.kernels.native.build import CannotBuildError, built
+
+SWITCH = "KVSKETCH_CPU_KERNELS"
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+_log = logging.getLogger("kvsketch")
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels; None where there are none, which is said once."""
+    wanted = os.environ.get(SWITCH, "auto")
+    if wanted not in ("auto", "off"):
+        raise ValueError(f"{SWITCH} is {wanted!r}, and must be auto or off")
+    if wanted == "off":
+        return None
+    try:
+        path = built()
+        found = ctypes.CDLL(str(path))
+    except (CannotBuildError, OSError) as error:
+        _log.warning("torch's own kernels are used, not those in C, which are faster: %s", error)
+        return None
+    os.register_at_fork(after_in_child=found.kvs_forked)
+    return found
+
+
+def name() -> str:
+    """Which kernels are in use on the CPU, for reports."""
+    found = library()
+    if found is None:
+        return "torch"
+    found.kvs_instructions.restype = ctypes.c_char_p
+    return f"C ({found.kvs_instructions().decode()})"
+
+
+def takes(*tensors: Tensor | None) -> bool:
+    """Whether these are tensors that C can read: on the CPU, of one kind, in memory, and nobody wants a gradient."""
+    there = [x for x in tensors if x is not None]
+    kind = there[0].dtype
+    if torch.compiler.is_compiling() or kind not in DTYPES or library() is None:
+        return False
+    if torch.is_grad_enabled() and any(x.requires_grad for x in there):
+        return False
+    return all(type(x) is Tensor and x.dtype == kind and x.device.type == "cpu" for x in there)
+
+
+def numbers(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    """Integers as C takes them."""
+    return (ctypes.c_int64 * len(values))(*values)
+
+
+def threads() -> int:
+    """As many as torch would use."""
+    return torch.get_num_threads()
+
+
+__all__ = ["CannotBuildError", "library", "name", "numbers", "takes", "threads"]

@@ -1,0 +1,189 @@
+// What all kernels share: vectors as wide as the machine's, loads of three kinds of numbers, exp, and threads.
+// Vectors are the compiler's own (GCC and clang), so that one text serves every processor.
+#ifndef KVS_COMMON
+#define KVS_COMMON
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+#define W 16  // numbers in a vector
+#define INSTRUCTIONS "AVX-512"
+#define SPLAT(x) ((vf){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x})
+#elif defined(__AVX2__) && defined(__FMA__)
+#define W 8
+#define INSTRUCTIONS "AVX2"
+#define SPLAT(x) ((vf){x, x, x, x, x, x, x, x})
+#else
+#define W 4
+#define INSTRUCTIONS "portable"
+#define SPLAT(x) ((vf){x, x, x, x})
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define PRAGMA(x) _Pragma(#x)
+#define UNROLL PRAGMA(GCC unroll 16)
+
+typedef float vf __attribute__((vector_size(4 * W)));
+typedef int32_t vi __attribute__((vector_size(4 * W)));
+typedef uint32_t vu __attribute__((vector_size(4 * W)));
+typedef uint16_t vh __attribute__((vector_size(2 * W)));
+
+enum kind { F32 = 0, BF16 = 1, F16 = 2 };
+
+INLINE vf load_f32(const float *at) {
+    vf x;
+    memcpy(&x, at, sizeof x);
+    return x;
+}
+
+INLINE void store_f32(float *at, vf x) { memcpy(at, &x, sizeof x); }
+
+INLINE vf load_bf16(const uint16_t *at) {
+    vh x;
+    memcpy(&x, at, sizeof x);
+#if W == 16
+    return (vf)(((vu)_mm512_cvtepu16_epi32((__m256i)x)) << 16);
+#elif W == 8
+    return (vf)(((vu)_mm256_cvtepu16_epi32((__m128i)x)) << 16);
+#else
+    return (vf)(__builtin_convertvector(x, vu) << 16);
+#endif
+}
+
+INLINE float one_bf16(uint16_t x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float found;
+    memcpy(&found, &bits, 4);
+    return found;
+}
+
+INLINE uint16_t to_bf16(float x) {  // to the nearest, of two to the even one; NaN stays
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+INLINE float one_f16(uint16_t x) {
+    _Float16 half;
+    memcpy(&half, &x, 2);
+    return (float)half;
+}
+
+INLINE uint16_t to_f16(float x) {
+    _Float16 half = (_Float16)x;
+    uint16_t bits;
+    memcpy(&bits, &half, 2);
+    return bits;
+}
+
+INLINE vf load_f16(const uint16_t *at) {
+#if W == 16
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at));
+#elif W == 8 && defined(__F16C__)
+    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at));
+#else
+    vf x;
+    for (int i = 0; i < W; i++) x[i] = one_f16(at[i]);
+    return x;
+#endif
+}
+
+INLINE float read_one(const void *from, int kind, int64_t at) {
+    if (kind == F32) return ((const float *)from)[at];
+    uint16_t x = ((const uint16_t *)from)[at];
+    return kind == BF16 ? one_bf16(x) : one_f16(x);
+}
+
+INLINE void write_one(void *to, int kind, int64_t at, float x) {
+    if (kind == F32) ((float *)to)[at] = x;
+    else ((uint16_t *)to)[at] = kind == BF16 ? to_bf16(x) : to_f16(x);
+}
+
+INLINE int64_t bytes_of(int kind) { return kind == F32 ? 4 : 2; }
+
+INLINE vf choose(vi where, vf yes, vf no) { return (vf)((where & (vi)yes) | (~where & (vi)no)); }
+
+INLINE vf larger(vf a, vf b) { return choose(a > b, a, b); }
+
+// exp of numbers that are at most 88; nothing below -87, NaN of NaN. Off by one or two units in the last place.
+INLINE vf exp_of(vf x) {
+    vi none = x < SPLAT(-87.0f);
+    x = choose(none, SPLAT(-87.0f), x);
+    vf turns = x * SPLAT(1.44269504f) + SPLAT(12582912.0f);  // adding 1.5 · 2^23 rounds to a whole number
+    vf whole = turns - SPLAT(12582912.0f);
+    vf rest = x - whole * SPLAT(0.693359375f) - whole * SPLAT(-2.12194440e-4f);
+    vf y = SPLAT(1.0f / 720);
+    y = y * rest + SPLAT(1.0f / 120);
+    y = y * rest + SPLAT(1.0f / 24);
+    y = y * rest + SPLAT(1.0f / 6);
+    y = y * rest + SPLAT(0.5f);
+    y = y * rest + SPLAT(1.0f);
+    y = y * rest + SPLAT(1.0f);
+    vf raised = (vf)((vi)y + (((vi)turns - (vi)SPLAT(12582912.0f)) << 23));
+    raised = choose(x == x, raised, x);
+    return (vf)(~none & (vi)raised);
+}
+
+INLINE float sum_of(vf x) {
+    float sum = 0;
+    for (int i = 0; i < W; i++) sum += x[i];
+    return sum;
+}
+
+// Lane i of the result is the sum of vector i.
+INLINE vf sums_of(const vf *a) {
+#if W == 16
+    __m512 pairs[8], fours[4];
+    UNROLL for (int i = 0; i < 8; i++) {
+        __m512 x = (__m512)a[2 * i], y = (__m512)a[2 * i + 1];
+        pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(x, y), _mm512_unpackhi_ps(x, y));
+    }
+    UNROLL for (int i = 0; i < 4; i++) {
+        __m512d x = _mm512_castps_pd(pairs[2 * i]), y = _mm512_castps_pd(pairs[2 * i + 1]);
+        fours[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+    }
+    __m512 low = _mm512_add_ps(_mm512_shuffle_f32x4(fours[0], fours[1], 0x88), _mm512_shuffle_f32x4(fours[0], fours[1], 0xdd));
+    __m512 high = _mm512_add_ps(_mm512_shuffle_f32x4(fours[2], fours[3], 0x88), _mm512_shuffle_f32x4(fours[2], fours[3], 0xdd));
+    return (vf)_mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
+#elif W == 8
+    __m256 low = _mm256_hadd_ps(_mm256_hadd_ps((__m256)a[0], (__m256)a[1]), _mm256_hadd_ps((__m256)a[2], (__m256)a[3]));
+    __m256 high = _mm256_hadd_ps(_mm256_hadd_ps((__m256)a[4], (__m256)a[5]), _mm256_hadd_ps((__m256)a[6], (__m256)a[7]));
+    return (vf)_mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
+#else
+    vf found;
+    for (int i = 0; i < W; i++) found[i] = sum_of(a[i]);
+    return found;
+#endif
+}
+
+// A process that was forked has none of its parent's threads, and its runtime does not know: it works alone.
+static int alone = 0;
+__attribute__((unused)) static int use_threads(int64_t wanted, int64_t work) {
+    if (alone || wanted < 2 || work < 2) return 1;
+    return (int)(work < wanted ? work : wanted);
+}
+
+// Memory that a thread keeps from call to call: fresh memory costs more than some of the arithmetic. NULL: none left.
+__attribute__((unused)) static void *kept_memory(int place, size_t bytes) {
+    static _Thread_local void *memory[4];
+    static _Thread_local size_t size[4];
+    if (size[place] < bytes) {
+        free(memory[place]);
+        size[place] = (bytes + bytes / 4 + 4095) & ~(size_t)4095;
+        memory[place] = aligned_alloc(4096, size[place]);
+        if (!memory[place]) size[place] = 0;
+    }
+    return memory[place];
+}
+
+#endif
