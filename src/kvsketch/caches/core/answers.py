@@ -1,4 +1,4 @@
-"""Answers of bundles of lanes, put together in the order of the batch."""
+"""Answers of bundles of lanes, put together in the order of the batch, and completed with what is still to be read."""
 
 from collections.abc import Sequence
 
@@ -6,8 +6,21 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from kvsketch.attention import NO_MASS, Partial
+from kvsketch.attention import NO_MASS, Partial, merge
 from kvsketch.caches.core.query import Answer, Query
+from kvsketch.kernels.reading import read
+from kvsketch.kernels.sources import Source
+
+
+def complete(answer: Answer, query: Query, heads: int, *more: Source, lse: bool = True) -> Answer:
+    """The answer with all that is still to be read, and these sources, in one call."""
+    sources = (*answer.unread, *more)
+    if not sources:
+        return answer
+    lse = lse or answer.attended is not None
+    part = read(query.queries, sources, heads, query.scale, softcap=query.softcap, lse=lse)
+    attended = part if answer.attended is None else merge(answer.attended, part)
+    return Answer(attended, answer.estimated, answer.read)
 
 
 def in_rows(answer: Answer, rows: int) -> Answer:

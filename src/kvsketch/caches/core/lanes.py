@@ -13,13 +13,13 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from kvsketch.caches.core.answers import in_rows, joined
+from kvsketch.caches.core.answers import complete, in_rows, joined
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.method import Holding, Method
 from kvsketch.caches.core.query import Answer, Query
 from kvsketch.caches.core.storage import chosen, in_front, with_prefix
 from kvsketch.caches.core.tokens import Arriving, Columns
-from kvsketch.kernels.weighted_attention import weighted_attention
+from kvsketch.kernels.sources import Entries
 
 
 @dataclass
@@ -33,6 +33,7 @@ class Bundle:
     count: int = 0  # tokens that came to each lane
     whole: bool = False  # whether these are all lanes there are, in their order
     at: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)  # rows and heads, as tensors
+    part: Entries | None = None  # what the holding's weighted tokens are to a query; made once
 
     @property
     def lanes(self) -> int:
@@ -57,6 +58,21 @@ class Bundle:
         """The KV head of each lane."""
         rows, heads = self._index(device)
         return heads.expand(len(rows), -1).flatten()
+
+    def weighted(self, heads: int) -> Entries:
+        """All that the lanes hold, where attention over it is the answer."""
+        held = self.holding.weighted
+        assert held is not None, "entries with weights"
+        if self.part is None or self.part.tokens is not held:
+            self.part = self.numbered(Entries(held), heads)
+        return self.part
+
+    def numbered(self, part: Entries, heads: int) -> Entries:
+        """Entries of these lanes, with the numbers that the lanes have in the batch."""
+        if self.whole:
+            return part
+        rows, own = self._index(part.tokens.keys.device)
+        return replace(part, lanes=(rows * heads + own).flatten())
 
     def _index(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if device not in self.at:
@@ -89,7 +105,7 @@ class Lanes:
         place = {lane: i for i, lane in enumerate(lanes)}
         self.order = [place[lane] for lane in range(rows * heads)]
         for bundle in self.bundles:
-            bundle.whole, bundle.at = len(self.bundles) == 1, {}
+            bundle.whole, bundle.at, bundle.part = len(self.bundles) == 1, {}, None
         self._order_at = dict[torch.device, Tensor]()
 
     @property
@@ -159,25 +175,32 @@ class Lanes:
 
     def answer(self, query: Query) -> Answer:
         """What is held answers, or what is looked up; nothing changes."""
+        return complete(self.look(query), query, self.heads)
+
+    def look(self, query: Query) -> Answer:
+        """The same, but that entries may still be to be read."""
         wanted = not query.in_full and any(bundle.holding.wants_asking for bundle in self.bundles)
         asked = self.method.ask(query, self.heads) if wanted else None
-        if len(self.bundles) == 1:
-            answer = self._ask(self.bundles[0], query, asked)
-            return answer if self.rows == 1 else in_rows(answer, self.rows)
-        if self.empty:
-            return Answer(None)
-        found = [(bundle.lanes, self._ask(bundle, query, asked)) for bundle in self.bundles]
-        return in_rows(joined(found, query, self.heads, self._order(query.queries.device)), self.rows)
+        found = [(bundle, self._ask(bundle, query, asked)) for bundle in self.bundles]
+        unread = tuple(
+            part if part is bundle.part else bundle.numbered(part, self.heads)
+            for bundle, answer in found
+            for (part,) in answer.unread
+        )
+        sources = (unread,) if unread else ()
+        answer = found[0][1]
+        if len(found) > 1:
+            answers = [(bundle.lanes, answer) for bundle, answer in found]
+            answer = joined(answers, query, self.heads, self._order(query.queries.device))
+        return replace(in_rows(answer, self.rows), unread=sources)
 
     def _ask(self, bundle: Bundle, query: Query, asked: Tensor | None) -> Answer:
         """The answer of a bundle's lanes, as KV heads of one row."""
         if not bundle.count:
             return Answer(None)
-        own = bundle.query(query, self.heads)
-        weighted = bundle.holding.weighted
-        if weighted is not None:
-            return Answer(weighted_attention(own.queries, weighted, own.scale, softcap=own.softcap))
-        return bundle.holding.answer(own, None if asked is None else bundle.of(asked))
+        if bundle.holding.weighted is not None:
+            return Answer(None, unread=((bundle.weighted(self.heads),),))
+        return bundle.holding.answer(bundle.query(query, self.heads), None if asked is None else bundle.of(asked))
 
     def _order(self, device: torch.device) -> Int64[Tensor, " l"]:
         if device not in self._order_at:

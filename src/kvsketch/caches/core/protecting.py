@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from kvsketch.attention import merge
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.chooser import Chooser, Entries, Kept
 from kvsketch.caches.core.config import MethodConfig
@@ -79,12 +78,9 @@ class ProtectingStream(Stream):
         else:
             super()._write(tokens, left)
 
-    def answer(self, query: Query, *, lse: bool = True) -> Answer:
-        kept = self.kept.answer(query).attended
-        if kept is None:
-            return super().answer(query, lse=lse)
-        found = super().answer(query)
-        return replace(found, attended=kept if found.attended is None else merge(kept, found.attended))
+    def look(self, query: Query) -> Answer:
+        found = super().look(query)
+        return replace(found, unread=(*self.kept.look(query).unread, *found.unread))
 
     def map_rows(self, rows: list[int]) -> None:
         super().map_rows(rows)

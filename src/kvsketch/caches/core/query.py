@@ -7,6 +7,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from kvsketch.attention import Partial
+from kvsketch.kernels.sources import Source
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,11 @@ class Query:
 class Answer:
     """Attention over the tokens that were read, an estimate of the others' if there is one, and how many were read.
 
-    `read` is None where queries read everything, `attended` where there was nothing to read.
+    `read` is None where queries read everything, `attended` where there was nothing to read. `unread` is still to be
+    read, with what else the query sees: see `answers.complete`.
     """
 
     attended: Partial | None
     estimated: Partial | None = None
     read: Int64[Tensor, "b h q"] | None = None
+    unread: tuple[Source, ...] = ()

@@ -16,7 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvsketch.attention import Partial, merge
+from kvsketch.attention import Partial
+from kvsketch.caches.core.answers import complete
 from kvsketch.caches.core.asking import Asking, Notes, attention_got
 from kvsketch.caches.core.budget import MOST, Budget
 from kvsketch.caches.core.buffers import Window
@@ -26,7 +27,7 @@ from kvsketch.caches.core.method import Method
 from kvsketch.caches.core.query import Answer, Query
 from kvsketch.caches.core.storage import storage_bytes, with_prefix
 from kvsketch.caches.core.tokens import Columns, Seen
-from kvsketch.kernels.weighted_attention import weighted_attention
+from kvsketch.kernels.sources import Entries
 
 AT_ONCE = 512  # queries of a call whose weights are taken together: none of them sees what comes behind them
 
@@ -37,7 +38,7 @@ class Stream:
     def __init__(self, config: MethodConfig, method: Method | None, budgets: Sequence[Sequence[Budget]]) -> None:
         """`budgets` are those of each row's KV heads; the window follows the first one's."""
         self.config, self.method, self.budgets = config, method, [own[0] for own in budgets]
-        self.asking = config.asking
+        self.asking, self.heads = config.asking, len(budgets[0])
         self.window = Window(config.leaving)
         self.past = None if method is None else Lanes(method, budgets)
         self.left = [0] * len(budgets)  # tokens of each row that left the window
@@ -65,14 +66,12 @@ class Stream:
 
     def answer(self, query: Query, *, lse: bool = True) -> Answer:
         """Attention over the window and over what the past holds, or looks up; nothing changes."""
-        past = Answer(None) if self.past is None else self.past.answer(query)
-        if not self.window.length:
-            return past
-        tokens, lse = self.window.tokens(), lse or past.attended is not None
-        window = weighted_attention(query.queries, tokens, query.scale, softcap=query.softcap, lse=lse)
-        if past.attended is None:
-            return Answer(window, past.estimated, past.read)
-        return Answer(merge(past.attended, window), past.estimated, past.read)
+        window = [(Entries(self.window.tokens()),)] if self.window.length else []
+        return complete(self.look(query), query, self.heads, *window, lse=lse)
+
+    def look(self, query: Query) -> Answer:
+        """What left the window answers, or is still to be read."""
+        return Answer(None) if self.past is None else self.past.look(query)
 
     def observe(self, query: Query, answer: Answer, whole: Partial) -> None:
         """Let the past take note of queries that were answered, and of what they saw."""

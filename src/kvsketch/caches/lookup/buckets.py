@@ -18,7 +18,8 @@ from kvsketch.caches.core.query import Answer, Query
 from kvsketch.caches.core.storage import storage_bytes
 from kvsketch.caches.lookup.config import BucketedConfig
 from kvsketch.caches.lookup.store import Index, Lookup, Store
-from kvsketch.kernels.indexed_attention import Segments
+from kvsketch.kernels.native import routing
+from kvsketch.kernels.sources import Segments
 
 
 @dataclass(frozen=True)
@@ -104,15 +105,21 @@ class Buckets(Index):
         if not self.ready:
             return store.read_places(query, None)
         assert self.sizes is not None
+        assert self.edges is not None
         assert asked is not None
-        visited = choose(asked[None], self.sizes[None], self.method.limits)
-        found = store.read_places(query, self._places_of(visited))
+        limits = self.method.limits
         if self.means is None:
-            return found
+            found = routing.visit(asked, self.sizes, self.edges, **vars(limits), staged=store.staged)
+            if found is not None:
+                return store.read_runs(*found)
+        visited = choose(asked[None], self.sizes[None], limits)
+        answer = store.read_places(query, self._places_of(visited))
+        if self.means is None:
+            return answer
         tokens = WeightedTokens(self.means[0][None], self.means[1][None], self.sizes[None].float().log())
         unvisited = ~visited.among(self.number)
         estimated = attend_visible(query.queries, tokens, query.scale, visible=unvisited, softcap=query.softcap)
-        return replace(found, estimated=estimated)
+        return replace(answer, estimated=estimated)
 
     def _places_of(self, visited: Visited) -> Segments:
         """The visited buckets in every run."""

@@ -21,7 +21,7 @@ from kvsketch.caches.core.storage import storage_bytes
 from kvsketch.caches.core.tokens import Seen
 from kvsketch.caches.lookup.config import SortedConfig
 from kvsketch.caches.lookup.store import Index, Lookup, Store
-from kvsketch.kernels.indexed_attention import Segments
+from kvsketch.kernels.sources import Segments
 
 KINDS = ("kdeformer", "reformer", "magicpig")
 COLLISIONS = 2  # of MagicPIG

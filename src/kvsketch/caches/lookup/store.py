@@ -26,9 +26,8 @@ from kvsketch.caches.core.method import Holding, Method
 from kvsketch.caches.core.query import Answer, Query
 from kvsketch.caches.core.storage import chosen, storage_bytes
 from kvsketch.caches.core.tokens import Arriving, Seen
-from kvsketch.kernels.indexed_attention import Segments, indexed_attention
 from kvsketch.kernels.indexed_attention.reference import MASK_AT_ONCE
-from kvsketch.kernels.weighted_attention import weighted_attention
+from kvsketch.kernels.sources import Entries, Segments
 from kvsketch.kernels.weighted_attention.reference import attend_where
 
 BASE = 4
@@ -114,12 +113,17 @@ class Store(Holding):
         """Those of all tokens; a view."""
         return self.pairs.view[..., self.key_width :]
 
+    @property
+    def staged(self) -> tuple[int, int]:
+        """Where the staging begins, and how many tokens are in it."""
+        return self.sorted_to, self.count - self.sorted_to
+
     # -- reading
 
     def answer(self, query: Query, asked: Tensor | None) -> Answer:
         """Attention over what the index finds, or over everything."""
         if query.in_full:
-            return Answer(weighted_attention(query.queries, self.tokens(), query.scale, softcap=query.softcap))
+            return Answer(None, unread=((Entries(self.tokens()),),))
         return self.index.find(self, query, asked)
 
     def tokens(self) -> WeightedTokens:
@@ -129,13 +133,15 @@ class Store(Holding):
     def read_places(self, query: Query, places: Segments | None) -> Answer:
         """Attention over these places of the runs, and over what waits in the staging."""
         shape = (1, len(self.pairs.view), query.queries.shape[2], 1)
-        begin = torch.full(shape, self.sorted_to, device=query.queries.device)
-        length = torch.full_like(begin, self.count - self.sorted_to)
+        begin, length = (torch.full(shape, number, device=query.queries.device) for number in self.staged)
         if places is not None:
             begin, length = torch.cat([places.begin, begin], 3), torch.cat([places.length, length], 3)
-        pairs, segments = self.pairs.view[None], Segments(begin, length)
-        part = indexed_attention(query.queries, pairs, segments, query.scale, softcap=query.softcap)
-        return Answer(part, read=length.sum(3))
+        return self.read_runs(Segments(begin, length), length.sum(3))
+
+    def read_runs(self, runs: Segments, read: Int64[Tensor, "1 l q"]) -> Answer:
+        """Attention over these runs of places, so many of them."""
+        found = Entries(self.tokens(), segments=runs, pairs=self.pairs.view[None])
+        return Answer(None, read=read, unread=((found,),))
 
     def read_where(self, query: Query, visible: Callable[[int, int], Bool[Tensor, "1 l q n"]]) -> Answer:
         """Attention over the tokens that `visible` gives for queries start…stop-1: over all of them, with a mask.

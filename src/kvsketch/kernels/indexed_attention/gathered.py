@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvsketch.attention import NO_MASS, Partial, WeightedTokens, log_of, merge
 from kvsketch.kernels.indexed_attention import reference as masked
-from kvsketch.kernels.indexed_attention.segments import Segments
+from kvsketch.kernels.sources import Segments
 from kvsketch.kernels.weighted_attention import fused, reference
 
 FEW_QUERIES = 8  # each has its rows copied; more of them share a pass over all rows

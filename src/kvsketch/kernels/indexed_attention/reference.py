@@ -4,7 +4,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvsketch.attention import Partial, WeightedTokens
-from kvsketch.kernels.indexed_attention.segments import Segments
+from kvsketch.kernels.sources import Segments
 from kvsketch.kernels.weighted_attention.reference import attend_where
 
 MASK_AT_ONCE = 1 << 24  # elements of logits: 64 MiB of float32

@@ -7,7 +7,6 @@ callers, and does it where there is no compiler, on other devices, and under `KV
 import ctypes
 import logging
 import os
-from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -48,20 +47,14 @@ def name() -> str:
     return f"C ({found.kvs_instructions().decode()})"
 
 
-def takes(*tensors: Tensor | None) -> bool:
+def takes(*tensors: Tensor) -> bool:
     """Whether these are tensors that C can read: on the CPU, of one kind, in memory, and nobody wants a gradient."""
-    there = [x for x in tensors if x is not None]
-    kind = there[0].dtype
+    kind = tensors[0].dtype
     if torch.compiler.is_compiling() or kind not in DTYPES or library() is None:
         return False
-    if torch.is_grad_enabled() and any(x.requires_grad for x in there):
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return False
-    return all(type(x) is Tensor and x.dtype == kind and x.device.type == "cpu" for x in there)
-
-
-def numbers(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
-    """Integers as C takes them."""
-    return (ctypes.c_int64 * len(values))(*values)
+    return all(type(x) is Tensor and x.dtype == kind and x.device.type == "cpu" for x in tensors)
 
 
 def threads() -> int:
@@ -69,4 +62,4 @@ def threads() -> int:
     return torch.get_num_threads()
 
 
-__all__ = ["CannotBuildError", "library", "name", "numbers", "takes", "threads"]
+__all__ = ["CannotBuildError", "library", "name", "takes", "threads"]

@@ -66,7 +66,7 @@ def _key(compiler: str) -> str:
 
 def sources() -> list[Path]:
     """The files in C, in a fixed order."""
-    return sorted(path for path in HERE.iterdir() if path.suffix in (".c", ".h"))
+    return sorted(path for path in HERE.iterdir() if path.suffix in (".c", ".h", ".inc"))
 
 
 def _instructions() -> Iterator[str]:

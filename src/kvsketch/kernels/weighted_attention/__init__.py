@@ -1,7 +1,7 @@
 """Attention over weighted tokens, and causal attention of new tokens among themselves.
 
-`reference.py` is plain torch and runs anywhere; `fused.py` runs torch's CPU kernel. A faster form
-for another device is one more file here and one more line in the two functions below.
+`reference.py` is plain torch and runs anywhere; `fused.py` runs torch's CPU kernel; for few queries there is one in C,
+`native/attention.c`. A faster form for another device is one more line in the two functions below.
 
 `lse=False` says that the answer is not merged with others. Where no kernel here gives the log of the
 denominator, torch's own attention is then the fastest; the `lse` that comes with it is NaN.
@@ -13,6 +13,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvsketch.attention import Partial, WeightedTokens, fold_groups, join_queries, log_of, unfold_groups
+from kvsketch.kernels.native import attention as native
+from kvsketch.kernels.sources import Entries
 from kvsketch.kernels.weighted_attention import fused, reference
 from kvsketch.kernels.weighted_attention.reference import log_normalizer
 
@@ -30,6 +32,11 @@ def weighted_attention(
     """Attention over weighted tokens, all of them visible to all queries."""
     if tokens.count == 0 or query.shape[2] == 0:  # torch's kernels divide by these numbers
         return reference.attend(query, tokens, scale)
+    alone, heads = [Entries(tokens)], tokens.keys.shape[1]
+    if native.can_run(query, alone, heads):
+        found = native.attend(query, alone, heads, scale, softcap)
+        if found is not None:
+            return found
     if fused.can_run(query, softcap):
         return fused.attend_biased(query, tokens, scale)
     if not lse and softcap is None and tokens.log_mass is None and tokens.log_value is None:

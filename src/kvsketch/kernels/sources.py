@@ -1,10 +1,13 @@
-"""Which rows a query reads: runs of neighbours, by where they begin and how long they are."""
+"""What a query reads, before it is read: so that one kernel can read all of it in one call."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
+
+from kvsketch.attention import WeightedTokens
 
 
 @dataclass(frozen=True)
@@ -34,3 +37,21 @@ class Segments:
         steps.scatter_add_(3, self.begin, ones)
         steps.scatter_add_(3, self.begin + self.length, -ones)
         return steps.cumsum(3)[..., :count] > 0
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Entries of some KV heads of some rows, and which of them are read: all, or those of `segments`.
+
+    `lanes` says which ones they are, counted row by row; None: all of the batch, in their order. `pairs`: the keys with
+    their values behind them, where they lie so.
+    """
+
+    tokens: WeightedTokens
+    lanes: Int64[Tensor, " l"] | None = None
+    segments: Segments | None = None
+    pairs: Float[Tensor, "b h n de"] | None = None
+    noted: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)  # by a kernel, for its next call
+
+
+Source = tuple[Entries, ...]  # no lane is in two of them

@@ -1,0 +1,293 @@
+// Attention over weighted entries where they lie: several sources in one call, each a set of lanes.
+//
+// A lane is a KV head of a row of the batch. A source has entries for some lanes: all of them, or runs of neighbours
+// (segments), other ones for every query. Queries of a group are answered together, so that a key is read once for all
+// of them. The entries of a lane are cut into pieces that threads take as they come; what a piece gives is merged in a
+// fixed order, so that neither the number of threads nor their order is seen in the answer.
+#include "common.h"
+
+#define TILE 64
+#define LEAST_PIECE 512  // entries
+#define MOST_PIECES 64   // of a lane
+#define NOWHERE -1e30f   // the largest logit of no entries
+#define LEAST_MASS 1e-19f
+#define SMALL (1 << 18)  // multiplications that are not worth a second thread
+
+struct shape {  // of a call
+    int64_t rows, heads, group, queries, key_width, value_width_given;
+    int64_t width, value_width;  // rounded up to whole vectors
+    int64_t query_row, query_head, query_step;
+    int kind;
+    float scale, softcap;
+};
+
+struct source {  // as kernels/weighted_attention/native.py writes it; strides count numbers, not bytes
+    const char *keys, *values;
+    const float *log_mass, *log_value;
+    const int64_t *lanes, *begin, *length;  // NULL: lanes as they are; all entries
+    int64_t rows, heads, count, segments, by_query;
+    int64_t key_row, key_head, key_step, value_row, value_head, value_step;
+    int64_t mass_row, mass_head, extra_row, extra_head;
+};
+
+struct tile {
+    int count;
+    const void *keys[TILE], *values[TILE];
+    float log_mass[TILE], log_value[TILE];
+    int weighted, apart;  // whether there are weights, and whether those of values are others
+};
+
+struct sums {  // of queries that are answered together
+    float *most, *mass, *out;
+};
+
+struct piece {
+    int64_t source, lane, query, from, to;  // lane of the source; query: the first one
+    int64_t target, asked, rows;            // lane of the batch; how many queries and rows of the group
+    struct sums sums;
+};
+
+// Have these bytes brought near.
+INLINE void ask_for(const void *at, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)at + i, 0, 2);
+}
+
+INLINE struct sums behind(struct sums sums, int64_t rows, const struct shape *of) {
+    return (struct sums){sums.most + rows, sums.mass + rows, sums.out + rows * of->value_width};
+}
+
+// Logits of a tile become shares of its values, relative to the largest so far; mass is what they sum up to.
+static void to_shares(float *logits, const struct tile *tile, const struct shape *of, float *most, float *mass,
+                      float *out) {
+    int whole = (tile->count + W - 1) / W * W;
+    for (int j = tile->count; j < whole; j++) logits[j] = -INFINITY;
+    if (of->softcap > 0)
+        for (int j = 0; j < whole; j++) logits[j] = of->softcap * tanhf(logits[j] / of->softcap);
+    for (int j = tile->count; j < whole; j++) logits[j] = -INFINITY;
+    vf top = SPLAT(*most);
+    for (int j = 0; j < whole; j += W) {
+        vf x = load_f32(logits + j);
+        if (tile->weighted) x += load_f32(tile->log_mass + j);
+        top = larger(top, x);
+        if (tile->apart) top = larger(top, load_f32(logits + j) + load_f32(tile->log_value + j));
+    }
+    float largest = *most;
+    for (int i = 0; i < W; i++) largest = top[i] > largest ? top[i] : largest;
+    if (largest > *most) {
+        float less = *most == NOWHERE ? 0.0f : expf(*most - largest);
+        *mass *= less;
+        for (int64_t i = 0; i < of->value_width; i += W) store_f32(out + i, load_f32(out + i) * SPLAT(less));
+        *most = largest;
+    }
+    vf sum = SPLAT(0.0f);
+    for (int j = 0; j < whole; j += W) {
+        vf x = load_f32(logits + j) - SPLAT(largest);
+        vf share = exp_of(tile->weighted ? x + load_f32(tile->log_mass + j) : x);
+        sum += share;
+        store_f32(logits + j, tile->apart ? exp_of(x + load_f32(tile->log_value + j)) : share);
+    }
+    *mass += sum_of(sum);
+}
+
+#define KIND f32
+#define NUMBER float
+#define LOAD load_f32
+#include "tile.inc"
+#define KIND bf16
+#define NUMBER uint16_t
+#define LOAD load_bf16
+#include "tile.inc"
+#define KIND f16
+#define NUMBER uint16_t
+#define LOAD load_f16
+#include "tile.inc"
+
+// Numbers of an entry as whole vectors of float32.
+INLINE void widen(float *to, const void *from, int kind, int64_t count, int64_t whole) {
+    int64_t i = 0;
+    for (; i + W <= count; i += W) {
+        vf x = kind == F32 ? load_f32((const float *)from + i)
+               : kind == BF16 ? load_bf16((const uint16_t *)from + i) : load_f16((const uint16_t *)from + i);
+        store_f32(to + i, x);
+    }
+    for (; i < count; i++) to[i] = read_one(from, kind, i);
+    for (; i < whole; i++) to[i] = 0;
+}
+
+// What a thread works on: queries, and two tiles, one that is filled while the other's entries are on their way.
+struct work {
+    const struct shape *of;
+    struct sums sums;
+    int rows;
+    const float *query;
+    float *room;  // for a tile as whole vectors of float32
+    struct tile tiles[2], *filling, *ready;
+};
+
+// Answer the tile that is ready; the one that was filled is next.
+static void turn(struct work *work) {
+    struct tile *tile = work->ready, *next = work->filling;
+    const struct shape *of = work->of;
+    int kind = of->kind, whole = (tile->count + W - 1) / W * W;
+    for (int j = tile->count; j < whole; j++) tile->log_mass[j] = tile->log_value[j] = 0;
+    if ((kind != F32 && work->rows > 4) || of->width != of->key_width || of->value_width != of->value_width_given) {
+        for (int j = 0; j < tile->count; j++) {
+            float *key = work->room + j * (of->width + of->value_width), *value = key + of->width;
+            widen(key, tile->keys[j], kind, of->key_width, of->width);
+            widen(value, tile->values[j], kind, of->value_width_given, of->value_width);
+            tile->keys[j] = key, tile->values[j] = value;
+        }
+        kind = F32;
+    }
+    if (!tile->count) {}
+    else if (kind == F32) answer_tile_f32(work->query, of, tile, next, work->sums, work->rows);
+    else if (kind == BF16) answer_tile_bf16(work->query, of, tile, next, work->sums, work->rows);
+    else answer_tile_f16(work->query, of, tile, next, work->sums, work->rows);
+    tile->count = 0;
+    work->ready = next, work->filling = tile;
+}
+
+// The entries from…to of one lane; those whose weights say that they are none are left out.
+static void take_entries(struct work *work, const struct source *in, int64_t lane, int64_t from, int64_t to) {
+    int64_t row = lane / in->heads, head = lane % in->heads, bytes = bytes_of(work->of->kind);
+    const char *keys = in->keys + (row * in->key_row + head * in->key_head) * bytes;
+    const char *values = in->values + (row * in->value_row + head * in->value_head) * bytes;
+    const float *mass = in->log_mass ? in->log_mass + row * in->mass_row + head * in->mass_head : NULL;
+    const float *extra = in->log_value ? in->log_value + row * in->extra_row + head * in->extra_head : NULL;
+    for (int64_t i = from; i < to; i++) {
+        struct tile *tile = work->filling;
+        int j = tile->count;
+        if (tile->weighted) {
+            tile->log_mass[j] = mass ? mass[i] : 0.0f;
+            if (extra) tile->log_value[j] = extra[i];
+            if (tile->log_mass[j] == -INFINITY && (!extra || extra[i] == -INFINITY)) continue;
+        }
+        tile->keys[j] = keys + i * in->key_step * bytes;
+        tile->values[j] = values + i * in->value_step * bytes;
+        if (++tile->count == TILE) turn(work);
+    }
+}
+
+// Where the queries of a piece lie, one behind the other in groups: row r is query r % asked of head r / asked.
+static void widen_queries(const struct shape *of, const void *queries, const struct piece *piece, float *to) {
+    int64_t row = piece->target / of->heads, head = piece->target % of->heads;
+    for (int64_t r = 0; r < piece->rows; r++) {
+        int64_t at = row * of->query_row + (head * of->group + r / piece->asked) * of->query_head +
+                     (piece->query + r % piece->asked) * of->query_step;
+        widen(to + r * of->width, (const char *)queries + at * bytes_of(of->kind), of->kind, of->key_width, of->width);
+        for (int64_t i = 0; i < of->width; i++) to[r * of->width + i] *= of->scale;
+    }
+}
+
+static void work_off(const struct shape *of, const void *queries, const struct source *in, const struct piece *piece,
+                     float *room) {
+    struct work work = {of, piece->sums, (int)piece->rows, room, room + piece->rows * of->width, {{0}}, NULL, NULL};
+    work.filling = work.tiles, work.ready = work.tiles + 1;
+    for (int i = 0; i < 2; i++) {
+        work.tiles[i].weighted = in->log_mass || in->log_value;
+        work.tiles[i].apart = in->log_value != NULL;
+    }
+    widen_queries(of, queries, piece, room);
+    for (int64_t r = 0; r < piece->rows; r++) piece->sums.most[r] = NOWHERE, piece->sums.mass[r] = 0;
+    memset(piece->sums.out, 0, sizeof(float) * piece->rows * of->value_width);
+    int64_t first = (piece->lane * in->by_query + piece->query) * in->segments, seen = 0;
+    if (!in->begin) take_entries(&work, in, piece->lane, piece->from, piece->to);
+    for (int64_t s = first; in->begin && s < first + in->segments && seen < piece->to; seen += in->length[s++]) {
+        int64_t from = piece->from > seen ? piece->from - seen : 0, to = piece->to - seen;
+        to = to > in->length[s] ? in->length[s] : to;
+        take_entries(&work, in, piece->lane, in->begin[s] + from, in->begin[s] + to);
+    }
+    turn(&work);
+    turn(&work);
+}
+
+// How many entries a lane's query reads, and the pieces into which they are cut. Without `pieces` they are counted.
+static int64_t cut(const struct shape *of, const struct source *sources, int64_t count, struct piece *pieces,
+                   int64_t *numbers, int64_t *work) {
+    int64_t found = 0;
+    *numbers = *work = 0;
+    for (int64_t n = 0; n < count; n++) {
+        const struct source *in = sources + n;
+        int64_t blocks = in->begin ? of->queries : 1, asked = in->begin ? 1 : of->queries;
+        for (int64_t lane = 0; lane < in->rows * in->heads; lane++)
+            for (int64_t query = 0; query < blocks; query++) {
+                int64_t all = in->count;
+                if (in->begin) {
+                    const int64_t *length = in->length + (lane * in->by_query + query) * in->segments;
+                    all = 0;
+                    for (int64_t s = 0; s < in->segments; s++) all += length[s];
+                }
+                int64_t size = (all + MOST_PIECES - 1) / MOST_PIECES;
+                size = size < LEAST_PIECE ? LEAST_PIECE : size;
+                for (int64_t from = 0; from < all; from += size, found++) {
+                    int64_t rows = of->group * asked;
+                    if (pieces) pieces[found] = (struct piece){n, lane, query, from, from + size < all ? from + size : all,
+                                                               in->lanes ? in->lanes[lane] : lane, asked, rows, {0}};
+                    *numbers += rows * (of->value_width + 2);
+                }
+                *work += all * of->group * asked;
+            }
+    }
+    return found;
+}
+
+// The sums of all pieces, each row's under its largest logit, and what comes out.
+static void finish(const struct shape *of, const struct piece *pieces, int64_t count, float *most, void *out, float *lse,
+                   float *room) {
+    int64_t rows = of->rows * of->heads * of->group * of->queries;
+    float *mass = lse, *sums = room;  // lse holds the masses until it is known
+    for (int64_t i = 0; i < rows; i++) most[i] = NOWHERE, mass[i] = 0;
+    memset(sums, 0, sizeof(float) * rows * of->value_width);
+    for (int pass = 0; pass < 2; pass++)
+        for (const struct piece *one = pieces; one < pieces + count; one++)
+            for (int64_t r = 0; r < one->rows; r++) {
+                int64_t at = (one->target * of->group + r / one->asked) * of->queries + one->query + r % one->asked;
+                if (!pass) {
+                    most[at] = one->sums.most[r] > most[at] ? one->sums.most[r] : most[at];
+                    continue;
+                }
+                if (one->sums.most[r] == NOWHERE && !(one->sums.mass[r] != one->sums.mass[r])) continue;
+                float share = expf(one->sums.most[r] - most[at]);
+                mass[at] += share * one->sums.mass[r];
+                const float *from = one->sums.out + r * of->value_width;
+                float *to = sums + at * of->value_width;
+                for (int64_t i = 0; i < of->value_width; i += W)
+                    store_f32(to + i, load_f32(to + i) + SPLAT(share) * load_f32(from + i));
+            }
+    for (int64_t at = 0; at < rows; at++) {
+        float under = mass[at] == 0 ? 1.0f : mass[at] < LEAST_MASS ? LEAST_MASS : mass[at];
+        for (int64_t i = 0; i < of->value_width_given; i++)
+            write_one(out, of->kind, at * of->value_width_given + i, sums[at * of->value_width + i] / under);
+        lse[at] = mass[at] == 0 ? -INFINITY : most[at] + logf(mass[at]);
+    }
+}
+
+// 0, or 1 where there is no memory left.
+int kvs_attend(const struct shape *given, const struct source *sources, int64_t count, const void *queries, void *out,
+               float *lse, int64_t threads) {
+    struct shape of = *given;
+    of.width = (of.key_width + W - 1) / W * W, of.value_width = (of.value_width_given + W - 1) / W * W;
+    int64_t numbers, work, rows = of.rows * of.heads * of.group * of.queries;
+    int64_t found = cut(&of, sources, count, NULL, &numbers, &work);
+    numbers += rows * (of.value_width + 1);
+    struct piece *pieces = kept_memory(0, sizeof(struct piece) * (found + 1));
+    float *room = kept_memory(1, sizeof(float) * (numbers + 1));
+    if (!pieces || !room) return 1;
+    cut(&of, sources, count, pieces, &numbers, &work);
+    float *next = room + rows * (of.value_width + 1);
+    for (int64_t i = 0; i < found; i++) {
+        int64_t own = pieces[i].rows;
+        pieces[i].sums = (struct sums){next, next + own, next + 2 * own};
+        next += own * (of.value_width + 2);
+    }
+    int failed = 0, used = use_threads(threads, work * (of.width + of.value_width) < SMALL ? 1 : found);
+    size_t scratch = sizeof(float) * (of.width + of.value_width) * (TILE + of.group * of.queries);
+    PRAGMA(omp parallel for schedule(dynamic) num_threads(used) reduction(|:failed) if (used > 1))
+    for (int64_t i = 0; i < found; i++) {
+        float *own = kept_memory(2, scratch);
+        if (own) work_off(&of, queries, sources + pieces[i].source, pieces + i, own);
+        else failed = 1;
+    }
+    if (!failed) finish(&of, pieces, found, room, out, lse, room + rows);
+    return failed;
+}

@@ -1,0 +1,125 @@
+"""Weighted attention in C: entries of several kinds in one call, read where they lie. `native/attention.c` says how.
+
+For few queries: decode steps, and blocks of a few tokens. More of them are products of matrices, which torch does best.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvsketch.attention import Partial
+from kvsketch.kernels import native
+from kvsketch.kernels.sources import Entries
+
+MOST_QUERIES = 16  # rows of a group's queries together
+NOTED = "c"  # under this name parts carry their description
+
+
+def can_run(query: Tensor, parts: Sequence[Entries], heads: int) -> bool:
+    """Whether C takes these: few queries, and entries whose numbers lie side by side."""
+    if not 0 < query.shape[2] * (query.shape[1] // heads) <= MOST_QUERIES or query.stride(3) != 1:
+        return False
+    return native.takes(query) and all(_can_read(part, query.dtype) for part in parts)
+
+
+def attend(
+    query: Float[Tensor, "b hg q d"], parts: Sequence[Entries], heads: int, scale: float, softcap: float | None = None
+) -> Partial | None:
+    """Attention over all parts together; None if there was no memory for it."""
+    rows, query_heads, count, width = query.shape
+    value_width = parts[0].tokens.values.shape[3]
+    out = query.new_empty(rows, query_heads, count, value_width)
+    lse = torch.empty(rows, query_heads, count)
+    shape = _Shape(
+        *(rows, heads, query_heads // heads, count, width, value_width, 0, 0),
+        *query.stride()[:3],
+        native.DTYPES[query.dtype],
+        scale,
+        softcap or 0.0,
+    )
+    failed = _function()(
+        ctypes.byref(shape),
+        (_Source * len(parts))(*(part.noted[NOTED][1] for part in parts)),
+        len(parts),
+        query.data_ptr(),
+        out.data_ptr(),
+        lse.data_ptr(),
+        native.threads(),
+    )
+    return None if failed else Partial(out, lse)
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("rows", "heads", "group", "queries", "key_width", "value_width")),
+        *((name, ctypes.c_int64) for name in ("width", "whole_value_width", "query_row", "query_head", "query_step")),
+        ("kind", ctypes.c_int),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+    ]
+
+
+_ADDRESSES = ("keys", "values", "log_mass", "log_value", "lanes", "begin", "length")
+_NUMBERS = (
+    *("rows", "heads", "count", "segments", "by_query", "key_row", "key_head", "key_step", "value_row", "value_head"),
+    *("value_step", "mass_row", "mass_head", "extra_row", "extra_head"),
+)
+
+
+class _Source(ctypes.Structure):
+    _fields_ = [*((name, ctypes.c_void_p) for name in _ADDRESSES), *((name, ctypes.c_int64) for name in _NUMBERS)]
+
+
+@cache
+def _function() -> Callable[..., int]:
+    library = native.library()
+    assert library is not None, "there is something to call"
+    found = library.kvs_attend
+    address, number = ctypes.c_void_p, ctypes.c_int64
+    found.argtypes = [ctypes.POINTER(_Shape), ctypes.POINTER(_Source), number, address, address, address, number]
+    return found
+
+
+def _can_read(part: Entries, dtype: torch.dtype) -> bool:
+    """Whether C can; if so, how to is noted, for what is held is read again and again."""
+    if NOTED not in part.noted:
+        keys, values = part.tokens.keys, part.tokens.values
+        weights = [x for x in (part.tokens.log_mass, part.tokens.log_value) if x is not None]
+        if not native.takes(keys, values) or keys.stride(3) != 1 or values.stride(3) != 1:
+            return False
+        if any(x.dtype != torch.float32 or x.stride(2) != 1 or x.requires_grad for x in weights):
+            return False
+        kept = list[Tensor]()  # what was made for the description must stay as long as that
+        part.noted[NOTED] = (keys.dtype, _described(part, kept), kept)
+    return part.noted[NOTED][0] == dtype
+
+
+def _described(part: Entries, kept: list[Tensor]) -> _Source:
+    """Where the entries lie."""
+    tokens, segments = part.tokens, part.segments
+    keys, values = tokens.keys, tokens.values
+    begin = length = None
+    runs = (0, 0)
+    if segments is not None:
+        kept += [segments.begin.contiguous(), segments.length.contiguous()]
+        begin, length = (x.data_ptr() for x in kept)
+        runs = (segments.begin.shape[3], segments.begin.shape[2])
+    mass, *mass_strides = _weights(tokens.log_mass, keys)
+    extra, *extra_strides = _weights(tokens.log_value, keys)
+    lanes = None if part.lanes is None else part.lanes.data_ptr()
+    return _Source(
+        *(keys.data_ptr(), values.data_ptr(), mass, extra, lanes, begin, length, *keys.shape[:3], *runs),
+        *(*keys.stride()[:3], *values.stride()[:3], *mass_strides, *extra_strides),
+    )
+
+
+def _weights(weights: Tensor | None, like: Tensor) -> tuple[int | None, int, int]:
+    """Where log weights lie, and how far apart those of rows and of heads are."""
+    if weights is None:
+        return None, 0, 0
+    row, head, _ = weights.expand(like.shape[:3]).stride()
+    return weights.data_ptr(), row, head

@@ -1,0 +1,155 @@
+// Which buckets queries visit: the classifier's two layers, softmax, the mean over a group, and the runs of entries.
+#include "common.h"
+
+#define COLUMNS 512  // that are worked on together
+
+struct layer {  // of the classifier: [heads, inner, columns] and [heads, columns]; NULL: there is none
+    const void *weights, *bias;
+    int64_t inner, columns;
+};
+
+// to[r] = bias + from[r] · weights, for some columns; with `cut` what is negative is 0.
+static void times(const struct layer *layer, int kind, int64_t head, const float *from, int64_t stride, float *to,
+                  int64_t to_stride, int64_t rows, int64_t first, int64_t last, int cut) {
+    const char *weights = (const char *)layer->weights + head * layer->inner * layer->columns * bytes_of(kind);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = first; c < last; c++) to[r * to_stride + c] = read_one(layer->bias, kind, head * layer->columns + c);
+    for (int64_t i = 0; i < layer->inner; i += 4) {
+        int64_t c = first, there = layer->inner - i < 4 ? layer->inner - i : 4;
+        for (; c + W <= last; c += W) {
+            vf own[4];
+            for (int k = 0; k < 4; k++) {
+                int64_t at = (i + (k < there ? k : 0)) * layer->columns + c;
+                own[k] = kind == F32 ? load_f32((const float *)weights + at)
+                         : kind == BF16 ? load_bf16((const uint16_t *)weights + at) : load_f16((const uint16_t *)weights + at);
+            }
+            for (int64_t r = 0; r < rows; r++) {
+                vf sum = load_f32(to + r * to_stride + c);
+                for (int k = 0; k < there; k++) sum += SPLAT(from[r * stride + i + k]) * own[k];
+                store_f32(to + r * to_stride + c, sum);
+            }
+        }
+        for (; c < last; c++)
+            for (int64_t r = 0; r < rows; r++)
+                for (int k = 0; k < there; k++)
+                    to[r * to_stride + c] += from[r * stride + i + k] * read_one(weights, kind, (i + k) * layer->columns + c);
+    }
+    for (int64_t r = 0; cut && r < rows; r++)
+        for (int64_t c = first; c < last; c++)
+            if (to[r * to_stride + c] < 0) to[r * to_stride + c] = 0;
+}
+
+// Probabilities of a query's columns, added up with a share to the group's.
+static void add_softmax(float *logits, int64_t columns, float share, float *sum) {
+    float most = -INFINITY, mass = 0;
+    for (int64_t c = 0; c < columns; c++) most = logits[c] > most ? logits[c] : most;
+    int64_t c = 0;
+    vf masses = SPLAT(0.0f);
+    for (; c + W <= columns; c += W) {
+        vf x = exp_of(load_f32(logits + c) - SPLAT(most));
+        masses += x;
+        store_f32(logits + c, x);
+    }
+    for (mass = sum_of(masses); c < columns; c++) mass += logits[c] = expf(logits[c] - most);
+    for (c = 0; c < columns; c++) sum[c] += logits[c] * (share / mass);
+}
+
+struct asked {  // queries [rows, heads · group, queries, width], as they are before rotation
+    const void *queries;
+    int64_t kind, rows, heads, group, count, width, row, head, step;
+};
+
+// scores [rows, heads, count, columns] of the last layer's columns. 0, or 1 where there is no memory left.
+int kvs_classify(const struct asked *of, const struct layer *layers, float *scores, int64_t threads) {
+    const struct layer *first = layers[0].weights ? layers : NULL, *last = layers + 1;
+    int64_t every = of->rows * of->group * of->count, hidden = first ? first->columns : 0;
+    float *asking = kept_memory(1, sizeof(float) * of->heads * every * (of->width + hidden + last->columns) + 64);
+    if (!asking) return 1;
+    float *inner = asking + of->heads * every * of->width, *logits = inner + of->heads * every * hidden;
+    for (int64_t h = 0; h < of->heads; h++)  // of a head: rows, then its group, then queries
+        for (int64_t r = 0; r < every; r++) {
+            int64_t row = r / (of->group * of->count), g = r / of->count % of->group, q = r % of->count;
+            int64_t at = row * of->row + (h * of->group + g) * of->head + q * of->step;
+            for (int64_t i = 0; i < of->width; i++)
+                asking[(h * every + r) * of->width + i] = read_one(of->queries, (int)of->kind, at + i);
+        }
+    const float *from = asking;
+    int64_t stride = of->width;
+    for (const struct layer *layer = first ? first : last; layer <= last; layer++) {
+        float *to = layer == last ? logits : inner;
+        int64_t blocks = (layer->columns + COLUMNS - 1) / COLUMNS, wide = layer->columns;
+        int used = use_threads(threads, wide * layer->inner * every * of->heads < (1 << 18) ? 1 : of->heads * blocks);
+        PRAGMA(omp parallel for schedule(dynamic) num_threads(used) if (used > 1))
+        for (int64_t n = 0; n < of->heads * blocks; n++) {
+            int64_t h = n / blocks, begin = n % blocks * COLUMNS, end = begin + COLUMNS < wide ? begin + COLUMNS : wide;
+            times(layer, (int)of->kind, h, from + h * every * stride, stride, to + h * every * wide, wide, every, begin, end,
+                  layer != last);
+        }
+        from = to, stride = wide;
+    }
+    memset(scores, 0, sizeof(float) * of->rows * of->heads * of->count * last->columns);
+    for (int64_t h = 0; h < of->heads; h++)
+        for (int64_t r = 0; r < every; r++) {
+            int64_t row = r / (of->group * of->count), q = r % of->count;
+            add_softmax(logits + (h * every + r) * last->columns, last->columns, 1.0f / of->group,
+                        scores + ((row * of->heads + h) * of->count + q) * last->columns);
+        }
+    return 0;
+}
+
+struct limits {
+    int64_t lanes, queries, buckets, probes, runs, per_token;
+    double visit, mass;  // negative: no limit; below 1 or of `shares`: of all tokens
+    int64_t share, staged_from, staged;
+};
+
+// The buckets with the largest worth, the first of equal ones first.
+static int64_t largest(const float *worth, int64_t count, int64_t wanted, int64_t *found) {
+    int64_t have = 0;
+    for (int64_t c = 0; c < count; c++) {
+        if (have == wanted && !(worth[c] > worth[found[have - 1]])) continue;
+        int64_t at = have < wanted ? have++ : have - 1;
+        for (; at > 0 && worth[c] > worth[found[at - 1]]; at--) found[at] = found[at - 1];
+        found[at] = c;
+    }
+    return have;
+}
+
+// Runs of entries [lanes, queries, probes · runs + 1] of the buckets that each query visits, and what is staged; and how
+// many entries those are. `edges` [lanes, runs, buckets + 1] says where each run's buckets begin.
+int kvs_visit(const struct limits *of, const float *scores, const int64_t *sizes, const int64_t *edges, int64_t *begin,
+              int64_t *length, int64_t *read) {
+    int64_t probes = of->probes < of->buckets ? of->probes : of->buckets, width = probes * of->runs + 1;
+    char *room = kept_memory(1, (sizeof(float) + sizeof(int64_t)) * (of->buckets + 1));
+    if (!room) return 1;
+    int64_t *best = (int64_t *)room;
+    float *worth = (float *)(best + of->buckets + 1);
+    for (int64_t n = 0; n < of->lanes * of->queries; n++) {
+        const float *own = scores + n * of->buckets;
+        const int64_t *size = sizes + n / of->queries * of->buckets;
+        const int64_t *edge = edges + n / of->queries * of->runs * (of->buckets + 1);
+        int64_t *first = begin + n * width, *long_ = length + n * width, all = 0, seen = 0;
+        for (int64_t c = 0; c < of->buckets; c++) {
+            all += size[c];
+            worth[c] = of->per_token ? (size[c] ? own[c] / size[c] : 0.0f) : own[c];
+        }
+        int64_t taken = probes ? largest(worth, of->buckets, probes, best) : 0;
+        double most = of->share ? of->visit * all : of->visit;
+        float expected = 0;
+        read[n] = of->staged;
+        for (int64_t i = 0; i < taken; i++) {
+            int64_t bucket = best[i];
+            seen += size[bucket];
+            int take = i == 0 || ((of->visit < 0 || seen <= most) && (of->mass < 0 || expected < of->mass));
+            expected += own[bucket];
+            for (int64_t r = 0; r < of->runs; r++) {
+                const int64_t *at = edge + r * (of->buckets + 1) + bucket;
+                first[i * of->runs + r] = at[0];
+                long_[i * of->runs + r] = take ? at[1] - at[0] : 0;
+            }
+            if (take) read[n] += size[bucket];
+        }
+        first[width - 1] = of->staged_from, long_[width - 1] = of->staged;
+    }
+    return 0;
+}
