@@ -25,7 +25,7 @@ from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.query import Query
 from kvsketch.caches.core.tokens import Columns, NewTokens, Seen, Unrotated
 from kvsketch.caches.exact import Exact
-from kvsketch.caches.lookup import key_index, store
+from kvsketch.caches.lookup import key_index
 from kvsketch.caches.lookup.key_index import layer_file
 from kvsketch.caches.lookup.saap import Saap, SaapLookup
 from kvsketch.files import write_tensors
@@ -100,16 +100,11 @@ def dense_forms(keys: torch.Tensor, values: torch.Tensor) -> dict:
 def check(cache: LayerCache, dtype: torch.dtype) -> None:
     """What a lookup finds is what the definition finds, to the rounding of the dtype."""
     query, new = token(-1, dtype)
-    seen: dict = {}
-    kernel = store.indexed_attention
-
-    def noting(queries, pairs, segments, scale, softcap=None):
-        seen["exact"] = reference.attend(queries.double(), pairs.double(), segments, scale)
-        return kernel(queries, pairs, segments, scale, softcap=softcap)
-
-    with patch.object(store, "indexed_attention", noting):
-        found = cache.past.answer(Query(query, SCALE, None, new.unrotated.queries)).attended
-    error = (found.out.double() - seen["exact"].out).norm() / seen["exact"].out.norm()
+    asked = Query(query, SCALE, None, new.unrotated.queries)
+    ((part,),) = cache.past.look(asked).unread
+    exact = reference.attend(query.double(), part.pairs.double(), part.segments, SCALE)
+    found = cache.past.answer(asked).attended
+    error = (found.out.double() - exact.out).norm() / exact.out.norm()
     assert error < 2 * torch.finfo(dtype).eps, f"a lookup is {error:.1e} from its definition"
 
 
@@ -122,7 +117,7 @@ def writing(config: Saap, keys: torch.Tensor, values: torch.Tensor, labels: torc
         ranks = torch.arange(start, start + BLOCK)[None]
         seen = Seen(keys[:, :, part], keys[:, :, part], ranks)
         block = Columns(keys[:, :, part], values[:, :, part], ranks, labels[:, :, part])
-        taken.append(seconds(partial(method.note, seen)) + seconds(partial(lanes.write, block, [start + BLOCK])))
+        taken.append(seconds(partial(method.note, seen)) + seconds(partial(lanes.write, block, [start + BLOCK], [False])))
     return taken
 
 
