@@ -202,6 +202,7 @@ def _closing_table(cache: Any, prefill: "Timing | None", decode: "Timing | None"
     if decode is not None and decode.tokens:
         table.add_row("answer", f"{decode.tokens + 1:,} tokens, {decode.rate:,.1f} tokens/s")
     share = f" ({report.nbytes / report.full_nbytes:.1%})" if report.full_nbytes else ""
+    table.add_row("kernels", report.kernels)
     table.add_row("cache", f"{size_for_people(report.nbytes)} of {size_for_people(report.full_nbytes)}{share}")
     if report.error is not None:
         table.add_row("attention error", f"{report.error:.3f} (mean over layers and heads, after the text was read)")

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvsketch.huggingface.layer import SketchLayer
 from kvsketch.huggingface.layers import LayerStack, bytes_held
+from kvsketch.kernels import native
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Report:
     seen: int
     layers: tuple[LayerReport, ...]
     protected: tuple[int, ...] = ()  # tokens of each row that are never dropped, where there are any
+    kernels: str = "torch"  # what computes the attention of a step
 
     @property
     def nbytes(self) -> int:
@@ -59,6 +61,7 @@ class Report:
     def __str__(self) -> str:
         share = f" ({self.nbytes / self.full_nbytes:.1%})" if self.full_nbytes else ""
         lines = [f"{self.method}: {self.seen:,} tokens seen, {self.nbytes:,} of {self.full_nbytes:,} bytes{share}"]
+        lines.append(f"steps are computed by {self.kernels}")
         if self.protected:
             lines.append(f"{_range(self.protected)} tokens of a row are protected")
         if self.error is not None:
@@ -100,7 +103,9 @@ def report_on(stack: LayerStack) -> Report:
     ]
     held = [layer.held for layer in stack.sketch[:1]]
     protected = tuple(own.within(0, n) for one in held for own, n in zip(one.spans, one.lengths, strict=True))
-    return Report(str(stack.config), stack.seen, tuple(layers), protected if any(protected) else ())
+    devices = {layer.held.window.keys.view.device.type for layer in stack.sketch if layer.held.started}
+    kernels = native.name() if devices <= {"cpu"} else "torch"
+    return Report(str(stack.config), stack.seen, tuple(layers), protected if any(protected) else (), kernels)
 
 
 def _report_on_layer(index: int, layer: SketchLayer) -> LayerReport:

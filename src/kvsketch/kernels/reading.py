@@ -24,10 +24,9 @@ def read(
 ) -> Partial:
     """Attention over all sources together; there is one at least. `lse=False`: see `weighted_attention`."""
     parts = [part for source in sources for part in source]
-    if native.can_run(query, parts, heads):
-        found = native.attend(query, parts, heads, scale, softcap)
-        if found is not None:
-            return found
+    found = native.attend(query, parts, heads, scale, softcap)
+    if found is not None:
+        return found
     answers = [
         _of_all(query, source[0], scale, softcap, lse or len(sources) > 1)
         if source[0].lanes is None

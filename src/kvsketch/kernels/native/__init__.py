@@ -7,6 +7,9 @@ callers, and does it where there is no compiler, on other devices, and under `KV
 import ctypes
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 
 import torch
@@ -18,6 +21,7 @@ SWITCH = "KVSKETCH_CPU_KERNELS"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _log = logging.getLogger("kvsketch")
+_off: ContextVar[bool] = ContextVar("off", default=False)
 
 
 @cache
@@ -38,6 +42,16 @@ def library() -> ctypes.CDLL | None:
     return found
 
 
+@contextmanager
+def off() -> Iterator[None]:
+    """Here torch does it all: to compare with."""
+    token = _off.set(True)
+    try:
+        yield
+    finally:
+        _off.reset(token)
+
+
 def name() -> str:
     """Which kernels are in use on the CPU, for reports."""
     found = library()
@@ -50,7 +64,7 @@ def name() -> str:
 def takes(*tensors: Tensor) -> bool:
     """Whether these are tensors that C can read: on the CPU, of one kind, in memory, and nobody wants a gradient."""
     kind = tensors[0].dtype
-    if torch.compiler.is_compiling() or kind not in DTYPES or library() is None:
+    if torch.compiler.is_compiling() or kind not in DTYPES or library() is None or _off.get():
         return False
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return False
@@ -62,4 +76,4 @@ def threads() -> int:
     return torch.get_num_threads()
 
 
-__all__ = ["CannotBuildError", "library", "name", "takes", "threads"]
+__all__ = ["CannotBuildError", "library", "name", "off", "takes", "threads"]

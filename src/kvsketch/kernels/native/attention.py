@@ -19,17 +19,17 @@ MOST_QUERIES = 16  # rows of a group's queries together
 NOTED = "c"  # under this name parts carry their description
 
 
-def can_run(query: Tensor, parts: Sequence[Entries], heads: int) -> bool:
-    """Whether C takes these: few queries, and entries whose numbers lie side by side."""
-    if not 0 < query.shape[2] * (query.shape[1] // heads) <= MOST_QUERIES or query.stride(3) != 1:
-        return False
-    return native.takes(query) and all(_can_read(part, query.dtype) for part in parts)
-
-
 def attend(
     query: Float[Tensor, "b hg q d"], parts: Sequence[Entries], heads: int, scale: float, softcap: float | None = None
 ) -> Partial | None:
-    """Attention over all parts together; None if there was no memory for it."""
+    """Attention over all parts together.
+
+    None where C does not do it: many queries, another device, numbers that do not lie side by side, a wanted gradient.
+    """
+    if not 0 < query.shape[2] * (query.shape[1] // heads) <= MOST_QUERIES or query.stride(3) != 1:
+        return None
+    if not native.takes(query) or not all(_can_read(part, query.dtype) for part in parts):
+        return None
     rows, query_heads, count, width = query.shape
     value_width = parts[0].tokens.values.shape[3]
     out = query.new_empty(rows, query_heads, count, value_width)

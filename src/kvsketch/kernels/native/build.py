@@ -11,6 +11,7 @@ brought along (`PREBUILT`) is taken if it was made from these sources, for this 
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import stat
 import subprocess
@@ -23,7 +24,16 @@ from kvsketch.files import replacing, user_cache
 HERE = Path(__file__).parent
 SOURCE = HERE / "kernels.c"
 PREBUILT = HERE / "built"
-FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-fopenmp")
+FLAGS = (
+    "-std=gnu11",
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fPIC",
+    "-shared",
+    "-fopenmp",
+)  # and $CFLAGS
 SECONDS = 120
 LIBRARY, DIGEST = "kernels.so", "kernels.sha256"
 
@@ -54,10 +64,15 @@ def _compiler() -> str:
     raise CannotBuildError(f"there is no C compiler ({', '.join(wanted)}); install gcc or clang")
 
 
+def _flags() -> list[str]:
+    """How to compile: what the user adds comes last, and so holds."""
+    return [*FLAGS, *shlex.split(os.environ.get("CFLAGS", ""))]
+
+
 def _key(compiler: str) -> str:
     """A name for all that a build depends on."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=SECONDS, check=False)
-    parts = [*FLAGS, compiler, version.stdout, platform.machine(), *_instructions()]
+    parts = [*_flags(), compiler, version.stdout, platform.machine(), *_instructions()]
     digest = hashlib.sha256("\n".join(parts).encode())
     for path in sources():
         digest.update(path.name.encode() + path.read_bytes())
@@ -87,7 +102,7 @@ def _compile(compiler: str, folder: Path) -> None:
             raise CannotBuildError(f"others can write to {open_to_others}: make it yours alone (chmod go-w)")
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch) / LIBRARY
-            command = [compiler, *FLAGS, str(SOURCE), "-o", str(made), "-lm"]
+            command = [compiler, *_flags(), str(SOURCE), "-o", str(made), "-lm"]
             done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
             if done.returncode:
                 raise CannotBuildError(f"{' '.join(command)} failed: {done.stderr.strip()[-300:]}")

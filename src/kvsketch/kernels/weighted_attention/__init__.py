@@ -32,11 +32,9 @@ def weighted_attention(
     """Attention over weighted tokens, all of them visible to all queries."""
     if tokens.count == 0 or query.shape[2] == 0:  # torch's kernels divide by these numbers
         return reference.attend(query, tokens, scale)
-    alone, heads = [Entries(tokens)], tokens.keys.shape[1]
-    if native.can_run(query, alone, heads):
-        found = native.attend(query, alone, heads, scale, softcap)
-        if found is not None:
-            return found
+    found = native.attend(query, [Entries(tokens)], tokens.keys.shape[1], scale, softcap)
+    if found is not None:
+        return found
     if fused.can_run(query, softcap):
         return fused.attend_biased(query, tokens, scale)
     if not lse and softcap is None and tokens.log_mass is None and tokens.log_value is None:

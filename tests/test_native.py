@@ -1,0 +1,337 @@
+"""Kernels in C: equal to the definition, whatever is asked; built and loaded safely, or not at all."""
+
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvsketch import attention
+from kvsketch.attention import WeightedTokens
+from kvsketch.caches.lookup.buckets import Buckets, Limits, choose
+from kvsketch.caches.lookup.saap import classified
+from kvsketch.kernels import native
+from kvsketch.kernels.native import attention as kernel
+from kvsketch.kernels.native import build, routing
+from kvsketch.kernels.reading import read
+from kvsketch.kernels.sources import Entries, Segments
+
+HERE = Path(__file__)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [  # rows, heads, group, queries, entries, width of keys, of values
+    (1, 2, 1, 1, 5, 8, 8),
+    (2, 2, 4, 1, 700, 64, 64),
+    (1, 3, 3, 1, 1100, 128, 96),
+    (2, 1, 2, 3, 130, 80, 72),
+    (1, 2, 5, 2, 300, 20, 33),
+    (1, 1, 8, 2, 65, 96, 128),
+]
+
+needs_c = pytest.mark.skipif(native.library() is None, reason="there is no C compiler")
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """A cache folder of our own, and a library that is looked for anew, now and after the test."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("KVSKETCH_CACHE", str(folder))
+    native.library.cache_clear()
+    yield folder
+    native.library.cache_clear()
+
+
+def in_double(tokens):
+    return WeightedTokens(*(None if x is None else x.double() for x in vars(tokens).values()))
+
+
+def as_exact_as_torch(query, tokens, found, softcap=None, visible=None):
+    """Within twice the error of plain torch at the same precision, answers and log denominators."""
+    scale = query.shape[3] ** -0.5
+    true = attention.weighted_attention(query.double(), in_double(tokens), scale, softcap=softcap, visible=visible)
+    plain = attention.weighted_attention(query, tokens, scale, softcap=softcap, visible=visible)
+    alive = true.lse > -math.inf
+    torch.testing.assert_close(found.lse[~alive], true.lse[~alive].float())
+    for got, near, exact in (
+        (found.out, plain.out.to(query.dtype), true.out),
+        (found.lse, plain.lse, true.lse),
+    ):
+        error, usual = ((x.double() - exact)[alive].abs().amax() for x in (got, near))
+        assert error <= 2 * usual + 1e-6, f"{error} where torch has {usual}"
+
+
+@needs_c
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_attention_is_that_of_the_definition(shape, dtype):
+    rows, heads, group, queries, count, width, value_width = shape
+    query = torch.randn(rows, heads * group, queries, width).to(dtype)
+    buffer = torch.full((rows, count + 9, heads, width + value_width), math.nan, dtype=dtype)  # strides, and no more
+    buffer[:, :count] = torch.randn(rows, count, heads, width + value_width).to(dtype)
+    keys, values = buffer[:, :count].transpose(1, 2).split([width, value_width], 3)
+    mass = torch.randn(rows, heads, count)
+    mass[:, :, : count // 3] = -math.inf
+    mass[:, 0] = mass[:, 0] if count > 5 else -math.inf  # a head without entries
+    for log_mass, log_value in ((None, None), (mass, None), (mass, mass + torch.randn_like(mass) / 3)):
+        for softcap in (None, 5.0):
+            tokens = WeightedTokens(keys, values, log_mass, log_value)
+            found = kernel.attend(query, [Entries(tokens)], heads, width**-0.5, softcap)
+            as_exact_as_torch(query, tokens, found, softcap)
+
+
+@needs_c
+@pytest.mark.parametrize("queries", [1, 3])
+def test_everything_that_a_query_reads_is_read_in_one_call(queries):
+    """A window of all lanes, bundles of some lanes with other numbers of entries, and runs: as one by one in torch."""
+    torch.manual_seed(1)
+    rows, heads, width, scale = 2, 3, 16, 0.25
+    query = torch.randn(rows, heads * 2, queries, width)
+
+    def entries(lanes, count, weighted=True):
+        keys, values = torch.randn(2, 1, lanes, count, width).unbind()
+        return WeightedTokens(keys, values, torch.randn(1, lanes, count) if weighted else None)
+
+    window = Entries(WeightedTokens(*torch.randn(2, rows, heads, 40, width).unbind()))
+    bundles = (
+        Entries(entries(2, 700), torch.tensor([4, 1])),
+        Entries(entries(3, 30), torch.tensor([0, 5, 2])),  # and nothing of lane 3
+    )
+    pairs = torch.randn(1, rows * heads, 900, 2 * width)
+    begin = torch.tensor([0, 50, 50, 300]).expand(1, rows * heads, queries, 4).clone()
+    length = torch.randint(0, 50, begin.shape)
+    length[..., 1], length[:, 2] = 0, 0  # empty runs, and a lane that reads none
+    runs = Entries(
+        WeightedTokens(pairs[..., :width], pairs[..., width:]), segments=Segments(begin, length), pairs=pairs
+    )
+    sources = [(window,), bundles, (runs,)]
+    together = read(query, sources, heads, scale)
+    with native.off():
+        apart = read(query, sources, heads, scale)
+    torch.testing.assert_close(together.out, apart.out)
+    torch.testing.assert_close(together.lse, apart.lse)
+
+
+@needs_c
+def test_nothing_beyond_the_runs_is_touched():
+    width, count = 32, 500
+    pairs = torch.full((1, 2, count, 2 * width), math.nan)
+    begin = torch.tensor([[[[10, 100, 499]], [[0, 250, 300]]]])
+    length = torch.tensor([[[[70, 1, 1]], [[3, 0, 64]]]])
+    for lane in range(2):
+        for start, size in zip(begin[0, lane, 0].tolist(), length[0, lane, 0].tolist(), strict=True):
+            pairs[0, lane, start : start + size] = torch.randn(size, 2 * width)
+    query = torch.randn(1, 4, 1, width)
+    tokens = WeightedTokens(pairs[..., :width], pairs[..., width:])
+    found = kernel.attend(query, [Entries(tokens, segments=Segments(begin, length))], 2, width**-0.5)
+    assert found.out.isfinite().all()
+    assert found.lse.isfinite().all()
+
+
+@needs_c
+def test_numbers_that_are_none_are_not_hidden():
+    keys, values = torch.randn(2, 1, 1, 100, 16).unbind()
+    keys[0, 0, 70] = math.nan
+    found = kernel.attend(torch.randn(1, 1, 1, 16), [Entries(WeightedTokens(keys, values))], 1, 0.25)
+    assert found.out.isnan().all()
+
+
+@needs_c
+def test_threads_change_nothing(monkeypatch):
+    query, keys, values = torch.randn(1, 8, 1, 64), *torch.randn(2, 1, 2, 9000, 64).unbind()
+    answers = []
+    for count in (1, 2, 3):
+        monkeypatch.setattr(native, "threads", lambda count=count: count)
+        answers.append(kernel.attend(query, [Entries(WeightedTokens(keys, values))], 2, 0.125))
+    assert all(torch.equal(one.out, answers[0].out) and torch.equal(one.lse, answers[0].lse) for one in answers)
+
+
+@needs_c
+def test_places_beyond_two_to_the_31(tmp_path):
+    """Two heads that lie 2^31 numbers apart, in a file of which little is there."""
+    apart, count, width = 2**31 + 128, 40, 16
+    path = tmp_path / "sparse"
+    path.touch()
+    os.truncate(path, 2 * (apart + count * width))
+    base = torch.from_file(str(path), shared=True, size=apart + count * width, dtype=torch.bfloat16)
+    keys = base.as_strided((1, 2, count, width), (0, apart, width, 1))
+    keys.copy_(torch.randn(1, 2, count, width))
+    query, values = (torch.randn(1, 2, size, width).bfloat16() for size in (1, count))
+    tokens = WeightedTokens(keys, values)
+    as_exact_as_torch(query, tokens, kernel.attend(query, [Entries(tokens)], 2, 0.25))
+
+
+# -- the router
+
+
+@needs_c
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 2, 4, 1, 64, 256, 300), (2, 3, 2, 2, 20, 37, 50), (1, 4, 1, 1, 32, 0, 64)], ids=str
+)
+def test_the_classifier_is_that_of_torch(shape, dtype):
+    rows, heads, group, queries, width, hidden, buckets = shape
+    query = torch.randn(rows, heads * group, queries, width).to(dtype)
+    first = (torch.randn(heads, width, hidden) / width**0.5, torch.randn(heads, 1, hidden)) if hidden else (None, None)
+    second = (torch.randn(heads, hidden or width, buckets) / 5, torch.randn(heads, 1, buckets))
+    weights = [None if x is None else x.to(dtype) for x in (*first, *second)]
+    true = classified(query.double(), *(None if x is None else x.double() for x in weights))
+    found = classified(query, *weights)
+    with native.off():
+        plain = classified(query, *weights)
+    # Its exponential is two units in the last place off, and their sum another two.
+    rounding = 4 * torch.finfo(torch.float32).eps * true.max()
+    assert (found - true).abs().max() <= 2 * (plain - true).abs().max() + rounding
+
+
+@needs_c
+@pytest.mark.parametrize(
+    "limits",
+    [
+        Limits(8),
+        Limits(0),
+        Limits(50, visit=300),
+        Limits(50, visit=0.1),
+        Limits(20, mass=0.4),
+        Limits(9, 0.3, None, True),
+    ],
+    ids=str,
+)
+def test_the_buckets_visited_are_those_of_torch(limits):
+    lanes, queries, buckets, runs, rows = 6, 2, 50, 3, 2000
+    scores = torch.softmax(2 * torch.randn(lanes, queries, buckets), 2)
+    lengths = torch.randint(0, 12, (lanes, runs, buckets))
+    edges = torch.cat([torch.zeros(lanes, runs, 1, dtype=torch.int64), lengths.cumsum(2)], 2)
+    edges += torch.cat([torch.zeros(lanes, 1, dtype=torch.int64), lengths.sum(2).cumsum(1)[:, :-1]], 1)[..., None]
+    sizes = lengths.sum(1)
+    segments, count = routing.visit(scores, sizes, edges, **vars(limits), staged=(rows - 7, 7))
+    index = Buckets.__new__(Buckets)
+    index.edges = edges
+    wanted = index._places_of(choose(scores[None], sizes[None], limits))
+    assert torch.equal(segments.mask(rows)[..., : rows - 7], wanted.mask(rows)[..., : rows - 7])
+    assert segments.mask(rows)[..., rows - 7 :].all()
+    assert torch.equal(count, wanted.rows + 7)
+
+
+# -- built, loaded, or left alone
+
+
+@needs_c
+def test_a_damaged_library_is_made_anew(fresh):
+    path = build.built()
+    assert path.is_relative_to(fresh)
+    path.write_bytes(path.read_bytes()[:-100])
+    assert build.built() == path
+    assert native.name().startswith("C (")
+
+
+@needs_c
+@pytest.mark.parametrize("name", ["kernels.so", "."])
+def test_what_others_can_write_to_is_not_loaded(fresh, name, caplog):
+    path = build.built()
+    (path.parent / name).chmod(0o777)
+    assert native.library() is None
+    assert "others can write" in caplog.text
+    assert native.name() == "torch"
+    query, keys, values = torch.randn(1, 2, 1, 8), *torch.randn(2, 1, 2, 9, 8).unbind()
+    found = read(query, [(Entries(WeightedTokens(keys, values)),)], 2, 0.3)
+    torch.testing.assert_close(found.out, attention.exact_attention(query, keys, values, 0.3).out)
+
+
+def without_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("CC", "no-such-compiler")
+    return "no-such-compiler"
+
+
+def failing_compiler(monkeypatch, tmp_path):
+    script = tmp_path / "broken"
+    script.write_text("#!/bin/sh\necho it hurts >&2; exit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("CC", str(script))
+    return "it hurts"
+
+
+def no_folder(monkeypatch, tmp_path):
+    (tmp_path / "cache").write_text("a file, where there should be a folder")
+    return "cannot be compiled into"
+
+
+@needs_c
+@pytest.mark.parametrize("trouble", [without_compiler, failing_compiler, no_folder])
+def test_without_a_build_torch_does_it_and_one_line_says_why(fresh, monkeypatch, tmp_path, caplog, trouble):
+    said = trouble(monkeypatch, tmp_path)
+    assert native.library() is None
+    assert native.library() is None
+    assert len(caplog.records) == 1
+    assert said in caplog.text
+
+
+def test_the_switch_is_auto_or_off(fresh, monkeypatch, caplog):
+    monkeypatch.setenv(native.SWITCH, "off")
+    assert native.library() is None
+    assert not caplog.records
+    native.library.cache_clear()
+    monkeypatch.setenv(native.SWITCH, "fast")
+    with pytest.raises(ValueError, match="'fast', and must be auto or off"):
+        native.library()
+
+
+TOGETHER = """
+import os, sys, torch
+from kvsketch.attention import WeightedTokens
+from kvsketch.kernels.native import attention as kernel
+from kvsketch.kernels.sources import Entries
+torch.set_num_threads(2)
+query, keys, values = torch.randn(1, 8, 1, 64), *torch.randn(2, 1, 2, 9000, 64).unbind()
+ask = lambda: kernel.attend(query, [Entries(WeightedTokens(keys, values))], 2, 0.125).out
+here = ask()
+runtimes = {line.split()[-1] for line in open("/proc/self/maps") if "omp" in line.rpartition("/")[2]}
+assert len(runtimes) == 1, runtimes
+child = os.fork()
+if child == 0:
+    os._exit(0 if torch.equal(ask(), here) else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert torch.equal(ask(), here)
+"""
+
+
+@needs_c
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_there_is_one_runtime_of_threads_and_a_forked_process_goes_on():
+    subprocess.run([sys.executable, "-c", TOGETHER], check=True, timeout=100)
+
+
+@needs_c
+@pytest.mark.slow
+def test_sanitizers_find_nothing(tmp_path):
+    """These very tests, with every access to memory and all arithmetic watched."""
+    compiler = shutil.which("gcc")
+    if compiler is None or "SANITIZED" in os.environ:
+        pytest.skip("gcc brings the sanitizer; and once is enough")
+    runtime = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    environment = os.environ | {
+        "CC": compiler,
+        "CFLAGS": "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all",
+        "LD_PRELOAD": runtime.stdout.strip(),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "KVSKETCH_CACHE": str(tmp_path),
+        "SANITIZED": "1",
+    }
+    chosen = "definition or one_call or beyond_the_runs or classifier or buckets"
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        str(HERE),
+        "-k",
+        chosen,
+    ]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
