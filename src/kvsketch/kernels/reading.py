@@ -52,7 +52,9 @@ def _of_some(query: Tensor, source: Source, heads: int, scale: float, softcap: f
     """Attention over entries of some lanes each; lanes that have none see nothing."""
     rows, _, queries, _ = query.shape
     by_lane = query.unflatten(1, (heads, -1)).flatten(0, 1)  # [b·h, g, q, d]
-    group, found, lanes = by_lane.shape[1], list[Partial](), list[Tensor]()
+    group = by_lane.shape[1]
+    found: list[Partial] = []  # not list[Partial](): that cannot be compiled
+    lanes: list[Tensor] = []
     for part in source:
         assert part.lanes is not None, "entries of some lanes"
         found.append(_of_all(by_lane[part.lanes].flatten(0, 1)[None], part, scale, softcap, lse=True))
