@@ -1,5 +1,6 @@
 // All kernels as one library: one file to compile.
 #include "common.h"
+#include "walk.c"
 
 void kvs_forked(void) { alone = 1; }
 

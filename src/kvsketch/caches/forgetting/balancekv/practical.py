@@ -99,7 +99,7 @@ class Halves(Chooser):
         apart, below = every[:, : known.apart], every[:, held.count :]
         per_lane = dict[str, Tensor]()
         if self.options.apart:
-            per_lane = {"key_sum": new.keys.double().sum(1) + held.per_lane.get("key_sum", 0)}
+            per_lane = {"key_sum": new.keys.sum(1, dtype=torch.float64) + held.per_lane.get("key_sum", 0)}
             apart, below = _set_apart(
                 pool, torch.cat([apart, below], 1), per_lane["key_sum"], schedule.apart(new.after)
             )
@@ -149,6 +149,8 @@ class Halves(Chooser):
         scale = float(self.options.sharpness * each[0].keys.shape[2] ** -0.5)
 
         def together(parts: list[Tensor]) -> Tensor:
+            if len(parts) == 1:
+                return parts[0]
             return torch.cat([F.pad(x, (0, 0) * (x.ndim - 2) + (0, most - x.shape[1])) for x in parts])
 
         keys, values, numbers = (
