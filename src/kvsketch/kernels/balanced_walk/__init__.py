@@ -43,6 +43,8 @@ def keep_smaller(
     bounds: Float[Tensor, " l"],
 ) -> tuple[Bool[Tensor, "l n"], Bool[Tensor, " l"]]:
     """The tokens of the sign that fewer have, and which walks failed; `bounds` are the theorem's c, without R²."""
+    if (found := native.keep_smaller(keys, values, real, uniforms, scale, bounds)) is not None:
+        return found
     parts = list[tuple[Tensor, Tensor]]()
     for some in _together(keys, AT_ONCE // keys.shape[1] ** 2):
         with torch.autocast(keys.device.type, enabled=False):

@@ -1,6 +1,7 @@
 // All kernels as one library: one file to compile.
 #include "common.h"
 #include "walk.c"
+#include "kcenter.c"
 
 void kvs_forked(void) { alone = 1; }
 
