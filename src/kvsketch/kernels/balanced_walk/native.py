@@ -43,9 +43,7 @@ def keep_smaller(
     kept, lost = torch.empty(keys.shape[:2], dtype=torch.bool), torch.empty(len(keys), dtype=torch.bool)
     about, tensors = _given(keys, values, uniforms)
     real, bounds = real.contiguous(), bounds.float().contiguous()
-    failed = library.kvs_keep_smaller(
-        about, *_at(*tensors, real), ctypes.c_double(scale), *_at(bounds, kept, lost)
-    )
+    failed = library.kvs_keep_smaller(about, *_at(*tensors, real), ctypes.c_double(scale), *_at(bounds, kept, lost))
     return None if failed else (kept, lost)
 
 

@@ -2,6 +2,7 @@
 #include "common.h"
 #include "walk.c"
 #include "kcenter.c"
+#include "draws.c"
 
 void kvs_forked(void) { alone = 1; }
 
