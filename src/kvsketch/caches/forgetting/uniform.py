@@ -5,13 +5,13 @@ from typing import ClassVar
 
 import torch
 
-from kvsketch.algorithms.draws import uniforms
 from kvsketch.algorithms.sampling import Plan, choose_slots, last_writer, log_weights
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.checks import check_choice, check_seed
 from kvsketch.caches.core.chooser import Chooser, Entries, Kept
 from kvsketch.caches.core.config import BLOCK, WEIGHTS, WindowedConfig
 from kvsketch.caches.core.tokens import Arriving
+from kvsketch.kernels.draws import uniforms
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,6 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from kvsketch.algorithms.draws import uniforms
 from kvsketch.algorithms.lsh import MOST_BITS, gray_rank, number_of
 from kvsketch.caches.core.checks import check_choice, check_count, check_seed
 from kvsketch.caches.core.query import Answer, Query
@@ -21,6 +20,7 @@ from kvsketch.caches.core.storage import storage_bytes
 from kvsketch.caches.core.tokens import Seen
 from kvsketch.caches.lookup.config import SortedConfig
 from kvsketch.caches.lookup.store import Index, Lookup, Store
+from kvsketch.kernels.draws import uniforms
 from kvsketch.kernels.sources import Segments
 
 KINDS = ("kdeformer", "reformer", "magicpig")

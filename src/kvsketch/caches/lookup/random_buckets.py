@@ -7,13 +7,13 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from kvsketch.algorithms.draws import uniforms
 from kvsketch.caches.core.checks import check_count, check_seed
 from kvsketch.caches.core.query import Query
 from kvsketch.caches.core.tokens import Seen
 from kvsketch.caches.lookup.buckets import BucketLookup
 from kvsketch.caches.lookup.config import BucketedConfig
 from kvsketch.caches.lookup.store import Lookup
+from kvsketch.kernels.draws import uniforms
 
 KEYS, QUERIES = 0, 1  # what a number is drawn for
 

@@ -1,7 +1,7 @@
 """The sign walks of BalanceKV over many blocks at once, and what of each block they keep.
 
 `reference.py` is plain torch: a step for every token of a block, all blocks together; `strips.py` does the same with
-less work. A faster form for another device is one more file here and one more line below.
+less work, and `native.py` in C. A faster form for another device is one more file here and one more line below.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from kvsketch.kernels.balanced_walk import reference, strips
+from kvsketch.kernels.balanced_walk import native, reference, strips
 
 AT_ONCE = 1 << 24  # products held together: 64 MiB of float32
 
@@ -24,6 +24,8 @@ def keep_half(
     gain: float,
 ) -> Bool[Tensor, "l n"]:
     """Which half to keep of the first `sizes` tokens of every block, an even number; see `reference.py`."""
+    if (kept := native.keep_half(keys, values, uniforms, sizes, scale, gain)) is not None:
+        return kept
     with torch.autocast(keys.device.type, enabled=False):
         parts = [
             strips.halving_signs(keys[some], values[some], uniforms[some], sizes[some], scale, gain) > 0
@@ -41,6 +43,8 @@ def keep_smaller(
     bounds: Float[Tensor, " l"],
 ) -> tuple[Bool[Tensor, "l n"], Bool[Tensor, " l"]]:
     """The tokens of the sign that fewer have, and which walks failed; `bounds` are the theorem's c, without R²."""
+    if (found := native.keep_smaller(keys, values, real, uniforms, scale, bounds)) is not None:
+        return found
     parts = list[tuple[Tensor, Tensor]]()
     for some in _together(keys, AT_ONCE // keys.shape[1] ** 2):
         with torch.autocast(keys.device.type, enabled=False):

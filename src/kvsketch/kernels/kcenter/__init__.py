@@ -1,16 +1,18 @@
 """Greedy k-center over many heads at once.
 
 `reference.py` adds one centre per pass over the points, as `algorithms/kcenter.py` does; `lazy.py`
-chooses several centres per pass and returns the same ones. A faster form for another device is one
-more file here and one more line below.
+chooses several centres per pass and returns the same ones, and so does `native.py`, in C. A faster
+form for another device is one more file here and one more line below.
 """
+
+from dataclasses import fields
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from kvsketch.kernels.kcenter import lazy
+from kvsketch.kernels.kcenter import lazy, native
 from kvsketch.kernels.kcenter.common import Clustering
 
 AT_ONCE = 1 << 23  # coordinates worked on together: 64 MiB in float64
@@ -29,17 +31,21 @@ def k_center(
     wanted = torch.minimum(counts, valid.sum(1)).repeat_interleave(heads)
     lanes, visible = points.flatten(0, 1), valid.repeat_interleave(heads, 0)
     most = int(wanted.max()) if wanted.numel() else 0
-    together = max(1, AT_ONCE // max(1, size * points.shape[3]))
-    parts = [
-        _some_heads(lanes[i : i + together], wanted[i : i + together], visible[i : i + together], most)
-        for i in range(0, rows * heads, together)
-    ]
+    found = native.k_center(lanes, wanted, visible, most) or _in_parts(lanes, wanted, visible, most)
     shape = (rows, heads)
-    return Clustering(
-        torch.cat([part.centres for part in parts]).unflatten(0, shape),
-        torch.cat([part.nearest for part in parts]).unflatten(0, shape),
-        torch.cat([part.distance for part in parts]).unflatten(0, shape),
-    )
+    return Clustering(*(x.unflatten(0, shape) for x in (found.centres, found.nearest, found.distance)))
+
+
+def _in_parts(
+    points: Float[Tensor, "l n d"], wanted: Int64[Tensor, " l"], valid: Bool[Tensor, "l n"], most: int
+) -> Clustering:
+    """What torch finds, in float64, for as many heads at a time as fit."""
+    together = max(1, AT_ONCE // max(1, points.shape[1] * points.shape[2]))
+    parts = [
+        _some_heads(points[i : i + together], wanted[i : i + together], valid[i : i + together], most)
+        for i in range(0, len(points), together)
+    ]
+    return Clustering(*(torch.cat([getattr(p, f.name) for p in parts]) for f in fields(Clustering)))
 
 
 def _some_heads(

@@ -1,6 +1,9 @@
 // All kernels as one library: one file to compile.
 #include "attention.c"
 #include "router.c"
+#include "walk.c"
+#include "kcenter.c"
+#include "draws.c"
 
 void kvs_forked(void) { alone = 1; }
 

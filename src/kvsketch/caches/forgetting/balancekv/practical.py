@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from kvsketch.algorithms.draws import uniforms
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.chooser import Chooser, ChosenEntries, Entries, Kept, check_vectors
 from kvsketch.caches.core.method import Holding
@@ -22,6 +21,7 @@ from kvsketch.caches.core.tokens import Arriving
 from kvsketch.caches.forgetting.apart import towards
 from kvsketch.caches.forgetting.balancekv.levels import Levels, Schedule
 from kvsketch.kernels.balanced_walk import keep_half
+from kvsketch.kernels.draws import uniforms
 
 LOG_2 = math.log(2)
 WALKS = {"greedy": 1e6, "fair": 0.0}  # how hard a sign leans against the sum so far, on the mean product
@@ -99,7 +99,7 @@ class Halves(Chooser):
         apart, below = every[:, : known.apart], every[:, held.count :]
         per_lane = dict[str, Tensor]()
         if self.options.apart:
-            per_lane = {"key_sum": new.keys.double().sum(1) + held.per_lane.get("key_sum", 0)}
+            per_lane = {"key_sum": new.keys.sum(1, dtype=torch.float64) + held.per_lane.get("key_sum", 0)}
             apart, below = _set_apart(
                 pool, torch.cat([apart, below], 1), per_lane["key_sum"], schedule.apart(new.after)
             )
@@ -149,6 +149,8 @@ class Halves(Chooser):
         scale = float(self.options.sharpness * each[0].keys.shape[2] ** -0.5)
 
         def together(parts: list[Tensor]) -> Tensor:
+            if len(parts) == 1:
+                return parts[0]
             return torch.cat([F.pad(x, (0, 0) * (x.ndim - 2) + (0, most - x.shape[1])) for x in parts])
 
         keys, values, numbers = (

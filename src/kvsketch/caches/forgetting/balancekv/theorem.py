@@ -19,7 +19,6 @@ from jaxtyping import Bool, Float, Int8, Int64
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvsketch.algorithms.draws import uniforms
 from kvsketch.attention import NO_MASS, Partial, WeightedTokens
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.method import Holding, Method
@@ -35,6 +34,7 @@ from kvsketch.caches.forgetting.balancekv.batches import (
     next_batches,
 )
 from kvsketch.caches.forgetting.balancekv.levels import fitting
+from kvsketch.kernels.draws import uniforms
 from kvsketch.kernels.weighted_attention import weighted_attention
 
 LOG_2 = math.log(2)

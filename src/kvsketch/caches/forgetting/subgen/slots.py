@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from kvsketch.algorithms.draws import uniforms
 from kvsketch.caches.core.buffers import writable
 from kvsketch.caches.core.storage import tensors_of
+from kvsketch.kernels.draws import uniforms
 
 
 @dataclass

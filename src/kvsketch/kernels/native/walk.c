@@ -1,0 +1,261 @@
+// BalanceKV's walks, a block of tokens at a time: products of keys and values, exp, and signs, while all is in cache.
+// What is computed is said in kernels/balanced_walk/reference.py; in which order, in strips.py.
+#include "common.h"
+#include "rows.h"
+
+#define PANEL 64  // tokens that lie side by side, coordinate by coordinate
+#define ROWS 4  // of a product that is made in registers, and vectors beside one another
+#if defined(__AVX512F__) || defined(__aarch64__)
+#define VECTORS 4
+#else
+#define VECTORS 2
+#endif
+#define ONES 0.025f  // weight of the denominator beside the numerator
+#define NOTHING -60.0f  // a logit whose exponential is nothing beside 1, but no denormal number: those are slow
+
+typedef struct {
+    int64_t blocks, n, d, e;
+    int kind, threads;
+    int64_t key_block, key_row, value_block, value_row;
+    const void *keys, *values;
+    const double *uniforms;
+    float scale;
+} walks;
+
+typedef struct {  // one block: its tokens' places, keys and values in panels, and the signs so far
+    int64_t count, d, e, *places;
+    float *keys, *values, *lengths, *value_lengths, *signs, *tile, *rows, *mean;
+    float largest, ones, y[PANEL];
+} block;
+
+static int make_room(block *b, const walks *all) {
+    int64_t n = padded(all->n, PANEL), wide = padded(all->d > all->e ? all->d : all->e, W);
+    float *at = kept_memory(0, sizeof(float) * (size_t)(n * (all->d + all->e + 5) + PANEL * PANEL + (W + 1) * wide));
+    if (!at) return 0;
+    b->d = all->d, b->e = all->e;
+    b->places = (int64_t *)at, at += 2 * n;
+    b->tile = at, at += PANEL * PANEL;
+    b->lengths = at, at += n;
+    b->value_lengths = at, at += n;
+    b->signs = at, at += n;
+    b->rows = at, at += W * wide;
+    b->mean = at, at += wide;
+    b->keys = at, at += n * all->d;
+    b->values = at;
+    return 1;
+}
+
+// The tokens' vectors less their mean (NULL: as they are), times a factor, in panels that are filled up with zeros.
+static void to_panels(const void *from, int kind, int64_t at, int64_t row, int64_t width, const block *b,
+                      const float *mean, float factor, float *panels) {
+    int64_t wide = padded(width, W);
+    for (int64_t first = 0; first < padded(b->count, PANEL); first += W) {
+        float *to = panels + first / PANEL * PANEL * width + first % PANEL;
+        memset(b->rows, 0, sizeof(float) * (size_t)(W * wide));
+        for (int i = 0; i < W && first + i < b->count; i++) {
+            float *x = b->rows + i * wide;
+            read_row(from, kind, at + b->places[first + i] * row, width, x);
+            for (int64_t k = 0; k < width; k++) x[k] = (mean ? x[k] - mean[k] : x[k]) * factor;
+        }
+        for (int64_t k = 0; k < width; k += W) {
+            vf x[W];
+            UNROLL for (int i = 0; i < W; i++) x[i] = load_f32(b->rows + i * wide + k);
+            transpose(x);
+            for (int i = 0; i < W && k + i < width; i++) store_f32(to + (k + i) * PANEL, x[i]);
+        }
+    }
+}
+
+static void mean_of_keys(const walks *all, int64_t at, const block *b) {
+    for (int64_t k = 0; k < b->d; k++) b->mean[k] = 0;
+    for (int64_t i = 0; i < b->count; i++) {
+        read_row(all->keys, all->kind, at + b->places[i] * all->key_row, b->d, b->rows);
+        for (int64_t k = 0; k < b->d; k++) b->mean[k] += b->rows[k];
+    }
+    for (int64_t k = 0; k < b->d; k++) b->mean[k] /= (float)b->count;
+}
+
+static void squared_lengths(const float *panels, int64_t width, int64_t count, float *lengths) {
+    for (int64_t first = 0; first < count; first += W) {
+        const float *x = panels + first / PANEL * PANEL * width + first % PANEL;
+        vf sum = SPLAT(0.0f);
+        for (int64_t k = 0; k < width; k++) sum += load_f32(x + k * PANEL) * load_f32(x + k * PANEL);
+        store_f32(lengths + first, sum);
+    }
+}
+
+static float largest_of(const float *x, int64_t count) {  // NaN if there is one
+    float largest = 0;
+    for (int64_t i = 0; i < count; i++) largest = x[i] > largest || x[i] != x[i] ? x[i] : largest;
+    return largest;
+}
+
+static void prepare(const walks *all, int64_t number, block *b, int centred) {
+    int64_t key_at = number * all->key_block, value_at = number * all->value_block;
+    if (centred) mean_of_keys(all, key_at, b);
+    const float *mean = centred ? b->mean : NULL;
+    to_panels(all->keys, all->kind, key_at, all->key_row, b->d, b, mean, sqrtf(all->scale), b->keys);
+    to_panels(all->values, all->kind, value_at, all->value_row, b->e, b, NULL, 1, b->values);
+    squared_lengths(b->keys, b->d, b->count, b->lengths);
+    squared_lengths(b->values, b->e, b->count, b->value_lengths);
+    b->largest = largest_of(b->lengths, b->count);
+}
+
+// Some rows of a tile: exponentials of the products of keys, less the largest, or those times the products of values.
+INLINE void products(const float *rows, const float *columns, int64_t width, float start, int vectors, int of_values,
+                     float *tile) {
+    vf sums[ROWS][VECTORS];
+    UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int v = 0; v < vectors; v++) sums[r][v] = SPLAT(start);
+    for (int64_t k = 0; k < width; k++) {
+        vf column[VECTORS];
+        UNROLL for (int v = 0; v < vectors; v++) column[v] = load_f32(columns + k * PANEL + v * W);
+        UNROLL for (int r = 0; r < ROWS; r++) {
+            vf x = SPLAT(rows[k * PANEL + r]);
+            UNROLL for (int v = 0; v < vectors; v++) sums[r][v] += x * column[v];
+        }
+    }
+    UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int v = 0; v < vectors; v++) {
+        float *at = tile + r * PANEL + v * W;
+        if (of_values) store_f32(at, load_f32(at) * sums[r][v]);
+        else store_f32(at, exp_of(larger(SPLAT(NOTHING), sums[r][v])));
+    }
+}
+
+// Those of all tokens of one panel with those of another, as far as there are any; of one with itself the later ones.
+static void fill_tile(const float *rows, const float *columns, int64_t width, float start, int of_values, int row_count,
+                      int column_count, float *tile) {
+    int diagonal = rows == columns, end = (column_count + W - 1) / W;
+    for (int group = 0; group < end; group += VECTORS)
+        for (int r = 0; r < row_count; r += ROWS) {
+            int first = diagonal && r / W > group ? r / W : group;
+            int last = end < group + VECTORS ? end : group + VECTORS;
+            const float *x = rows + r, *y = columns + first * W;
+            float *to = tile + r * PANEL + first * W;
+            switch (last - first) {
+            case 1: products(x, y, width, start, 1, of_values, to); break;
+            case 2: products(x, y, width, start, 2, of_values, to); break;
+#if VECTORS == 4
+            case 3: products(x, y, width, start, 3, of_values, to); break;
+            case 4: products(x, y, width, start, 4, of_values, to); break;
+#endif
+            default: break;
+            }
+        }
+}
+
+static int tokens_of(const block *b, int64_t panel) {
+    int64_t left = b->count - panel * PANEL;
+    return (int)(left < PANEL ? left : PANEL);
+}
+
+static void tile_of(const block *b, int64_t from, int64_t to) {
+    int rows = tokens_of(b, from), columns = tokens_of(b, to);
+    int64_t keys = PANEL * b->d, values = PANEL * b->e;
+    fill_tile(b->keys + from * keys, b->keys + to * keys, b->d, -b->largest, 0, rows, columns, b->tile);
+    fill_tile(b->values + from * values, b->values + to * values, b->e, b->ones, 1, rows, columns, b->tile);
+}
+
+INLINE void add_row(block *b, int row, float sign, int first, int last) {
+    for (int v = first; v < last; v++)
+        store_f32(b->y + v * W, load_f32(b->y + v * W) + SPLAT(sign) * load_f32(b->tile + row * PANEL + v * W));
+}
+
+// y of a panel's tokens from all panels before it, whose signs are known; and its own products.
+static void begin_panel(block *b, int64_t panel) {
+    int last = (tokens_of(b, panel) + W - 1) / W;
+    memset(b->y, 0, sizeof b->y);
+    for (int64_t before = 0; before < panel; before++) {
+        tile_of(b, before, panel);
+        for (int r = 0; r < PANEL; r++) add_row(b, r, b->signs[before * PANEL + r], 0, last);
+    }
+    tile_of(b, panel, panel);
+}
+
+static void set_sign(block *b, int64_t token, float sign) {
+    int here = (int)(token % PANEL);
+    b->signs[token] = sign;
+    add_row(b, here, sign, here / W, (tokens_of(b, token / PANEL) + W - 1) / W);
+}
+
+static void halve(const walks *all, int64_t number, block *b, float gain, uint8_t *kept) {
+    int64_t half = b->count / 2, positive = 0;
+    float diagonal = 0;
+    prepare(all, number, b, 1);
+    for (int64_t i = 0; i < b->count; i++) diagonal += expf(b->lengths[i] - b->largest) * (b->value_lengths[i] + ONES);
+    diagonal /= (float)b->count;
+    gain /= diagonal < 1e-30f ? 1e-30f : diagonal;
+    b->ones = ONES;
+    for (int64_t j = 0; j < b->count; j++) {
+        if (j % PANEL == 0) begin_panel(b, j / PANEL);
+        float chance = (float)(0.5 - all->uniforms[number * all->n + j]);
+        int plus = b->y[j % PANEL] * gain < chance;
+        plus = (plus & (positive < half)) | (j - positive >= half);
+        positive += plus;
+        kept[j] = (uint8_t)plus;
+        set_sign(b, j, (float)(2 * plus - 1));
+    }
+}
+
+// Returns whether the walk failed: there are no signs from there on.
+static uint8_t keep_fewer(const walks *all, int64_t number, block *b, float bound, uint8_t *kept) {
+    int64_t positive = 0, done = 0;
+    prepare(all, number, b, 0);
+    float longest = sqrtf(largest_of(b->value_lengths, b->count)), factor = 1 / (longest < 1e-30f ? 1e-30f : longest);
+    for (int64_t i = 0; i < padded(b->count, PANEL) * b->e; i++) b->values[i] *= factor;
+    b->ones = 0;
+    for (; done < b->count; done++) {
+        if (done % PANEL == 0) begin_panel(b, done / PANEL);
+        float y = b->y[done % PANEL];
+        if (fabsf(y) > bound) break;
+        int plus = all->uniforms[number * all->n + b->places[done]] < (double)(0.5f - y / (2 * bound));
+        positive += plus;
+        set_sign(b, done, (float)(2 * plus - 1));
+    }
+    float fewer = positive <= done - positive ? 1 : -1;
+    for (int64_t j = 0; j < done; j++) kept[b->places[j]] = b->signs[j] == fewer;
+    return done < b->count;
+}
+
+static walks read_about(const int64_t *x, const void *keys, const void *values, const double *numbers, double scale) {
+    return (walks){x[0], x[1], x[2], x[3], (int)x[4], (int)x[5], x[6], x[7], x[8],
+                   x[9], keys, values, numbers, (float)scale};
+}
+
+// kept[blocks, n]: half of the first sizes[i] tokens of block i. Returns 1 if there was no memory.
+int kvs_keep_half(const int64_t *about, const void *keys, const void *values, const double *uniforms,
+                  const int64_t *sizes, double scale, double gain, uint8_t *kept) {
+    walks all = read_about(about, keys, values, uniforms, scale);
+    int failed = 0;
+#pragma omp parallel for schedule(dynamic) num_threads(use_threads(all.threads, all.blocks)) reduction(| : failed)
+    for (int64_t i = 0; i < all.blocks; i++) {
+        block b = {.count = sizes[i]};
+        if (all.n) memset(kept + i * all.n, 0, (size_t)all.n);
+        if (!make_room(&b, &all)) {
+            failed = 1;
+            continue;
+        }
+        for (int64_t j = 0; j < b.count; j++) b.places[j] = j;
+        halve(&all, i, &b, (float)gain, kept + i * all.n);
+    }
+    return failed;
+}
+
+// kept[blocks, n]: the tokens of the sign that fewer have, of those that are real; and which walks were lost.
+int kvs_keep_smaller(const int64_t *about, const void *keys, const void *values, const double *uniforms,
+                     const uint8_t *real, double scale, const float *bounds, uint8_t *kept, uint8_t *lost) {
+    walks all = read_about(about, keys, values, uniforms, scale);
+    int failed = 0;
+#pragma omp parallel for schedule(dynamic) num_threads(use_threads(all.threads, all.blocks)) reduction(| : failed)
+    for (int64_t i = 0; i < all.blocks; i++) {
+        block b = {.count = 0};
+        if (all.n) memset(kept + i * all.n, 0, (size_t)all.n);
+        if (!make_room(&b, &all)) {
+            failed = 1;
+            continue;
+        }
+        for (int64_t j = 0; j < all.n; j++)
+            if (real[i * all.n + j]) b.places[b.count++] = j;
+        lost[i] = keep_fewer(&all, i, &b, bounds[i], kept + i * all.n);
+    }
+    return failed;
+}
