@@ -7,7 +7,7 @@ callers, and does it where there is no compiler, on other devices, and under `KV
 import ctypes
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -71,9 +71,14 @@ def takes(*tensors: Tensor) -> bool:
     return all(type(x) is Tensor and x.dtype == kind and x.device.type == "cpu" for x in tensors)
 
 
+def numbers(values: Sequence[int]) -> "ctypes.Array[ctypes.c_int64]":
+    """Integers as C takes them."""
+    return (ctypes.c_int64 * len(values))(*values)
+
+
 def threads() -> int:
     """As many as torch would use."""
     return torch.get_num_threads()
 
 
-__all__ = ["CannotBuildError", "library", "name", "off", "takes", "threads"]
+__all__ = ["CannotBuildError", "library", "name", "numbers", "off", "takes", "threads"]
