@@ -17,7 +17,7 @@ from kvsketch.kernels.kcenter import reference as plain_kcenter
 from test_kcenter import KINDS, points
 
 GREEDY = WALKS["greedy"]
-needs_compiler = pytest.mark.skipif(native.library() is None, reason="there is no C compiler")
+needs_compiler = pytest.mark.skipif(native.library() is None, reason="there are no kernels in C here")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
