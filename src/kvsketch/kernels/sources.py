@@ -53,5 +53,8 @@ class Entries:
     pairs: Float[Tensor, "b h n de"] | None = None
     noted: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)  # by a kernel, for its next call
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Entries, (self.tokens, self.lanes, self.segments, self.pairs)  # a copy is elsewhere in memory
+
 
 Source = tuple[Entries, ...]  # no lane is in two of them
