@@ -7,6 +7,9 @@ callers, and does it where there is no compiler, on other devices, and under `KV
 import ctypes
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 
 import torch
@@ -18,10 +21,26 @@ SWITCH = "KVSKETCH_CPU_KERNELS"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _log = logging.getLogger("kvsketch")
+_off = ContextVar("kernels in C are off", default=False)
+
+
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels; None where there are none, or where they are off."""
+    return None if _off.get() else _loaded()
+
+
+@contextmanager
+def off() -> Iterator[None]:
+    """Here torch's own kernels are used, as with the switch: to compare the two in one process."""
+    before = _off.set(True)
+    try:
+        yield
+    finally:
+        _off.reset(before)
 
 
 @cache
-def library() -> ctypes.CDLL | None:
+def _loaded() -> ctypes.CDLL | None:
     """The compiled kernels; None where there are none, which is said once."""
     wanted = os.environ.get(SWITCH, "auto")
     if wanted not in ("auto", "off"):
@@ -62,4 +81,4 @@ def threads() -> int:
     return torch.get_num_threads()
 
 
-__all__ = ["CannotBuildError", "library", "name", "takes", "threads"]
+__all__ = ["CannotBuildError", "library", "name", "off", "takes", "threads"]
