@@ -1,16 +1,19 @@
 """`kvsketch bench speed`: checked before it is timed, what is read is counted, runs go on, and what the rows say."""
 
+import io
 import json
 import re
 
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 
 import zoo
 from commands import refused
 from commands import run as command
 from kvsketch.caches.registry import parse_spec
+from kvsketch.cli.bench_speed_tables import tables
 from kvsketch.evaluation.results.rows import RowsFile, key_of, read_rows
 from kvsketch.evaluation.speed import layer, whole
 from kvsketch.evaluation.speed.checks import check_dense
@@ -92,10 +95,14 @@ def test_heads_with_a_profile_hold_unequal_numbers():
 
 def test_a_wrong_answer_has_no_time(tmp_path):
     """Nothing is as near as that."""
-    rows, _, _ = measured(small(within=0.0, methods=METHODS[:1]), tmp_path)
+    plan = small(within=0.0, methods=METHODS[:1])
+    rows, _, _ = measured(plan, tmp_path)
     assert not any(row["right"] for row in rows)
     assert not any("seconds" in row or "share" in row for row in rows)
     assert all(row["answer_error"] > 0 for row in rows)
+    shown = Console(width=80, file=io.StringIO())
+    shown.print(*tables(rows, plan))
+    assert re.search(r"two products +torch wrong +\d\.\d × plain", shown.file.getvalue())
 
 
 @pytest.mark.parametrize(("scaled", "right"), [(1.0, True), (1.001, False)])

@@ -154,5 +154,5 @@ def _draw(plan: "Plan", rows: "list[Row]", out: Path) -> None:
     from kvsketch.evaluation.results.panels import save
     from kvsketch.evaluation.speed.pictures import speed_picture
 
-    title = f"{plan.shape}, {plan.dtype}, {plan.threads} threads"
+    title = f"{plan.shape}, {plan.dtype}, threads: {plan.threads}"
     say(f"rows in {out / SPEED}, picture in {save(speed_picture(rows, title), out / 'speed.png')}")

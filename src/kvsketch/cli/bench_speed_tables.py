@@ -45,7 +45,7 @@ def tables(rows: "Sequence[Row]", plan: "Plan") -> Iterator[Group]:
 
 def _layer(rows: "Sequence[Row]", tokens: int, plan: "Plan") -> Group:
     speeds = [row["memory"] for row in rows if row["right"]]
-    title = f"one layer, {tokens:,} tokens, {plan.dtype}, {plan.threads} threads"
+    title = f"one layer, {tokens:,} tokens, {plan.dtype}, threads: {plan.threads}"
     title += f"; memory is read at {max(speeds) / 1e9:.1f} GB/s" if speeds else ""
     table = _table("kernels", "ms", "5 to 95 %", "read", "of memory", "× exact")
     for row in rows:
