@@ -8,38 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from kvsketch.evaluation.results.provenance import provenance
+from kvsketch.evaluation.speed.made import random_llama
 
+__all__ = ["RESULTS", "PeakMemory", "prompt", "random_llama", "resident_bytes", "seconds", "shape_of", "write_row"]
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
-
-
-def random_llama(
-    *,
-    layers: int = 8,
-    heads: int = 32,
-    kv_heads: int = 8,
-    head_dim: int = 128,
-    hidden: int = 512,
-    dtype: torch.dtype = torch.bfloat16,
-):
-    """A Llama with random weights; narrow outside attention, so that attention and cache are what is measured."""
-    config = transformers.LlamaConfig(
-        vocab_size=1000,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=1 << 20,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config).to(dtype).eval()
 
 
 def shape_of(config) -> dict[str, Any]:

@@ -39,9 +39,9 @@ def fresh(monkeypatch, tmp_path):
     """A cache folder of our own, and a library that is looked for anew, now and after the test."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("KVSKETCH_CACHE", str(folder))
-    native.library.cache_clear()
+    native.loaded.cache_clear()
     yield folder
-    native.library.cache_clear()
+    native.loaded.cache_clear()
 
 
 def in_double(tokens):
@@ -272,7 +272,7 @@ def test_the_switch_is_auto_or_off(fresh, monkeypatch, caplog):
     monkeypatch.setenv(native.SWITCH, "off")
     assert native.library() is None
     assert not caplog.records
-    native.library.cache_clear()
+    native.loaded.cache_clear()
     monkeypatch.setenv(native.SWITCH, "fast")
     with pytest.raises(ValueError, match="'fast', and must be auto or off"):
         native.library()

@@ -24,10 +24,10 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.fixture
 def torch_alone(monkeypatch):
     monkeypatch.setenv(native.SWITCH, "off")
-    native.library.cache_clear()
+    native.loaded.cache_clear()
     yield
     monkeypatch.undo()
-    native.library.cache_clear()
+    native.loaded.cache_clear()
 
 
 @pytest.fixture
@@ -115,9 +115,9 @@ def torch_form(monkeypatch):
     def call(function, *arguments):
         with monkeypatch.context() as there:
             there.setenv(native.SWITCH, "off")
-            native.library.cache_clear()
+            native.loaded.cache_clear()
             found = function(*arguments)
-        native.library.cache_clear()
+        native.loaded.cache_clear()
         return found
 
     return call

@@ -218,16 +218,15 @@ def say_left_out(left_out: "Mapping[Place, Sequence[float]]", able: float) -> No
 
 def describe(model: "PreTrainedModel", name: str | None, fingerprint: str) -> dict[str, Any]:
     """What makes the rows of a run: the model, the versions, the machine."""
+    return about_run(name or EMBEDDED, fingerprint, str(model.dtype).removeprefix("torch."), model.device.type)
+
+
+def about_run(name: str, fingerprint: str, dtype: str, device: str) -> dict[str, Any]:
+    """The same in words: of a model, or of what was made up."""
     from kvsketch.evaluation.results.provenance import provenance
 
-    about = {
-        "model": name or EMBEDDED,
-        "fingerprint": fingerprint,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": model.device.type,
-        "command": shlex.join(["kvsketch", *sys.argv[1:]]),
-    }
-    return about | provenance()
+    about = {"model": name, "fingerprint": fingerprint, "dtype": dtype, "device": device}
+    return about | {"command": shlex.join(["kvsketch", *sys.argv[1:]])} | provenance()
 
 
 def _tasks(suite: str, names: str | None) -> list[str]:

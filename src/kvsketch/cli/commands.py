@@ -4,6 +4,7 @@ from kvsketch.cli.app import app
 from kvsketch.cli.bench import SUITES, bench, bench_suite, report
 from kvsketch.cli.bench_all import bench_all
 from kvsketch.cli.bench_error import bench_error
+from kvsketch.cli.bench_speed import bench_speed
 from kvsketch.cli.bench_text import bench_text
 from kvsketch.cli.demo import demo
 from kvsketch.cli.fit import fit
@@ -20,9 +21,10 @@ for suite, line in SUITES.items():
     bench.command(suite, help=f"{line}\n\n{bench_suite.__doc__}")(bench_suite)
 bench.command("all")(bench_all)
 bench.command("error")(bench_error)
+bench.command("speed")(bench_speed)
 bench.command("text")(bench_text)
 bench.command("report")(report)
-app.add_typer(bench, name="bench", help="Measure what methods do to a model: its answers, or single layers.")
+app.add_typer(bench, name="bench", help="Measure what methods do to a model: its answers, single layers, its speed.")
 app.command()(inspect)
 app.command("import")(import_model)
 app.command()(fit)

@@ -21,11 +21,26 @@ SWITCH = "KVSKETCH_CPU_KERNELS"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _log = logging.getLogger("kvsketch")
-_off: ContextVar[bool] = ContextVar("off", default=False)
+_off = ContextVar("kernels in C are off", default=False)
+
+
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels; None where there are none, or where they are off."""
+    return None if _off.get() else loaded()
+
+
+@contextmanager
+def off() -> Iterator[None]:
+    """Here torch's own kernels are used, as with the switch: to compare the two in one process."""
+    before = _off.set(True)
+    try:
+        yield
+    finally:
+        _off.reset(before)
 
 
 @cache
-def library() -> ctypes.CDLL | None:
+def loaded() -> ctypes.CDLL | None:
     """The compiled kernels; None where there are none, which is said once."""
     wanted = os.environ.get(SWITCH, "auto")
     if wanted not in ("auto", "off"):
@@ -42,16 +57,6 @@ def library() -> ctypes.CDLL | None:
     return found
 
 
-@contextmanager
-def off() -> Iterator[None]:
-    """Here torch does it all: to compare with."""
-    token = _off.set(True)
-    try:
-        yield
-    finally:
-        _off.reset(token)
-
-
 def name() -> str:
     """Which kernels are in use on the CPU, for reports."""
     found = library()
@@ -64,7 +69,7 @@ def name() -> str:
 def takes(*tensors: Tensor) -> bool:
     """Whether these are tensors that C can read: on the CPU, of one kind, in memory, and nobody wants a gradient."""
     kind = tensors[0].dtype
-    if torch.compiler.is_compiling() or kind not in DTYPES or library() is None or _off.get():
+    if torch.compiler.is_compiling() or kind not in DTYPES or library() is None:
         return False
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return False

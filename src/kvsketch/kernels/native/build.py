@@ -55,6 +55,12 @@ def built() -> Path:
     return folder / LIBRARY
 
 
+def build_into(folder: Path) -> Path:
+    """The kernels, compiled anew into this folder: to see how long that takes."""
+    _compile(_compiler(), folder)
+    return folder / LIBRARY
+
+
 def _compiler() -> str:
     """The C compiler that the user named, or that there is."""
     wanted = os.environ.get("CC", "").split()[:1] or ["cc", "gcc", "clang"]

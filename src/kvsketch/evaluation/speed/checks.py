@@ -1,0 +1,205 @@
+"""What an answer of one layer reads, entry by entry; and whether it is as near to the definition as plain torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvsketch.attention import Partial, WeightedTokens, merge, weighted_attention
+from kvsketch.caches.core.layer import LayerCache
+from kvsketch.caches.core.query import Answer, Query
+from kvsketch.caches.core.stream import Stream
+from kvsketch.caches.lookup.saap import IndexedConfig, Saap
+from kvsketch.caches.lookup.store import Store
+from kvsketch.evaluation.speed.clock import using
+from kvsketch.evaluation.speed.plan import TORCH
+from kvsketch.kernels.sources import Entries
+
+HeldByHead = list[list[WeightedTokens]]  # of each KV head, as that of one row
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Relative errors of an answer and of plain torch, beside float64, and what was read for the answer."""
+
+    errors: dict[str, tuple[float, float]]  # of the answer, and of the router where there is one
+    nbytes: int
+    entries: int
+
+    def right(self, within: float) -> bool:
+        """Whether all errors are at most so many times plain torch's."""
+        return all(own <= within * plain for own, plain in self.errors.values())
+
+
+def check_dense(
+    out: Float[Tensor, "1 hg 1 e"],
+    query: Float[Tensor, "1 hg 1 d"],
+    keys: Float[Tensor, "1 h n d"],
+    values: Float[Tensor, "1 h n e"],
+    scale: float,
+) -> Checked:
+    """An answer over all tokens."""
+    held = [[WeightedTokens(keys[:, h : h + 1], values[:, h : h + 1])] for h in range(keys.shape[1])]
+    errors = _errors(out, query, held, None, scale)
+    return Checked({"answer": errors}, keys.nbytes + values.nbytes, keys.shape[1] * keys.shape[2])
+
+
+def check_layer(cache: LayerCache, query: Float[Tensor, "1 hg 1 d"], scale: float, kernel: str) -> Checked:
+    """The answer of a layer with these kernels, over what a lookup with them names."""
+    ranks = torch.tensor(cache.lengths)[:, None] - 1
+    asked = Query(query, scale, None, query, ranks)
+    with using(kernel):
+        found = cache.attend(query, scale, unrotated=query)
+        held, own, own_bytes = _held(cache, asked)
+    assert found is not None, "something is held"
+    errors = {"answer": _errors(found.out, query, held, own, scale)}
+    if isinstance(cache.config, IndexedConfig) and _asks(cache):
+        errors["router"] = _router_errors(cache, asked, kernel)
+    entries = sum(part.count for parts in held for part in parts)
+    nbytes = sum(x.nbytes for parts in held for part in parts for x in vars(part).values() if x is not None)
+    return Checked(errors, nbytes + own_bytes + router_bytes(cache, query.dtype), entries)
+
+
+def router_bytes(cache: LayerCache, dtype: torch.dtype) -> int:
+    """Bytes of what is read to know where to look."""
+    config = cache.config
+    if not isinstance(config, IndexedConfig) or not _asks(cache):
+        return 0
+    learnt = config.learnt.layer(cache.layer, "cpu", dtype)
+    if not isinstance(config, Saap):
+        return learnt.centroids.nbytes
+    return sum(x.nbytes for name, x in learnt.tensors().items() if "centroids" not in name)
+
+
+def _asks(cache: LayerCache) -> bool:
+    """Whether it matters yet what queries look for."""
+    past = cache.streams.all[0].past
+    return past is not None and any(one.holding.wants_asking for one in past.bundles)
+
+
+def _held(cache: LayerCache, asked: Query) -> tuple[HeldByHead, Partial | None, int]:
+    """What a query reads of every head; what is answered otherwise, and the bytes that this may have read."""
+    heads = len(cache.streams.budgets)
+    held: HeldByHead = [[] for _ in range(heads)]
+    own: Partial | None = None
+    nbytes = 0
+    for mine, stream in zip(cache.streams.heads, cache.streams.all, strict=True):
+        queries = asked.queries.unflatten(1, (heads, -1))[:, mine].flatten(1, 2)
+        answer = stream.look(replace(asked, queries=queries, unrotated=queries))
+        parts = [part for source in answer.unread for part in source]
+        if stream.window.length:
+            parts.append(Entries(stream.window.tokens()))
+        for part in parts:
+            lanes = range(len(mine)) if part.lanes is None else part.lanes.tolist()
+            for place, lane in enumerate(lanes):
+                held[mine[lane]].append(_read(part, place))
+        others = [part for part in (answer.attended, answer.estimated) if part is not None]
+        if others:
+            assert len(mine) == heads, "such methods have one stream"
+            own, nbytes = merge(*others), _bytes_of(stream, answer)
+    return held, own, nbytes
+
+
+def _bytes_of(stream: Stream, answer: Answer) -> int:
+    """What may be read for an answer that is not over entries: all there is, or what is known of all of it."""
+    assert stream.past is not None, "something has answered"
+    if answer.attended is not None:
+        return stream.past.nbytes
+    return sum(one.holding.index.nbytes for one in stream.past.bundles if isinstance(one.holding, Store))
+
+
+def _read(part: Entries, place: int) -> WeightedTokens:
+    """The entries of one lane that are read."""
+    tokens = part.tokens
+    each = [tokens.keys[0, place], tokens.values[0, place]]
+    weights = [
+        None if x is None else x.expand(*tokens.keys.shape[:3])[0, place] for x in (tokens.log_mass, tokens.log_value)
+    ]
+    if part.segments is not None:
+        runs = zip(part.segments.begin[0, place, 0].tolist(), part.segments.length[0, place, 0].tolist(), strict=True)
+        index = torch.cat([torch.arange(begin, begin + length) for begin, length in runs])
+        each, weights = [x[index] for x in each], [None if x is None else x[index] for x in weights]
+    mass, value = (None if x is None else x[None, None] for x in weights)
+    return WeightedTokens(each[0][None, None], each[1][None, None], mass, value)
+
+
+def _joined(parts: Sequence[WeightedTokens]) -> WeightedTokens:
+    """As one set."""
+
+    def weights(name: str, like: str | None = None) -> Tensor | None:
+        if all(getattr(part, name) is None for part in parts):
+            return None
+        found = list[Tensor]()
+        for part in parts:
+            x = getattr(part, name)
+            x = getattr(part, like) if x is None and like else x
+            found.append(torch.zeros(1, 1, part.count) if x is None else x)
+        return torch.cat(found, 2)
+
+    keys, values = (torch.cat([getattr(part, name) for part in parts], 2) for name in ("keys", "values"))
+    return WeightedTokens(keys, values, weights("log_mass"), weights("log_value", "log_mass"))
+
+
+def _errors(
+    out: Float[Tensor, "1 hg 1 e"],
+    query: Float[Tensor, "1 hg 1 d"],
+    held: HeldByHead,
+    own: Partial | None,
+    scale: float,
+) -> tuple[float, float]:
+    """Of an answer, and of plain torch: relative to the definition in float64, a head at a time."""
+    group = query.shape[1] // len(held)
+    of_head = [slice(head * group, (head + 1) * group) for head in range(len(held))]
+    wrong = plain_wrong = whole = 0.0
+    for mine, parts in zip(of_head, held, strict=True):
+        beside = None if own is None else Partial(own.out[:, mine].float(), own.lse[:, mine].float())
+        wide = None if beside is None else Partial(beside.out.double(), beside.lse.double())
+        asking, truth, plain = query[:, mine], wide, beside
+        if parts:
+            tokens = _joined(parts)
+            truth = _with(weighted_attention(asking.double(), _double(tokens), scale), wide)
+            plain = _with(_plain(asking, tokens, scale), beside)
+        assert truth is not None, "every head reads something"
+        assert plain is not None, "as the truth"
+        whole += float(truth.out.square().sum())
+        wrong += float((out[:, mine].double() - truth.out).square().sum())
+        plain_wrong += float((plain.out.to(query.dtype).double() - truth.out).square().sum())
+    return (wrong / whole) ** 0.5, (plain_wrong / whole) ** 0.5
+
+
+def _with(part: Partial, beside: Partial | None) -> Partial:
+    return part if beside is None else merge(part, beside)
+
+
+def _double(tokens: WeightedTokens) -> WeightedTokens:
+    weights = [None if x is None else x.double() for x in (tokens.log_mass, tokens.log_value)]
+    return WeightedTokens(tokens.keys.double(), tokens.values.double(), *weights)
+
+
+def _plain(query: Float[Tensor, "1 g 1 d"], tokens: WeightedTokens, scale: float) -> Partial:
+    """Two products in the precision of what is held, as one would write them."""
+    logits = (query.transpose(1, 2) @ tokens.keys.mT).float() * scale  # [1, 1, g, n]
+    masses = logits if tokens.log_mass is None else logits + tokens.log_mass[:, :, None]
+    lse = torch.logsumexp(masses, 3, keepdim=True)
+    shares = masses if tokens.log_value is None else logits + tokens.log_value[:, :, None]
+    out = torch.exp(shares - lse).to(tokens.values.dtype) @ tokens.values
+    return Partial(out.transpose(1, 2).float(), lse[..., 0].transpose(1, 2))
+
+
+def _router_errors(cache: LayerCache, asked: Query, kernel: str) -> tuple[float, float]:
+    """Of what buckets are expected to hold, and of plain torch's."""
+    method, heads = cache.streams.all[0].method, len(cache.streams.budgets)
+    assert method is not None, "there is something to look up"
+    wide = asked.queries.double()
+    truth = method.ask(replace(asked, queries=wide, unrotated=wide), heads)
+    found = list[Tensor]()
+    for one in (kernel, TORCH):
+        with using(one):
+            scores = method.ask(asked, heads)
+        assert scores is not None, "a router says something"
+        found.append(scores)
+    assert truth is not None, "as in float64"
+    own, plain = (float((x.double() - truth).norm() / truth.norm()) for x in found)
+    return own, plain

@@ -1,0 +1,219 @@
+"""Whole models beside stock and exact: tokens a second while a prompt is read, and while tokens come one by one.
+
+Every way has exact in turn with it, from caches of the same tokens. Nothing is timed where the first answers of exact
+are not those of stock.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from kvsketch.caches.core.config import MethodConfig
+from kvsketch.caches.core.tokens import NewTokens, Unrotated
+from kvsketch.caches.exact import Exact
+from kvsketch.evaluation.answers.reading import readable_for
+from kvsketch.evaluation.results.rows import Row, RowsFile, key_of
+from kvsketch.evaluation.speed.clock import no_room, seconds, summed_up
+from kvsketch.evaluation.speed.made import Ready, keys_and_values
+from kvsketch.evaluation.speed.plan import EXACT, KEY, STOCK, WARM, Plan
+from kvsketch.huggingface import SketchCache, attach, detach, make_cache
+from kvsketch.huggingface.identity import describe_model
+from kvsketch.huggingface.modules import heads_of
+
+FILLED, READ = 3, 4  # times the bytes of a whole cache: exact's, the other one, what making it takes, what was read
+Prompt = dict[str, float]  # seconds of reading, and of compressing
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, by the name of its part, and so many tokens in its context; those that come one by one then.
+
+    `prompt`: the text that is read; None: caches are filled with random keys and values. `reads`: times it is read.
+    """
+
+    part: str
+    model: PreTrainedModel
+    tokens: int
+    next: Int64[Tensor, " m"]
+    prompt: Int64[Tensor, "1 n"] | None = None
+    reads: int = 1
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Layers, KV heads, query heads of each, and their width."""
+        text = self.model.config.get_text_config(decoder=True)
+        heads, width = heads_of(text)
+        assert isinstance(heads, int), "alike in all layers"
+        assert isinstance(width, int), "alike in all layers"
+        return text.num_hidden_layers, heads, text.num_attention_heads // heads, width
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of all keys and values."""
+        layers, heads, _, width = self.shape
+        return 2 * layers * heads * width * self.tokens * self.model.dtype.itemsize
+
+
+def run(
+    subject: Subject, plan: Plan, rows: RowsFile, ready: Ready, say: Callable[[str], None]
+) -> Iterator[tuple[str, int]]:
+    """Measure what the file does not hold yet, a method at a time; what comes next, and how many rows that settles."""
+    what = f"{subject.part}, {subject.tokens:,} tokens"
+
+    def labels(way: str) -> Row:
+        return plan.labels(subject.part, subject.tokens, way, plan.kernels[0], subject.shape)
+
+    missing = [way for way in plan.ways if key_of(labels(way), KEY) not in rows.done]
+    yield what, len(plan.ways) - len(missing)
+    if not missing:
+        return
+    if without := no_room((FILLED if subject.prompt is None else READ) * subject.full_bytes):
+        say(f"{what} are left out: {without}")
+        yield what, len(missing)
+        return
+    source = Filled(subject) if subject.prompt is None else Read(subject)
+    yield f"{what}, {STOCK}", 0
+    error, exact, stock = _steps(source, STOCK, STOCK)
+    right = error < plan.apart
+    both = ((STOCK, stock), (EXACT, exact))
+    rows.add(_row(labels(way), taken, exact, source, way, right) | {"error": error} for way, taken in both)
+    yield what, len([way for way in missing if way in (STOCK, EXACT)])
+    for way in (way for way in missing if way in plan.configs):
+        yield f"{what}, {way}", 0
+        try:
+            config = ready(plan.configs[way]).for_model(lambda: describe_model(subject.model))
+        except ValueError as missed:  # nothing was learnt for this model
+            say(f"{way} is left out of {subject.part}: {missed}")
+        else:
+            _, exact, own = _steps(source, way, config)
+            rows.add([_row(labels(way), own, exact, source, way, right)])
+        yield what, 1
+
+
+class Source(ABC):
+    """Where caches come from."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.model, self.subject = subject.model, subject
+        self.prompts = dict[str, Prompt]()  # seconds, by way
+        self.nbytes = dict[str, int]()
+
+    @abstractmethod
+    def cache(self, way: str, config: MethodConfig | str) -> Cache:
+        """A cache of this way that holds the subject's tokens; `config` is the way itself for stock's."""
+
+    def be_ready_for(self, config: MethodConfig | str) -> None:
+        """Have the model as this way has it, with nothing of another's."""
+        detach(self.model)
+        if not isinstance(config, str):
+            attach(self.model, before_rotation=config.before_rotation)
+
+
+class Filled(Source):
+    """Caches that were given random keys and values."""
+
+    def cache(self, way: str, config: MethodConfig | str) -> Cache:
+        layers, heads, _, width = self.subject.shape
+        detach(self.model)
+        made = DynamicCache(config=self.model.config) if isinstance(config, str) else make_cache(self.model, config)
+        for layer in range(layers):
+            keys, values = keys_and_values(heads, self.subject.tokens, width, self.model.dtype, seed=10 + layer)
+            if isinstance(made, SketchCache):
+                made.sketch_layers[layer].held.hold(NewTokens(keys, values, None, Unrotated(keys, keys)))
+            else:
+                made.update(keys, values, layer)
+        return made
+
+
+class Read(Source):
+    """Caches that have read a prompt, each as it reads one; what several have in common is read once."""
+
+    def __init__(self, subject: Subject) -> None:
+        super().__init__(subject)
+        self.whole = dict[Exact, tuple[SketchCache, float]]()
+        times: dict[str, list[float]] = {STOCK: [], EXACT: []}
+        for _ in range(subject.reads):
+            stock, taken = self._timed(STOCK)
+            times[STOCK].append(taken)
+            exact, taken = self._timed(Exact())
+            times[EXACT].append(taken)
+        assert isinstance(exact, SketchCache), "ours"
+        self.stock = [stock]  # asked for once
+        self.whole[Exact()] = (exact, median(times[EXACT]))
+        self.prompts = {way: {"reading": median(taken), "compressing": 0.0} for way, taken in times.items()}
+
+    def cache(self, way: str, config: MethodConfig | str) -> Cache:
+        if isinstance(config, str):
+            return self.stock.pop()
+        if config == Exact():
+            return self.whole[Exact()][0].fork()
+        shared = readable_for(config)
+        if shared is None:
+            made, taken = self._read(config)
+            self.prompts[way] = {"reading": taken, "compressing": 0.0}
+            return made
+        if shared not in self.whole:
+            self.whole = {Exact(): self.whole[Exact()]}  # a whole cache for each is much
+            self.whole[shared] = self._read(shared)
+        whole, taken = self.whole[shared]
+        times = [seconds(partial(whole.compress, config)) for _ in range(self.subject.reads)]
+        self.prompts[way] = {"reading": taken, "compressing": median(times)}
+        return whole.compress(config)
+
+    def _read(self, config: MethodConfig) -> tuple[SketchCache, float]:
+        found = [self._timed(config) for _ in range(self.subject.reads)]
+        made = found[-1][0]
+        assert isinstance(made, SketchCache), "ours"
+        return made, median(taken for _, taken in found)
+
+    def _timed(self, config: MethodConfig | str) -> tuple[Cache, float]:
+        detach(self.model)
+        made = DynamicCache(config=self.model.config) if isinstance(config, str) else make_cache(self.model, config)
+        return made, seconds(partial(self.model, self.subject.prompt, past_key_values=made, logits_to_keep=1))
+
+
+@torch.no_grad()
+def _steps(source: Source, way: str, config: MethodConfig | str) -> tuple[float, list[float], list[float]]:
+    """How far the first logits are from exact's, and seconds of exact's steps and of this way's, in turn."""
+    model, subject = source.model, source.subject
+    both = ((Exact(), source.cache(EXACT, Exact())), (config, source.cache(way, config)))
+    taken: tuple[list[float], list[float]] = ([], [])
+    error = 0.0
+    for number, token in enumerate(subject.next):
+        given: dict[str, Any] = {"position_ids": torch.tensor([[subject.tokens + number]]), "use_cache": True}
+        found = list[Any]()
+        for (ours, cache), times in zip(both, taken, strict=True):
+            source.be_ready_for(ours)
+            began = time.perf_counter()
+            found.append(model(token.view(1, 1), past_key_values=cache, **given))
+            times.append(time.perf_counter() - began)
+        if number == 0:
+            exact, own = (one.logits[0, -1] for one in found)
+            error = float((exact - own).norm() / own.norm())
+    for (_, cache), name in zip(both, (EXACT, way), strict=True):
+        source.nbytes[name] = _bytes(cache)
+    detach(model)
+    return error, taken[0][WARM:], taken[1][WARM:]
+
+
+def _bytes(cache: Cache) -> int:
+    if isinstance(cache, SketchCache):
+        return cache.nbytes
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+
+def _row(labels: Row, taken: list[float], exact: list[float], source: Source, way: str, right: bool) -> Row:
+    """What was found; without times where exact is wrong."""
+    row = labels | {"right": right, "nbytes": source.nbytes[way]}
+    if not right:
+        return row
+    return row | summed_up(taken) | {"exact": summed_up(exact)["seconds"]} | source.prompts.get(way, {})
