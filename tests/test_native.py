@@ -39,6 +39,7 @@ def fresh(monkeypatch, tmp_path):
     """A cache folder of our own, and a library that is looked for anew, now and after the test."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("KVSKETCH_CACHE", str(folder))
+    monkeypatch.setenv("CFLAGS", "-O0")  # quickly
     native.loaded.cache_clear()
     yield folder
     native.loaded.cache_clear()
