@@ -2,14 +2,17 @@
 
 import copy
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import calls
 import kvsketch
 import zoo
+from calls import normal
 from kvsketch.attention import WeightedTokens, weighted_attention
 from kvsketch.caches.core.allocation import budgets_of
 from kvsketch.caches.core.budget import Budget
@@ -35,28 +38,13 @@ SPECS = [
     "subgen(keep=0.3, window=16)",
     "subgen(keep=200, window=16, t=2)",
 ]
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+fed = partial(calls.fed, scale=SCALE)
 
 
 def stream(count, rows=1, heads=4, seed=0):
     """Queries, keys and values."""
     shapes = ((rows, heads * GROUP), (rows, heads), (rows, heads))
     return tuple(normal(*shape, count, WIDTH, seed=3 * seed + i) for i, shape in enumerate(shapes))
-
-
-def fed(cache, query, keys, values, sizes, valid=None):
-    """All answers, the tokens given in calls of these sizes."""
-    out, start = [], 0
-    for size in sizes:
-        part = slice(start, start + size)
-        given = None if valid is None else valid[:, part]
-        new = NewTokens(keys[:, :, part], values[:, :, part], None if given is None or given.all() else given)
-        out.append(cache.read(query[:, :, part], new, SCALE).out)
-        start += size
-    return torch.cat(out, 2)
 
 
 @pytest.mark.once
