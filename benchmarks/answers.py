@@ -73,12 +73,17 @@ def sum_up_into(summary: Path, out: Path, name: str, compared: list[str]) -> lis
     if not rows:
         raise SystemExit(f"there are no rows in {out / 'rows.jsonl'}: nothing to sum up")
     runs, means = add_to_earlier(summary, runs, summarise(rows))
-    lines = [json.dumps({"runs": runs}), *(json.dumps(asdict(mean)) for mean in means)]
-    summary.write_text("\n".join(lines) + "\n")
+    write_means(summary, runs, means)
     shown = [mean for mean in means if mean.task in compared and mean.length <= max(LENGTHS)]
     for picture in [*draw_scores(shown, out), *draw_needles(rows, out)]:
         picture.path.rename(FIGURES / f"{name}-{picture.path.name}")
     return means
+
+
+def write_means(summary: Path, runs: list[dict], means: list[Mean]) -> None:
+    """A line on the runs that they come from, and a line for each."""
+    lines = [{"runs": runs}, *(asdict(mean) for mean in means)]
+    summary.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def add_to_earlier(summary: Path, runs: list[dict], means: list[Mean]) -> tuple[list[dict], list[Mean]]:

@@ -6,14 +6,13 @@ and a table is printed.
 """
 
 import argparse
-import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
-from answers import bench
+from answers import bench, write_means
 from common import RESULTS
 from kvsketch.evaluation.answers.summary import Mean, summarise
 from kvsketch.evaluation.results.rows import read_rows
@@ -43,7 +42,7 @@ def specs(part: str, profile: str) -> list[str]:
 
 def run(name: str, out: Path, specs: Specs, samples: int, *more: object) -> list[Mean]:
     """Rows of all tasks, with full attention's; then their means, the profile's path left out of their names."""
-    found, runs = list[Mean](), list[object]()
+    found, runs = list[Mean](), list[dict]()
     for part, asked, others in (("records", RECORDS, NEEDLES), ("needles", NEEDLES, RECORDS)):
         profile = str(measured(out / f"for-{part}.json", list(others)).absolute())
         methods = "; ".join(["exact", *specs(part, profile)])
@@ -54,8 +53,7 @@ def run(name: str, out: Path, specs: Specs, samples: int, *more: object) -> list
         first, rows = read_rows(out / part / "rows.jsonl")
         runs += first
         found += [replace(mean, method=mean.method.replace(repr(profile), "'profile'")) for mean in summarise(rows)]
-    lines = [{"runs": runs}, *(asdict(mean) for mean in found)]
-    (RESULTS / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_means(RESULTS / f"{name}.jsonl", runs, found)
     return found
 
 

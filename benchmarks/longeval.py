@@ -6,11 +6,10 @@ table is printed. The profile is one of needles: it saw no lines.
 """
 
 import argparse
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
-from answers import bench
+from answers import bench, write_means
 from by_head import NEEDLES, measured
 from common import RESULTS
 from kvsketch.evaluation.answers.summary import Mean, summarise
@@ -54,8 +53,7 @@ def run(out: Path, folder: Path) -> list[Mean]:
         first, rows = read_rows(out / lines / "rows.jsonl")
         runs += first
         found += [replace(mean, method=methods[mean.method]) for mean in summarise(rows)]
-    table = [{"runs": runs}, *(asdict(mean) for mean in found)]
-    (RESULTS / "longeval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in table))
+    write_means(RESULTS / "longeval.jsonl", runs, found)
     return found
 
 

@@ -2,7 +2,9 @@
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
+from typing import ClassVar
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -14,37 +16,58 @@ torch.set_num_threads(1)  # one worker a core: two threads each would wait for o
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what is started in the background ignores it, children too
 
 
-class SomeCalls(type(jaxtyping.config)):
-    """Shapes and types of a test's first calls are checked, and those of some of the others.
+class Checked:
+    """Shapes and types are checked at every function's first call of a test, and at some of the others.
 
-    To check them all takes longer than all else.
+    To check them all takes longer than all else. Functions inside others are left as they are: what checks them would
+    be compiled at every call of the outer one.
     """
 
-    FIRST, ONE_IN = 300, 499
-    calls = 0
+    ONE_IN = 199
+    calls: ClassVar[dict[Callable, int]] = {}
+    off = False
 
-    @property
-    def jaxtyping_disable(self) -> bool:
-        self.calls += 1
-        return self.calls > self.FIRST and self.calls % self.ONE_IN != 0
+    @classmethod
+    def sometimes(cls, plain: Callable, checked: Callable) -> Callable:
+        @wraps(plain)
+        def call(*args: object, **options: object) -> object:
+            number = cls.calls.get(plain, 0)
+            cls.calls[plain] = number + 1
+            return (plain if number % cls.ONE_IN or cls.off else checked)(*args, **options)
 
-    @jaxtyping_disable.setter
-    def jaxtyping_disable(self, value: bool) -> None:
-        raise AttributeError("how many calls are checked is set here")
+        return call
+
+    @classmethod
+    def decorated(cls, made: Callable | type, check: Callable) -> Callable | type:
+        """A function or a class as it is imported; of a class its constructor, if the checker takes it."""
+        if "<locals>" in made.__qualname__:
+            return made
+        if not isinstance(made, type):
+            return cls.sometimes(made, check(made))
+        plain = vars(made).get("__init__")
+        if plain is not None and check(made).__init__ is not plain:
+            made.__init__ = cls.sometimes(plain, made.__init__)
+        return made
 
 
-jaxtyping.config.__class__ = SomeCalls
+def _jaxtyped(*given: object, **options: object) -> object:
+    check = jaxtyped(*given, **options)
+    return check if given else partial(Checked.decorated, check=check)
+
+
+jaxtyped = jaxtyping.jaxtyped
+jaxtyping.jaxtyped = _jaxtyped
 
 
 @pytest.fixture(autouse=True)
 def _the_same_calls_are_checked_in_every_run() -> None:
-    jaxtyping.config.calls = 0
+    Checked.calls.clear()
 
 
 @pytest.fixture
 def as_users_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """No call is checked: what is refused is refused by the library."""
-    monkeypatch.setattr(SomeCalls, "jaxtyping_disable", True)
+    monkeypatch.setattr(Checked, "off", True)
 
 
 @pytest.fixture(autouse=True)

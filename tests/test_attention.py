@@ -8,12 +8,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from jaxtyping import TypeCheckError
 
 from kvsketch.attention import (
     Partial,
     WeightedTokens,
     exact_attention,
     fold_groups,
+    log_of,
     merge,
     unfold_groups,
     weighted_attention,
@@ -287,3 +289,17 @@ def test_gradients_pass_through_the_definition():
         return weighted_attention(query, WeightedTokens(keys, values, log_mass), SCALE).out
 
     assert torch.autograd.gradcheck(answer, (query, keys, values, log_mass))
+
+
+# -- while tests run
+
+
+def test_types_and_shapes_are_checked():
+    with pytest.raises(TypeCheckError):
+        log_of(torch.zeros(3))
+    with pytest.raises(TypeCheckError):
+        Partial(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 5))
+
+
+def test_nothing_is_checked_as_users_run_it(as_users_run_it):
+    assert Partial(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 5)).lse.shape == (1, 2, 5)

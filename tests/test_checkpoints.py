@@ -180,6 +180,7 @@ def test_no_room_and_no_package_are_said_before_any_work(whole, tmp_path, monkey
     assert not (tmp_path / "model").exists()
 
 
+@pytest.mark.once
 def test_a_writer_who_is_killed_leaves_nothing_behind_the_next_one(whole, tmp_path):
     """The kill comes while the check runs: all files are written, but not under their name."""
     script = (

@@ -275,6 +275,7 @@ assert not heavy, heavy
 """
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("argument", [None, "--version", "--help", "bench --help", "bench error --help"])
 def test_what_needs_no_model_loads_nothing_heavy(argument):
     start = "import kvsketch" if argument is None else "from kvsketch.cli import main; main()"
@@ -285,6 +286,7 @@ def test_what_needs_no_model_loads_nothing_heavy(argument):
     assert argument is None or done.stdout
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "sign",
     [
@@ -340,6 +342,7 @@ def test_ctrl_c_stays_what_somebody_chose():
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("option", ["--version", "--help"])
 def test_a_full_disk_behind_the_output(option):
     with open("/dev/full", "w") as full:
@@ -348,6 +351,7 @@ def test_a_full_disk_behind_the_output(option):
     assert (running.returncode, err) == (2, b"error: [Errno 28] No space left on device\n")
 
 
+@pytest.mark.once
 def test_nobody_reads_the_help():
     read, write = os.pipe()
     os.close(read)
@@ -357,6 +361,7 @@ def test_nobody_reads_the_help():
     assert (running.returncode, err) == (1, b"")
 
 
+@pytest.mark.once
 def test_a_cache_that_cannot_be_saved_does_not_cost_the_answer(book, tmp_path):
     """Here the file may not be as large as that; a full disk ends the same way."""
     options = ["--prompt-file", str(book), "--question", "Which month?", "--max-new-tokens", "5"]
@@ -383,6 +388,7 @@ def test_a_text_comes_through_a_pipe(book):
     assert done.stdout == run("generate", "--prompt-file", book, "--max-new-tokens", 3).stdout
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_closed_streams(book):
     command = f"{sys.executable} -m kvsketch generate --prompt-file {book} --max-new-tokens 2 >&- 2>&-"
@@ -393,6 +399,7 @@ def test_closed_streams(book):
     assert "standard input is empty" in done.stderr
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_nobody_listens_any_more():
     reader = process("sample", "lines", "--tokens", 30000, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -404,6 +411,7 @@ def test_nobody_listens_any_more():
     assert "Broken" not in said
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_run_that_is_stopped_reports_what_it_has(tmp_path):
     """Ctrl-C; and after a kill, when nobody could report, a command does."""
@@ -480,6 +488,7 @@ def test_tables_say_what_was_counted_on_80_columns(tmp_path):
     assert "1.000 [0.34, 1.00]" in done.stdout  # 2 of 2 is not certain
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_training_from_the_command_line(tmp_path):
     done = run("train-demo", tmp_path / "run", "--tokens", 9000, "--device", "cpu")

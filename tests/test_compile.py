@@ -87,6 +87,7 @@ def test_a_decode_step_with_a_padding_mask_has_no_graph_break():
     run(WITH_A_MASK, "streaming_llm(keep=128)", "subgen(keep=160, window=16)", "balancekv(keep=160, window=16)")
 
 
+@pytest.mark.once
 def test_compiled_decoding_equals_eager_across_a_block():
     """The step in which a block leaves the window takes torch half a minute: one method must do."""
     run(DECODE, "exact", "uniform(keep=0.5, window=16)")

@@ -39,7 +39,12 @@ def test_it_is_small_and_safe():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "dtype"),
-    [(task, torch.float32) for task in ("lines", "kv", "niah_multikey")] + [("niah_multiquery", torch.bfloat16)],
+    [
+        ("lines", torch.float32),
+        pytest.param("kv", torch.float32, marks=pytest.mark.once),
+        pytest.param("niah_multikey", torch.float32, marks=pytest.mark.once),
+        pytest.param("niah_multiquery", torch.bfloat16, marks=pytest.mark.once),
+    ],
 )
 def test_it_answers(task, dtype):
     """12 prompts of 1,000 tokens; over 200 it is right in at least 98 % (docs/embedded.md)."""
@@ -50,6 +55,7 @@ def test_it_answers(task, dtype):
     assert sum(row["score"] for row in rows) >= 11
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_it_answers_longevals_own_wording():
     model, tokenizer = load_embedded(torch.float32)

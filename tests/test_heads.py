@@ -2,14 +2,17 @@
 
 import copy
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import calls
 import kvsketch
 import zoo
+from calls import normal
 from kvsketch.attention import WeightedTokens, weighted_attention
 from kvsketch.caches.core.allocation import budgets_of
 from kvsketch.caches.core.budget import Budget
@@ -35,10 +38,7 @@ SPECS = [
     "subgen(keep=0.3, window=16)",
     "subgen(keep=200, window=16, t=2)",
 ]
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+fed = partial(calls.fed, scale=SCALE)
 
 
 def stream(count, rows=1, heads=4, seed=0):
@@ -47,22 +47,11 @@ def stream(count, rows=1, heads=4, seed=0):
     return tuple(normal(*shape, count, WIDTH, seed=3 * seed + i) for i, shape in enumerate(shapes))
 
 
-def fed(cache, query, keys, values, sizes, valid=None):
-    """All answers, the tokens given in calls of these sizes."""
-    out, start = [], 0
-    for size in sizes:
-        part = slice(start, start + size)
-        given = None if valid is None else valid[:, part]
-        new = NewTokens(keys[:, :, part], values[:, :, part], None if given is None or given.all() else given)
-        out.append(cache.read(query[:, :, part], new, SCALE).out)
-        start += size
-    return torch.cat(out, 2)
-
-
+@pytest.mark.once
 @pytest.mark.parametrize("spec", SPECS)
 def test_each_head_answers_as_if_all_heads_had_its_budget(spec):
-    query, keys, values = stream(760)
-    sizes = [600, *[1] * 40, 50, *[1] * 70]
+    query, keys, values = stream(720)
+    sizes = [600, *[1] * 35, 50, *[1] * 35]
     cache = uneven(spec)
     got = fed(cache, query, keys, values, sizes)
     assert len(set(cache.budgets)) == 4, "every head has another budget"
@@ -77,6 +66,7 @@ def test_each_head_answers_as_if_all_heads_had_its_budget(spec):
         assert entries[head] == int(alike.count_entries()[0, head])
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_padded_row_of_unequal_heads_equals_the_row_alone(spec):
     query, keys, values = stream(700, rows=3)
@@ -97,6 +87,7 @@ def test_a_padded_row_of_unequal_heads_equals_the_row_alone(spec):
     )
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("spec", SPECS)
 def test_rows_move_and_state_comes_back(spec):
     query, keys, values = stream(500, rows=2)

@@ -165,6 +165,7 @@ def test_pictures_are_functions_of_rows(tmp_path):
     assert save(figure, tmp_path / "new" / "clusters.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_maps_have_a_panel_for_keys_and_values_of_every_layer_and_head():
     figure = pictures.maps_picture([captured(layer=0), captured(layer=3)], [0, 1])

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from calls import normal
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.tokens import NewTokens
 from kvsketch.caches.forgetting.keydiff import KeyDiff
@@ -12,29 +13,31 @@ from lanes import entries_of
 HEADS, WIDTH = 3, 8
 
 
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def plainly(keys, calls, config, budget):
-    """One head, token numbers alone: what is kept after calls of these sizes, by the definition.
+    """One head, token numbers alone: what is kept after calls of these sizes, and runs of the others that have means.
 
     Tokens of the window leave before those of the call that pushes them out.
     """
-    held, left, seen = [], 0, 0
+    held, runs, left, seen = [], [], 0, 0
     for size in calls:
         due = max(0, seen + size - config.sinks - config.window) // config.leaving * config.leaving
         in_window = max(0, seen - config.sinks)
         for stop in (min(due, in_window), due) if size > 1 else (due,):
             if stop <= left:
                 continue
-            held += range(config.sinks + left, config.sinks + stop)
-            left = stop
+            held, left = [*held, *range(config.sinks + left, config.sinks + stop)], stop
             every = F.normalize(keys[config.sinks : config.sinks + left].double(), dim=1)
             scores = {token: -float(F.normalize(keys[token].double(), dim=0) @ every.mean(0)) for token in held}
-            held = sorted(sorted(held, key=lambda token: (-scores[token], token))[: config.room(budget, left)])
+            room = config.room(budget, left)
+            means = max(1, int(config.residual * room)) if config.residual and left > room else 0
+            best = sorted(sorted(held, key=lambda token: (-scores[token], token))[: room - means])
+            runs = sorted([*runs, *([token] for token in held if means and token not in best)])
+            held = best
+            while len(runs) > means:
+                at = min(range(len(runs) - 1), key=lambda i: len(runs[i]) + len(runs[i + 1]))
+                runs[at : at + 2] = [sorted(runs[at] + runs[at + 1])]
         seen += size
-    return held
+    return held, runs
 
 
 @pytest.mark.parametrize("keep", [0.25, 80])
@@ -50,7 +53,7 @@ def test_what_is_kept_is_what_the_definition_keeps(keep, calls):
         start += size
     held = entries_of(cache.past).keys[0]
     for head in range(HEADS):
-        expected = plainly(keys[0, head], calls, config, cache.budgets[0])
+        expected, _ = plainly(keys[0, head], calls, config, cache.budgets[0])
         assert torch.equal(held[head], keys[0, head, expected])
     assert int(cache.count_entries().max()) <= cache.budgets[0].entries(500)
 

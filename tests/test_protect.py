@@ -7,14 +7,16 @@ from functools import partial
 import pytest
 import torch
 
+import calls
 import kvsketch
 import zoo
+from calls import normal
 from kvsketch.attention import exact_attention
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.config import BLOCK
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.spans import Spans, read_spans
-from kvsketch.caches.core.tokens import NewTokens, Unrotated
+from kvsketch.caches.core.tokens import NewTokens
 from kvsketch.caches.registry import parse_spec
 from kvsketch.files import TensorFile, write_tensors
 from states import difference, state_of
@@ -39,28 +41,13 @@ SPECS = [
     "streaming_heads(keep=0.3)",
     "lsh(window=20, bins=6, full_layers=0)",
 ]
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+fed = partial(calls.fed, scale=SCALE)
 
 
 def stream(rows, count):
     """Queries, keys and values."""
     heads = (HEADS * GROUP, HEADS, HEADS)
     return [normal(rows, n, count, WIDTH, seed=seed) for seed, n in enumerate(heads)]
-
-
-def fed(cache, query, keys, values, sizes, valid=None):
-    """All answers, the tokens given in calls of these sizes."""
-    out, start = [], 0
-    for size in sizes:
-        part = slice(start, start + size)
-        real = None if valid is None or bool(valid[:, part].all()) else valid[:, part]
-        new = NewTokens(keys[:, :, part], values[:, :, part], real, Unrotated(query[:, :, part], keys[:, :, part]))
-        out.append(cache.read(query[:, :, part], new, SCALE).out)
-        start += size
-    return torch.cat(out, 2)
 
 
 def exactly_held(held, row, head):

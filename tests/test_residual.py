@@ -2,22 +2,19 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import kvsketch
 import zoo
+from calls import normal
 from kvsketch.attention import exact_attention
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.tokens import NewTokens
 from kvsketch.caches.registry import parse_spec
 from lanes import entries_of
+from test_keydiff import plainly
 
 HEADS, GROUP, WIDTH, SCALE = 2, 3, 8, 0.7
 CALLS = [300, *[1] * 20, 90, *[1] * 9]
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def text(count, rows=1):
@@ -40,30 +37,6 @@ def stands(cache):
     """For how many tokens each entry of the past stands, head by head."""
     entries = entries_of(cache.past)
     return torch.ones(entries.keys.shape[:3]) if entries.log_mass is None else entries.log_mass.exp()
-
-
-def plainly(keys, calls, config, budget):
-    """One head: the tokens that keydiff keeps, and the runs of those that it has dropped."""
-    held, runs, left, seen = [], [], 0, 0
-    for size in calls:
-        due = max(0, seen + size - config.sinks - config.window) // config.leaving * config.leaving
-        in_window = max(0, seen - config.sinks)
-        for stop in (min(due, in_window), due) if size > 1 else (due,):
-            if stop <= left:
-                continue
-            held, left = [*held, *range(4 + left, 4 + stop)], stop
-            every = F.normalize(keys[4 : 4 + left].double(), dim=1)
-            scores = {token: -float(F.normalize(keys[token].double(), dim=0) @ every.mean(0)) for token in held}
-            room = config.room(budget, left)
-            means = max(1, int(config.residual * room)) if left > room else 0
-            best = sorted(sorted(held, key=lambda token: (-scores[token], token))[: room - means])
-            runs = sorted([*runs, *([token] for token in held if token not in best)])
-            held = best
-            while len(runs) > means:
-                at = min(range(len(runs) - 1), key=lambda i: len(runs[i]) + len(runs[i + 1]))
-                runs[at : at + 2] = [sorted(runs[at] + runs[at + 1])]
-        seen += size
-    return held, runs
 
 
 @pytest.mark.parametrize(("keep", "residual"), [(0.25, 0.1), (80, 0.5)])

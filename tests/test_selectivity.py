@@ -533,7 +533,7 @@ def test_the_command_takes_indexes_and_files(tmp_path):
         (["--index", "x", "--buckets", "8"], "give --index or --buckets"),
         (["--window", 9000], "the study needs at least 9,097: 1 first ones, a window of"),
         (["--prompt-file", "{book}"], "buckets are made of other texts: name some with"),
-        (["--buckets", "90000"], "90000 buckets need as many keys, the texts have"),
+        ([*SHORT, "--buckets", "90000"], "90000 buckets need as many keys, the texts have"),
     ],
 )
 def test_a_study_that_cannot_be_ends_with_one_line(arguments, message, tmp_path):

@@ -51,7 +51,7 @@ def test_the_mass_of_what_was_dropped_stays_in_the_denominator():
     sums = []
     for seed in range(seeds):
         cache = LayerCache(Uniform(keep=160, seed=seed, window=8), 0)
-        cache.read(query.expand(-1, -1, count, -1), NewTokens(keys, values), SCALE)
+        cache.hold(NewTokens(keys, values))
         part = cache.attend(query, SCALE)
         share = torch.exp(part.lse - exact.lse)
         sums.append(torch.cat([share[..., None], share[..., None] * part.out], -1).flatten(1))
@@ -72,7 +72,7 @@ def test_error_falls_as_one_over_the_root_of_the_sample():
         squared = []
         for seed in range(seeds):
             cache = LayerCache(Uniform(keep=size + 4 + 8 + BLOCK, seed=seed, window=8), 0)
-            cache.read(query, NewTokens(keys, values), SCALE)
+            cache.hold(NewTokens(keys, values))
             squared.append((cache.attend(query[:, :, -64:], SCALE).out - exact).square().mean())
         errors.append(torch.stack(squared).mean().sqrt().item())
     # Without replacement the variance has a factor 1 - m/n, which is taken out before the slope is read off.

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from rich.progress import MofNCompleteColumn
 
-from kvsketch.cli.app import MOST, output, progress_bar, reported, say_no_pictures, some_numbers
-from kvsketch.cli.bench_error_inputs import Inputs, Texts, or_default, shares, specs
+from kvsketch.cli.app import MOST, listed, output, progress_bar, reported, say_no_pictures, some_numbers
+from kvsketch.cli.bench_error_inputs import Inputs, Texts, or_default, shares
 from kvsketch.cli.notes import say
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def read_options(
     counted = some_numbers("--tables", or_default(tables, TABLES), int)
     for name, count, most in [*(("buckets", x, MOST) for x in made), *(("tables", x, MOST_PARTS) for x in counted)]:
         check_count(name, count, least=1, most=most)
-    named = specs(or_default(methods, METHODS))
+    named = listed(or_default(methods, METHODS), ";")
     if not index and methods is None:
         named.remove(LEARNT)
         say(f"{LEARNT} is left out: it looks things up by an index (--index FOLDER, made by kvsketch fit)")
@@ -81,7 +81,7 @@ def read_options(
         window=window,
         asking=or_default(asking, 64),
         top=or_default(top, 256),
-        heads=[_head(part) for part in (heads or "").split(",") if part.strip()],
+        heads=[_head(part) for part in listed(heads or "")],
     )
 
 

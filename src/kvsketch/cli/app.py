@@ -122,6 +122,7 @@ def made_text(task: str, tokens: int, seed: str, tokenizer: "PreTrainedTokenizer
 
     At its end stand at most so many questions with their right answers.
     """
+    from kvsketch.evaluation.embedded.corpus import answered
     from kvsketch.evaluation.tasks import TASKS, Sample, Setting
     from kvsketch.evaluation.tasks.length import Fitter
 
@@ -129,8 +130,7 @@ def made_text(task: str, tokens: int, seed: str, tokenizer: "PreTrainedTokenizer
         raise ValueError(f"unknown task {task!r}; there are {', '.join(TASKS)}")
 
     def written(made: Sample) -> str:
-        asked = made.questions[:questions]
-        return made.context + "".join(question.prompt + question.reply for question in asked)
+        return answered(Sample(made.context, made.questions[:questions]))
 
     def count(made: Sample) -> int:
         return len(tokenizer(written(made))["input_ids"])
@@ -139,10 +139,15 @@ def made_text(task: str, tokens: int, seed: str, tokenizer: "PreTrainedTokenizer
     return written(Fitter(TASKS[task], setting, count).sample(tokens, seed))
 
 
+def listed(text: str, between: str = ",") -> list[str]:
+    """What an option lists, with commas between, or with something else."""
+    return [part.strip() for part in text.split(between) if part.strip()]
+
+
 def numbers(option: str, text: str, kind: Callable[[str], N]) -> list[N]:
-    """What an option lists, with commas between."""
+    """The numbers that an option lists."""
     try:
-        found = [kind(part) for part in text.split(",") if part.strip()]
+        found = [kind(part) for part in listed(text)]
     except ValueError as error:
         raise ValueError(f"{option} must be numbers with commas between them, got {text!r:.60}") from error
     for number in found:

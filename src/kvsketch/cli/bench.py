@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
-from kvsketch.cli.app import MOST, check_folder, numbers, output, progress_bar, reported, say_no_pictures
+from kvsketch.cli.app import MOST, check_folder, listed, numbers, output, progress_bar, reported, say_no_pictures
 from kvsketch.cli.models import load_model
 from kvsketch.cli.notes import say
 from kvsketch.cli.options import EMBEDDED, Device, ModelName, Precision
@@ -121,7 +121,7 @@ def _plan(
         raise ValueError(f"--cases are LongEval's lines, which the suite {suite!r} has none of")
     return Plan(
         tasks=_tasks(suite, tasks),
-        methods=[spec.strip() for spec in methods.split(";") if spec.strip()],
+        methods=listed(methods, ";"),
         lengths=numbers("--lengths", lengths, int),
         asked=MODES[asked],
         depths=numbers("--depths", depths or "", float),
@@ -233,7 +233,7 @@ def _tasks(suite: str, names: str | None) -> list[str]:
     from kvsketch.evaluation.tasks import TASKS
 
     known = [name for name, task in TASKS.items() if task.suite == suite]
-    wanted = known if names is None else [name.strip() for name in names.split(",") if name.strip()]
+    wanted = known if names is None else listed(names)
     for name in wanted:
         if name not in known:
             raise ValueError(f"the suite {suite} has no task {name!r}; it has {', '.join(known)}")

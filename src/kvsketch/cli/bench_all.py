@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from kvsketch.cli.app import MOST, reported, some_numbers
+from kvsketch.cli.app import MOST, listed, reported, some_numbers
 from kvsketch.cli.bench import AbleOption, AskedOption, HaystackOption, NewTokensOption
-from kvsketch.cli.bench_error_inputs import Texts, or_default, specs
+from kvsketch.cli.bench_error_inputs import Texts, or_default
 from kvsketch.cli.board import Board, Given
 from kvsketch.cli.models import load_model
 from kvsketch.cli.options import Device, ModelName, Precision
@@ -93,7 +93,7 @@ def bench_all(
     """Compare all methods at equal bytes, on one page. Run it again to go on after an interruption."""
     usual = QUICK if quick else USUAL
     given = Given(
-        out=out, model=model, able=able, beside=tuple(beside or ()), methods=specs(methods or ""), index=index,
+        out=out, model=model, able=able, beside=tuple(beside or ()), methods=listed(methods or "", ";"), index=index,
         heads=listed(heads), keeps=some_numbers("--keep", keep or usual.keep, float), tasks=listed(tasks),
         lengths=some_numbers("--lengths", lengths or usual.lengths, int), samples=or_default(samples, usual.samples),
         asked=asked, haystack=tuple(haystack or ()), texts=Texts(files=tuple(texts or ())),
@@ -103,8 +103,3 @@ def bench_all(
     board = Board(given, *load_model(model, dtype, device))
     with reported(board.report):
         board.measure()
-
-
-def listed(text: str) -> list[str]:
-    """Names, with commas between."""
-    return [name.strip() for name in text.split(",") if name.strip()]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import MofNCompleteColumn
 
-from kvsketch.cli.app import numbers, output, progress_bar, reported, say_no_pictures
+from kvsketch.cli.app import listed, numbers, output, progress_bar, reported, say_no_pictures
 from kvsketch.cli.bench_error_inputs import (
     Inputs,
     Layers,
@@ -22,7 +22,6 @@ from kvsketch.cli.bench_error_inputs import (
     load_inputs,
     or_default,
     shares,
-    specs,
 )
 from kvsketch.cli.bench_error_tables import NOTE, tables
 from kvsketch.cli.notes import say
@@ -80,7 +79,7 @@ def read_study(
     from kvsketch.evaluation.layers.plan import Study
 
     return Study(
-        methods=specs(or_default(methods, METHODS)),
+        methods=listed(or_default(methods, METHODS), ";"),
         rates=shares(or_default(rates, RATES)),
         blocks=numbers("--blocks", or_default(blocks, BLOCKS), int),
         seeds=or_default(seeds, SEEDS),

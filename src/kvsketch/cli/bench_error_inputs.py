@@ -98,11 +98,6 @@ class Inputs:
     about: dict[str, Any]  # the run
 
 
-def specs(text: str) -> list[str]:
-    """Methods, with ; between."""
-    return [spec.strip() for spec in text.split(";") if spec.strip()]
-
-
 def shares(text: str) -> list[float]:
     """Numbers, or fractions as the tables have them."""
     return some_numbers("--rates", text, _share)

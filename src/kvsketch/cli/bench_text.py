@@ -11,8 +11,8 @@ from rich.progress import MofNCompleteColumn
 from rich.table import Table
 from rich.text import Text as Line
 
-from kvsketch.cli.app import MOST, output, progress_bar, reported, say_no_pictures
-from kvsketch.cli.bench_error_inputs import Inputs, Texts, load_inputs, specs
+from kvsketch.cli.app import MOST, listed, output, progress_bar, reported, say_no_pictures
+from kvsketch.cli.bench_error_inputs import Inputs, Texts, load_inputs
 from kvsketch.cli.notes import say
 from kvsketch.cli.options import Device, ModelName, Precision, RowsFolder
 from kvsketch.evaluation.results.names import TEXTS
@@ -69,7 +69,7 @@ def bench_text(
     from kvsketch.huggingface.supported import check_context
 
     plan = Plan(
-        methods=specs(methods), keeps=budgets(keep), tokens=tokens, next=next_tokens, call=call, windows=windows
+        methods=listed(methods, ";"), keeps=budgets(keep), tokens=tokens, next=next_tokens, call=call, windows=windows
     )
     inputs = load_inputs(out, model, None, Texts(files=tuple(texts)), dtype, device)
     check_context(inputs.model, plan.tokens + plan.next, "a window and what follows it have")
@@ -95,7 +95,7 @@ def run(plan: "Plan", inputs: Inputs) -> None:
 def budgets(text: str) -> "list[Keep]":
     """What `--keep` lists: 0.25 is a fraction, 512 a number of entries, 64MB bytes."""
     found: list[Keep] = []
-    for part in filter(None, map(str.strip, text.split(","))):
+    for part in listed(text):
         for kind in (int, float, str):
             try:
                 found.append(kind(part))

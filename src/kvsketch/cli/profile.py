@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from kvsketch.cli.app import MOST, check_folder, numbers, output, progress_bar, say_no_pictures
+from kvsketch.cli.app import MOST, check_folder, listed, numbers, output, progress_bar, say_no_pictures
 from kvsketch.cli.bench_error_inputs import Inputs, Texts, load_inputs
 from kvsketch.cli.notes import say
 from kvsketch.cli.options import Device, ModelName, Precision
@@ -91,7 +91,7 @@ def _pieces(
 
     about: dict[str, Any] = {"keeps": ",".join(map(str, keeps))}
     if not inputs.texts.files:
-        names = [name.strip() for name in tasks.split(",") if name.strip()]
+        names = listed(tasks)
         if not names:
             raise ValueError(f"--tasks must name tasks with commas between them, got {tasks!r}")
         each = [Texts(task=name, prompts=windows, tokens=tokens, seed="profile") for name in names]

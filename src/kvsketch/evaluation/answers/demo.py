@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvsketch.evaluation.answers.session import Timing, answer, read_prompt
+from kvsketch.evaluation.answers.session import answer
 from kvsketch.evaluation.embedded import load_embedded
 from kvsketch.evaluation.tasks import TASKS, Sample, Setting
 from kvsketch.evaluation.tasks.length import Fitter
@@ -33,7 +33,6 @@ DOCUMENTS: Mapping[str, str] = {
 class Answer:
     """What a method said to a question, and whether that is right."""
 
-    depth: float
     text: str
     right: bool
 
@@ -44,9 +43,7 @@ class Row:
 
     document: str
     method: str
-    report: Report
-    prefill: Timing
-    decode: Timing
+    report: Report  # when the document had been read; of what looks up, when the first question had been answered
     answers: tuple[Answer, ...]
 
     @property
@@ -87,17 +84,15 @@ def run_demo(tokens: int, advance: Callable[[str], None] = lambda method: None) 
 
 def _run(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: str, sample: Sample, method: str) -> Row:
     cache = make_cache(model, method)
-    read = read_prompt(model, tokenizer(sample.context, return_tensors="pt")["input_ids"], cache)
-    report, answers, decoded, seconds = cache.report(), list[Answer](), 0, 0.0
+    prefill(model, tokenizer(sample.context, return_tensors="pt")["input_ids"], cache)
+    report, answers = cache.report(), list[Answer]()
     for question in sample.questions:
         ids = tokenizer(question.prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
         twin = prefill(model, ids[:, :-1], cache.fork(), chunk=1)  # one by one: who looks up does so for questions too
-        out, decode = answer(model, ids[:, -1:], twin, max_new_tokens=NEW_TOKENS)
-        if report.looked_up is None:
-            report = report if twin.report().looked_up is None else twin.report()
+        out, _ = answer(model, ids[:, -1:], twin, max_new_tokens=NEW_TOKENS)
+        asked = twin.report()
+        if report.looked_up is None and asked.looked_up is not None:
+            report = asked
         text = tokenizer.decode(out[0], skip_special_tokens=True)
-        answers.append(
-            Answer(question.depth or 0.0, text.rstrip(">\n"), TASKS[task].score(text, question.answers) == 1.0)
-        )
-        decoded, seconds = decoded + decode.tokens, seconds + decode.seconds
-    return Row(task, method, report, read, Timing(decoded, seconds), tuple(answers))
+        answers.append(Answer(text.rstrip(">\n"), TASKS[task].score(text, question.answers) == 1.0))
+    return Row(task, method, report, tuple(answers))
