@@ -1,4 +1,4 @@
-"""Greedy k-center on one core: a pass for every centre, and several centres a pass. `python benchmarks/kcenter.py`.
+"""Greedy k-center on one core, a pass for every centre or for several, or in C: `python benchmarks/kcenter.py`.
 
 Every form is checked against the first before its time counts. Writes docs/results/kcenter.jsonl.
 """
@@ -9,7 +9,7 @@ from statistics import quantiles
 import torch
 
 from common import RESULTS, seconds, write_row
-from kvsketch.kernels.kcenter import lazy, reference
+from kvsketch.kernels.kcenter import lazy, native, reference
 
 N, WIDTH, CENTRES, REPEATS = 8192, 128, 512, 9
 
@@ -25,6 +25,12 @@ def points(kind: str) -> torch.Tensor:
     return centres[torch.randint(40, (N,), generator=generator)] + noise / 2
 
 
+def in_c(given: torch.Tensor, wanted: torch.Tensor, valid: torch.Tensor):
+    found = native.k_center(given, wanted, valid, CENTRES)
+    assert found is not None, "there is a C compiler"
+    return found
+
+
 def main() -> None:
     torch.set_num_threads(1)
     (RESULTS / "kcenter.jsonl").unlink(missing_ok=True)
@@ -33,11 +39,12 @@ def main() -> None:
         given = points(kind)[None]
 
         def run(form, given: torch.Tensor = given):
-            return form(given.double(), wanted, valid)
+            return form(given if form is in_c else given.double(), wanted, valid)
 
         first = run(reference.k_center)
         forms = {"a pass for every centre": reference.k_center}
         forms |= {f"{width} candidates a pass": partial(lazy.k_center, candidates=width) for width in (8, 16, 32, 64)}
+        forms["in C"] = in_c
         times = {name: [] for name in forms}
         for _ in range(REPEATS):  # in turns, so that a busy moment hits all forms
             for name, form in forms.items():
