@@ -8,32 +8,58 @@ struct layer {  // of the classifier: [heads, inner, columns] and [heads, column
     int64_t inner, columns;
 };
 
+INLINE vf load(const void *from, int kind, int64_t at) {
+    return kind == F32 ? load_f32((const float *)from + at)
+           : kind == BF16 ? load_bf16((const uint16_t *)from + at) : load_f16((const uint16_t *)from + at);
+}
+
+// Four rows of weights times `rb` rows of numbers, added up, for some columns; rb and kind are known when compiled.
+INLINE void four_rows(const void *weights, int64_t columns, const float *from, int64_t stride, float *to,
+                      int64_t to_stride, int64_t first, int64_t last, const int rb, const int kind) {
+    vf shares[4][4];
+    UNROLL for (int r = 0; r < rb; r++) UNROLL for (int k = 0; k < 4; k++) shares[r][k] = SPLAT(from[r * stride + k]);
+    int64_t c = first;
+    for (; c + W <= last; c += W) {
+        vf own[4];
+        UNROLL for (int k = 0; k < 4; k++) {
+            own[k] = load(weights, kind, k * columns + c);
+            __builtin_prefetch((const char *)weights + ((k + 4) * columns + c) * bytes_of(kind), 0, 2);
+        }
+        UNROLL for (int r = 0; r < rb; r++) {
+            vf sum = load_f32(to + r * to_stride + c);
+            UNROLL for (int k = 0; k < 4; k++) sum += shares[r][k] * own[k];
+            store_f32(to + r * to_stride + c, sum);
+        }
+    }
+    for (; c < last; c++)
+        for (int r = 0; r < rb; r++)
+            for (int k = 0; k < 4; k++) to[r * to_stride + c] += from[r * stride + k] * read_one(weights, kind, k * columns + c);
+}
+
+INLINE void add_rows(const void *weights, int64_t columns, const float *from, int64_t stride, float *to,
+                     int64_t to_stride, int64_t rows, int64_t first, int64_t last, const int kind) {
+    int64_t r = 0;
+    for (; r + 4 <= rows; r += 4)
+        four_rows(weights, columns, from + r * stride, stride, to + r * to_stride, to_stride, first, last, 4, kind);
+    for (; r < rows; r++)
+        four_rows(weights, columns, from + r * stride, stride, to + r * to_stride, to_stride, first, last, 1, kind);
+}
+
 // to[r] = bias + from[r] · weights, for some columns; with `cut` what is negative is 0.
 static void times(const struct layer *layer, int kind, int64_t head, const float *from, int64_t stride, float *to,
                   int64_t to_stride, int64_t rows, int64_t first, int64_t last, int cut) {
-    const char *weights = (const char *)layer->weights + head * layer->inner * layer->columns * bytes_of(kind);
+    int64_t wide = layer->columns, i = 0;
+    const char *weights = (const char *)layer->weights + head * layer->inner * wide * bytes_of(kind);
     for (int64_t r = 0; r < rows; r++)
-        for (int64_t c = first; c < last; c++) to[r * to_stride + c] = read_one(layer->bias, kind, head * layer->columns + c);
-    for (int64_t i = 0; i < layer->inner; i += 4) {
-        int64_t c = first, there = layer->inner - i < 4 ? layer->inner - i : 4;
-        for (; c + W <= last; c += W) {
-            vf own[4];
-            for (int k = 0; k < 4; k++) {
-                int64_t at = (i + (k < there ? k : 0)) * layer->columns + c;
-                own[k] = kind == F32 ? load_f32((const float *)weights + at)
-                         : kind == BF16 ? load_bf16((const uint16_t *)weights + at) : load_f16((const uint16_t *)weights + at);
-            }
-            for (int64_t r = 0; r < rows; r++) {
-                vf sum = load_f32(to + r * to_stride + c);
-                for (int k = 0; k < there; k++) sum += SPLAT(from[r * stride + i + k]) * own[k];
-                store_f32(to + r * to_stride + c, sum);
-            }
-        }
-        for (; c < last; c++)
-            for (int64_t r = 0; r < rows; r++)
-                for (int k = 0; k < there; k++)
-                    to[r * to_stride + c] += from[r * stride + i + k] * read_one(weights, kind, (i + k) * layer->columns + c);
+        for (int64_t c = first; c < last; c++) to[r * to_stride + c] = read_one(layer->bias, kind, head * wide + c);
+    for (; i + 4 <= layer->inner; i += 4, weights += 4 * wide * bytes_of(kind)) {
+        if (kind == F32) add_rows(weights, wide, from + i, stride, to, to_stride, rows, first, last, F32);
+        else if (kind == BF16) add_rows(weights, wide, from + i, stride, to, to_stride, rows, first, last, BF16);
+        else add_rows(weights, wide, from + i, stride, to, to_stride, rows, first, last, F16);
     }
+    for (; i < layer->inner; i++, weights += wide * bytes_of(kind))
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t c = first; c < last; c++) to[r * to_stride + c] += from[r * stride + i] * read_one(weights, kind, c);
     for (int64_t r = 0; cut && r < rows; r++)
         for (int64_t c = first; c < last; c++)
             if (to[r * to_stride + c] < 0) to[r * to_stride + c] = 0;
