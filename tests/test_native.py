@@ -269,6 +269,20 @@ def test_without_a_build_torch_does_it_and_one_line_says_why(fresh, monkeypatch,
     assert said in caplog.text
 
 
+@needs_c
+def test_a_build_that_was_brought_along_needs_no_compiler(fresh, monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "PREBUILT", tmp_path / "built")
+    for place, march in zip(build._places(), build.LEVELS, strict=False):
+        path = build.build_into(tmp_path / "built" / place, march)
+        monkeypatch.setenv("CC", "no-such-compiler")
+        assert build.built() == path
+        native.loaded.cache_clear()
+        assert native.name() == "C (" + {"x86-64-v4": "AVX-512", "x86-64-v3": "AVX2", "x86-64": "portable"}[march] + ")"
+        (path.parent / build.SOURCES).write_text("others")  # not made from these sources: the next best is looked for
+        monkeypatch.delenv("CC")
+    assert build.built().is_relative_to(fresh)
+
+
 def test_the_switch_is_auto_or_off(fresh, monkeypatch, caplog):
     monkeypatch.setenv(native.SWITCH, "off")
     assert native.library() is None

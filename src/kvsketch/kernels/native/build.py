@@ -4,8 +4,9 @@ A build lies in a folder whose name says all that it depends on: the sources, th
 instructions. So nothing old is ever used, and one folder serves several machines. It is loaded only if the file is the
 one that the build wrote, and only from a folder that nobody else can write to.
 
-Wheels carry no binaries: a build takes a second, and needs nothing but a C compiler. One that is built elsewhere and
-brought along (`PREBUILT`) is taken if it was made from these sources, for this machine's instructions.
+Wheels carry no binaries by now: a build takes a second, and needs nothing but a C compiler. A wheel that brings builds
+(`build_into(PREBUILT / place, march)` for the places of `_places`) needs none: the best one for the machine is taken,
+if it was made from these sources.
 """
 
 import hashlib
@@ -15,8 +16,8 @@ import shlex
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from kvsketch.files import replacing, user_cache
@@ -24,18 +25,14 @@ from kvsketch.files import replacing, user_cache
 HERE = Path(__file__).parent
 SOURCE = HERE / "kernels.c"
 PREBUILT = HERE / "built"
-FLAGS = (
-    "-std=gnu11",
-    "-O3",
-    "-march=native",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fPIC",
-    "-shared",
-    "-fopenmp",
-)  # and $CFLAGS
+FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-fopenmp")  # and $CFLAGS
 SECONDS = 120
-LIBRARY, DIGEST = "kernels.so", "kernels.sha256"
+LIBRARY, DIGEST, SOURCES = "kernels.so", "kernels.sha256", "sources.sha256"
+LEVELS = {  # of x86-64, the best first, and what Linux calls what they need
+    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx2", "fma", "f16c"},
+    "x86-64-v3": {"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"},
+    "x86-64": set[str](),
+}
 
 
 class CannotBuildError(Exception):
@@ -44,63 +41,72 @@ class CannotBuildError(Exception):
 
 def built() -> Path:
     """The compiled kernels, which are compiled now if they are not there yet."""
+    for place in _places():
+        if _is_right(PREBUILT / place) and (PREBUILT / place / SOURCES).read_text() == _digest_of_sources():
+            return PREBUILT / place / LIBRARY
     compiler = _compiler()
-    key = _key(compiler)
-    for folder in (PREBUILT / key, user_cache() / "kernels" / key):
-        if (folder / LIBRARY).exists() and (folder / DIGEST).exists() and _is_right(folder):
-            return folder / LIBRARY
-    _compile(compiler, folder)
+    folder = user_cache() / "kernels" / _key(compiler)
+    if not _is_right(folder):
+        build_into(folder)
     if not _is_right(folder):
         raise CannotBuildError(f"{folder / LIBRARY} is not what was just written there")
     return folder / LIBRARY
 
 
-def build_into(folder: Path) -> Path:
-    """The kernels, compiled anew into this folder: to see how long that takes."""
-    _compile(_compiler(), folder)
-    return folder / LIBRARY
+def _compiler() -> list[str]:
+    """The command of the C compiler that the user named, or that there is."""
+    named = shlex.split(os.environ.get("CC", ""))
+    for command in [named] if named else [["cc"], ["gcc"], ["clang"]]:
+        if found := shutil.which(command[0]):
+            return [found, *command[1:]]
+    raise CannotBuildError(f"there is no C compiler ({named[0] if named else 'cc'}); install gcc or clang")
 
 
-def _compiler() -> str:
-    """The C compiler that the user named, or that there is."""
-    wanted = os.environ.get("CC", "").split()[:1] or ["cc", "gcc", "clang"]
-    for command in wanted:
-        if found := shutil.which(command):
-            return found
-    raise CannotBuildError(f"there is no C compiler ({', '.join(wanted)}); install gcc or clang")
-
-
-def _flags() -> list[str]:
+def _flags(march: str) -> list[str]:
     """How to compile: what the user adds comes last, and so holds."""
-    return [*FLAGS, *shlex.split(os.environ.get("CFLAGS", ""))]
+    return [*FLAGS, f"-march={march}", *shlex.split(os.environ.get("CFLAGS", ""))]
 
 
-def _key(compiler: str) -> str:
-    """A name for all that a build depends on."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=SECONDS, check=False)
-    parts = [*_flags(), compiler, version.stdout, platform.machine(), *_instructions()]
-    digest = hashlib.sha256("\n".join(parts).encode())
-    for path in sources():
+def _key(compiler: list[str]) -> str:
+    """A name for all that a build for this machine depends on."""
+    try:
+        version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=SECONDS, check=False)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise CannotBuildError(f"{' '.join(compiler)} does not run: {error}") from error
+    parts = [*_flags("native"), *compiler, version.stdout, platform.machine(), *_processor(), _digest_of_sources()]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
+
+
+def _digest_of_sources() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(path for path in HERE.iterdir() if path.suffix in (".c", ".h", ".inc")):
         digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()[:24]
+    return digest.hexdigest()
 
 
-def sources() -> list[Path]:
-    """The files in C, in a fixed order."""
-    return sorted(path for path in HERE.iterdir() if path.suffix in (".c", ".h", ".inc"))
-
-
-def _instructions() -> Iterator[str]:
-    """What the machine's processor can do, as far as the system tells."""
+def _processor() -> list[str]:
+    """What the machine's processor is and can do, as far as the system tells."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        yield platform.processor()
-        return
-    yield from sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
+        return [platform.processor()]
+    return sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
 
 
-def _compile(compiler: str, folder: Path) -> None:
+def _places() -> list[str]:
+    """Where builds for this machine would be that a wheel brings, the best one first."""
+    can = {word for line in _processor() for word in line.split()}
+    levels = [level for level, needed in LEVELS.items() if needed <= can] if platform.machine() == "x86_64" else [""]
+    return [f"{sys.platform}-{platform.machine()}-{level}" for level in levels]
+
+
+def build_into(folder: Path, march: str = "native") -> Path:
+    """The kernels, compiled anew into this folder, for these instructions."""
+    _compile(_compiler(), folder, march)
+    return folder / LIBRARY
+
+
+def _compile(compiler: list[str], folder: Path, march: str) -> None:
     """Write the library and its digest; each appears whole, whoever else does the same at the same time."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -108,12 +114,13 @@ def _compile(compiler: str, folder: Path) -> None:
             raise CannotBuildError(f"others can write to {open_to_others}: make it yours alone (chmod go-w)")
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch) / LIBRARY
-            command = [compiler, *_flags(), str(SOURCE), "-o", str(made), "-lm"]
+            command = [*compiler, *_flags(march), str(SOURCE), "-o", str(made), "-lm"]
             done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
             if done.returncode:
                 raise CannotBuildError(f"{' '.join(command)} failed: {done.stderr.strip()[-300:]}")
             content = made.read_bytes()
-        for name, whole in ((LIBRARY, content), (DIGEST, hashlib.sha256(content).hexdigest().encode())):
+        digest, sources = hashlib.sha256(content).hexdigest(), _digest_of_sources()
+        for name, whole in ((LIBRARY, content), (DIGEST, digest.encode()), (SOURCES, sources.encode())):
             with replacing(folder / name) as file:
                 file.write(whole)
     except (OSError, subprocess.SubprocessError) as error:
@@ -121,7 +128,9 @@ def _compile(compiler: str, folder: Path) -> None:
 
 
 def _is_right(folder: Path) -> bool:
-    """Whether the library is the one whose digest lies beside it; refuses a folder that others can write to."""
+    """Whether there is a library, the one whose digest lies beside it; refuses a folder that others can write to."""
+    if not (folder / LIBRARY).exists() or not (folder / DIGEST).exists():
+        return False
     if open_to_others := _open_to_others(folder):
         raise CannotBuildError(f"others can write to {open_to_others}, so what is there is not loaded (chmod go-w)")
     content, digest = (folder / LIBRARY).read_bytes(), (folder / DIGEST).read_text()
