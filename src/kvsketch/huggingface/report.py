@@ -137,7 +137,7 @@ def _per_head(measured: Tensor | None) -> list[float] | None:
     return None if measured is None else measured.double().mean(0).tolist()
 
 
-def _range(entries: Sequence[float]) -> str:
+def _range(entries: Sequence[float] | Sequence[int]) -> str:
     low, high = min(entries), max(entries)
     return f"{low:,.0f}" if low == high else f"{low:,.0f}-{high:,.0f}"
 

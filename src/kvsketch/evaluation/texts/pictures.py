@@ -38,6 +38,6 @@ def divergence_picture(means: Sequence[Mean], title: str) -> Figure:
     return figure
 
 
-def _near(size: float, means: Sequence[Mean]) -> bool:
+def _near(size: int, means: Sequence[Mean]) -> bool:
     shares = [100 * mean.share for mean in means]
     return 0.8 * min(shares) <= size <= 1.25 * max(shares)
