@@ -29,7 +29,7 @@ from kvsketch.huggingface import SketchCache, attach, detach, make_cache
 from kvsketch.huggingface.identity import describe_model
 from kvsketch.huggingface.modules import heads_of
 
-FILLED, READ = 3, 4  # times the bytes of a whole cache: exact's, the other one, what making it takes, what was read
+FILLED, READ = 6, 6  # times the bytes of a whole cache: exact's, the other one, what making it takes, what was read
 Prompt = dict[str, float]  # seconds of reading, and of compressing
 
 
