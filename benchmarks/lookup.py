@@ -9,13 +9,10 @@ caches, then once more at once. Beside it, what labelling tokens and sorting the
 
 import argparse
 import statistics
-import tempfile
 from functools import partial
-from pathlib import Path
 from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 
 from common import seconds, write_row
 from kvsketch.caches.core.budget import Budget
@@ -25,34 +22,16 @@ from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.query import Query
 from kvsketch.caches.core.tokens import Columns, NewTokens, Seen, Unrotated
 from kvsketch.caches.exact import Exact
-from kvsketch.caches.lookup import key_index
-from kvsketch.caches.lookup.key_index import layer_file
 from kvsketch.caches.lookup.saap import Saap, SaapLookup
-from kvsketch.files import write_tensors
+from kvsketch.evaluation.speed.layer import dense_forms
+from kvsketch.evaluation.speed.made import made_up, new_token
+from kvsketch.evaluation.speed.plan import FOLDED, PRODUCTS, STOCK
 from kvsketch.kernels.indexed_attention import reference
 
 HEADS, GROUP, WIDTH = 8, 4, 128
 SCALE = WIDTH**-0.5
 LAYER = 1
 SKEWS = ("equal", "lognormal", "one of a fifth")
-
-
-def write_index(folder: Path, buckets: int, hidden: int) -> None:
-    """An index of random buckets, with a router of random weights."""
-    generator = torch.Generator().manual_seed(3)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator) / shape[-2] ** 0.5
-
-    inner = hidden or WIDTH
-    centroids = F.normalize(normal(HEADS, buckets, WIDTH), dim=2)
-    tensors = {"centroids": centroids, "rotated_centroids": centroids.clone(), "second": normal(HEADS, inner, buckets)}
-    tensors["second_bias"] = normal(HEADS, 1, buckets)
-    if hidden:
-        tensors |= {"first": normal(HEADS, WIDTH, hidden), "first_bias": normal(HEADS, 1, hidden)}
-    write_tensors(folder / layer_file(LAYER), tensors, {})
-    model = {"fingerprint": ""}
-    key_index.write_index(folder, {"model": model, "buckets": buckets, "hidden": hidden, "layers": {str(LAYER): {}}})
 
 
 def labels_of(kind: str, buckets: int, tokens: int) -> torch.Tensor:
@@ -75,26 +54,7 @@ def filled(config: Saap, keys: torch.Tensor, values: torch.Tensor, labels: torch
 
 
 def token(step: int, dtype: torch.dtype) -> tuple[torch.Tensor, NewTokens]:
-    generator = torch.Generator().manual_seed(1000 + step)
-    query = torch.randn(1, HEADS * GROUP, 1, WIDTH, generator=generator).to(dtype)
-    key, value = (torch.randn(1, HEADS, 1, WIDTH, generator=generator).to(dtype) for _ in range(2))
-    return query, NewTokens(key, value, None, Unrotated(query, key))
-
-
-def dense_forms(keys: torch.Tensor, values: torch.Tensor) -> dict:
-    """What else computes all of the attention of one token, with the query heads of a group together where it can."""
-
-    def folded(query):
-        return F.scaled_dot_product_attention(query.view(1, HEADS, GROUP, WIDTH), keys, values).view_as(query)
-
-    def products(query):
-        logits = (query.view(1, HEADS, GROUP, WIDTH) @ keys.mT).float() * SCALE
-        return (torch.softmax(logits, 3).to(query.dtype) @ values).view_as(query)
-
-    def grouped(query):
-        return F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
-
-    return {"sdpa, folded": folded, "products": products, "sdpa, grouped": grouped}
+    return new_token(HEADS, GROUP, WIDTH, dtype, step)
 
 
 def check(cache: LayerCache, dtype: torch.dtype) -> None:
@@ -148,10 +108,10 @@ def measure(tokens: int, buckets: int, probes: int, hidden: int, rounds: int, th
     dtype = torch.bfloat16
     generator = torch.Generator().manual_seed(2)
     keys, values = (torch.randn(1, HEADS, tokens, WIDTH, generator=generator).to(dtype) for _ in range(2))
-    dense = dense_forms(keys, values)
-    with tempfile.TemporaryDirectory() as folder:
-        write_index(Path(folder), buckets, hidden)
-        config = Saap(index=folder, probes=probes)
+    forms = dense_forms(keys, values, GROUP, SCALE)
+    dense = {"sdpa, folded": forms[FOLDED], "products": forms[PRODUCTS], "sdpa, grouped": forms[STOCK]}
+    with made_up(HEADS, WIDTH, [LAYER], (buckets, hidden)) as ready:
+        config = ready(Saap(probes=probes))
         write = writing(config, keys, values, labels_of(SKEWS[0], buckets, tokens))
         caches = {}
         for kind in SKEWS:

@@ -51,7 +51,9 @@ class Entries:
     lanes: Int64[Tensor, " l"] | None = None
     segments: Segments | None = None
     pairs: Float[Tensor, "b h n de"] | None = None
-    noted: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)  # by a kernel, for its next call
+    noted: dict[str, Any] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )  # by a kernel, for its next call
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Entries, (self.tokens, self.lanes, self.segments, self.pairs)  # a copy is elsewhere in memory

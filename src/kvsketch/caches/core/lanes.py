@@ -182,11 +182,7 @@ class Lanes:
         wanted = not query.in_full and any(bundle.holding.wants_asking for bundle in self.bundles)
         asked = self.method.ask(query, self.heads) if wanted else None
         found = [(bundle, self._ask(bundle, query, asked)) for bundle in self.bundles]
-        unread = tuple(
-            part if part is bundle.part else bundle.numbered(part, self.heads)
-            for bundle, answer in found
-            for (part,) in answer.unread
-        )
+        unread = tuple(part for _, answer in found for (part,) in answer.unread)
         sources = (unread,) if unread else ()
         answer = found[0][1]
         if len(found) > 1:
@@ -195,12 +191,13 @@ class Lanes:
         return replace(in_rows(answer, self.rows), unread=sources)
 
     def _ask(self, bundle: Bundle, query: Query, asked: Tensor | None) -> Answer:
-        """The answer of a bundle's lanes, as KV heads of one row."""
+        """The answer of a bundle's lanes, as KV heads of one row; what is still to be read is of numbered lanes."""
         if not bundle.count:
             return Answer(None)
         if bundle.holding.weighted is not None:
             return Answer(None, unread=((bundle.weighted(self.heads),),))
-        return bundle.holding.answer(bundle.query(query, self.heads), None if asked is None else bundle.of(asked))
+        answer = bundle.holding.answer(bundle.query(query, self.heads), None if asked is None else bundle.of(asked))
+        return replace(answer, unread=tuple((bundle.numbered(part, self.heads),) for (part,) in answer.unread))
 
     def _order(self, device: torch.device) -> Int64[Tensor, " l"]:
         if device not in self._order_at:

@@ -80,27 +80,34 @@ def _length(
     yield f"{tokens:,} tokens", len([form for form in wanted if form in cases])
 
 
-@torch.no_grad()
-def _dense_cases(plan: Plan, keys: Tensor, values: Tensor) -> dict[Form, Case]:
-    """What else computes all of the attention of one token."""
-    query, _ = _token(plan, -1000)
-    folded = (1, plan.kv_heads, plan.group, plan.width)
+def dense_forms(keys: Tensor, values: Tensor, group: int, scale: float) -> dict[str, Callable[[Tensor], Tensor]]:
+    """What else computes all of the attention of one token, by name."""
+    folded = (1, keys.shape[1], group, keys.shape[3])
 
     def stock(query: Tensor) -> Tensor:  # the call of transformers
-        return F.scaled_dot_product_attention(query, keys, values, scale=plan.scale, enable_gqa=plan.group > 1)
+        return F.scaled_dot_product_attention(query, keys, values, scale=scale, enable_gqa=group > 1)
 
     def at_its_best(query: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(query.view(folded), keys, values, scale=plan.scale).view_as(query)
+        return F.scaled_dot_product_attention(query.view(folded), keys, values, scale=scale).view_as(query)
 
     def products(query: Tensor) -> Tensor:
-        logits = (query.view(folded) @ keys.mT).float() * plan.scale
+        logits = (query.view(folded) @ keys.mT).float() * scale
         return (torch.softmax(logits, 3).to(query.dtype) @ values).view_as(query)
+
+    return {STOCK: stock, FOLDED: at_its_best, PRODUCTS: products}
+
+
+@torch.no_grad()
+def _dense_cases(plan: Plan, keys: Tensor, values: Tensor) -> dict[Form, Case]:
+    """All of them, checked."""
+    query, _ = _token(plan, -1000)
 
     def case(form: Callable[[Tensor], Tensor]) -> Case:
         checked = check_dense(form(query), query, keys, values, plan.scale)
         return Case(lambda query, new: form(query), checked, keys.nbytes + values.nbytes)
 
-    return {(name, TORCH): case(form) for name, form in ((STOCK, stock), (FOLDED, at_its_best), (PRODUCTS, products))}
+    forms = dense_forms(keys, values, plan.group, plan.scale)
+    return {(name, TORCH): case(form) for name, form in forms.items()}
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ from kvsketch.huggingface import SketchCache, attach, detach, make_cache
 from kvsketch.huggingface.identity import describe_model
 from kvsketch.huggingface.modules import heads_of
 
-FILLED, READ = 6, 6  # times the bytes of a whole cache: exact's, the other one, what making it takes, what was read
+ROOM = 6  # times the bytes of a whole cache: exact's, the other one, what making it takes, what was read
 Prompt = dict[str, float]  # seconds of reading, and of compressing
 
 
@@ -76,7 +76,7 @@ def run(
     yield what, len(plan.ways) - len(missing)
     if not missing:
         return
-    if without := no_room((FILLED if subject.prompt is None else READ) * subject.full_bytes):
+    if without := no_room(ROOM * subject.full_bytes):
         say(f"{what} are left out: {without}")
         yield what, len(missing)
         return

@@ -18,13 +18,13 @@ def keep_half(
     gain: float,
 ) -> Bool[Tensor, "l n"] | None:
     """Which half to keep; see `strips.halving_signs`."""
-    library = native.library() if native.takes(keys, values) else None
+    library = native.library_for(keys, values)
     if library is None:
         return None
     kept = torch.empty(keys.shape[:2], dtype=torch.bool)
     about, tensors = _given(keys, values, uniforms)
     sizes, scalars = sizes.contiguous(), (ctypes.c_double(scale), ctypes.c_double(gain))
-    failed = library.kvs_keep_half(about, *_at(*tensors, sizes), *scalars, *_at(kept))
+    failed = library.kvs_keep_half(about, *native.addresses(*tensors, sizes), *scalars, *native.addresses(kept))
     return None if failed else kept
 
 
@@ -37,13 +37,15 @@ def keep_smaller(
     bounds: Float[Tensor, " l"],
 ) -> tuple[Bool[Tensor, "l n"], Bool[Tensor, " l"]] | None:
     """The tokens of the sign that fewer have, and which walks failed; see `reference.bounded_signs`."""
-    library = native.library() if native.takes(keys, values) else None
+    library = native.library_for(keys, values)
     if library is None:
         return None
     kept, lost = torch.empty(keys.shape[:2], dtype=torch.bool), torch.empty(len(keys), dtype=torch.bool)
     about, tensors = _given(keys, values, uniforms)
     real, bounds = real.contiguous(), bounds.float().contiguous()
-    failed = library.kvs_keep_smaller(about, *_at(*tensors, real), ctypes.c_double(scale), *_at(bounds, kept, lost))
+    failed = library.kvs_keep_smaller(
+        about, *native.addresses(*tensors, real), ctypes.c_double(scale), *native.addresses(bounds, kept, lost)
+    )
     return None if failed else (kept, lost)
 
 
@@ -53,7 +55,3 @@ def _given(keys: Tensor, values: Tensor, uniforms: Tensor) -> tuple[ctypes.Array
     about = [*keys.shape, values.shape[2], native.DTYPES[keys.dtype], native.threads()]
     strides = [*keys.stride()[:2], *values.stride()[:2]]
     return native.numbers(about + strides), (keys, values, uniforms.double().contiguous())
-
-
-def _at(*tensors: Tensor) -> list[ctypes.c_void_p]:
-    return [ctypes.c_void_p(x.data_ptr()) for x in tensors]

@@ -1,7 +1,5 @@
 """Greedy k-center in C, `kernels/native/kcenter.c`: None where C cannot be used."""
 
-import ctypes
-
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
@@ -14,7 +12,7 @@ def k_center(
     points: Float[Tensor, "l n d"], wanted: Int64[Tensor, " l"], valid: Bool[Tensor, "l n"], most: int
 ) -> Clustering | None:
     """The same as `reference.k_center` gives, with columns for `most` centres and distances in float32."""
-    library = native.library() if native.takes(points) else None
+    library = native.library_for(points)
     if library is None:
         return None
     points = points if points.stride(2) == 1 else points.contiguous()
@@ -22,5 +20,5 @@ def k_center(
     centres, nearest = (torch.empty(len(points), size, dtype=torch.int64) for size in (most, points.shape[1]))
     distance = torch.empty(points.shape[:2])
     about = [*points.shape, most, native.DTYPES[points.dtype], native.threads(), *points.stride()[:2]]
-    data = (ctypes.c_void_p(x.data_ptr()) for x in (points, valid, wanted, centres, nearest, distance))
+    data = native.addresses(points, valid, wanted, centres, nearest, distance)
     return None if library.kvs_k_center(native.numbers(about), *data) else Clustering(centres, nearest, distance)

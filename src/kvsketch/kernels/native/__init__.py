@@ -66,14 +66,21 @@ def name() -> str:
     return f"C ({found.kvs_instructions().decode()})"
 
 
-def takes(*tensors: Tensor) -> bool:
-    """Whether these are tensors that C can read: on the CPU, of one kind, in memory, and nobody wants a gradient."""
+def library_for(*tensors: Tensor) -> ctypes.CDLL | None:
+    """The kernels, if C can read these: on the CPU, of one kind, in memory, and nobody wants a gradient."""
     kind = tensors[0].dtype
-    if torch.compiler.is_compiling() or kind not in DTYPES or library() is None:
-        return False
+    if torch.compiler.is_compiling() or kind not in DTYPES:
+        return None
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return False
-    return all(type(x) is Tensor and x.dtype == kind and x.device.type == "cpu" for x in tensors)
+        return None
+    if not all(type(x) is Tensor and x.dtype == kind and x.device.type == "cpu" for x in tensors):
+        return None
+    return library()
+
+
+def addresses(*tensors: Tensor) -> list[ctypes.c_void_p]:
+    """Where tensors begin, as C takes it."""
+    return [ctypes.c_void_p(x.data_ptr()) for x in tensors]
 
 
 def numbers(values: Sequence[int]) -> "ctypes.Array[ctypes.c_int64]":
@@ -86,4 +93,4 @@ def threads() -> int:
     return torch.get_num_threads()
 
 
-__all__ = ["CannotBuildError", "library", "name", "numbers", "off", "takes", "threads"]
+__all__ = ["CannotBuildError", "addresses", "library", "library_for", "name", "numbers", "off", "threads"]

@@ -28,7 +28,7 @@ def attend(
     """
     if not 0 < query.shape[2] * (query.shape[1] // heads) <= MOST_QUERIES or query.stride(3) != 1:
         return None
-    if not native.takes(query) or not all(_can_read(part, query.dtype) for part in parts):
+    if native.library_for(query) is None or not all(_can_read(part, query.dtype) for part in parts):
         return None
     rows, query_heads, count, width = query.shape
     value_width = parts[0].tokens.values.shape[3]
@@ -89,7 +89,7 @@ def _can_read(part: Entries, dtype: torch.dtype) -> bool:
     if NOTED not in part.noted:
         keys, values = part.tokens.keys, part.tokens.values
         weights = [x for x in (part.tokens.log_mass, part.tokens.log_value) if x is not None]
-        if not native.takes(keys, values) or keys.stride(3) != 1 or values.stride(3) != 1:
+        if native.library_for(keys, values) is None or keys.stride(3) != 1 or values.stride(3) != 1:
             return False
         if any(x.dtype != torch.float32 or x.stride(2) != 1 or x.requires_grad for x in weights):
             return False

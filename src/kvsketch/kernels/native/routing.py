@@ -22,10 +22,9 @@ def classify(
     rows, query_heads, count, width = query.shape
     there = [x for layer in layers if layer is not None for x in layer]
     few = 0 < rows * count * (query_heads // heads) <= MOST_QUERIES
-    if not few or query.stride(3) != 1 or not native.takes(query, *there) or not all(x.is_contiguous() for x in there):
+    library = native.library_for(query, *there) if few else None
+    if library is None or query.stride(3) != 1 or not all(x.is_contiguous() for x in there):
         return None
-    library = native.library()
-    assert library is not None, "there is something to call"
     asked = _Asked(
         query.data_ptr(),
         native.DTYPES[query.dtype],
@@ -43,8 +42,8 @@ def classify(
         )
     )
     scores = torch.empty(rows, heads, count, there[-1].shape[-1])
-    address = ctypes.c_void_p(scores.data_ptr())
-    failed = library.kvs_classify(ctypes.byref(asked), described, address, ctypes.c_int64(native.threads()))
+    threads = ctypes.c_int64(native.threads())
+    failed = library.kvs_classify(ctypes.byref(asked), described, *native.addresses(scores), threads)
     return None if failed else scores
 
 
@@ -63,12 +62,9 @@ def visit(
 
     None where C does not do it.
     """
-    if not native.takes(scores) or scores.dtype != torch.float32:
+    library = native.library_for(scores)
+    if library is None or scores.dtype != torch.float32 or not all(x.is_contiguous() for x in (scores, sizes, edges)):
         return None
-    if not (scores.is_contiguous() and sizes.is_contiguous() and edges.is_contiguous()):
-        return None
-    library = native.library()
-    assert library is not None, "there is something to call"
     lanes, queries, buckets = scores.shape
     runs, width = edges.shape[1], min(probes, buckets) * edges.shape[1] + 1
     begin, length = torch.empty(2, 1, lanes, queries, width, dtype=torch.int64).unbind()
@@ -79,8 +75,7 @@ def visit(
         -1.0 if mass is None else mass,
         *(int(isinstance(visit, float)), *staged),
     )
-    addresses = (ctypes.c_void_p(x.data_ptr()) for x in (scores, sizes, edges, begin, length, read))
-    failed = library.kvs_visit(ctypes.byref(limits), *addresses)
+    failed = library.kvs_visit(ctypes.byref(limits), *native.addresses(scores, sizes, edges, begin, length, read))
     return None if failed else (Segments(begin, length), read)
 
 
