@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvsketch.evaluation.results.rows import name_with_digest, name_without_digest
+from kvsketch.evaluation.tasks.prose import Writer
 from kvsketch.files import as_text, name_of, read_file
 
 SENTENCES = (
@@ -56,6 +57,16 @@ class Noise(Haystack):
 
     def pieces(self, draw: random.Random, count: int) -> list[str]:
         return draw.choices(SENTENCES, k=count)
+
+
+class Grammar(Haystack):
+    """Sentences of a small grammar, each another one."""
+
+    name, joint = "grammar", " "
+
+    def pieces(self, draw: random.Random, count: int) -> list[str]:
+        write = Writer(draw).sentence
+        return [write() for _ in range(count)]
 
 
 class TextFile(Haystack):

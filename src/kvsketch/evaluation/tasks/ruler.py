@@ -83,10 +83,11 @@ def _ruler_question(kind: str, titles: list[str], answers: list[tuple[str, str]]
     query = titles[0] if len(titles) == 1 else f"{', '.join(titles[:-1])}, and {titles[-1]}"
     what, verb = (f"the special magic {kind}", "is") if len(answers) == 1 else (f"all the special magic {kind}s", "are")
     kinds = kind if len(answers) == 1 else f"{kind}s"
+    reply = ", ".join(value if len(titles) == 1 else f"{title} is: {value}" for title, value in answers)
     return (
         f"\nWhat {verb} {what} for {query} mentioned in the provided text?",
         f" The special magic {kinds} for {query} mentioned in the provided text {verb}",
-        " " + ", ".join(value for _, value in answers) + ".",
+        f" {reply}.",
     )
 
 

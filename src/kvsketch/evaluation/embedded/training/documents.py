@@ -1,7 +1,9 @@
 """Training batches: documents of the tasks, each with many questions that do not see one another."""
 
+import dataclasses
 import random
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,30 +11,39 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from kvsketch.evaluation.tasks import TASKS, Sample, Setting
+from kvsketch.evaluation.tasks import TASKS, Question, Sample, Setting, Task
+from kvsketch.evaluation.tasks.base import WORDINGS, Wording
+from kvsketch.evaluation.tasks.haystack import SENTENCE_END, Grammar, Haystack, Noise
 from kvsketch.evaluation.tasks.ruler import NEEDLES
 
 # How often each task is drawn: mostly those whose answers a model of this size can give.
 SHARES: Mapping[str, float] = {
-    "lines official": 20,
-    "lines": 14,
+    "lines": 22,
     "kv": 14,
-    "niah_multikey_dense": 8,
-    "niah_multikey": 5,
+    "niah_multikey_dense": 6,
+    "niah_multikey_uuid": 3,
+    "niah_multikey": 6,
     "niah_multiquery": 12,
+    "niah_multivalue": 12,
     "niah_single": 3,
+    "niah_single_uuid": 3,
     "needle": 3,
-    "passkey": 5,
-    "number_string": 3,
-    "niah_multivalue": 4,
-    "vt": 7,
-    "cwe": 3,
-    "fwe": 3,
-    "math_find": 3,
+    "passkey": 4,
+    "number_string": 4,
+    "vt": 6,
+    "fwe": 2,
+    "math_find": 2,
 }
 # Tasks whose documents train better with more than the official few keys: the same text, only denser.
-EXTRA_KEYS = {"niah_multikey": 16, "niah_multiquery": 32}
-QUESTIONS = 24
+EXTRA_KEYS = {"niah_multikey": 16, "niah_multiquery": 32, "niah_multivalue": 8, "niah_single_uuid": 8}
+ENDS = ("", "", "", " ", "\n")  # what a prompt may have at its end; white space of its own goes as often
+# What else may be hidden in a haystack, and how often it is: one reading teaches more answers.
+ALSO: Mapping[str, float] = {"passkey": 0.4, "number_string": 0.4, "needle": 0.4, "vt": 0.3}
+INVENTED = (0.0, 0.0, 0.3, 0.9)  # shares of made-up words in names
+NUMBER = re.compile(r" ?([0-9]|[0-9a-f]{8}-)")
+PROSE = 256  # places of a batch at which the next token of the text is asked for
+RICH = 512  # tokens from which a document hides more than one thing
+QUESTIONS, FEW_ASKED = 24, 128  # at most so many, and so many tokens of them or a quarter of the document's
 IGNORED = -100
 
 
@@ -47,6 +58,7 @@ class Batch:
     visible: Bool[Tensor, "b 1 q total"]  # total = c + q
     labels: Int[Tensor, "b q"]  # the token that comes next; IGNORED where it is not a reply's
     weights: Float[Tensor, "b q"]
+    prose: Int[Tensor, "n 2"]  # rows and places of documents at which the next token of the text is asked for
 
     @property
     def tokens(self) -> int:
@@ -57,9 +69,11 @@ class Batch:
 class Documents:
     """Makes batches of a length, the same for the same seed and step."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
-        self.tokenizer, self.seed = tokenizer, seed
-        self.units = {name: self._tokens_per_unit(name) for name in SHARES}
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, seed: int, haystacks: Sequence[Haystack] = (Grammar(), Noise())
+    ) -> None:
+        self.tokenizer, self.seed, self.haystacks = tokenizer, seed, haystacks
+        self.units = {(name, wording): self._tokens_per_unit(name, wording) for name in SHARES for wording in WORDINGS}
 
     def batch(self, step: int, length: int, tokens: int) -> Batch:
         """Rows of about `length` tokens, about `tokens` of them in all."""
@@ -68,22 +82,37 @@ class Documents:
         names = draw.choices(list(SHARES), list(SHARES.values()), k=rows)
         samples = [self._sample(draw, name, length) for name in names]
         contexts = [self._ids(sample.context, special=True) for sample in samples]
-        asked = [self._segments(sample) for sample in samples]
-        return _pack(tuple(names), contexts, asked, self.tokenizer.pad_token_id)
+        asked = [self._segments(draw, sample, max(FEW_ASKED, length // 4)) for sample in samples]
+        hiding = [row for row, name in enumerate(names) if TASKS[name].hides]
+        prose = [(row, draw.randrange(len(contexts[row]) - 1)) for row in (draw.choices(hiding, k=PROSE) if hiding else [])]
+        return _pack(tuple(names), contexts, asked, prose, self.tokenizer.pad_token_id)
 
     def _sample(self, draw: random.Random, name: str, length: int) -> Sample:
-        fixed, each = self.units[name]
-        task = TASKS[name.split()[0]]
-        questions = QUESTIONS if task.dense or length >= 512 else 8
-        room = length - fixed - (questions * 12 if task.dense else 40)
-        size = max(task.smallest, int(room / each), 2)
-        return _make(draw, name, size, questions)
+        wording: Wording = draw.choice(WORDINGS) if length >= RICH or name != "vt" else "compact"
+        fixed, each = self.units[name, wording]
+        setting = Setting(
+            size=max(TASKS[name].smallest, int((length - fixed) / each), 2),
+            questions=QUESTIONS if length >= RICH else QUESTIONS // 3,
+            wording=wording,
+            invented=draw.choice(INVENTED),
+            haystack=draw.choice(self.haystacks),
+        )
+        also = [other for other, chance in ALSO.items() if TASKS[name].hides and draw.random() < chance]
+        seed = draw.random()
+        while True:
+            sample = _make(random.Random(seed), name, setting, also if length >= RICH else [])
+            tokens = len(self._ids(sample.context, special=True))
+            size = max(TASKS[name].smallest, int(setting.size * length / tokens))
+            if tokens <= 1.1 * length or size >= setting.size:
+                return sample
+            setting = dataclasses.replace(setting, size=size)
 
-    def _tokens_per_unit(self, name: str) -> tuple[float, float]:
+    def _tokens_per_unit(self, name: str, wording: Wording) -> tuple[float, float]:
         """Tokens of an empty document, and of each unit in it."""
-        counts = {}
+        counts, setting = {}, Setting(size=1, wording=wording, haystack=self.haystacks[0])
         for size in (40, 200):
-            made = [_make(random.Random(seed), name, size, 1) for seed in range(4)]
+            sized = dataclasses.replace(setting, size=max(size, TASKS[name].smallest))
+            made = [_make(random.Random(seed), name, sized, []) for seed in range(4)]
             counts[size] = sum(len(self._ids(sample.context, special=True)) for sample in made) / len(made)
         each = (counts[200] - counts[40]) / 160
         return max(0.0, counts[40] - 40 * each), each
@@ -92,33 +121,71 @@ class Documents:
         ids: list[int] = self.tokenizer(text, add_special_tokens=special)["input_ids"]
         return ids
 
-    def _segments(self, sample: Sample) -> list[tuple[list[int], int]]:
-        """Each question with its reply: its tokens, and where the reply starts in them."""
+    def _segments(self, draw: random.Random, sample: Sample, most: int) -> list[tuple[list[int], int]]:
+        """Each question with its reply, up to so many tokens: its tokens, and where the reply starts in them."""
         end = self.tokenizer.eos_token_id
-        segments = []
-        for question in sample.questions:
-            ask, reply = self._ids(question.prompt, special=False), self._ids(question.reply, special=False)
+        segments, tokens = [], 0
+        for question in draw.sample(sample.questions, len(sample.questions)):
+            prompt, answer = _ended(question, draw.choice(ENDS))
+            ask, reply = self._ids(prompt, special=False), self._ids(answer, special=False)
+            tokens += len(ask) + len(reply)
+            if segments and tokens > most:
+                break
             segments.append(([*ask, *reply, end], len(ask)))
         return segments
 
 
-def _make(draw: random.Random, name: str, size: int, questions: int) -> Sample:
-    task_name, _, wording = name.partition(" ")
-    task = TASKS[task_name]
-    setting = Setting(
-        size=size,
-        questions=questions,
-        wording="official" if wording else "compact",
-        invented=draw.choice((0.3, 0.6, 0.9)) if wording else draw.choice((0.0, 0.0, 0.2)),
-    )
-    most = EXTRA_KEYS.get(task_name)
+class _Given(Haystack):
+    """The sentences of a text, to hide more in it."""
+
+    name, joint = "given", " "
+
+    def __init__(self, text: str) -> None:
+        self.given = re.split(r"(?<=\0) ", SENTENCE_END.sub("\\g<0>\0", text))
+
+    def pieces(self, draw: random.Random, count: int) -> list[str]:
+        return [piece.replace("\0", "") for piece in self.given]
+
+
+def _make(draw: random.Random, name: str, setting: Setting, also: Sequence[str]) -> Sample:
+    """A document of a task, and what other tasks hide in it."""
+    most = EXTRA_KEYS.get(name)
     if most is None:
-        return task.make(draw, setting)
-    return task.make(draw, setting, keys=max(NEEDLES, min(most, size // 4)))  # type: ignore[call-arg]
+        sample = TASKS[name].make(draw, setting)
+    else:
+        fewest = NEEDLES if name in ("niah_multikey", "niah_multiquery") else 1
+        keys = max(fewest, min(most, setting.size // (16 if name == "niah_multivalue" else 4)))
+        sample = TASKS[name].make(draw, setting, keys=keys)  # type: ignore[call-arg]
+    for other in also:
+        if other != name:
+            sample = _hide_also(draw, TASKS[other], setting, sample)
+    return sample
+
+
+def _hide_also(draw: random.Random, task: Task, setting: Setting, sample: Sample) -> Sample:
+    """A document that hides what another task asks for too."""
+    setting = dataclasses.replace(setting, wording=draw.choice(WORDINGS), haystack=_Given(sample.context))
+    more = task.make(draw, setting)
+    return Sample(more.context, (*sample.questions, *more.questions))
+
+
+def _ended(question: Question, end: str) -> tuple[str, str]:
+    """Prompt and reply with other white space between them; no blank is said twice before a number."""
+    prompt, reply = question.prompt, question.reply
+    if end and prompt.endswith(" "):
+        prompt, reply = prompt[:-1], f" {reply}" if end == " " else reply
+        return (prompt, reply) if end == " " else (prompt + end, reply)
+    if end and NUMBER.match(reply):
+        reply = reply.lstrip(" ")
+    return prompt + end, reply
 
 
 def _pack(
-    names: tuple[str, ...], contexts: list[list[int]], asked: list[list[tuple[list[int], int]]], pad: int
+    names: tuple[str, ...],
+    contexts: list[list[int]],
+    asked: list[list[tuple[list[int], int]]],
+    prose: list[tuple[int, int]],
+    pad: int,
 ) -> Batch:
     rows, width = len(contexts), max(map(len, contexts))
     tail = max(sum(len(ids) - 1 for ids, _ in segments) for segments in asked)
@@ -142,4 +209,5 @@ def _pack(
     replies = labels != IGNORED
     # A document with many questions counts for more, but does not drown the others.
     weights = replies / replies.sum(1, keepdim=True).clamp(min=1).sqrt()
-    return Batch(names, context, tokens, positions, visible, labels, weights.float())
+    places = torch.tensor(prose, dtype=torch.long).reshape(-1, 2)
+    return Batch(names, context, tokens, positions, visible, labels, weights.float(), places)

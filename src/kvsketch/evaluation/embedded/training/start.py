@@ -27,12 +27,22 @@ class Shape:
     layers: int = 4
     intermediate: int = 512
     theta: float = 1e9  # so large that most pairs of dimensions hardly turn over a long document
-    code: int = 25  # dimensions of a token's code: one slice for each offset, itself, and the match
+    code: int = 23  # dimensions of a token's code: a slice for itself, each offset, the match, and the one before it
 
     @property
     def group(self) -> int:
         """Query heads of a KV head."""
         return self.heads // self.kv_heads
+
+    @property
+    def match(self) -> int:
+        """The slice of the token that is expected next: behind those of the token itself and of all offsets."""
+        return self.heads + 1
+
+    @property
+    def last_time(self) -> int:
+        """The slice of the token that stood here the last time that these tokens came before."""
+        return self.heads + 2
 
     @property
     def turns(self) -> Tensor:
@@ -65,6 +75,7 @@ def start_model(vocabulary: int, *, shape: Shape, begin: int, end: int, pad: int
         codes = _embed_codes(model, shape)
         _shift_heads(model.model.layers[0], shape)
         _matching_heads(model.model.layers[1], shape)
+        _list_head(model.model.layers[2], shape)
         _read_the_match(model, shape, codes)
     return model
 
@@ -110,29 +121,50 @@ def _shift_heads(layer: Any, shape: Shape) -> None:
 
 
 def _matching_heads(layer: Any, shape: Shape) -> None:
-    attention, d = layer.self_attn, shape.head_dim
-    group, offsets = shape.group, shape.heads
-    identity = torch.eye(shape.code)
-    slow = (shape.turns < 3e-4).repeat(2)[:, None]  # only these dimensions still match over thousands of tokens
+    """Two KV heads find what came next, one finds the next of a list, one what stood here the last time."""
+    attention, d, offsets = layer.self_attn, shape.head_dim, shape.heads
     for projection in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
         projection.weight.mul_(0.02)
-    for kv_head in range(shape.kv_heads):
-        kv = slice(kv_head * d, (kv_head + 1) * d)
-        pairs = [(offset, offset + 1) for offset in range(offsets)]
-        if kv_head == shape.kv_heads - 1:  # the next of a list: the name before the last number, and what came after it
-            pairs = [(0, 1), (5, 2), (6, 3)]
-        scale = 2.0 * (len(slow) / slow.sum()) ** 0.25 / (len(pairs) * shape.code) ** 0.5
-        for query_offset, key_offset in pairs:
-            projection = torch.randn(d, shape.code) * scale * slow
-            attention.k_proj.weight[kv, _slice(key_offset, shape)] += projection
-            for head in range(kv_head * group, (kv_head + 1) * group):
-                attention.q_proj.weight[head * d : (head + 1) * d, _slice(query_offset, shape)] += projection
-        attention.v_proj.weight[kv.start : kv.start + shape.code, : shape.code] += identity
+    follows = [(offset, offset + 1, 1.0) for offset in range(offsets)]
+    listed = [(0, 1, 1.0), (6, 2, 1.0), (7, 3, 1.0)]  # the name before the last number, and what came after it
+    again = [(0, 0, -float(offsets)), *((offset, offset, 1.0) for offset in range(1, offsets + 1))]  # but not itself
+    for kv_head, pairs in enumerate((follows, follows, listed, again)):
+        _match(attention, kv_head, pairs, shape)
+        _hand_on(attention, kv_head, shape.last_time if pairs is again else shape.match, shape)
+
+
+def _list_head(layer: Any, shape: Shape) -> None:
+    """A KV head that goes on in a list of numbers: it finds the number that has the last one before it."""
+    attention, d, wide = layer.self_attn, shape.head_dim, shape.group * shape.head_dim
+    for weight in (attention.q_proj.weight[:wide], attention.k_proj.weight[:d], attention.v_proj.weight[:d]):
+        weight.mul_(0.02)
+    attention.o_proj.weight[:, :wide].mul_(0.02)
+    _match(attention, 0, [(4, shape.last_time, 1.0)], shape)  # the first piece of the last number stands four back
+    _hand_on(attention, 0, shape.match, shape)
+
+
+def _match(attention: Any, kv_head: int, pairs: list[tuple[int, int, float]], shape: Shape) -> None:
+    """Queries of a KV head's group meet its keys where slices of theirs agree, each pair with its weight."""
+    d, group = shape.head_dim, shape.group
+    slow = (shape.turns < 3e-4).repeat(2)[:, None]  # only these dimensions still match over thousands of tokens
+    scale = 2.0 * (len(slow) / slow.sum()) ** 0.25 / (min(len(pairs), shape.heads) * shape.code) ** 0.5
+    for query_offset, key_offset, weight in pairs:
+        projection = torch.randn(d, shape.code) * scale * slow * abs(weight) ** 0.5
+        attention.k_proj.weight[kv_head * d : (kv_head + 1) * d, _slice(key_offset, shape)] += projection
         for head in range(kv_head * group, (kv_head + 1) * group):
-            out = slice(head * d, head * d + shape.code)
-            attention.o_proj.weight[_slice(offsets + 1, shape), out] += identity
+            signed = projection if weight > 0 else -projection
+            attention.q_proj.weight[head * d : (head + 1) * d, _slice(query_offset, shape)] += signed
+
+
+def _hand_on(attention: Any, kv_head: int, to: int, shape: Shape) -> None:
+    """The code of the token that was found goes into a slice."""
+    out = _slice(to, shape)
+    d, identity = shape.head_dim, torch.eye(shape.code)
+    attention.v_proj.weight[kv_head * d : kv_head * d + shape.code, : shape.code] += identity
+    for head in range(kv_head * shape.group, (kv_head + 1) * shape.group):
+        attention.o_proj.weight[out, head * d : head * d + shape.code] += identity
 
 
 def _read_the_match(model: LlamaForCausalLM, shape: Shape, codes: Tensor) -> None:
     model.lm_head.weight.mul_(0.02)
-    model.lm_head.weight[:, _slice(shape.heads + 1, shape)] += codes * 0.3
+    model.lm_head.weight[:, _slice(shape.match, shape)] += codes * 0.3

@@ -1,7 +1,8 @@
-"""The embedded model's tokenizer: known words and template pieces are one token each, everything else falls to bytes.
+"""The embedded model's tokenizer: names, numbers and template pieces are one token each, the rest falls to pieces.
 
 A standard byte-level BPE, as Llama 3 has it (`ignore_merges`: a word of the vocabulary is taken whole), so any text
-survives both ways. Only the list of words is special: names, sentences and templates of the tasks.
+survives both ways. Only the lists are special. White space before a number is a token of its own, so that a prompt
+means the same whether it ends with a blank or not; a UUID falls into pairs of digits.
 """
 
 import json
@@ -13,27 +14,47 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
-from kvsketch.evaluation.tasks import TASKS, Setting
-from kvsketch.evaluation.tasks.haystack import SENTENCES
-from kvsketch.evaluation.tasks.lines import HEADER
-from kvsketch.evaluation.tasks.words import ADJECTIVES, NOUNS
+from kvsketch.evaluation.tasks.prose import Writer
+from kvsketch.evaluation.tasks.words import ADJECTIVES, NOUNS, names
 
 BEGIN, END, PAD = "<begin>", "<end>", "<pad>"
-PIECES = 1000  # byte-pair pieces for words that are not listed, bytes included
+SIZE = 5330  # tokens in all: twice as many rows of 512 bytes are half of the model
+SENTENCES, NAMES = 40_000, 10_000  # from which the pieces of words are learnt
 # Pieces of templates that are one token, so that a record and the question after it are laid out alike.
 PHRASES = (
-    ": REGISTER_CONTENT is <",
-    "? I need the number. ",
+    "Now the record is over. Tell me what is the <REGISTER_CONTENT> in line",
     "? I need the number.",
-    ": <",
-    "? <",
+    ": REGISTER_CONTENT is",
+    '"\nThe value associated with the specified key is:',
     ">\n",
-    '": "',
-    '", "',
-    '{"',
-    '"}',
+    " is:",
 )
-BEFORE_DIGITS = (" is ", " are ", " = ", ", ")
+MARKS = ("line", "VAR", " VAR", " <", ' "', '":', '{"', '"}', '",', " =", " ...", "...")  # pieces that sentences do not teach
+# The same, with a blank before them or not; {} is number or uuid.
+CLAUSES = (
+    "One of the special magic {}s for",
+    "The special magic {} for",
+    "The special magic {}s for",
+    "What is the special magic {} for",
+    "What are all the special magic {}s for",
+    "The magic {} of",
+    "The magic {}s of",
+    "What is the magic {} of",
+    "What are the magic {}s of",
+    "What are all the magic {}s of",
+    "The special magic number of",
+    "What is the special magic number of",
+    "mentioned in the provided text is",
+    "mentioned in the provided text are",
+    "mentioned in the provided text",
+    "The pass key is",
+    "is the pass key",
+    "What is the pass key",
+    "The sequence of digits is",
+    "is the sequence of digits",
+    "What is the sequence of digits",
+)
+UUID = (8, 4, 4, 4, 12)  # hexadecimal digits of its parts
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -44,11 +65,13 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    words = dict.fromkeys([*(f" {word}" for word in ADJECTIVES), *(f"-{word}" for word in NOUNS)])
-    vocabulary, merges = _pieces(list(words), split)
-    listed = [piece for word in words for piece, _ in split.pre_tokenize_str(word)]
+    whole = [*_clauses(), *PHRASES, *(f" {word}" for word in ADJECTIVES), *(f"-{word}" for word in NOUNS)]
+    listed = [piece for text in whole for piece, _ in split.pre_tokenize_str(text)]
     listed += [f"{number:0{digits}d}" for digits in (2, 3) for number in range(10**digits)]
-    listed += sorted({piece for text in _texts() for piece, _ in split.pre_tokenize_str(text)})
+    listed += [f"{number:02x}" for number in range(256)]
+    listed += [piece for mark in MARKS for piece, _ in split.pre_tokenize_str(mark)]
+    listed = list(dict.fromkeys(listed))
+    vocabulary, merges = _pieces(SIZE - len(listed) - 3, split)
     for piece in listed:
         vocabulary.setdefault(piece, len(vocabulary))
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
@@ -69,34 +92,54 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def _clauses() -> list[str]:
+    """All clauses, longer ones first."""
+    found = {clause.format(kind) for clause in CLAUSES for kind in ("number", "uuid")}
+    return [blank + clause for clause in sorted(found, key=lambda one: (-len(one), one)) for blank in ("", " ")]
+
+
 def _pattern() -> str:
-    whole = [re.escape(phrase).replace("\\\n", r"\n").replace(r"\ ", " ") for phrase in PHRASES]
-    before_digits = [f"{phrase}(?=[0-9]|\\z)" for phrase in BEFORE_DIGITS]
-    return "|".join([*whole, *before_digits, r"-\p{L}+", r" ?\p{L}+", r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+", r"\s+"])
+    uuid = "-".join(f"[0-9a-f]{{{digits}}}" for digits in UUID)
+    whole = [*(" ?" + _escaped(clause) + r"(?!\p{L})" for clause in _clauses()[::2]), *map(_escaped, PHRASES)]
+    words = [r"-\p{L}+", r" ?\p{L}+", r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+", r"\s+"]
+    return "|".join([f" (?={uuid})", *_pairs_of_uuids(), *whole, *words])
 
 
-def _pieces(words: list[str], split: pre_tokenizers.PreTokenizer) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """A small vocabulary of byte pairs, learnt from the words."""
+def _escaped(text: str) -> str:
+    return re.escape(text).replace("\\\n", r"\n").replace(r"\ ", " ")
+
+
+def _pairs_of_uuids() -> list[str]:
+    """A pattern for each pair of hexadecimal digits of a UUID and each dash: what stands before it and behind it."""
+    places, found = [i for i, digits in enumerate(UUID) for _ in range(digits // 2)], []
+    for i, part in enumerate(places):
+        inside = [j for j in range(len(places)) if places[j] == part]
+        left = "".join([f"[0-9a-f]{{{UUID[p]}}}-" for p in range(part)]) + f"[0-9a-f]{{{2 * inside.index(i)}}}"
+        right = f"[0-9a-f]{{{2 * (len(inside) - 1 - inside.index(i))}}}"
+        right += "".join([f"-[0-9a-f]{{{UUID[p]}}}" for p in range(part + 1, len(UUID))])
+        found.append(f"(?<={left})[0-9a-f]{{2}}(?={right}(?![0-9A-Za-z]))")
+    for part in range(1, len(UUID)):
+        left = "-".join(f"[0-9a-f]{{{digits}}}" for digits in UUID[:part])
+        right = "-".join(f"[0-9a-f]{{{digits}}}" for digits in UUID[part:])
+        found.append(f"(?<={left})-(?={right}(?![0-9A-Za-z]))")
+    return found
+
+
+def _pieces(count: int, split: pre_tokenizers.PreTokenizer) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """A vocabulary of byte pairs, learnt from sentences and names."""
+    draw = random.Random(0)
+    writer = Writer(draw)
+    texts = [" ".join(writer.sentence() for _ in range(10)) for _ in range(SENTENCES // 10)]
+    texts += [f" {name}" for name in names(draw, NAMES, invented=0.8)]
     learner = Tokenizer(BPE())
     learner.pre_tokenizer = split
     trainer = BpeTrainer(
-        vocab_size=PIECES,
+        vocab_size=count,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    learner.train_from_iterator(words, trainer)
+    learner.train_from_iterator(texts, trainer)
     pieces = learner.get_vocab()
     ordered = sorted(pieces, key=lambda piece: pieces[piece])
     merges = json.loads(learner.to_str())["model"]["merges"]
     return {piece: i for i, piece in enumerate(ordered)}, [(left, right) for left, right in merges]
-
-
-def _texts() -> list[str]:
-    """Whatever the tasks say around names and numbers; ids of random letters are left to bytes."""
-    texts = [HEADER, *SENTENCES]
-    for task in TASKS.values():
-        for seed in range(0 if "uuid" in task.name else 8):
-            sample = task.make(random.Random(seed), Setting(size=max(4, task.smallest), questions=4, wording="compact"))
-            texts += [sample.context, *(question.prompt + question.reply for question in sample.questions)]
-    sample = TASKS["lines"].make(random.Random(0), Setting(size=1))
-    return [*texts, sample.context, sample.questions[0].prompt]

@@ -19,6 +19,7 @@ from kvsketch.evaluation.embedded.training.tokenizer import build_tokenizer
 from kvsketch.files import read_json, read_tensors, write_json, write_tensors
 from kvsketch.fitting import adam
 
+PROSE_WEIGHT = 0.1  # of the text itself, beside replies
 STATE, WEIGHTS, LOG = "state.json", "checkpoint.safetensors", "log.jsonl"
 
 
@@ -78,8 +79,8 @@ def save_model(folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedToken
     return folder
 
 
-def reply_logits(model: LlamaForCausalLM, batch: Batch) -> tuple[Tensor, Tensor]:
-    """What the model would say at every place of a reply, and where these places are.
+def logits_of(model: LlamaForCausalLM, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """What the model would say at every place of a reply, where these places are, and how the text would go on.
 
     The documents are read once; each question sees its document and itself, at the positions right after the document.
     """
@@ -91,7 +92,8 @@ def reply_logits(model: LlamaForCausalLM, batch: Batch) -> tuple[Tensor, Tensor]
         past_key_values=read.past_key_values,
     )
     places = batch.labels != IGNORED
-    return model.lm_head(asked.last_hidden_state[places]), places
+    rows, at = batch.prose.unbind(1)
+    return model.lm_head(asked.last_hidden_state[places]), places, model.lm_head(read.last_hidden_state[rows, at])
 
 
 def _batches(documents: Documents, recipe: Recipe, progress: Progress) -> list[Batch]:
@@ -112,9 +114,12 @@ def _step(
     total, right, asked = 0.0, dict[str, float](), dict[str, float]()
     for batch in batches:
         here = _moved(batch, device)
-        logits, places = reply_logits(model, here)
+        logits, places, prose = logits_of(model, here)
         labels, weights = here.labels[places], here.weights[places]
         loss = (F.cross_entropy(logits.float(), labels, reduction="none") * weights).sum() / weights.sum()
+        if len(prose):
+            rows, at = here.prose.unbind(1)
+            loss = loss + PROSE_WEIGHT * F.cross_entropy(prose.float(), here.context[rows, at + 1])
         (loss / len(batches)).backward()
         total += loss.item() / len(batches)
         correct = torch.zeros_like(places)
