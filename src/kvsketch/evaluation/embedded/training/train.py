@@ -4,7 +4,8 @@ import dataclasses
 import json
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -23,6 +24,17 @@ PROSE_WEIGHT = 0.1  # of the text itself, beside replies
 STATE, WEIGHTS, LOG = "state.json", "checkpoint.safetensors", "log.jsonl"
 
 
+@contextmanager
+def _no_tiny_numbers() -> Iterator[None]:
+    """Numbers below 1e-38 are zero meanwhile: some weights of the shift heads are, and a CPU is slow with them."""
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@_no_tiny_numbers()
 def train(
     folder: Path,
     recipe: Recipe,
