@@ -41,6 +41,8 @@ ENDS = ("", "", "", " ", "\n")  # what a prompt may have at its end; white space
 ALSO: Mapping[str, float] = {"passkey": 0.4, "number_string": 0.4, "needle": 0.4, "vt": 0.3}
 INVENTED = (0.0, 0.0, 0.3, 0.9)  # shares of made-up words in names
 NUMBER = re.compile(r" ?([0-9]|[0-9a-f]{8}-)")
+TRIES = 3  # to make a document as long as it should be
+LONGEST_PIECE = 12  # characters: longer ones are of templates
 PROSE = 256  # places of a batch at which the next token of the text is asked for
 RICH = 512  # tokens from which a document hides more than one thing
 QUESTIONS, FEW_ASKED = 24, 128  # at most so many, and so many tokens of them or a quarter of the document's
@@ -69,10 +71,9 @@ class Batch:
 class Documents:
     """Makes batches of a length, the same for the same seed and step."""
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, seed: int, haystacks: Sequence[Haystack] = (Grammar(), Noise())
-    ) -> None:
-        self.tokenizer, self.seed, self.haystacks = tokenizer, seed, haystacks
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int, texts: Sequence[Haystack] = ()) -> None:
+        self.tokenizer, self.seed = tokenizer, seed
+        self.haystacks = (Grammar(), Grammar(), Jumble(tokenizer), Noise(), *texts)
         self.units = {(name, wording): self._tokens_per_unit(name, wording) for name in SHARES for wording in WORDINGS}
 
     def batch(self, step: int, length: int, tokens: int) -> Batch:
@@ -99,13 +100,14 @@ class Documents:
         )
         also = [other for other, chance in ALSO.items() if TASKS[name].hides and draw.random() < chance]
         seed = draw.random()
-        while True:
+        for _ in range(TRIES):
             sample = _make(random.Random(seed), name, setting, also if length >= RICH else [])
             tokens = len(self._ids(sample.context, special=True))
-            size = max(TASKS[name].smallest, int(setting.size * length / tokens))
-            if tokens <= 1.1 * length or size >= setting.size:
-                return sample
+            if 0.9 * length <= tokens <= 1.1 * length:
+                break
+            size = max(TASKS[name].smallest, 2, int(setting.size * length / tokens))
             setting = dataclasses.replace(setting, size=size)
+        return sample
 
     def _tokens_per_unit(self, name: str, wording: Wording) -> tuple[float, float]:
         """Tokens of an empty document, and of each unit in it."""
@@ -135,6 +137,20 @@ class Documents:
         return segments
 
 
+class Jumble(Haystack):
+    """Pieces of the tokenizer in any order: no text to come has a token that was never seen."""
+
+    name, joint = "jumble", " "
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        special = set(tokenizer.all_special_ids)
+        found = (tokenizer.decode([token]) for token in range(len(tokenizer)) if token not in special)
+        self.parts = [part for part in found if len(part) <= LONGEST_PIECE and "\ufffd" not in part and "\0" not in part]
+
+    def pieces(self, draw: random.Random, count: int) -> list[str]:
+        return ["".join(draw.choices(self.parts, k=draw.randint(4, 30))).strip() + "." for _ in range(count)]
+
+
 class _Given(Haystack):
     """The sentences of a text, to hide more in it."""
 
@@ -144,7 +160,7 @@ class _Given(Haystack):
         self.given = re.split(r"(?<=\0) ", SENTENCE_END.sub("\\g<0>\0", text))
 
     def pieces(self, draw: random.Random, count: int) -> list[str]:
-        return [piece.replace("\0", "") for piece in self.given]
+        return [piece.replace("\0", "") for piece in self.given[:count]]
 
 
 def _make(draw: random.Random, name: str, setting: Setting, also: Sequence[str]) -> Sample:
@@ -164,7 +180,8 @@ def _make(draw: random.Random, name: str, setting: Setting, also: Sequence[str])
 
 def _hide_also(draw: random.Random, task: Task, setting: Setting, sample: Sample) -> Sample:
     """A document that hides what another task asks for too."""
-    setting = dataclasses.replace(setting, wording=draw.choice(WORDINGS), haystack=_Given(sample.context))
+    text = _Given(sample.context)
+    setting = dataclasses.replace(setting, size=len(text.given), wording=draw.choice(WORDINGS), haystack=text)
     more = task.make(draw, setting)
     return Sample(more.context, (*sample.questions, *more.questions))
 
