@@ -61,7 +61,10 @@ WordingOption = Annotated[
     str | None, typer.Option(help="official or compact; compact is for the embedded model, and its default.")
 ]
 HaystackOption = Annotated[
-    list[Path] | None, typer.Option(help="A text to hide needles in, instead of noise; several take turns.")
+    list[Path] | None,
+    typer.Option(
+        help="A text to hide needles in, instead of noise; several take turns. :sentences is the noise of version 0.2."
+    ),
 ]
 AbleOption = Annotated[
     float | None, typer.Option(help="Only tasks and lengths where exact scores so much, by 20 prompts asked first.")

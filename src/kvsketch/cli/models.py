@@ -31,7 +31,7 @@ def load_model(name: str | None, dtype: str, device: str | None) -> "tuple[PreTr
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from kvsketch.checkpoints import PRECISIONS
-    from kvsketch.evaluation.embedded import load_embedded
+    from kvsketch.evaluation.embedded import EDITIONS, load_embedded
 
     if dtype != "auto" and dtype not in PRECISIONS:
         raise ValueError(f"--dtype must be auto or one of {', '.join(PRECISIONS)}, got {dtype!r}")
@@ -40,6 +40,8 @@ def load_model(name: str | None, dtype: str, device: str | None) -> "tuple[PreTr
     if name is None:
         notes.print(EMBEDDED_MODEL, style="yellow", soft_wrap=True)
         model, tokenizer = load_embedded(wanted)
+    elif name in EDITIONS and not Path(name).exists():
+        model, tokenizer = load_embedded(wanted, name)
     else:
         name = _folder_of(name)
         try:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvsketch.evaluation.tasks import TASKS, Sample, Task, Wording
-from kvsketch.evaluation.tasks.haystack import Haystack, Noise
+from kvsketch.evaluation.tasks.haystack import Grammar, Haystack
 
 Asked = Literal["before", "after"]  # the question is known before the cache compresses, or only afterwards
 Place = tuple[str, int, Asked]  # a task, tokens of its prompts, and when the question is known
@@ -32,7 +32,7 @@ class Plan:
     samples: int = 200
     depths: Sequence[float] = ()  # of the needle; anywhere if there are none
     wording: Wording = "official"
-    haystack: Haystack = field(default_factory=Noise)
+    haystack: Haystack = field(default_factory=Grammar)
     seed: int = 0
     batch: int = 8
     max_new_tokens: int | None = None  # the task's own if None

@@ -13,7 +13,7 @@ from kvsketch.evaluation.board.lines import OWN, Line
 from kvsketch.evaluation.board.names import SAME_PROMPT
 from kvsketch.evaluation.results.ratios import ratio_of
 from kvsketch.evaluation.results.rows import Row, key_of
-from kvsketch.evaluation.tasks.haystack import Noise
+from kvsketch.evaluation.tasks.haystack import MADE_UP
 from kvsketch.evaluation.texts.summary import LEAST
 
 LIMIT = 1.05  # times the budget: what holds more does not count for it
@@ -80,7 +80,7 @@ def answer_columns(rows: Lined) -> tuple[list[Column], list[Column]]:
 
 def kind_of(row: Row) -> str:
     """Whether a needle lies in a text of somebody's; everything else is made."""
-    return NOISE if row["haystack"] == Noise.name else PROSE
+    return NOISE if row["haystack"] in MADE_UP else PROSE
 
 
 def _by_task(rows: Lined) -> dict[Line, dict[str, dict[Hashable, Row]]]:

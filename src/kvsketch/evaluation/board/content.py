@@ -9,7 +9,7 @@ from kvsketch.evaluation.board.lines import OWN, Line
 from kvsketch.evaluation.board.ranking import BEST, LEVEL_WITH_BEST, Ranked, ranked
 from kvsketch.evaluation.results.names import ANSWERS, SPEED, TEXTS
 from kvsketch.evaluation.results.rows import Row
-from kvsketch.evaluation.tasks.haystack import Noise
+from kvsketch.evaluation.tasks.haystack import MADE_UP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ def content(rows: Rows) -> Content:
         whole=ranked(columns, whole),
         whole_tasks=ranked(tasks, whole[:1]),
         unable=_unable(answers, compared),
-        prose=any(row["haystack"] != Noise.name for _, row in compared),
+        prose=any(row["haystack"] not in MADE_UP for _, row in compared),
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal
 
-from kvsketch.evaluation.tasks.haystack import Haystack, Noise
+from kvsketch.evaluation.tasks.haystack import Grammar, Haystack
 
 Wording = Literal["official", "compact"]
 WORDINGS: tuple[Wording, ...] = ("official", "compact")
@@ -46,7 +46,7 @@ class Setting:
     questions: int = 1  # at most so many; some documents allow but one
     depth: float | None = None  # where the needle goes, in the tasks that have just one; anywhere if None
     wording: Wording = "official"
-    haystack: Haystack = field(default_factory=Noise)
+    haystack: Haystack = field(default_factory=Grammar)
     invented: float = 0.0  # the share of words in names that are made up
     length: int | None = None  # tokens aimed at, which some official generators look at
 

@@ -32,6 +32,7 @@ SENTENCES = (
     "He closed the book and went to bed.",
     "A cold wind blows from the north.",
 )
+FEW = ":sentences"  # what names these
 SENTENCE_END = re.compile(r"[.!?][\"')\]\u2019\u201d\u00bb]*(?=\s)")  # with the quotes that are closed there
 
 
@@ -50,8 +51,8 @@ class Haystack(ABC):
         return self
 
 
-class Noise(Haystack):
-    """Sentences of the project's own, in random order."""
+class Sentences(Haystack):
+    """The same few sentences again and again: the noise that the first edition of the embedded model was made with."""
 
     name, joint = "noise", "\n"
 
@@ -67,6 +68,9 @@ class Grammar(Haystack):
     def pieces(self, draw: random.Random, count: int) -> list[str]:
         write = Writer(draw).sentence
         return [write() for _ in range(count)]
+
+
+MADE_UP = frozenset((Sentences.name, Grammar.name))  # haystacks of no matter: no user's text
 
 
 class TextFile(Haystack):
@@ -93,7 +97,7 @@ class Texts(Haystack):
 
     joint = TextFile.joint
 
-    def __init__(self, texts: Sequence[TextFile]) -> None:
+    def __init__(self, texts: Sequence[Haystack]) -> None:
         names = [text.name for text in texts]
         if len(set(names)) < len(names):
             raise ValueError(f"a haystack is named twice in {', '.join(map(name_without_digest, names))}")
@@ -108,6 +112,6 @@ class Texts(Haystack):
 
 
 def haystack_of(paths: Sequence[str | Path]) -> Haystack:
-    """The text of a file, or those of several, or noise where there is none."""
-    texts = [TextFile(path) for path in paths]
-    return Noise() if not texts else texts[0] if len(texts) == 1 else Texts(texts)
+    """The text of a file, or those of several, or noise where there is none; FEW names the noise of old."""
+    haystacks = [Sentences() if str(path) == FEW else TextFile(path) for path in paths]
+    return Grammar() if not paths else haystacks[0] if len(haystacks) == 1 else Texts(haystacks)

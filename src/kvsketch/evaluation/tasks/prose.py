@@ -11,6 +11,12 @@ from typing import TypeVar
 from kvsketch.evaluation.tasks.words import ADJECTIVES, NOUNS, invented_word
 
 T = TypeVar("T")
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 # Regular verbs, and irregular ones with their past and participle.
 _REGULAR = """
 accept admire admit agree answer appear approach arrange arrive ask attach attempt avoid bake balance banish bathe
@@ -44,24 +50,46 @@ struck struck, sweep swept swept, swim swam swum, swing swung swung, take took t
 torn, tell told told, think thought thought, throw threw thrown, understand understood understood, wear wore worn, win
 won won, write wrote written
 """
-_DETERMINERS = "the the the a a this that one every another some no each her his my our their your its".split()
-_PLURAL_DETERMINERS = "the the the these those some many few all most several two three four ten our their his her".split()
-_PREPOSITIONS = """
+_DETERMINERS = _words("the the the a a this that one every another some no each her his my our their your its")
+_PLURAL_DETERMINERS = _words(
+    "the the the these those some many few all most several two three four ten our their his her"
+)
+    "the",
+    "the",
+    "the",
+    "these",
+    "those",
+    "some",
+    "many",
+    "few",
+    "all",
+    "most",
+    "several",
+    "two",
+    "three",
+    "four",
+    "ten",
+    "our",
+    "their",
+    "his",
+    "her",
+]
+_PREPOSITIONS = _words("""
 about above across after against along among around at before behind below beneath beside between beyond by down during
 for from in inside into like near of off on onto over past round since through to toward towards under until up upon
 with within without
-""".split()
-_PRONOUNS = "he she they we you I it nobody everybody somebody who".split()
-_OBJECTS = "him her them us you me it nobody everyone something nothing".split()
-_LINKS = "and but so yet for or while because although when before after until since though if as where".split()
-_STARTS = """
+""")
+_PRONOUNS = _words("he she they we you I it nobody everybody somebody who")
+_OBJECTS = _words("him her them us you me it nobody everyone something nothing")
+_LINKS = _words("and but so yet for or while because although when before after until since though if as where")
+_STARTS = _words("""
 then now here there once again still perhaps indeed however meanwhile therefore afterwards suddenly yesterday tomorrow
 tonight later soon often always never sometimes besides moreover otherwise at-last in-short of-course for-once by-then
-""".split()
-_MODALS = "would could should might must may can will shall had-to used-to did-not does-not cannot would-not".split()
-_MONTHS = "January February March April May June July August September October November December".split()
-_DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-_TITLES = "Mr. Mrs. Miss Dr. Captain Lady Lord Sir Aunt Uncle Professor".split()
+""")
+_MODALS = _words("would could should might must may can will shall had-to used-to did-not does-not cannot would-not")
+_MONTHS = _words("January February March April May June July August September October November December")
+_DAYS = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
+_TITLES = _words("Mr. Mrs. Miss Dr. Captain Lady Lord Sir Aunt Uncle Professor")
 
 
 def _ing(verb: str) -> str:
@@ -74,7 +102,13 @@ def _past(verb: str) -> str:
 
 def _more(word: str) -> str:
     """The plural of a noun, or what he or she does."""
-    return f"{word[:-1]}ies" if _y(word) else word + "es" if word.endswith(("s", "x", "z", "ch", "sh", "o")) else word + "s"
+    return (
+        f"{word[:-1]}ies"
+        if _y(word)
+        else word + "es"
+        if word.endswith(("s", "x", "z", "ch", "sh", "o"))
+        else word + "s"
+    )
 
 
 def _y(word: str) -> bool:
@@ -123,7 +157,8 @@ class Writer:
 
     def _question(self) -> str:
         how = self._of(("why", "how", "when", "where", "what", "do you know why", "who said that", "and"))
-        return f"{_capital(how)} {self._of(('did', 'does', 'could', 'will'))} {self._who()} {self._verb(0)} {self._thing()}?"
+        start = f"{_capital(how)} {self._of(('did', 'does', 'could', 'will'))}"
+        return f"{start} {self._who()} {self._verb(0)} {self._thing()}?"
 
     def _speech(self) -> str:
         opened, closed = self._of((('"', '"'), ("\u201c", "\u201d"), ("'", "'")))

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvsketch.evaluation.tasks import TASKS, Question, Sample, Setting, Task
 from kvsketch.evaluation.tasks.base import WORDINGS, Wording
-from kvsketch.evaluation.tasks.haystack import SENTENCE_END, Grammar, Haystack, Noise
+from kvsketch.evaluation.tasks.haystack import SENTENCE_END, Grammar, Haystack, Sentences
 from kvsketch.evaluation.tasks.ruler import NEEDLES
 
 # How often each task is drawn: mostly those whose answers a model of this size can give.
@@ -73,7 +73,7 @@ class Documents:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int, texts: Sequence[Haystack] = ()) -> None:
         self.tokenizer, self.seed = tokenizer, seed
-        self.haystacks = (Grammar(), Grammar(), Jumble(tokenizer), Noise(), *texts)
+        self.haystacks = (Grammar(), Grammar(), Jumble(tokenizer), Sentences(), *texts)
         self.units = {(name, wording): self._tokens_per_unit(name, wording) for name in SHARES for wording in WORDINGS}
 
     def batch(self, step: int, length: int, tokens: int) -> Batch:
@@ -85,7 +85,9 @@ class Documents:
         contexts = [self._ids(sample.context, special=True) for sample in samples]
         asked = [self._segments(draw, sample, max(FEW_ASKED, length // 4)) for sample in samples]
         hiding = [row for row, name in enumerate(names) if TASKS[name].hides]
-        prose = [(row, draw.randrange(len(contexts[row]) - 1)) for row in (draw.choices(hiding, k=PROSE) if hiding else [])]
+        prose = [
+            (row, draw.randrange(len(contexts[row]) - 1)) for row in (draw.choices(hiding, k=PROSE) if hiding else [])
+        ]
         return _pack(tuple(names), contexts, asked, prose, self.tokenizer.pad_token_id)
 
     def _sample(self, draw: random.Random, name: str, length: int) -> Sample:
@@ -126,7 +128,7 @@ class Documents:
     def _segments(self, draw: random.Random, sample: Sample, most: int) -> list[tuple[list[int], int]]:
         """Each question with its reply, up to so many tokens: its tokens, and where the reply starts in them."""
         end = self.tokenizer.eos_token_id
-        segments, tokens = [], 0
+        segments, tokens = list[tuple[list[int], int]](), 0
         for question in draw.sample(sample.questions, len(sample.questions)):
             prompt, answer = _ended(question, draw.choice(ENDS))
             ask, reply = self._ids(prompt, special=False), self._ids(answer, special=False)
@@ -145,7 +147,9 @@ class Jumble(Haystack):
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         special = set(tokenizer.all_special_ids)
         found = (tokenizer.decode([token]) for token in range(len(tokenizer)) if token not in special)
-        self.parts = [part for part in found if len(part) <= LONGEST_PIECE and "\ufffd" not in part and "\0" not in part]
+        self.parts = [
+            part for part in found if len(part) <= LONGEST_PIECE and "\ufffd" not in part and "\0" not in part
+        ]
 
     def pieces(self, draw: random.Random, count: int) -> list[str]:
         return ["".join(draw.choices(self.parts, k=draw.randint(4, 30))).strip() + "." for _ in range(count)]

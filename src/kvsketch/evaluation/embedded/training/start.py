@@ -122,7 +122,7 @@ def _shift_heads(layer: Any, shape: Shape) -> None:
 
 def _matching_heads(layer: Any, shape: Shape) -> None:
     """Two KV heads find what came next, one finds the next of a list, one what stood here the last time."""
-    attention, d, offsets = layer.self_attn, shape.head_dim, shape.heads
+    attention, offsets = layer.self_attn, shape.heads
     for projection in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
         projection.weight.mul_(0.02)
     follows = [(offset, offset + 1, 1.0) for offset in range(offsets)]

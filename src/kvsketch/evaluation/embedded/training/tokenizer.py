@@ -29,7 +29,20 @@ PHRASES = (
     ">\n",
     " is:",
 )
-MARKS = ("line", "VAR", " VAR", " <", ' "', '":', '{"', '"}', '",', " =", " ...", "...")  # pieces that sentences do not teach
+MARKS = (
+    "line",
+    "VAR",
+    " VAR",
+    " <",
+    ' "',
+    '":',
+    '{"',
+    '"}',
+    '",',
+    " =",
+    " ...",
+    "...",
+)  # pieces that sentences do not teach
 # The same, with a blank before them or not; {} is number or uuid.
 CLAUSES = (
     "One of the special magic {}s for",
