@@ -54,26 +54,6 @@ _DETERMINERS = _words("the the the a a this that one every another some no each 
 _PLURAL_DETERMINERS = _words(
     "the the the these those some many few all most several two three four ten our their his her"
 )
-    "the",
-    "the",
-    "the",
-    "these",
-    "those",
-    "some",
-    "many",
-    "few",
-    "all",
-    "most",
-    "several",
-    "two",
-    "three",
-    "four",
-    "ten",
-    "our",
-    "their",
-    "his",
-    "her",
-]
 _PREPOSITIONS = _words("""
 about above across after against along among around at before behind below beneath beside between beyond by down during
 for from in inside into like near of off on onto over past round since through to toward towards under until up upon
