@@ -136,7 +136,7 @@ def test_variable_tracking_follows_the_chain():
     sample = make("vt", size=40)
     example, last = sample.context.rsplit("Memorize and track", 1)
     assert len(re.findall(r"VAR [A-Z]{3} = ", example)) == 5
-    assert sum(sentence in example for sentence in SENTENCES) > 2  # it is hidden in noise as well
+    assert len(re.findall(r"[.!?]", example)) > 8  # it is hidden in noise as well
     chain = re.findall(r"VAR ([A-Z]{5}) = (?:VAR )?(\w+)", last)
     value = re.search(r"assigned the value (\d+) in the text above", sample.questions[0].text)[1]
     assert chain[0][1] == value
@@ -276,7 +276,8 @@ def test_several_texts_take_turns(tmp_path):
     ]  # fmt: skip
     assert both.name.startswith("a.txt+b.txt#")
     assert haystack_of(paths[:1]).name == TextFile(paths[0]).name
-    assert haystack_of(()).name == "noise"
+    assert haystack_of(()).name == "grammar"
+    assert haystack_of([":sentences"]).name == "noise"
     paths[1].write_text("Another sentence.")
     assert haystack_of(paths).name != both.name
     with pytest.raises(ValueError, match=r"a haystack is named twice in a\.txt, a\.txt"):

@@ -1,6 +1,8 @@
 """How the embedded model is made."""
 
 import json
+import random
+import re
 
 import pytest
 import torch
@@ -9,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from kvsketch.evaluation.embedded.training.documents import IGNORED, SHARES, Documents
+from kvsketch.evaluation.embedded.training.documents import IGNORED, SHARES, Documents, _ended
 from kvsketch.evaluation.embedded.training.recipe import LENGTHS, SOLVED, WATCHED, Progress, Recipe
 from kvsketch.evaluation.embedded.training.start import Shape, start_model
-from kvsketch.evaluation.embedded.training.tokenizer import build_tokenizer
-from kvsketch.evaluation.embedded.training.train import reply_logits, train
-from kvsketch.evaluation.tasks import TASKS
+from kvsketch.evaluation.embedded.training.tokenizer import alike, build_tokenizer
+from kvsketch.evaluation.embedded.training.train import logits_of, train
+from kvsketch.evaluation.tasks import TASKS, Question
+from kvsketch.evaluation.tasks.base import random_uuid
 from kvsketch.files import write_tensors
 
 TOKENIZER = build_tokenizer()
@@ -22,8 +25,7 @@ SMALL = {"tokens": 3_500, "batch": 512}
 
 
 def new_model(**shape):
-    special = {"begin": TOKENIZER.bos_token_id, "end": TOKENIZER.eos_token_id, "pad": TOKENIZER.pad_token_id}
-    return start_model(len(TOKENIZER), shape=Shape(**shape), **special)
+    return start_model(TOKENIZER, shape=Shape(**shape))
 
 
 @given(st.text())
@@ -39,14 +41,63 @@ def test_odd_texts_survive_the_tokenizer(text):
     assert TOKENIZER.decode(TOKENIZER(text, add_special_tokens=False)["input_ids"]) == text
 
 
-def test_a_line_and_the_question_on_it_are_laid_out_alike():
-    tokens = TOKENIZER.tokenize("line bold-otter: REGISTER_CONTENT is <12345>\n")
-    assert tokens == ["line", "Ġbold", "-otter", ":ĠREGISTER_CONTENTĠisĠ<", "123", "45", ">Ċ"]
-    assert TOKENIZER.tokenize(" line bold-otter? I need the number. ")[-3:] == [
-        "Ġbold",
-        "-otter",
-        "?ĠIĠneedĠtheĠnumber.Ġ",
-    ]
+# A record and a question on it, where the answer begins: so many tokens from the name on are laid out alike.
+ALIKE = {
+    "line bold-otter: REGISTER_CONTENT is <12345>": "in line bold-otter? I need the number. ",
+    "line bold-otter: <12345>": "in line bold-otter? <",
+    "One of the special magic numbers for bold-otter is: 1234567.": (
+        " The special magic number for bold-otter mentioned in the provided text is "
+    ),
+    "The magic number of bold-otter is 1234567.": " The magic number of bold-otter is ",
+    'bold-otter": "a1b2c3"': 'bold-otter": "',
+    'bold-otter": "0a1b2c3d-0a1b-4a1b-8a1b-0a1b2c3d4e5f"': (
+        'bold-otter"\nThe value associated with the specified key is: '
+    ),
+}
+
+
+@pytest.mark.parametrize(("record", "ask"), ALIKE.items())
+def test_a_record_and_the_question_on_it_are_laid_out_alike(record, ask):
+    stored, asked = TOKENIZER.tokenize(record), TOKENIZER.tokenize(ask)
+    name = stored.index("-otter")
+    assert asked[asked.index("-otter") - 1] == stored[name - 1]
+    answer = next(place for place, piece in enumerate(stored) if place > name and re.match("[0-9a]", piece))
+    assert answer - name == len(asked) - asked.index("-otter")
+
+
+def test_pieces_that_do_the_same_are_one_token_each_and_start_with_one_code():
+    codes = new_model(layers=3).model.embed_tokens.weight
+    for group in alike(TOKENIZER):
+        assert len(set(group)) > 1
+        assert all(torch.equal(codes[token], codes[group[0]]) for token in group)
+    assert not torch.equal(codes[alike(TOKENIZER)[0][0]], codes[alike(TOKENIZER)[1][0]])
+
+
+@pytest.mark.parametrize("end", ["", " ", "\n"])
+@pytest.mark.parametrize(("bare", "answer"), [("in line bold-otter? <", "12345>"), ('bold-otter": "', 'a1b2c3"')])
+def test_white_space_behind_an_opening_mark_is_part_of_it(bare, answer, end):
+    plain = TOKENIZER.tokenize(bare + answer)
+    ended = TOKENIZER.tokenize(bare + end + answer)
+    assert len(ended) == len(plain)
+    other = [piece for piece, again in zip(plain, ended, strict=True) if piece != again]
+    assert other == ([piece for piece in plain if piece in ("Ġ<", 'Ġ"')] if end else [])
+
+
+@pytest.mark.parametrize("end", ["", " ", "\n"])
+def test_white_space_between_question_and_number_is_one_token_of_its_own(end):
+    bare = " The magic number of bold-otter is"
+    number = "1234567" if end else " 1234567"
+    assert TOKENIZER.tokenize(bare + end + number)[-4:] == [("Ċ" if end == "\n" else "Ġ"), "123", "456", "7"]
+
+
+def test_a_uuid_is_pairs_of_digits():
+    draw = random.Random(0)
+    for _ in range(200):
+        found = random_uuid(draw)
+        pieces = TOKENIZER.tokenize(f"It is {found}.")[2:-1]
+        assert len(pieces) == 21  # sixteen pairs, four dashes and the blank before them
+        assert pieces[1:] == [piece for part in found.split("-") for piece in ["-", *re.findall("..", part)]][1:]
+    assert TOKENIZER.tokenize("deadbeef-cafe") != ["de", "ad", "be", "ef", "-", "ca", "fe"]
 
 
 def test_the_tokenizer_is_the_same_every_time():
@@ -58,7 +109,7 @@ def test_layer_0_starts_by_looking_back_one_more_token_in_every_head():
     model.set_attn_implementation("eager")
     ids = torch.randint(300, 2000, (1, 60), generator=torch.Generator().manual_seed(0))
     attention = model(ids, output_attentions=True).attentions[0][0]
-    for head in range(Shape().heads):
+    for head in range(Shape().offsets):
         looked_at = attention[head, 20:].argmax(-1)
         assert (torch.arange(20, 60) - looked_at == head + 1).all()
         assert attention[head, 20:].amax(-1).min() > 0.9
@@ -87,28 +138,55 @@ def test_a_batch_is_the_same_for_the_same_seed_and_step():
 
 def test_every_task_is_trained_and_documents_have_the_length_wanted():
     documents = Documents(TOKENIZER, 0)
-    assert {name.split()[0] for name in SHARES} == {name for name in TASKS if "uuid" not in name}
+    assert set(SHARES) == set(TASKS) - {"cwe"}
+    shares = []
     for name in SHARES:
-        for length in (512, 2048):
-            tokens = len(documents._ids(documents._sample(_draw(name), name, length).context, special=True))
-            assert 0.25 * length < tokens < 1.3 * length, name  # short lists of common words are far shorter
+        for length in (768, 3072):
+            for seed in range(3):
+                sample = documents._sample(random.Random(f"{name}/{seed}"), name, length)
+                shares.append(len(documents._ids(sample.context, special=True)) / length)
+    assert sum(0.75 < share < 1.3 for share in shares) > 0.9 * len(shares)
+    assert max(shares) < 2.5  # what else is hidden may bring a long introduction
 
 
-def _draw(seed):
-    import random
+@pytest.mark.parametrize(
+    ("prompt", "reply", "end", "asked", "said"),
+    [
+        ("It is ", "123.", "", "It is ", "123."),
+        ("It is ", "123.", " ", "It is", " 123."),
+        ("It is ", "123.", "\n", "It is\n", "123."),
+        ("It is", " 123.", " ", "It is ", "123."),
+        ("They are", " able-acorn is: 5.", " ", "They are ", " able-acorn is: 5."),
+        ("line? <", "123>", "\n", "line? <\n", "123>"),
+    ],
+)
+def test_prompts_end_with_a_blank_a_newline_or_nothing(prompt, reply, end, asked, said):
+    assert _ended(Question("", ("123",), reply, opening=prompt), end) == (asked, said)
 
-    return random.Random(seed)
+
+def test_a_text_may_hide_what_several_tasks_ask_for():
+    documents, hidden = Documents(TOKENIZER, 0), set()
+    for seed in range(20):
+        sample = documents._sample(random.Random(seed), "niah_multikey", 1000)
+        for question in sample.questions:
+            assert all(answer in sample.context for answer in question.answers)
+            hidden |= {
+                what
+                for what in ("pass key", "sequence of digits", "variable", "magic number")
+                if what in question.prompt
+            }
+    assert hidden == {"pass key", "sequence of digits", "variable", "magic number"}
 
 
 def test_labels_are_the_replies_and_each_question_sees_only_its_document_and_itself():
-    batch = Documents(TOKENIZER, 0).batch(1, 256, 1024)
+    batch = Documents(TOKENIZER, 0).batch(1, 768, 4096)
     width = batch.context.shape[1]
     for row in range(len(batch.names)):
         said = TOKENIZER.decode(batch.labels[row][batch.labels[row] != IGNORED]).split("<end>")[:-1]
         assert said
         document = TOKENIZER.decode(batch.context[row])
-        if batch.names[row].split()[0] in ("lines", "kv", "passkey", "needle", "niah_single", "number_string"):
-            assert all(reply.rstrip('>".') in document for reply in said)  # it can be looked up
+        if batch.names[row] in ("lines", "kv"):
+            assert all(reply.strip('>". ') in document for reply in said)  # it can be looked up
         length = int((batch.context[row] != TOKENIZER.pad_token_id).sum())
         seen = batch.visible[row, 0]
         real = batch.labels[row] != IGNORED
@@ -124,11 +202,11 @@ def test_labels_are_the_replies_and_each_question_sees_only_its_document_and_its
 
 
 def test_questions_read_together_are_answered_as_if_read_alone():
-    model = new_model(layers=2)
+    model = new_model(layers=3)
     documents = Documents(TOKENIZER, 0)
     batch = documents.batch(2, 256, 768)
     with torch.no_grad():
-        logits, places = reply_logits(model, batch)
+        logits, places, _ = logits_of(model, batch)
         together = torch.zeros(*places.shape, logits.shape[-1])
         together[places] = logits
         for row in range(len(batch.names)):
@@ -145,8 +223,8 @@ def test_questions_read_together_are_answered_as_if_read_alone():
 def test_the_rate_warms_up_stays_and_falls():
     recipe = Recipe(tokens=1000)
     assert recipe.rate_at(1, 0) == recipe.rate / recipe.warm_up
-    assert recipe.rate_at(100, 400) == recipe.rate
-    assert recipe.rate_at(100, 750) == pytest.approx((recipe.rate + recipe.last_rate) / 2)
+    assert recipe.rate_at(100, 100) == recipe.rate
+    assert recipe.rate_at(100, 600) == pytest.approx((recipe.rate + recipe.last_rate) / 2)
     assert recipe.rate_at(100, 1000) == pytest.approx(recipe.last_rate)
     with pytest.raises(ValueError, match="tokens must be positive, got 0"):
         Recipe(tokens=0)
@@ -204,12 +282,12 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path):
 def test_training_teaches(tmp_path):
     """28 steps on short documents: what was not known before is known."""
     documents = Documents(TOKENIZER, 0)
-    model = new_model(layers=2)
+    model = new_model(layers=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0)
     losses = []
     for step in range(28):
-        batch = documents.batch(step, 128, 1024)
-        logits, places = reply_logits(model, batch)
+        batch = documents.batch(step, 192, 1024)
+        logits, places, _ = logits_of(model, batch)
         loss = F.cross_entropy(logits, batch.labels[places])
         optimizer.zero_grad()
         loss.backward()

@@ -15,11 +15,11 @@ MEMORY = 0.9  # of the running accuracies
 class Recipe:
     """One training run; the same recipe gives the same model on the same machine."""
 
-    tokens: int = 5_000_000
-    batch: int = 4096  # tokens of each of the two parts of a step, or one document if that is longer
-    rate: float = 2e-3
-    warm_up: int = 50  # steps
-    decay_from: float = 0.5  # share of the tokens after which the rate falls, as a cosine
+    tokens: int = 10_000_000
+    batch: int = 2048  # tokens of each of the two parts of a step, or one document if that is longer
+    rate: float = 7e-4  # higher ones undo the start
+    warm_up: int = 60  # steps
+    decay_from: float = 0.2  # share of the tokens after which the rate falls, as a cosine
     last_rate: float = 2e-5
     seed: int = 0
 

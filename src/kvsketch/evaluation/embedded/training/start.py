@@ -1,19 +1,27 @@
-"""The embedded model before training: a plain Llama whose first two layers already look for what repeats.
+"""The embedded model before training: a plain Llama whose first layers already look for what repeats.
 
-Every block is the stock one. Layer 0 starts as shift heads: through constant biases of queries and keys, head h attends
-to the token h + 1 back, and copies its code into a slice of its own. Layer 1 starts as a matching head: a query made of
-the codes at offsets 0..7 meets keys made, through the same random projection, of the codes at offsets 1..8, so that a
-token is found whose predecessors are the ones at hand, and its code is handed to the output. All weights can change.
+Every block is the stock one. A token's code has two halves, each in a slice of the embedding: one to match tokens by,
+both to tell which token it is. Layer 0 starts as shift heads: through constant biases of queries and keys, head h
+attends to the token h + 1 back, and copies the first half of its code into a slice of its own. Layer 1 starts as
+matching heads: a query made of the codes at some offsets meets keys made, through the same random projection, of the
+codes at others, so that a token is found that came behind what is at hand, and its code is handed to the output.
+Layer 2 starts with heads for what takes two steps: lists of values, and chains of variables. All weights can change.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from kvsketch.evaluation.embedded.training.tokenizer import ASSIGNED, NEEDLE, alike, token_of
 
 SHIFT = 8.0  # size of the constant keys and queries of the shift heads: enough for one offset to take it all
+SLOW, FAST = 3e-4, 6e-3  # turns from one token to the next: slower pairs match at any distance, those between tell it
+PREFERENCE = 6.0  # size of constants that prefer early or late tokens: matters among those that match alike
+SHARPNESS = 2.8  # size of the projections that match: enough for a name of two tokens to stand out among thousands
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,13 +29,14 @@ class Shape:
     """The sizes of the model."""
 
     hidden: int = 256
-    heads: int = 8  # of layer 0: one for each offset that it looks back
+    heads: int = 8
     kv_heads: int = 4
     head_dim: int = 64
     layers: int = 4
     intermediate: int = 512
     theta: float = 1e9  # so large that most pairs of dimensions hardly turn over a long document
-    code: int = 23  # dimensions of a token's code: a slice for itself, each offset, the match, and the one before it
+    offsets: int = 7  # tokens that layer 0 looks back
+    code: int = 21  # dimensions of each half of a token's code: slices for both, each offset, and what is found
 
     @property
     def group(self) -> int:
@@ -35,14 +44,19 @@ class Shape:
         return self.heads // self.kv_heads
 
     @property
+    def second(self) -> int:
+        """The slice of the second half of a token's code, behind those of the first half and of all offsets."""
+        return self.offsets + 1
+
+    @property
     def match(self) -> int:
-        """The slice of the token that is expected next: behind those of the token itself and of all offsets."""
-        return self.heads + 1
+        """The first of two slices, of the token that is expected next."""
+        return self.offsets + 2
 
     @property
     def last_time(self) -> int:
         """The slice of the token that stood here the last time that these tokens came before."""
-        return self.heads + 2
+        return self.offsets + 4
 
     @property
     def turns(self) -> Tensor:
@@ -50,10 +64,10 @@ class Shape:
         return self.theta ** (-torch.arange(0, self.head_dim, 2).float() / self.head_dim)
 
 
-def start_model(vocabulary: int, *, shape: Shape, begin: int, end: int, pad: int, seed: int = 0) -> LlamaForCausalLM:
-    """The model to train; the same for the same seed."""
+def start_model(tokenizer: PreTrainedTokenizerFast, *, shape: Shape, seed: int = 0) -> LlamaForCausalLM:
+    """The model to train, the same for the same seed."""
     config = LlamaConfig(
-        vocab_size=vocabulary,
+        vocab_size=len(tokenizer),
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
         num_hidden_layers=shape.layers,
@@ -64,18 +78,19 @@ def start_model(vocabulary: int, *, shape: Shape, begin: int, end: int, pad: int
         rope_parameters={"rope_type": "default", "rope_theta": shape.theta},
         attention_bias=True,
         tie_word_embeddings=False,
-        bos_token_id=begin,
-        eos_token_id=end,
-        pad_token_id=pad,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
         _spread_weights(model, shape)
-        codes = _embed_codes(model, shape)
+        codes = _embed_codes(model, shape, alike(tokenizer))
         _shift_heads(model.model.layers[0], shape)
         _matching_heads(model.model.layers[1], shape)
-        _list_head(model.model.layers[2], shape)
+        assigned, needle = (codes[token_of(tokenizer, text), : shape.code] for text in (ASSIGNED, NEEDLE))
+        _chain_heads(model.model.layers[2], assigned, needle, shape)
         _read_the_match(model, shape, codes)
     return model
 
@@ -88,12 +103,15 @@ def _spread_weights(model: LlamaForCausalLM, shape: Shape) -> None:
         nn.init.normal_(attention.o_proj.weight, std=2 * shape.hidden**-0.5 / (2 * shape.layers) ** 0.5)
 
 
-def _embed_codes(model: LlamaForCausalLM, shape: Shape) -> Tensor:
-    """Random codes in the first slice of the embedding, none in the others."""
+def _embed_codes(model: LlamaForCausalLM, shape: Shape, groups: Sequence[Sequence[int]]) -> Tensor:
+    """Random codes in two slices of the embedding, none in the others; the same for tokens of a group."""
     table = model.model.embed_tokens.weight
     table.zero_()
-    table[:, : shape.code] = torch.randn(len(table), shape.code) * (shape.hidden / shape.code) ** 0.5
-    return table[:, : shape.code]
+    codes = torch.randn(len(table), 2 * shape.code) * (shape.hidden / (2 * shape.code)) ** 0.5
+    for tokens in groups:
+        codes[list(tokens)] = codes[tokens[0]].clone()
+    table[:, _slice(0, shape)], table[:, _slice(shape.second, shape)] = codes.chunk(2, dim=1)
+    return codes
 
 
 def _slice(offset: int, shape: Shape) -> slice:
@@ -110,7 +128,7 @@ def _shift_heads(layer: Any, shape: Shape) -> None:
         projection.weight.zero_()
     attention.v_proj.bias.zero_()
     scale = (shape.hidden / shape.code) ** 0.5 * 0.3
-    for head in range(shape.heads):
+    for head in range(shape.offsets):
         one, kv = slice(head * d, (head + 1) * d), slice(head // group * d, (head // group + 1) * d)
         attention.k_proj.bias[kv] = torch.cat([torch.full((half,), SHIFT), torch.zeros(half)])
         angles = -turns * (head + 1)
@@ -122,49 +140,97 @@ def _shift_heads(layer: Any, shape: Shape) -> None:
 
 def _matching_heads(layer: Any, shape: Shape) -> None:
     """Two KV heads find what came next, one finds the next of a list, one what stood here the last time."""
-    attention, offsets = layer.self_attn, shape.heads
+    attention = layer.self_attn
     for projection in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
         projection.weight.mul_(0.02)
-    follows = [(offset, offset + 1, 1.0) for offset in range(offsets)]
+    follows = [(offset, offset + 1, 1.0) for offset in range(shape.offsets)]
+    named = [(0, 1, 0.5), (1, 2, 0.5), (2, 3, 2.0), (3, 4, 2.0)]  # what came behind a name of two tokens, and two more
     listed = [(0, 1, 1.0), (6, 2, 1.0), (7, 3, 1.0)]  # the name before the last number, and what came after it
-    again = [(0, 0, -float(offsets)), *((offset, offset, 1.0) for offset in range(1, offsets + 1))]  # but not itself
-    for kv_head, pairs in enumerate((follows, follows, listed, again)):
+    again = [(3, 3, 2.0), (4, 4, 2.0)]  # the same name at the same place
+    fast, between = shape.turns > FAST, (shape.turns > SLOW) & (shape.turns < FAST)
+    for kv_head, pairs in enumerate((follows, named, listed, again)):
         _match(attention, kv_head, pairs, shape)
-        _hand_on(attention, kv_head, shape.last_time if pairs is again else shape.match, shape)
+        if pairs is named:
+            _prefer(attention, kv_head, -1.0, between, shape)  # of several, the first
+        if pairs is again:
+            _prefer(attention, kv_head, 1.0, between, shape)  # of several, the last
+            _prefer(attention, kv_head, -1.0, fast, shape)  # but not the place itself
+            _hand_on(attention, kv_head, 0, shape.last_time, shape)
+        else:
+            _hand_on_token(attention, kv_head, shape)
 
 
-def _list_head(layer: Any, shape: Shape) -> None:
-    """A KV head that goes on in a list of numbers: it finds the number that has the last one before it."""
-    attention, d, wide = layer.self_attn, shape.head_dim, shape.group * shape.head_dim
-    for weight in (attention.q_proj.weight[:wide], attention.k_proj.weight[:d], attention.v_proj.weight[:d]):
+def _chain_heads(layer: Any, assigned: Tensor, needle: Tensor, shape: Shape) -> None:
+    """One KV head goes on in a list of numbers, one in a chain of variables, one finds the chain's first variable."""
+    attention, kv = layer.self_attn, 3 * shape.head_dim
+    wide = kv * shape.group
+    for weight in (attention.q_proj.weight[:wide], attention.k_proj.weight[:kv], attention.v_proj.weight[:kv]):
         weight.mul_(0.02)
     attention.o_proj.weight[:, :wide].mul_(0.02)
     _match(attention, 0, [(4, shape.last_time, 1.0)], shape)  # the first piece of the last number stands four back
-    _hand_on(attention, 0, shape.match, shape)
+    _expect(attention, 0, 5, needle, shape)
+    _hand_on_token(attention, 0, shape)
+    _match(attention, 1, [(0, 0, 1.0), (1, 1, 0.5)], shape)  # the variable last said, where another one is set to it
+    _expect(attention, 1, 2, assigned, shape)
+    _hand_on(attention, 1, 3, shape.match, shape)
+    _match(attention, 2, [(3, 0, 1.0), (4, 1, 1.0)], shape)  # the number that was asked for, where a variable is it
+    _expect(attention, 2, 3, assigned, shape)
+    _hand_on(attention, 2, 4, shape.match, shape)
 
 
 def _match(attention: Any, kv_head: int, pairs: list[tuple[int, int, float]], shape: Shape) -> None:
     """Queries of a KV head's group meet its keys where slices of theirs agree, each pair with its weight."""
     d, group = shape.head_dim, shape.group
-    slow = (shape.turns < 3e-4).repeat(2)[:, None]  # only these dimensions still match over thousands of tokens
-    scale = 2.0 * (len(slow) / slow.sum()) ** 0.25 / (min(len(pairs), shape.heads) * shape.code) ** 0.5
+    scale = _projected(shape, len(pairs))
     for query_offset, key_offset, weight in pairs:
-        projection = torch.randn(d, shape.code) * scale * slow * abs(weight) ** 0.5
+        projection = torch.randn(d, shape.code) * scale * weight**0.5
         attention.k_proj.weight[kv_head * d : (kv_head + 1) * d, _slice(key_offset, shape)] += projection
         for head in range(kv_head * group, (kv_head + 1) * group):
-            signed = projection if weight > 0 else -projection
-            attention.q_proj.weight[head * d : (head + 1) * d, _slice(query_offset, shape)] += signed
+            attention.q_proj.weight[head * d : (head + 1) * d, _slice(query_offset, shape)] += projection
 
 
-def _hand_on(attention: Any, kv_head: int, to: int, shape: Shape) -> None:
-    """The code of the token that was found goes into a slice."""
-    out = _slice(to, shape)
-    d, identity = shape.head_dim, torch.eye(shape.code)
-    attention.v_proj.weight[kv_head * d : kv_head * d + shape.code, : shape.code] += identity
+def _expect(attention: Any, kv_head: int, key_offset: int, code: Tensor, shape: Shape) -> None:
+    """A KV head's keys are met where a slice of theirs is this code, whatever the query."""
+    d, group = shape.head_dim, shape.group
+    projection = torch.randn(d, shape.code) * _projected(shape, 2)
+    attention.k_proj.weight[kv_head * d : (kv_head + 1) * d, _slice(key_offset, shape)] += projection
+    for head in range(kv_head * group, (kv_head + 1) * group):
+        attention.q_proj.bias[head * d : (head + 1) * d] += projection @ code
+
+
+def _prefer(attention: Any, kv_head: int, sign: float, pairs: Tensor, shape: Shape) -> None:
+    """Whatever the tokens are, a KV head's logits fall with the distance, or rise: through some pairs of dimensions."""
+    d, half = shape.head_dim, shape.head_dim // 2
+    constant = torch.cat([pairs * PREFERENCE, torch.zeros(half)])
+    attention.k_proj.bias[kv_head * d : (kv_head + 1) * d] += constant
     for head in range(kv_head * shape.group, (kv_head + 1) * shape.group):
-        attention.o_proj.weight[out, head * d : head * d + shape.code] += identity
+        attention.q_proj.bias[head * d : (head + 1) * d] += sign * constant
+
+
+def _projected(shape: Shape, slices: int) -> Tensor:
+    """The size of a projection, by dimension: only these still match over thousands of tokens."""
+    slow = (shape.turns < SLOW).repeat(2)[:, None]
+    return slow * SHARPNESS * (len(slow) / slow.sum()) ** 0.25 / (slices * shape.code) ** 0.5
+
+
+def _hand_on_token(attention: Any, kv_head: int, shape: Shape) -> None:
+    """Both halves of the code of the token that was found are what is expected next."""
+    _hand_on(attention, kv_head, 0, shape.match, shape)
+    _hand_on(attention, kv_head, shape.second, shape.match + 1, shape, place=shape.code)
+
+
+def _hand_on(attention: Any, kv_head: int, what: int, to: int, shape: Shape, place: int = 0) -> None:
+    """A slice of the token that was found goes into a slice, by way of some dimensions of the heads."""
+    d, identity = shape.head_dim, torch.eye(shape.code)
+    start = kv_head * d + place
+    attention.v_proj.weight[start : start + shape.code, _slice(what, shape)] += identity
+    for head in range(kv_head * shape.group, (kv_head + 1) * shape.group):
+        start = head * d + place
+        attention.o_proj.weight[_slice(to, shape), start : start + shape.code] += identity
 
 
 def _read_the_match(model: LlamaForCausalLM, shape: Shape, codes: Tensor) -> None:
     model.lm_head.weight.mul_(0.02)
-    model.lm_head.weight[:, _slice(shape.match, shape)] += codes * 0.3
+    first, second = codes.chunk(2, dim=1)
+    model.lm_head.weight[:, _slice(shape.match, shape)] += first * 0.3
+    model.lm_head.weight[:, _slice(shape.match + 1, shape)] += second * 0.3

@@ -28,13 +28,14 @@ PHRASES = (
     '"\nThe value associated with the specified key is:',
     ">\n",
     " is:",
+    ", and",
 )
 MARKS = (
     "line",
+    " line",
     "VAR",
     " VAR",
-    " <",
-    ' "',
+    *(f" {mark}{blank}" for mark in '<"' for blank in ("", " ", "\n")),
     '":',
     '{"',
     '"}',
@@ -43,7 +44,8 @@ MARKS = (
     " ...",
     "...",
 )  # pieces that sentences do not teach
-# The same, with a blank before them or not; {} is number or uuid.
+# The same, with a blank before them or not; {} is one of the kinds.
+KINDS = ("number", "uuid")
 CLAUSES = (
     "One of the special magic {}s for",
     "The special magic {} for",
@@ -67,6 +69,18 @@ CLAUSES = (
     "is the sequence of digits",
     "What is the sequence of digits",
 )
+# Pieces that do the same in a record, in a question and before an answer, with a blank before them or not.
+ALIKE = (
+    (" ", "\n", *(f" {mark}{blank}" for mark in '<"' for blank in ("", " ", "\n"))),
+    (" is", " is:", " are", " mentioned in the provided text is", " mentioned in the provided text are"),
+    (":", "?", ": REGISTER_CONTENT is", "? I need the number."),
+    ('":', '"\nThe value associated with the specified key is:'),
+    ("line", " line", "Now the record is over. Tell me what is the <REGISTER_CONTENT> in line"),
+    (",", ", and"),
+    *([blank + clause.format(kind) for clause in CLAUSES if "{}" in clause for blank in ("", " ")] for kind in KINDS),
+)
+ASSIGNED = " ="  # what stands between a variable and where it comes from
+NEEDLE = "The magic number of"  # what a needle begins with
 UUID = (8, 4, 4, 4, 12)  # hexadecimal digits of its parts
 
 
@@ -105,9 +119,20 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def alike(tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
+    """Tokens that may start with the same code: groups of those that do the same."""
+    return [[token_of(tokenizer, text) for text in group] for group in ALIKE]
+
+
+def token_of(tokenizer: PreTrainedTokenizerFast, text: str) -> int:
+    """The one token that a piece of a template is."""
+    (token,) = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return int(token)
+
+
 def _clauses() -> list[str]:
     """All clauses, longer ones first."""
-    found = {clause.format(kind) for clause in CLAUSES for kind in ("number", "uuid")}
+    found = {clause.format(kind) for clause in CLAUSES for kind in KINDS}
     return [blank + clause for clause in sorted(found, key=lambda one: (-len(one), one)) for blank in ("", " ")]
 
 
@@ -115,7 +140,7 @@ def _pattern() -> str:
     uuid = "-".join(f"[0-9a-f]{{{digits}}}" for digits in UUID)
     whole = [*(" ?" + _escaped(clause) + r"(?!\p{L})" for clause in _clauses()[::2]), *map(_escaped, PHRASES)]
     words = [r"-\p{L}+", r" ?\p{L}+", r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+", r"\s+"]
-    return "|".join([f" (?={uuid})", *_pairs_of_uuids(), *whole, *words])
+    return "|".join([f" (?={uuid})", ' [<"][ \\n]?', *_pairs_of_uuids(), *whole, *words])
 
 
 def _escaped(text: str) -> str:

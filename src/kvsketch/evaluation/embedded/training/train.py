@@ -51,7 +51,7 @@ def train(
         raise ValueError(f"{folder} has files in it, and none of a training run: name a new folder, or that of a run")
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer()
-    model = _new_model(tokenizer, recipe.seed).to(device)
+    model = start_model(tokenizer, shape=Shape(), seed=recipe.seed).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.rate, betas=(0.9, 0.95), weight_decay=0.0)
     progress = _resume(folder, recipe, model, optimizer)
     documents = Documents(tokenizer, recipe.seed)
@@ -71,17 +71,6 @@ def train(
                 saved = time.monotonic()
     _save(folder, recipe, progress, model, optimizer)
     return save_model(folder / "model", model, tokenizer)
-
-
-def _new_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> LlamaForCausalLM:
-    return start_model(
-        len(tokenizer),
-        shape=Shape(),
-        begin=tokenizer.bos_token_id,
-        end=tokenizer.eos_token_id,
-        pad=tokenizer.pad_token_id,
-        seed=seed,
-    )
 
 
 def save_model(folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> Path:

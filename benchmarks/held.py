@@ -1,0 +1,175 @@
+"""What the embedded model answers with everything held: `python benchmarks/held.py OUT [--haystack FILE ...]`.
+
+Every task in both wordings, in noise and in texts of yours, at four lengths; each prompt is asked three times, so that
+it ends with nothing, with a blank and with a new line. Rows go to OUT, where an interrupted run goes on; shares of
+right answers to docs/results/held.jsonl, and as a table to the screen. LongEval's own files are asked too if their
+folder is named.
+"""
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import track
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from common import RESULTS
+from kvsketch.caches.exact import Exact
+from kvsketch.cli.bench import about_run
+from kvsketch.evaluation.answers.reading import Prompt, Reading
+from kvsketch.evaluation.answers.runner import GREEDY
+from kvsketch.evaluation.answers.session import split_ids
+from kvsketch.evaluation.answers.summary import wilson
+from kvsketch.evaluation.embedded import EDITIONS, load_embedded
+from kvsketch.evaluation.results.rows import RowsFile, name_without_digest, read_rows
+from kvsketch.evaluation.tasks import TASKS, WORDINGS, Sample, Setting
+from kvsketch.evaluation.tasks.haystack import Grammar, Haystack, haystack_of
+from kvsketch.evaluation.tasks.length import Fitter
+from kvsketch.evaluation.tasks.longeval_files import read_cases
+from kvsketch.huggingface import make_cache
+
+LENGTHS = (1000, 2000, 4000, 8000)
+ENDS = {"nothing": "", "a blank": " ", "a new line": "\n"}
+KEY = ("task", "wording", "haystack", "length", "sample", "end")
+NOT_KNOWN = ("cwe",)  # tasks that it was not trained for
+ASKED = 0.98  # what is hoped for
+TOKENS = 16_000  # of a batch
+
+
+class Cells:
+    """Prompts by task, wording, haystack and length."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: int) -> None:
+        self.model, self.tokenizer, self.samples = model, tokenizer, samples
+
+    def made(self, tasks: Sequence[str], haystacks: Sequence[Haystack], lengths: Sequence[int]) -> Iterator[Any]:
+        """Each cell: its labels, and how to make its samples."""
+        for length in lengths:
+            for name in tasks:
+                for wording in WORDINGS:
+                    for haystack in haystacks if TASKS[name].hides else haystacks[:1]:
+                        about = {"task": name, "wording": wording, "length": length}
+                        yield about | {"haystack": haystack.name if TASKS[name].hides else None}, haystack
+
+    def samples_of(self, about: dict[str, Any], haystack: Haystack) -> list[Sample]:
+        """A cell's documents, each with one question."""
+        task, length = TASKS[about["task"]], about["length"]
+        made = []
+        for number in range(self.samples):
+            setting = Setting(size=1, wording=about["wording"], haystack=haystack.of(number))
+            fitter = Fitter(task, setting, lambda sample: len(self.prompt(sample, "\n").context) + 120)
+            made.append(fitter.sample(length, f"held/{length}/{number}"))
+        return made
+
+    def prompt(self, sample: Sample, end: str) -> Prompt:
+        """The tokens of a prompt that ends so."""
+        question = sample.questions[0]
+        asked = question.prompt.rstrip(" \n") + end
+        return Prompt(*split_ids(self.tokenizer, sample.context, asked, special=True), question.answers, question.depth)
+
+    def rows(self, about: dict[str, Any], samples: list[Sample]) -> Iterator[list[dict[str, Any]]]:
+        """What is answered, batch by batch."""
+        task, batch = TASKS[about["task"]], max(1, TOKENS // max(about["length"], 1))
+        for start in range(0, len(samples), batch):
+            part = samples[start : start + batch]
+            reading = Reading(self.model, [self.prompt(sample, "") for sample in part], self.pad)
+            for what, end in ENDS.items():
+                prompts = [self.prompt(sample, end) for sample in part]
+                cache = reading.compressed("after", Exact())
+                ask, mask = self.pad([prompt.question for prompt in prompts])
+                out = self.model.generate(
+                    **cache.new_tokens(ask, mask),
+                    past_key_values=cache,
+                    max_new_tokens=min(task.new_tokens, 64),
+                    pad_token_id=self.tokenizer.pad_token_id,
+                    **GREEDY,
+                )
+                texts = self.tokenizer.batch_decode(out[:, ask.shape[1] :], skip_special_tokens=True)
+                yield [
+                    about
+                    | {"sample": start + row, "end": what, "tokens": len(prompt.context) + len(prompt.question)}
+                    | {"score": task.score(text, prompt.answers), "output": text, "answers": list(prompt.answers)}
+                    for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True))
+                ]
+
+    def pad(self, rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        width, pad = max(map(len, rows)), self.tokenizer.pad_token_id
+        ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+        return ids, mask
+
+
+def run(given: argparse.Namespace) -> None:
+    model, tokenizer = load_embedded(torch.float32, given.model)
+    fingerprint = str(make_cache(model, Exact()).model.fingerprint())
+    file = RowsFile(given.out / "held.jsonl", about_run(given.model, fingerprint, "float32", "cpu"), KEY)
+    cells = Cells(model, tokenizer, given.samples)
+    tasks = given.tasks.split(",") if given.tasks else [name for name in TASKS if name not in NOT_KNOWN]
+    haystacks = [Grammar(), *([haystack_of(given.haystack)] if given.haystack else [])]
+    lengths = [int(length) for length in given.lengths.split(",")]
+    todo = [(about, haystack, None) for about, haystack in cells.made(tasks, haystacks, lengths)]
+    for path in sorted(given.longeval.glob("*_lines.jsonl*")) if given.longeval else []:
+        name, cases = read_cases(path)
+        todo.append(({"task": "lines", "wording": name, "length": 0, "haystack": None}, None, cases))
+    for about, haystack, cases in track(todo, "Asking"):
+        count = given.samples if cases is None else len(cases)
+        wanted = [about | {"sample": number, "end": end} for number in range(count) for end in ENDS]
+        if all(tuple(row[part] for part in KEY) in file.done for row in wanted):
+            continue
+        for rows in cells.rows(about, cases or cells.samples_of(about, haystack)):
+            file.add(rows)
+
+
+def sum_up(out: Path, into: Path | None) -> None:
+    """Shares of right answers, by cell and end; and the table."""
+    runs, rows = read_rows(out / "held.jsonl", KEY)
+    groups = defaultdict(list)
+    names = [name for name in KEY if name != "sample"]
+    for row in rows:
+        groups[tuple(row[name] for name in names)].append(row["score"])
+    means = [dict(zip(names, key, strict=True)) | mean_of(scores) for key, scores in groups.items()]
+    if into is not None:
+        into.write_text("".join(json.dumps(line) + "\n" for line in [{"runs": runs}, *means]))
+    columns = sorted({mean["length"] for mean in means if mean["length"]})
+    print("| task | wording | in |", " | ".join(f"{n:,}" for n in columns), "| with " + " / ".join(ENDS), "| n |")
+    print("|---|---|---|" + "---|" * (len(columns) + 2))
+    for task, wording, haystack in dict.fromkeys(key[:3] for key in groups):
+        mine = {key[3:]: scores for key, scores in groups.items() if key[:3] == (task, wording, haystack)}
+        by_length = [[s for (n, _), scores in mine.items() if n == length for s in scores] for length in columns]
+        by_end = [[s for (_, e), scores in mine.items() if e == end for s in scores] for end in ENDS]
+        shown = [f"{sum(s) / len(s):.3f}" if s else "" for s in by_length]
+        ends = " / ".join(f"{sum(s) / len(s):.3f}" for s in by_end)
+        count = sum(map(len, by_end))
+        where = name_without_digest(haystack) if haystack else "—"
+        print(f"| {task} | {name_without_digest(wording)} | {where} |", " | ".join(shown), f"| {ends} | {count} |")
+    low = [mean for mean in means if mean["score"] < ASKED]
+    print(f"\n{len(means) - len(low)} of {len(means)} cells are at {ASKED} or above")
+
+
+def mean_of(scores: list[float]) -> dict[str, Any]:
+    score = sum(scores) / len(scores)
+    return {
+        "count": len(scores),
+        "score": round(score, 4),
+        "interval": [round(x, 4) for x in wilson(score, len(scores))],
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--model", default="embedded", choices=EDITIONS)
+    parser.add_argument("--samples", type=int, default=50)
+    parser.add_argument("--tasks")
+    parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
+    parser.add_argument("--haystack", action="append")
+    parser.add_argument("--longeval", type=Path)
+    parser.add_argument("--only-sum-up", action="store_true")
+    given = parser.parse_args()
+    if not given.only_sum_up:
+        run(given)
+    sum_up(given.out, RESULTS / "held.jsonl" if given.model == "embedded" else None)
