@@ -74,7 +74,7 @@ board: $(VENV)/ready ## a leaderboard of the embedded model on one page: answers
 
 KVPRESS := .venv-kvpress
 kvpress: $(KVPRESS)/ready ## kvpress beside that, with the transformers that it needs, and the page anew; hours
-	PYTHONPATH=src $(KVPRESS)/bin/python benchmarks/kvpress_board.py board-report src/kvsketch/assets --out kvpress-report
+	PYTHONPATH=src $(KVPRESS)/bin/python benchmarks/kvpress_board.py board-report src/kvsketch/assets/second --out kvpress-report
 	$(BIN)/kvsketch bench all embedded --out board-report --beside kvpress-report
 
 clustering: $(VENV)/ready ## what SubGen and ClusterGen do: theorem, a long stream, k-center's time, which tokens are kept, and needles

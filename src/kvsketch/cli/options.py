@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 EMBEDDED = "embedded"  # its name: what is meant without one
+OURS = (None, "embedded-first")  # what that name, and the first edition's, are once they were read
 
 
 def named(model: str | None) -> str | None:

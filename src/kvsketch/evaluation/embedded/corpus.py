@@ -6,11 +6,12 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from kvsketch.evaluation.tasks import TASKS, Sample, Setting
+from kvsketch.evaluation.tasks import TASKS, WORDINGS, Sample, Setting
 from kvsketch.evaluation.tasks.length import Fitter
 
 ASKED_OF = ("lines", "passkey", "kv", "niah_single", "niah_multikey")
-TEXTS, TOKENS, QUESTIONS, SEED = 16, 3000, 24, 100  # of each task; none of these documents is one that is measured on
+# Of each task and wording; none of these documents is one that is measured on.
+TEXTS, TOKENS, QUESTIONS, SEED = 8, 3000, 24, 100
 FIT: Mapping[str, int] = {"tokens": 4096, "apart": 255, "away": 128, "queries": 256, "buckets": 256, "hidden": 128}
 
 
@@ -30,9 +31,10 @@ def texts(
 
 def write_corpus(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[Path]:
     """A file for each task."""
-    found, setting = list[Path](), Setting(size=1, questions=QUESTIONS, wording="compact")
+    found = list[Path]()
+    settings = [Setting(size=1, questions=QUESTIONS, wording=wording) for wording in WORDINGS]
     for task in ASKED_OF:
-        made = texts(tokenizer, task, TEXTS, setting, TOKENS, SEED)
+        made = [text for setting in settings for text in texts(tokenizer, task, TEXTS, setting, TOKENS, SEED)]
         found.append(folder / f"{task}.jsonl")
         found[-1].write_text("".join(json.dumps({"text": text}) + "\n" for text in made), encoding="utf-8")
     return found
