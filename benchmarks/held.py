@@ -58,12 +58,18 @@ class Cells:
     def samples_of(self, about: dict[str, Any], haystack: Haystack) -> list[Sample]:
         """A cell's documents, each with one question."""
         task, length = TASKS[about["task"]], about["length"]
-        made = []
+        fitters, made = dict[str, Fitter](), []
         for number in range(self.samples):
             setting = Setting(size=1, wording=about["wording"], haystack=haystack.of(number))
-            fitter = Fitter(task, setting, lambda sample: len(self.prompt(sample, "\n").context) + 120)
-            made.append(fitter.sample(length, f"held/{length}/{number}"))
+            if setting.haystack.name not in fitters:
+                fitters[setting.haystack.name] = Fitter(task, setting, self.count)
+            made.append(fitters[setting.haystack.name].sample(length, f"held/{length}/{number}"))
         return made
+
+    def count(self, sample: Sample) -> int:
+        """Tokens of a prompt."""
+        prompt = self.prompt(sample, "\n")
+        return len(prompt.context) + len(prompt.question)
 
     def prompt(self, sample: Sample, end: str) -> Prompt:
         """The tokens of a prompt that ends so."""
