@@ -8,7 +8,7 @@ codes at others, so that a token is found that came behind what is at hand, and 
 Layer 2 starts with heads for what takes two steps: lists of values, and chains of variables. All weights can change.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from kvsketch.evaluation.embedded.training.tokenizer import ASSIGNED, NEEDLE, SEVERAL, alike, token_of
+from kvsketch.evaluation.embedded.training.tokenizer import ASSIGNED, NEEDLE, alike, token_of
 
 SHIFT = 8.0  # size of the constant keys and queries of the shift heads: enough for one offset to take it all
 SLOW, FAST = 3e-4, 6e-3  # turns from one token to the next: slower pairs match at any distance, those between tell it
-PREFERENCE = 9.0  # size of constants that prefer early or late tokens: matters among those that match alike
-LOUD = 10.0  # how much more than other matches one counts that a single token asks for
+PREFERENCE = 6.0  # size of constants that prefer early or late tokens: matters among those that match alike
 SHARPNESS = 2.8  # size of the projections that match: enough for a name of two tokens to stand out among thousands
 
 
@@ -89,9 +88,9 @@ def start_model(tokenizer: PreTrainedTokenizerFast, *, shape: Shape, seed: int =
         _spread_weights(model, shape)
         codes = _embed_codes(model, shape, alike(tokenizer))
         _shift_heads(model.model.layers[0], shape)
-        known = {text: codes[token_of(tokenizer, text), : shape.code] for text in (ASSIGNED, NEEDLE, SEVERAL)}
-        _matching_heads(model.model.layers[1], known, shape)
-        _chain_heads(model.model.layers[2], known, shape)
+        _matching_heads(model.model.layers[1], shape)
+        assigned, needle = (codes[token_of(tokenizer, text), : shape.code] for text in (ASSIGNED, NEEDLE))
+        _chain_heads(model.model.layers[2], assigned, needle, shape)
         _read_the_match(model, shape, codes)
     return model
 
@@ -139,7 +138,7 @@ def _shift_heads(layer: Any, shape: Shape) -> None:
     layer.mlp.down_proj.weight.mul_(0.1)
 
 
-def _matching_heads(layer: Any, known: Mapping[str, Tensor], shape: Shape) -> None:
+def _matching_heads(layer: Any, shape: Shape) -> None:
     """Two KV heads find what came next, one finds the next of a list, one what stood here the last time."""
     attention = layer.self_attn
     for projection in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
@@ -147,60 +146,47 @@ def _matching_heads(layer: Any, known: Mapping[str, Tensor], shape: Shape) -> No
     follows = [(offset, offset + 1, 1.0) for offset in range(shape.offsets)]
     named = [(0, 1, 0.5), (1, 2, 0.5), (2, 3, 2.0), (3, 4, 2.0)]  # what came behind a name of two tokens, and two more
     listed = [(0, 1, 1.0), (6, 2, 1.0), (7, 3, 1.0)]  # the name before the last number, and what came after it
-    again = [(3, 4, 2.0), (4, 5, 2.0)]  # the same name one token on, so that it is not the place itself
+    again = [(3, 3, 2.0), (4, 4, 2.0)]  # the same name at the same place
+    fast, between = shape.turns > FAST, (shape.turns > SLOW) & (shape.turns < FAST)
     for kv_head, pairs in enumerate((follows, named, listed, again)):
-        projections = _match(attention, kv_head, pairs, shape)
+        _match(attention, kv_head, pairs, shape)
         if pairs is named:
-            _prefer(attention, kv_head, -1.0, shape)  # of several, the first
-        if pairs is listed:
-            _begin_list(attention, kv_head, projections[0], known, shape)
+            _prefer(attention, kv_head, -1.0, between, shape)  # of several, the first
         if pairs is again:
-            _prefer(attention, kv_head, 1.0, shape)  # of several, the last
-            _hand_on(attention, kv_head, 1, shape.last_time, shape)  # what stood there before it
+            _prefer(attention, kv_head, 1.0, between, shape)  # of several, the last
+            _prefer(attention, kv_head, -1.0, fast, shape)  # but not the place itself
+            _hand_on(attention, kv_head, 0, shape.last_time, shape)
         else:
             _hand_on_token(attention, kv_head, shape)
 
 
-def _chain_heads(layer: Any, known: Mapping[str, Tensor], shape: Shape) -> None:
+def _chain_heads(layer: Any, assigned: Tensor, needle: Tensor, shape: Shape) -> None:
     """One KV head goes on in a list of numbers, one in a chain of variables, one finds the chain's first variable."""
     attention, kv = layer.self_attn, 3 * shape.head_dim
     wide = kv * shape.group
     for weight in (attention.q_proj.weight[:wide], attention.k_proj.weight[:kv], attention.v_proj.weight[:kv]):
         weight.mul_(0.02)
     attention.o_proj.weight[:, :wide].mul_(0.02)
-    _match(attention, 0, [(4, shape.last_time, 2.0)], shape)  # the first piece of the last number stands four back
-    _expect(attention, 0, 5, known[NEEDLE], shape)
+    _match(attention, 0, [(4, shape.last_time, 1.0)], shape)  # the first piece of the last number stands four back
+    _expect(attention, 0, 5, needle, shape)
     _hand_on_token(attention, 0, shape)
     _match(attention, 1, [(0, 0, 1.0), (1, 1, 0.5)], shape)  # the variable last said, where another one is set to it
-    _expect(attention, 1, 2, known[ASSIGNED], shape)
+    _expect(attention, 1, 2, assigned, shape)
     _hand_on(attention, 1, 3, shape.match, shape)
     _match(attention, 2, [(3, 0, 1.0), (4, 1, 1.0)], shape)  # the number that was asked for, where a variable is it
-    _expect(attention, 2, 3, known[ASSIGNED], shape)
+    _expect(attention, 2, 3, assigned, shape)
     _hand_on(attention, 2, 4, shape.match, shape)
 
 
-def _match(attention: Any, kv_head: int, pairs: Sequence[tuple[int, int, float]], shape: Shape) -> list[Tensor]:
+def _match(attention: Any, kv_head: int, pairs: list[tuple[int, int, float]], shape: Shape) -> None:
     """Queries of a KV head's group meet its keys where slices of theirs agree, each pair with its weight."""
     d, group = shape.head_dim, shape.group
-    scale, projections = _projected(shape, len(pairs)), list[Tensor]()
+    scale = _projected(shape, len(pairs))
     for query_offset, key_offset, weight in pairs:
-        projections.append(torch.randn(d, shape.code) * scale * weight**0.5)
-        attention.k_proj.weight[kv_head * d : (kv_head + 1) * d, _slice(key_offset, shape)] += projections[-1]
+        projection = torch.randn(d, shape.code) * scale * weight**0.5
+        attention.k_proj.weight[kv_head * d : (kv_head + 1) * d, _slice(key_offset, shape)] += projection
         for head in range(kv_head * group, (kv_head + 1) * group):
-            attention.q_proj.weight[head * d : (head + 1) * d, _slice(query_offset, shape)] += projections[-1]
-    return projections
-
-
-def _begin_list(attention: Any, kv_head: int, projection: Tensor, known: Mapping[str, Tensor], shape: Shape) -> None:
-    """Where several answers are to come, a KV head's last query head finds what the last needle or question names."""
-    d, several = shape.head_dim, known[SEVERAL]
-    head = (kv_head + 1) * shape.group - 1
-    latest = _between(shape) * PREFERENCE
-    attention.k_proj.bias[kv_head * d : (kv_head + 1) * d] += latest
-    wanted = LOUD * (projection @ known[NEEDLE]) + LOUD / 3 * latest
-    attention.q_proj.weight[head * d : (head + 1) * d, _slice(0, shape)] += torch.outer(
-        wanted, several / several.square().sum()
-    )
+            attention.q_proj.weight[head * d : (head + 1) * d, _slice(query_offset, shape)] += projection
 
 
 def _expect(attention: Any, kv_head: int, key_offset: int, code: Tensor, shape: Shape) -> None:
@@ -212,19 +198,13 @@ def _expect(attention: Any, kv_head: int, key_offset: int, code: Tensor, shape: 
         attention.q_proj.bias[head * d : (head + 1) * d] += projection @ code
 
 
-def _prefer(attention: Any, kv_head: int, sign: float, shape: Shape) -> None:
-    """Whatever the tokens are, a KV head's logits fall with the distance, or rise."""
-    constant = _between(shape) * PREFERENCE
-    d = shape.head_dim
+def _prefer(attention: Any, kv_head: int, sign: float, pairs: Tensor, shape: Shape) -> None:
+    """Whatever the tokens are, a KV head's logits fall with the distance, or rise: through some pairs of dimensions."""
+    d, half = shape.head_dim, shape.head_dim // 2
+    constant = torch.cat([pairs * PREFERENCE, torch.zeros(half)])
     attention.k_proj.bias[kv_head * d : (kv_head + 1) * d] += constant
     for head in range(kv_head * shape.group, (kv_head + 1) * shape.group):
         attention.q_proj.bias[head * d : (head + 1) * d] += sign * constant
-
-
-def _between(shape: Shape) -> Tensor:
-    """The dimensions that tell near from far: of each pair that turns neither fast nor slowly the first."""
-    found = (shape.turns > SLOW) & (shape.turns < FAST)
-    return torch.cat([found.float(), torch.zeros(shape.head_dim // 2)])
 
 
 def _projected(shape: Shape, slices: int) -> Tensor:
