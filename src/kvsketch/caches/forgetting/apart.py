@@ -16,6 +16,11 @@ def towards(keys: Float[Tensor, "l n d"], mean: Float[Tensor, "l d"]) -> Float[T
     return torch.cat(found, 1)
 
 
+def lengths(x: Float[Tensor, "l n d"]) -> Float[Tensor, "l n"]:
+    """Norms in full precision."""
+    return torch.cat([part.double().norm(dim=2) for part in x.split(AT_ONCE, dim=1)], 1)
+
+
 def sum_of_directions(keys: Float[Tensor, "l n d"]) -> Float[Tensor, "l d"]:
     """The sum of all keys, each of length 1."""
     return torch.stack([F.normalize(part.double(), dim=2).sum(1) for part in keys.split(AT_ONCE, dim=1)]).sum(0)
