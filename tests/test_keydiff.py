@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from calls import normal
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.tokens import NewTokens
+from kvsketch.caches.forgetting import apart
 from kvsketch.caches.forgetting.keydiff import KeyDiff
 from lanes import entries_of
 
@@ -38,6 +39,12 @@ def plainly(keys, calls, config, budget):
                 runs[at : at + 2] = [sorted(runs[at] + runs[at + 1])]
         seen += size
     return held, runs
+
+
+@pytest.fixture(autouse=True, params=[1 << 12, 70])
+def strips(monkeypatch, request):
+    """Long prompts are gone through in strips."""
+    monkeypatch.setattr(apart, "AT_ONCE", request.param)
 
 
 @pytest.mark.parametrize("keep", [0.25, 80])

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -24,6 +25,7 @@ from kvsketch.caches.lookup.random_buckets import RandomBuckets
 from kvsketch.caches.lookup.retrieval import Retrieval
 from kvsketch.caches.lookup.saap import Saap, SaapLookup
 from kvsketch.caches.lookup.store import BASE, Store
+from kvsketch.kernels import native
 from lanes import Fed
 from made_index import make_index
 
@@ -222,6 +224,29 @@ def test_what_is_not_visited_stands_in_as_means(index):
             expected = weighted_attention(asking.queries[:, group, at : at + 1], WeightedTokens(*means, counts), SCALE)
             torch.testing.assert_close(found.estimated.out[:, group, at : at + 1], expected.out, rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(found.estimated.lse[:, group, at : at + 1], expected.lse, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("limits", [{}, {"probes": 0}, {"probes": 8}, {"visit": 0.3, "prefer": "density"}])
+def test_a_step_reads_the_estimate_with_the_rest(index, limits, dtype):
+    config = Saap(**{"index": index, "probes": 3, "staging": 32, "estimate": True, **limits})
+    two_rows = [torch.cat([x, x.roll(7, 2)]).to(dtype) for x in tokens(320)]
+    ranks = torch.arange(320).expand(2, -1).clone()
+    ranks[1] -= 100  # a shorter row, in a bundle of its own
+    fed = Fed(config, Budget(1.0, None, 0), layer=1, rows=2, heads=HEADS).write(*two_rows, ranks.clamp_min(-1))
+    queries = normal(2, HEADS * GROUP, 1, WIDTH, seed=5).to(dtype)
+    asking = Query(queries, SCALE, None, queries.flip(-1), torch.full((2, 1), 1000))
+    apart = fed.ask(asking)
+    found = fed.ask(replace(asking, apart=False))
+    with native.off():
+        plain = fed.ask(replace(asking, apart=False))
+    close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-2}
+    whole = merge(*(part for part in (apart.attended, apart.estimated) if part is not None))
+    for other in (whole, merge(*(part for part in (plain.attended, plain.estimated) if part is not None))):
+        torch.testing.assert_close(found.attended.out.float(), other.out.float(), **close)
+        torch.testing.assert_close(found.attended.lse, other.lse, **close)
+    assert torch.equal(found.read, apart.read)
+    assert (found.estimated is None) == (native.library() is not None)
 
 
 def test_the_estimate_is_part_of_the_answer_and_not_of_the_recall(index):

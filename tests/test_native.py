@@ -116,6 +116,20 @@ def test_everything_that_a_query_reads_is_read_in_one_call(queries):
 
 
 @needs_c
+def test_entries_may_be_of_another_kind_than_queries():
+    query, close = torch.randn(2, 6, 1, 40).bfloat16(), {"rtol": 2e-2, "atol": 2e-2}
+    half = Entries(WeightedTokens(*torch.randn(2, 2, 2, 700, 40).bfloat16().unbind()))
+    weights = torch.randn(2, 2, 90).masked_fill(torch.rand(2, 2, 90) < 0.3, -math.inf)
+    full = Entries(WeightedTokens(*torch.randn(2, 2, 2, 90, 40).unbind(), weights))
+    together = kernel.attend(query, [half, full], 2, 40**-0.5)
+    with native.off():
+        apart = read(query, [(half,), (full,)], 2, 40**-0.5)
+    assert together.out.dtype == torch.bfloat16
+    torch.testing.assert_close(together.out.float(), apart.out.float(), **close)
+    torch.testing.assert_close(together.lse, apart.lse, **close)
+
+
+@needs_c
 def test_nothing_beyond_the_runs_is_touched():
     width, count = 32, 500
     pairs = torch.full((1, 2, count, 2 * width), math.nan)
@@ -207,13 +221,16 @@ def test_the_buckets_visited_are_those_of_torch(limits):
     edges = torch.cat([torch.zeros(lanes, runs, 1, dtype=torch.int64), lengths.cumsum(2)], 2)
     edges += torch.cat([torch.zeros(lanes, 1, dtype=torch.int64), lengths.sum(2).cumsum(1)[:, :-1]], 1)[..., None]
     sizes = lengths.sum(1)
-    segments, count = routing.visit(scores, sizes, edges, **vars(limits), staged=(rows - 7, 7))
+    segments, count, left = routing.visit(scores, sizes, edges, **vars(limits), staged=(rows - 7, 7), left=True)
     index = Buckets.__new__(Buckets)
     index.edges = edges
-    wanted = index._places_of(choose(scores[None], sizes[None], limits))
+    visited = choose(scores[None], sizes[None], limits)
+    wanted = index._places_of(visited)
     assert torch.equal(segments.mask(rows)[..., : rows - 7], wanted.mask(rows)[..., : rows - 7])
     assert segments.mask(rows)[..., rows - 7 :].all()
     assert torch.equal(count, wanted.rows + 7)
+    others = sizes[:, None].float().log().masked_fill(visited.among(buckets)[0], -math.inf)
+    torch.testing.assert_close(left, others)
 
 
 # -- built, loaded, or left alone

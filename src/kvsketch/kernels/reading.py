@@ -39,13 +39,14 @@ def read(
 def _of_all(query: Tensor, part: Entries, scale: float, softcap: float | None, lse: bool) -> Partial:
     """Attention over entries of all lanes; they may come as KV heads of one row."""
     tokens = part.tokens
-    asking = query if len(query) == len(tokens.keys) else query.flatten(0, 1)[None]
+    asking = (query if len(query) == len(tokens.keys) else query.flatten(0, 1)[None]).to(tokens.keys.dtype)
     if part.segments is None:
         found = weighted_attention(asking, tokens, scale, softcap=softcap, lse=lse)
     else:
         assert part.pairs is not None, "what is read in runs lies together"
         found = indexed_attention(asking, part.pairs, part.segments, scale, softcap=softcap)
-    return Partial(found.out.reshape(*query.shape[:3], found.out.shape[3]), found.lse.reshape(query.shape[:3]))
+    out = found.out.reshape(*query.shape[:3], found.out.shape[3]).to(query.dtype)
+    return Partial(out, found.lse.reshape(query.shape[:3]))
 
 
 def _of_some(query: Tensor, source: Source, heads: int, scale: float, softcap: float | None) -> Partial:

@@ -7,6 +7,7 @@ a head with another budget, is nothing special to a method: it sees the lanes of
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -182,8 +183,8 @@ class Lanes:
         wanted = not query.in_full and any(bundle.holding.wants_asking for bundle in self.bundles)
         asked = self.method.ask(query, self.heads) if wanted else None
         found = [(bundle, self._ask(bundle, query, asked)) for bundle in self.bundles]
-        unread = tuple(part for _, answer in found for (part,) in answer.unread)
-        sources = (unread,) if unread else ()
+        kinds = zip_longest(*(answer.unread for _, answer in found), fillvalue=())
+        sources = tuple(tuple(part for source in kind for part in source) for kind in kinds)
         answer = found[0][1]
         if len(found) > 1:
             answers = [(bundle.lanes, answer) for bundle, answer in found]

@@ -68,7 +68,7 @@ class LayerCache(LayerState):
             self._start(new)
         count, streaming = new.keys.shape[2], self.config.prefill == "streaming"
         joins_first = count == 1 and new.valid is None
-        asked = Query(query, scale, softcap, in_full=count > 1 and not streaming, sinks=sinks)
+        asked = Query(query, scale, softcap, in_full=count > 1 and not streaming, apart=count > 1, sinks=sinks)
         if not streaming or count <= self.config.chunk:
             return self._read_part(asked, new, joins_first=joins_first, lse=lse)
         parts = [

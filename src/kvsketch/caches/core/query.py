@@ -14,7 +14,8 @@ from kvsketch.kernels.sources import Source
 class Query:
     """Queries of a call: as attention takes them, and before rotation where the method asks for that.
 
-    `in_full`: the answer is over everything that is held, also where a method would look at a part of it.
+    `in_full`: the answer is over everything that is held, also where a method would look at a part of it. `apart`: what
+    is estimated is to be told from what was read.
     """
 
     queries: Float[Tensor, "b hg q d"]
@@ -23,6 +24,7 @@ class Query:
     unrotated: Float[Tensor, "b hg q d"] | None = None
     ranks: Int64[Tensor, "b q"] | None = None  # how many tokens of its row came before; -1: padding asks
     in_full: bool = False
+    apart: bool = True
     sinks: Float[Tensor, " s"] | None = None  # learned ones: logits that are in every denominator
 
     def over_all(self, lse: Float[Tensor, "b hg q"]) -> Float[Tensor, "b hg q"]:

@@ -1,13 +1,26 @@
 """Tokens that methods set apart: those whose keys point away from all others, which is where queries look."""
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+AT_ONCE = 1 << 12  # tokens: in float64 a long prompt's keys would be more than its cache
 LEAST = 1e-12  # what a key of length zero is divided by
 
 
 def towards(keys: Float[Tensor, "l n d"], mean: Float[Tensor, "l d"]) -> Float[Tensor, "l n"]:
     """⟨k, mean⟩ / ‖k‖ for the mean of all keys, or any multiple of it: the least ones point away."""
-    precise = keys.double()
-    return torch.einsum("lnd,ld->ln", precise, mean) / precise.norm(dim=2).clamp_min(LEAST)
+    strips = (part.double() for part in keys.split(AT_ONCE, dim=1))
+    found = [torch.einsum("lnd,ld->ln", part, mean) / part.norm(dim=2).clamp_min(LEAST) for part in strips]
+    return torch.cat(found, 1)
+
+
+def lengths(x: Float[Tensor, "l n d"]) -> Float[Tensor, "l n"]:
+    """Norms in full precision."""
+    return torch.cat([part.double().norm(dim=2) for part in x.split(AT_ONCE, dim=1)], 1)
+
+
+def sum_of_directions(keys: Float[Tensor, "l n d"]) -> Float[Tensor, "l d"]:
+    """The sum of all keys, each of length 1."""
+    return torch.stack([F.normalize(part.double(), dim=2).sum(1) for part in keys.split(AT_ONCE, dim=1)]).sum(0)

@@ -14,6 +14,7 @@ from kvsketch.caches.core.budget import MOST, Budget
 from kvsketch.caches.core.checks import check_count, check_number
 from kvsketch.caches.core.chooser import Chooser, Entries
 from kvsketch.caches.core.tokens import Arriving, Seen
+from kvsketch.caches.forgetting.apart import lengths
 from kvsketch.caches.forgetting.scored import Best, ScoredConfig
 
 AT_ONCE = 1 << 22  # numbers of float64 worked on together: 32 MiB
@@ -108,7 +109,7 @@ class MostExpected(Best):
         covariance = unpacked(per_lane["covariance"], mean)
         covariance = turned[:, None].mT @ covariance @ turned[:, None]
         weights = expected_logs(pool.keys, mean, covariance).softmax(2).mean(1)
-        return (weights + self.epsilon) * pool.values.double().norm(dim=2)
+        return (weights + self.epsilon) * lengths(pool.values)
 
     def _mean_rotation(self, first: Int64[Tensor, " l"], keys: Float[Tensor, "l n d"]) -> Float[Tensor, "l d d"]:
         """Of the positions from `first` on: they differ where rows began at different ones."""

@@ -4,14 +4,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.chooser import Chooser, Entries, check_vectors
 from kvsketch.caches.core.tokens import Arriving
-from kvsketch.caches.forgetting.apart import towards
+from kvsketch.caches.forgetting.apart import sum_of_directions, towards
 from kvsketch.caches.forgetting.scored import Best, ScoredConfig
 
 
@@ -33,8 +32,7 @@ class LeastAlike(Best):
         self.per_lane = {**self.per_lane, "direction": torch.float64}
 
     def lanes_after(self, held: Entries, new: Arriving) -> dict[str, Tensor]:
-        sums = F.normalize(new.keys.double(), dim=2).sum(1)
-        return {"direction": sums + held.per_lane.get("direction", 0)}
+        return {"direction": sum_of_directions(new.keys) + held.per_lane.get("direction", 0)}
 
     def scores(self, pool: Entries, per_lane: dict[str, Tensor], new: Arriving) -> Float[Tensor, "l n"]:
         return -towards(pool.keys, per_lane["direction"])

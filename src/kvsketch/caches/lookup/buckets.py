@@ -19,7 +19,7 @@ from kvsketch.caches.core.storage import storage_bytes
 from kvsketch.caches.lookup.config import BucketedConfig
 from kvsketch.caches.lookup.store import Index, Lookup, Store
 from kvsketch.kernels.native import routing
-from kvsketch.kernels.sources import Segments
+from kvsketch.kernels.sources import Entries, Segments
 
 
 @dataclass(frozen=True)
@@ -108,10 +108,13 @@ class Buckets(Index):
         assert self.edges is not None
         assert asked is not None
         limits = self.method.limits
-        if self.means is None:
-            found = routing.visit(asked, self.sizes, self.edges, **vars(limits), staged=store.staged)
+        together = not query.apart and query.queries.shape[2] == 1  # the estimate is read with the rest, in one call
+        if self.means is None or together:
+            left = self.means is not None
+            found = routing.visit(asked, self.sizes, self.edges, **vars(limits), staged=store.staged, left=left)
             if found is not None:
-                return store.read_runs(*found)
+                runs, read, others = found
+                return store.read_runs(runs, read, *([] if others is None else [self._estimated(others[:, 0])]))
         visited = choose(asked[None], self.sizes[None], limits)
         answer = store.read_places(query, self._places_of(visited))
         if self.means is None:
@@ -120,6 +123,12 @@ class Buckets(Index):
         unvisited = ~visited.among(self.number)
         estimated = attend_visible(query.queries, tokens, query.scale, visible=unvisited, softcap=query.softcap)
         return replace(answer, estimated=estimated)
+
+    def _estimated(self, log_sizes: Float[Tensor, "l c"]) -> Entries:
+        """The means as entries with these weights: those of visited buckets have none."""
+        assert self.means is not None
+        keys, values = self.means
+        return Entries(WeightedTokens(keys[None], values[None], log_sizes[None]))
 
     def _places_of(self, visited: Visited) -> Segments:
         """The visited buckets in every run."""

@@ -138,10 +138,10 @@ class Store(Holding):
             begin, length = torch.cat([places.begin, begin], 3), torch.cat([places.length, length], 3)
         return self.read_runs(Segments(begin, length), length.sum(3))
 
-    def read_runs(self, runs: Segments, read: Int64[Tensor, "1 l q"]) -> Answer:
-        """Attention over these runs of places, so many of them."""
+    def read_runs(self, runs: Segments, read: Int64[Tensor, "1 l q"], *more: Entries) -> Answer:
+        """Attention over these runs of places, so many of them, and over other entries."""
         found = Entries(self.tokens(), segments=runs, pairs=self.pairs.view[None])
-        return Answer(None, read=read, unread=((found,),))
+        return Answer(None, read=read, unread=((found,), *((one,) for one in more)))
 
     def read_where(self, query: Query, visible: Callable[[int, int], Bool[Tensor, "1 l q n"]]) -> Answer:
         """Attention over the tokens that `visible` gives for queries start…stop-1: over all of them, with a mask.

@@ -27,7 +27,7 @@ struct source {  // as kernels/weighted_attention/native.py writes it; strides c
     const int64_t *lanes, *begin, *length;  // NULL: lanes as they are; all entries
     int64_t rows, heads, count, segments, by_query;
     int64_t key_row, key_head, key_step, value_row, value_head, value_step;
-    int64_t mass_row, mass_head, extra_row, extra_head;
+    int64_t mass_row, mass_head, extra_row, extra_head, kind;  // of keys and values: it may be another than the queries'
 };
 
 struct tile {
@@ -118,7 +118,7 @@ INLINE void widen(float *to, const void *from, int kind, int64_t count, int64_t 
 struct work {
     const struct shape *of;
     struct sums sums;
-    int rows;
+    int rows, kind;
     const float *query;
     float *room;  // for a tile as whole vectors of float32
     struct tile tiles[2], *filling, *ready;
@@ -128,7 +128,7 @@ struct work {
 static void turn(struct work *work) {
     struct tile *tile = work->ready, *next = work->filling;
     const struct shape *of = work->of;
-    int kind = of->kind, whole = (tile->count + W - 1) / W * W;
+    int kind = work->kind, whole = (tile->count + W - 1) / W * W;
     for (int j = tile->count; j < whole; j++) tile->log_mass[j] = tile->log_value[j] = 0;
     if ((kind != F32 && work->rows > 4) || of->width != of->key_width || of->value_width != of->value_width_given) {
         for (int j = 0; j < tile->count; j++) {
@@ -149,7 +149,7 @@ static void turn(struct work *work) {
 
 // The entries from…to of one lane; those whose weights say that they are none are left out.
 static void take_entries(struct work *work, const struct source *in, int64_t lane, int64_t from, int64_t to) {
-    int64_t row = lane / in->heads, head = lane % in->heads, bytes = bytes_of(work->of->kind);
+    int64_t row = lane / in->heads, head = lane % in->heads, bytes = bytes_of(work->kind);
     const char *keys = in->keys + (row * in->key_row + head * in->key_head) * bytes;
     const char *values = in->values + (row * in->value_row + head * in->value_head) * bytes;
     const float *mass = in->log_mass ? in->log_mass + row * in->mass_row + head * in->mass_head : NULL;
@@ -181,7 +181,7 @@ static void widen_queries(const struct shape *of, const void *queries, const str
 
 static void work_off(const struct shape *of, const void *queries, const struct source *in, const struct piece *piece,
                      float *room) {
-    struct work work = {of, piece->sums, (int)piece->rows, room, room + piece->rows * of->width, {{0}}, NULL, NULL};
+    struct work work = {of, piece->sums, (int)piece->rows, (int)in->kind, room, room + piece->rows * of->width, {{0}}, NULL, NULL};
     work.filling = work.tiles, work.ready = work.tiles + 1;
     for (int i = 0; i < 2; i++) {
         work.tiles[i].weighted = in->log_mass || in->log_value;

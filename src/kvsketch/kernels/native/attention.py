@@ -28,7 +28,7 @@ def attend(
     """
     if not 0 < query.shape[2] * (query.shape[1] // heads) <= MOST_QUERIES or query.stride(3) != 1:
         return None
-    if native.library_for(query) is None or not all(_can_read(part, query.dtype) for part in parts):
+    if native.library_for(query) is None or not all(map(_can_read, parts)):
         return None
     rows, query_heads, count, width = query.shape
     value_width = parts[0].tokens.values.shape[3]
@@ -43,7 +43,7 @@ def attend(
     )
     failed = _function()(
         ctypes.byref(shape),
-        (_Source * len(parts))(*(part.noted[NOTED][1] for part in parts)),
+        (_Source * len(parts))(*(part.noted[NOTED][0] for part in parts)),
         len(parts),
         query.data_ptr(),
         out.data_ptr(),
@@ -66,7 +66,7 @@ class _Shape(ctypes.Structure):
 _ADDRESSES = ("keys", "values", "log_mass", "log_value", "lanes", "begin", "length")
 _NUMBERS = (
     *("rows", "heads", "count", "segments", "by_query", "key_row", "key_head", "key_step", "value_row", "value_head"),
-    *("value_step", "mass_row", "mass_head", "extra_row", "extra_head"),
+    *("value_step", "mass_row", "mass_head", "extra_row", "extra_head", "kind"),
 )
 
 
@@ -84,7 +84,7 @@ def _function() -> Callable[..., int]:
     return found
 
 
-def _can_read(part: Entries, dtype: torch.dtype) -> bool:
+def _can_read(part: Entries) -> bool:
     """Whether C can; if so, how to is noted, for what is held is read again and again."""
     if NOTED not in part.noted:
         keys, values = part.tokens.keys, part.tokens.values
@@ -94,8 +94,8 @@ def _can_read(part: Entries, dtype: torch.dtype) -> bool:
         if any(x.dtype != torch.float32 or x.stride(2) != 1 or x.requires_grad for x in weights):
             return False
         kept = list[Tensor]()  # what was made for the description must stay as long as that
-        part.noted[NOTED] = (keys.dtype, _described(part, kept), kept)
-    return part.noted[NOTED][0] == dtype
+        part.noted[NOTED] = (_described(part, kept), kept)
+    return True
 
 
 def _described(part: Entries, kept: list[Tensor]) -> _Source:
@@ -113,7 +113,7 @@ def _described(part: Entries, kept: list[Tensor]) -> _Source:
     lanes = None if part.lanes is None else part.lanes.data_ptr()
     return _Source(
         *(keys.data_ptr(), values.data_ptr(), mass, extra, lanes, begin, length, *keys.shape[:3], *runs),
-        *(*keys.stride()[:3], *values.stride()[:3], *mass_strides, *extra_strides),
+        *(*keys.stride()[:3], *values.stride()[:3], *mass_strides, *extra_strides, native.DTYPES[keys.dtype]),
     )
 
 

@@ -127,6 +127,7 @@ struct limits {
     int64_t lanes, queries, buckets, probes, runs, per_token;
     double visit, mass;  // negative: no limit; below 1 or of `shares`: of all tokens
     int64_t share, staged_from, staged;
+    float *left;  // NULL, or [lanes, queries, buckets]: logs of the sizes of buckets that are not visited
 };
 
 // The buckets with the largest worth, the first of equal ones first.
@@ -158,6 +159,7 @@ int kvs_visit(const struct limits *of, const float *scores, const int64_t *sizes
         for (int64_t c = 0; c < of->buckets; c++) {
             all += size[c];
             worth[c] = of->per_token ? (size[c] ? own[c] / size[c] : 0.0f) : own[c];
+            if (of->left) of->left[n * of->buckets + c] = size[c] ? logf((float)size[c]) : -INFINITY;
         }
         int64_t taken = probes ? largest(worth, of->buckets, probes, best) : 0;
         double most = of->share ? of->visit * all : of->visit;
@@ -174,6 +176,7 @@ int kvs_visit(const struct limits *of, const float *scores, const int64_t *sizes
                 long_[i * of->runs + r] = take ? at[1] - at[0] : 0;
             }
             if (take) read[n] += size[bucket];
+            if (take && of->left) of->left[n * of->buckets + bucket] = -INFINITY;
         }
         first[width - 1] = of->staged_from, long_[width - 1] = of->staged;
     }

@@ -57,10 +57,11 @@ def visit(
     mass: float | None,
     per_token: bool,
     staged: tuple[int, int],
-) -> tuple[Segments, Int64[Tensor, "1 l q"]] | None:
+    left: bool = False,
+) -> tuple[Segments, Int64[Tensor, "1 l q"], Float[Tensor, "l q c"] | None] | None:
     """Runs of the buckets that each query visits, and of what is staged (where, how much); how many entries they are.
 
-    None where C does not do it.
+    With `left` the logs of the sizes of the other buckets too. None where C does not do it.
     """
     library = native.library_for(scores)
     if library is None or scores.dtype != torch.float32 or not all(x.is_contiguous() for x in (scores, sizes, edges)):
@@ -69,14 +70,16 @@ def visit(
     runs, width = edges.shape[1], min(probes, buckets) * edges.shape[1] + 1
     begin, length = torch.empty(2, 1, lanes, queries, width, dtype=torch.int64).unbind()
     read = torch.empty(1, lanes, queries, dtype=torch.int64)
+    others = torch.empty_like(scores) if left else None
     limits = _Limits(
         *(lanes, queries, buckets, probes, runs, int(per_token)),
         -1.0 if visit is None else float(visit),
         -1.0 if mass is None else mass,
         *(int(isinstance(visit, float)), *staged),
+        None if others is None else others.data_ptr(),
     )
     failed = library.kvs_visit(ctypes.byref(limits), *native.addresses(scores, sizes, edges, begin, length, read))
-    return None if failed else (Segments(begin, length), read)
+    return None if failed else (Segments(begin, length), read, others)
 
 
 class _Layer(ctypes.Structure):
@@ -98,4 +101,5 @@ class _Limits(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("lanes", "queries", "buckets", "probes", "runs", "per_token")),
         *((name, ctypes.c_double) for name in ("visit", "mass")),
         *((name, ctypes.c_int64) for name in ("share", "staged_from", "staged")),
+        ("left", ctypes.c_void_p),
     ]
