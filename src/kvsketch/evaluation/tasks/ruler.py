@@ -83,7 +83,8 @@ def _ruler_question(kind: str, titles: list[str], answers: list[tuple[str, str]]
     query = titles[0] if len(titles) == 1 else f"{', '.join(titles[:-1])}, and {titles[-1]}"
     what, verb = (f"the special magic {kind}", "is") if len(answers) == 1 else (f"all the special magic {kind}s", "are")
     kinds = kind if len(answers) == 1 else f"{kind}s"
-    reply = ", ".join(value if len(titles) == 1 else f"{title} is: {value}" for title, value in answers)
+    # several answers: each has its name before it, so that it can be looked up by itself
+    reply = ", ".join(value if len(answers) == 1 else f"{title} is: {value}" for title, value in answers)
     return (
         f"\nWhat {verb} {what} for {query} mentioned in the provided text?",
         f" The special magic {kinds} for {query} mentioned in the provided text {verb}",
@@ -96,12 +97,9 @@ def _compact_question(kind: str, titles: list[str], answers: list[tuple[str, str
         what = f"he magic {kind} of {titles[0]}"
         return f"\nWhat is t{what}?", f" T{what} is ", f"{answers[0][1]}."
     what = f"he magic {kind}s of"
-    if len(titles) == 1:
-        values = ", ".join(value for _, value in answers)
-        return f"\nWhat are all t{what} {titles[0]}?", f" T{what} {titles[0]} are ", f"{values}."
-    # several titles: each is said again before its number
     reply = ", ".join(f"{title} is {value}" for title, value in answers)
-    return f"\nWhat are t{what} {', '.join(titles)}?", f" T{what}", f" {reply}."
+    every = "all " if len(titles) == 1 else ""
+    return f"\nWhat are {every}t{what} {', '.join(titles)}?", f" T{what}", f" {reply}."
 
 
 def _number(draw: random.Random) -> str:

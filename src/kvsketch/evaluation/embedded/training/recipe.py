@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 LENGTHS = (192, 384, 768, 1536, 3072, 4608, 8192)
 SHARE_AT_LENGTH = (0.04, 0.1, 0.2, 0.35, 0.55, 0.75, 1.0)  # of all tokens: then the next length comes, solved or not
+NOT_BEFORE = (0.0, 0.0, 0.0, 0.0, 0.2, 0.4, 0.65)  # of all tokens, however soon shorter ones are solved
 WATCHED = ("lines", "kv", "niah_multikey_dense", "niah_multikey")  # when these are solved, documents get longer
 SOLVED = 0.97
 MEMORY = 0.9  # of the running accuracies
@@ -15,7 +16,7 @@ MEMORY = 0.9  # of the running accuracies
 class Recipe:
     """One training run; the same recipe gives the same model on the same machine."""
 
-    tokens: int = 10_000_000
+    tokens: int = 8_000_000
     batch: int = 2048  # tokens of each of the two parts of a step, or one document if that is longer
     rate: float = 7e-4  # higher ones undo the start
     warm_up: int = 60  # steps
@@ -53,7 +54,8 @@ class Progress:
         solved = all(name in accuracy for name in WATCHED) and (
             sum(accuracy[name] for name in WATCHED) / len(WATCHED) > SOLVED
         )
-        if stage + 1 < len(LENGTHS) and (solved or tokens > SHARE_AT_LENGTH[stage] * recipe.tokens):
+        over = tokens > SHARE_AT_LENGTH[stage] * recipe.tokens
+        if stage + 1 < len(LENGTHS) and (solved or over) and tokens >= NOT_BEFORE[stage + 1] * recipe.tokens:
             stage += 1
             accuracy.update(dict.fromkeys(WATCHED, 0.8))  # to be earned again
         return Progress(step=self.step + 1, tokens=tokens, stage=stage, accuracy=accuracy)

@@ -8,7 +8,7 @@ codes at others, so that a token is found that came behind what is at hand, and 
 Layer 2 starts with heads for what takes two steps: lists of values, and chains of variables. All weights can change.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from kvsketch.evaluation.embedded.training.tokenizer import ASSIGNED, NEEDLE, alike, token_of
+from kvsketch.evaluation.embedded.training.tokenizer import ASSIGNED, NEEDLE, SEVERAL, alike, token_of
 
 SHIFT = 8.0  # size of the constant keys and queries of the shift heads: enough for one offset to take it all
 SLOW, FAST = 3e-4, 6e-3  # turns from one token to the next: slower pairs match at any distance, those between tell it
-PREFERENCE = 6.0  # size of constants that prefer early or late tokens: matters among those that match alike
+PREFERENCE = 9.0  # size of constants that prefer early or late tokens: matters among those that match alike
+LOUD = 10.0  # how much more than other matches one counts that a single token asks for
 SHARPNESS = 2.8  # size of the projections that match: enough for a name of two tokens to stand out among thousands
 
 
@@ -88,9 +89,9 @@ def start_model(tokenizer: PreTrainedTokenizerFast, *, shape: Shape, seed: int =
         _spread_weights(model, shape)
         codes = _embed_codes(model, shape, alike(tokenizer))
         _shift_heads(model.model.layers[0], shape)
-        _matching_heads(model.model.layers[1], shape)
-        assigned, needle = (codes[token_of(tokenizer, text), : shape.code] for text in (ASSIGNED, NEEDLE))
-        _chain_heads(model.model.layers[2], assigned, needle, shape)
+        known = {text: codes[token_of(tokenizer, text), : shape.code] for text in (ASSIGNED, NEEDLE, SEVERAL)}
+        _matching_heads(model.model.layers[1], known, shape)
+        _chain_heads(model.model.layers[2], known, shape)
         _read_the_match(model, shape, codes)
     return model
 
@@ -138,7 +139,7 @@ def _shift_heads(layer: Any, shape: Shape) -> None:
     layer.mlp.down_proj.weight.mul_(0.1)
 
 
-def _matching_heads(layer: Any, shape: Shape) -> None:
+def _matching_heads(layer: Any, known: Mapping[str, Tensor], shape: Shape) -> None:
     """Two KV heads find what came next, one finds the next of a list, one what stood here the last time."""
     attention = layer.self_attn
     for projection in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
@@ -146,47 +147,60 @@ def _matching_heads(layer: Any, shape: Shape) -> None:
     follows = [(offset, offset + 1, 1.0) for offset in range(shape.offsets)]
     named = [(0, 1, 0.5), (1, 2, 0.5), (2, 3, 2.0), (3, 4, 2.0)]  # what came behind a name of two tokens, and two more
     listed = [(0, 1, 1.0), (6, 2, 1.0), (7, 3, 1.0)]  # the name before the last number, and what came after it
-    again = [(3, 3, 2.0), (4, 4, 2.0)]  # the same name at the same place
-    fast, between = shape.turns > FAST, (shape.turns > SLOW) & (shape.turns < FAST)
+    again = [(3, 4, 2.0), (4, 5, 2.0)]  # the same name one token on, so that it is not the place itself
     for kv_head, pairs in enumerate((follows, named, listed, again)):
-        _match(attention, kv_head, pairs, shape)
+        projections = _match(attention, kv_head, pairs, shape)
         if pairs is named:
-            _prefer(attention, kv_head, -1.0, between, shape)  # of several, the first
+            _prefer(attention, kv_head, -1.0, shape)  # of several, the first
+        if pairs is listed:
+            _begin_list(attention, kv_head, projections[0], known, shape)
         if pairs is again:
-            _prefer(attention, kv_head, 1.0, between, shape)  # of several, the last
-            _prefer(attention, kv_head, -1.0, fast, shape)  # but not the place itself
-            _hand_on(attention, kv_head, 0, shape.last_time, shape)
+            _prefer(attention, kv_head, 1.0, shape)  # of several, the last
+            _hand_on(attention, kv_head, 1, shape.last_time, shape)  # what stood there before it
         else:
             _hand_on_token(attention, kv_head, shape)
 
 
-def _chain_heads(layer: Any, assigned: Tensor, needle: Tensor, shape: Shape) -> None:
+def _chain_heads(layer: Any, known: Mapping[str, Tensor], shape: Shape) -> None:
     """One KV head goes on in a list of numbers, one in a chain of variables, one finds the chain's first variable."""
     attention, kv = layer.self_attn, 3 * shape.head_dim
     wide = kv * shape.group
     for weight in (attention.q_proj.weight[:wide], attention.k_proj.weight[:kv], attention.v_proj.weight[:kv]):
         weight.mul_(0.02)
     attention.o_proj.weight[:, :wide].mul_(0.02)
-    _match(attention, 0, [(4, shape.last_time, 1.0)], shape)  # the first piece of the last number stands four back
-    _expect(attention, 0, 5, needle, shape)
-    _hand_on_token(attention, 0, shape)
+    # the name at hand, behind which the number last said, which begins seven tokens back, stood the last time
+    _match(attention, 0, [(2, 3, 1.0), (3, 4, 1.0), (7, shape.last_time, 2.0)], shape)
+    _hand_on_token(attention, 0, shape, gain=1.5)
     _match(attention, 1, [(0, 0, 1.0), (1, 1, 0.5)], shape)  # the variable last said, where another one is set to it
-    _expect(attention, 1, 2, assigned, shape)
+    _expect(attention, 1, 2, known[ASSIGNED], shape)
     _hand_on(attention, 1, 3, shape.match, shape)
     _match(attention, 2, [(3, 0, 1.0), (4, 1, 1.0)], shape)  # the number that was asked for, where a variable is it
-    _expect(attention, 2, 3, assigned, shape)
+    _expect(attention, 2, 3, known[ASSIGNED], shape)
     _hand_on(attention, 2, 4, shape.match, shape)
 
 
-def _match(attention: Any, kv_head: int, pairs: list[tuple[int, int, float]], shape: Shape) -> None:
+def _match(attention: Any, kv_head: int, pairs: Sequence[tuple[int, int, float]], shape: Shape) -> list[Tensor]:
     """Queries of a KV head's group meet its keys where slices of theirs agree, each pair with its weight."""
     d, group = shape.head_dim, shape.group
-    scale = _projected(shape, len(pairs))
-    for query_offset, key_offset, weight in pairs:
-        projection = torch.randn(d, shape.code) * scale * weight**0.5
-        attention.k_proj.weight[kv_head * d : (kv_head + 1) * d, _slice(key_offset, shape)] += projection
+    rooms, projections = _rooms(shape, len(pairs)), list[Tensor]()
+    for (query_offset, key_offset, weight), room in zip(pairs, rooms, strict=True):
+        projections.append(room * weight**0.5)
+        attention.k_proj.weight[kv_head * d : (kv_head + 1) * d, _slice(key_offset, shape)] += projections[-1]
         for head in range(kv_head * group, (kv_head + 1) * group):
-            attention.q_proj.weight[head * d : (head + 1) * d, _slice(query_offset, shape)] += projection
+            attention.q_proj.weight[head * d : (head + 1) * d, _slice(query_offset, shape)] += projections[-1]
+    return projections
+
+
+def _begin_list(attention: Any, kv_head: int, projection: Tensor, known: Mapping[str, Tensor], shape: Shape) -> None:
+    """Where several answers are to come, a KV head's last query head finds what the last needle or question names."""
+    d, several = shape.head_dim, known[SEVERAL]
+    head = (kv_head + 1) * shape.group - 1
+    latest = _between(shape) * PREFERENCE
+    attention.k_proj.bias[kv_head * d : (kv_head + 1) * d] += latest
+    wanted = LOUD * (projection @ known[NEEDLE]) + LOUD / 3 * latest
+    attention.q_proj.weight[head * d : (head + 1) * d, _slice(0, shape)] += torch.outer(
+        wanted, several / several.square().sum()
+    )
 
 
 def _expect(attention: Any, kv_head: int, key_offset: int, code: Tensor, shape: Shape) -> None:
@@ -198,13 +212,37 @@ def _expect(attention: Any, kv_head: int, key_offset: int, code: Tensor, shape: 
         attention.q_proj.bias[head * d : (head + 1) * d] += projection @ code
 
 
-def _prefer(attention: Any, kv_head: int, sign: float, pairs: Tensor, shape: Shape) -> None:
-    """Whatever the tokens are, a KV head's logits fall with the distance, or rise: through some pairs of dimensions."""
-    d, half = shape.head_dim, shape.head_dim // 2
-    constant = torch.cat([pairs * PREFERENCE, torch.zeros(half)])
+def _prefer(attention: Any, kv_head: int, sign: float, shape: Shape) -> None:
+    """Whatever the tokens are, a KV head's logits fall with the distance, or rise."""
+    constant = _between(shape) * PREFERENCE
+    d = shape.head_dim
     attention.k_proj.bias[kv_head * d : (kv_head + 1) * d] += constant
     for head in range(kv_head * shape.group, (kv_head + 1) * shape.group):
         attention.q_proj.bias[head * d : (head + 1) * d] += sign * constant
+
+
+def _between(shape: Shape) -> Tensor:
+    """The dimensions that tell near from far: of each pair that turns neither fast nor slowly the first."""
+    found = (shape.turns > SLOW) & (shape.turns < FAST)
+    return torch.cat([found.float(), torch.zeros(shape.head_dim // 2)])
+
+
+def _rooms(shape: Shape, count: int) -> list[Tensor]:
+    """Projections of a slice, each into dimensions of its own where there are enough."""
+    scale = _projected(shape, count)
+    slow = scale[:, 0].nonzero()[:, 0]
+    wide = len(slow) // count
+    if wide < 9:
+        return [torch.randn(shape.head_dim, shape.code) * scale for _ in range(count)]
+    turned, found = torch.linalg.qr(torch.randn(len(slow), len(slow))).Q, []
+    for number in range(count):
+        inner = torch.linalg.qr(torch.randn(shape.code, min(wide, shape.code))).Q.T
+        room = torch.zeros(shape.head_dim, shape.code)
+        room[slow] = (
+            turned[:, number * wide : number * wide + len(inner)] @ inner * (shape.code * len(slow) / len(inner)) ** 0.5
+        )
+        found.append(room * scale)
+    return found
 
 
 def _projected(shape: Shape, slices: int) -> Tensor:
@@ -213,20 +251,20 @@ def _projected(shape: Shape, slices: int) -> Tensor:
     return slow * SHARPNESS * (len(slow) / slow.sum()) ** 0.25 / (slices * shape.code) ** 0.5
 
 
-def _hand_on_token(attention: Any, kv_head: int, shape: Shape) -> None:
+def _hand_on_token(attention: Any, kv_head: int, shape: Shape, gain: float = 1.0) -> None:
     """Both halves of the code of the token that was found are what is expected next."""
-    _hand_on(attention, kv_head, 0, shape.match, shape)
-    _hand_on(attention, kv_head, shape.second, shape.match + 1, shape, place=shape.code)
+    _hand_on(attention, kv_head, 0, shape.match, shape, gain=gain)
+    _hand_on(attention, kv_head, shape.second, shape.match + 1, shape, place=shape.code, gain=gain)
 
 
-def _hand_on(attention: Any, kv_head: int, what: int, to: int, shape: Shape, place: int = 0) -> None:
+def _hand_on(attention: Any, kv_head: int, what: int, to: int, shape: Shape, place: int = 0, gain: float = 1.0) -> None:
     """A slice of the token that was found goes into a slice, by way of some dimensions of the heads."""
     d, identity = shape.head_dim, torch.eye(shape.code)
     start = kv_head * d + place
     attention.v_proj.weight[start : start + shape.code, _slice(what, shape)] += identity
     for head in range(kv_head * shape.group, (kv_head + 1) * shape.group):
         start = head * d + place
-        attention.o_proj.weight[_slice(to, shape), start : start + shape.code] += identity
+        attention.o_proj.weight[_slice(to, shape), start : start + shape.code] += identity * gain
 
 
 def _read_the_match(model: LlamaForCausalLM, shape: Shape, codes: Tensor) -> None:

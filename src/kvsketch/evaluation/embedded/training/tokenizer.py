@@ -72,7 +72,8 @@ CLAUSES = (
 # Pieces that do the same in a record, in a question and before an answer, with a blank before them or not.
 ALIKE = (
     (" ", "\n", *(f" {mark}{blank}" for mark in '<"' for blank in ("", " ", "\n"))),
-    (" is", " is:", " are", " mentioned in the provided text is", " mentioned in the provided text are"),
+    (" is", " is:", " mentioned in the provided text is"),
+    (" are", " mentioned in the provided text are"),
     (":", "?", ": REGISTER_CONTENT is", "? I need the number."),
     ('":', '"\nThe value associated with the specified key is:'),
     ("line", " line", "Now the record is over. Tell me what is the <REGISTER_CONTENT> in line"),
@@ -81,6 +82,7 @@ ALIKE = (
 )
 ASSIGNED = " ="  # what stands between a variable and where it comes from
 NEEDLE = "The magic number of"  # what a needle begins with
+SEVERAL = " are"  # what stands before several answers
 UUID = (8, 4, 4, 4, 12)  # hexadecimal digits of its parts
 
 
