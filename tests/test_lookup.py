@@ -241,8 +241,8 @@ def test_a_step_reads_the_estimate_with_the_rest(index, limits, dtype):
     with native.off():
         plain = fed.ask(replace(asking, apart=False))
     close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-2}
-    whole = merge(*(part for part in (apart.attended, apart.estimated) if part is not None))
-    for other in (whole, merge(*(part for part in (plain.attended, plain.estimated) if part is not None))):
+    for answer in (apart, plain):
+        other = merge(*(part for part in (answer.attended, answer.estimated) if part is not None))
         torch.testing.assert_close(found.attended.out.float(), other.out.float(), **close)
         torch.testing.assert_close(found.attended.lse, other.lse, **close)
     assert torch.equal(found.read, apart.read)

@@ -15,7 +15,7 @@ class Query:
     """Queries of a call: as attention takes them, and before rotation where the method asks for that.
 
     `in_full`: the answer is over everything that is held, also where a method would look at a part of it. `apart`: what
-    is estimated is to be told from what was read.
+    is estimated is to be told from what was read (if not, a single query may read both at once).
     """
 
     queries: Float[Tensor, "b hg q d"]

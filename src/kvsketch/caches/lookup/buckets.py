@@ -107,28 +107,27 @@ class Buckets(Index):
         assert self.sizes is not None
         assert self.edges is not None
         assert asked is not None
-        limits = self.method.limits
-        together = not query.apart and query.queries.shape[2] == 1  # the estimate is read with the rest, in one call
-        if self.means is None or together:
-            left = self.means is not None
-            found = routing.visit(asked, self.sizes, self.edges, **vars(limits), staged=store.staged, left=left)
+        limits, estimates = self.method.limits, self.means is not None
+        apart = query.apart or query.queries.shape[2] > 1
+        if not (estimates and apart):  # one call reads the estimate with the rest
+            found = routing.visit(asked, self.sizes, self.edges, **vars(limits), staged=store.staged, left=estimates)
             if found is not None:
                 runs, read, others = found
-                return store.read_runs(runs, read, *([] if others is None else [self._estimated(others[:, 0])]))
+                more = () if others is None else (Entries(self._means(others[:, 0])),)
+                return store.read_runs(runs, read, *more)
         visited = choose(asked[None], self.sizes[None], limits)
         answer = store.read_places(query, self._places_of(visited))
-        if self.means is None:
+        if not estimates:
             return answer
-        tokens = WeightedTokens(self.means[0][None], self.means[1][None], self.sizes[None].float().log())
-        unvisited = ~visited.among(self.number)
+        tokens, unvisited = self._means(self.sizes.float().log()), ~visited.among(self.number)
         estimated = attend_visible(query.queries, tokens, query.scale, visible=unvisited, softcap=query.softcap)
         return replace(answer, estimated=estimated)
 
-    def _estimated(self, log_sizes: Float[Tensor, "l c"]) -> Entries:
-        """The means as entries with these weights: those of visited buckets have none."""
+    def _means(self, log_sizes: Float[Tensor, "l c"]) -> WeightedTokens:
+        """What stands in for buckets, with these weights."""
         assert self.means is not None
         keys, values = self.means
-        return Entries(WeightedTokens(keys[None], values[None], log_sizes[None]))
+        return WeightedTokens(keys[None], values[None], log_sizes[None])
 
     def _places_of(self, visited: Visited) -> Segments:
         """The visited buckets in every run."""

@@ -21,7 +21,7 @@ struct shape {  // of a call
     float scale, softcap;
 };
 
-struct source {  // as kernels/weighted_attention/native.py writes it; strides count numbers, not bytes
+struct source {  // as kernels/native/attention.py writes it; strides count numbers, not bytes
     const char *keys, *values;
     const float *log_mass, *log_value;
     const int64_t *lanes, *begin, *length;  // NULL: lanes as they are; all entries
@@ -181,7 +181,8 @@ static void widen_queries(const struct shape *of, const void *queries, const str
 
 static void work_off(const struct shape *of, const void *queries, const struct source *in, const struct piece *piece,
                      float *room) {
-    struct work work = {of, piece->sums, (int)piece->rows, (int)in->kind, room, room + piece->rows * of->width, {{0}}, NULL, NULL};
+    struct work work = {of, piece->sums, (int)piece->rows, (int)in->kind, room, room + piece->rows * of->width,
+                        {{0}}, NULL, NULL};
     work.filling = work.tiles, work.ready = work.tiles + 1;
     for (int i = 0; i < 2; i++) {
         work.tiles[i].weighted = in->log_mass || in->log_value;
