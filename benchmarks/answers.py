@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from common import RESULTS
+from kvsketch.cli.options import REPLY
 from kvsketch.evaluation.answers.pictures import draw_needles, draw_scores
 from kvsketch.evaluation.answers.summary import Mean, summarise
 from kvsketch.evaluation.results.rows import read_rows
@@ -40,7 +41,7 @@ def bench(suite: str, out: Path, *options: object) -> None:
 
 def run(out: Path, longeval: Path | None) -> None:
     every = ("--methods", "; ".join(METHODS), "--batch", 25)
-    short = ("--max-new-tokens", 32)  # the longest right reply has 29; a model that found nothing would go on to 128
+    short = ("--max-new-tokens", REPLY)  # a model that found nothing would go on to 128
     exact = ("--methods", "exact", "--asked", "before")
     for file in [] if longeval is None else sorted(longeval.glob("*_lines.jsonl*")):
         bench("lines", out, "--cases", file, *every)

@@ -1,5 +1,6 @@
 """The model inside the package: plain, small, and able to find what it is asked for."""
 
+import random
 import shutil
 from importlib.resources import files
 from pathlib import Path
@@ -8,11 +9,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from kvsketch.cli.options import REPLY
 from kvsketch.evaluation.answers.plan import Plan
 from kvsketch.evaluation.answers.runner import Runner
-from kvsketch.evaluation.embedded import EDITIONS, load_embedded
+from kvsketch.evaluation.embedded import EDITIONS, load_embedded, load_tokenizer
 from kvsketch.evaluation.embedded import model as embedded_model
 from kvsketch.evaluation.embedded.training.tokenizer import build_tokenizer
+from kvsketch.evaluation.tasks import TASKS, WORDINGS, Setting
 from kvsketch.evaluation.tasks.haystack import Grammar, Sentences
 
 ASSETS = Path(str(files("kvsketch") / "assets"))
@@ -38,7 +41,7 @@ def test_its_tokenizer_can_be_made_anew():
 def test_editions_are_small_and_safe():
     found = [path for path in ASSETS.rglob("*") if path.is_file()]
     size = {
-        part: sum(path.stat().st_size for path in found if part in path.parts)
+        part: sum(path.stat().st_size for path in found if part in path.relative_to(ASSETS).parts)
         for part in (*EDITIONS, *EDITIONS.values())
     }
     assert all(0 < size[name] <= 6_000_000 for name in EDITIONS)  # indexes
@@ -59,6 +62,22 @@ def test_files_that_are_missing_or_damaged_say_what_mends_them(tmp_path, monkeyp
     monkeypatch.setattr(embedded_model, "files", lambda package: tmp_path)
     with pytest.raises(ValueError, match=rf"should hold the embedded model, and cannot be loaded .*{mended}"):
         load_embedded(name=name)
+
+
+def test_an_unknown_edition_is_refused():
+    with pytest.raises(ValueError, match="inside the package are embedded, embedded-first, got 'third'"):
+        load_embedded(name="third")
+
+
+@pytest.mark.parametrize("task", sorted(set(TASKS) - {"cwe"}))
+@pytest.mark.parametrize("wording", WORDINGS)
+def test_answers_are_not_cut_off(task, wording):
+    """Where replies of the embedded models are cut to a length: cwe's words they do not know."""
+    tokenizer = load_tokenizer()
+    for seed in range(5):
+        sample = TASKS[task].make(random.Random(seed), Setting(size=max(40, TASKS[task].smallest), wording=wording, questions=5))
+        for question in sample.questions:
+            assert len(tokenizer(question.reply, add_special_tokens=False)["input_ids"]) < REPLY
 
 
 @pytest.mark.slow

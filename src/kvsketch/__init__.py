@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     )
     from kvsketch.huggingface import SketchCache, attach, attached, detach, load_cache, make_cache, prefill, study
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _HOMES = {
     "kvsketch.attention": ("Partial", "WeightedTokens", "exact_attention", "merge", "weighted_attention"),

@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 from kvsketch.cli.app import MOST, check_folder, listed, numbers, output, progress_bar, reported, say_no_pictures
 from kvsketch.cli.models import load_model
 from kvsketch.cli.notes import say
-from kvsketch.cli.options import EMBEDDED, OURS, Device, ModelName, Precision
+from kvsketch.cli.options import EMBEDDED, Device, ModelName, Precision, is_ours
 from kvsketch.evaluation.results.names import ANSWERS
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def bench_suite(
     suite = str(context.command.name)
     check_folder("--out", out)
     check_able(able)
-    usual = "compact" if model in OURS and not cases else "official"
+    usual = "compact" if is_ours(model) and not cases else "official"
     plan = _plan(
         suite, tasks, methods, lengths, depths, asked, wording or usual, haystack, cases, samples=samples, seed=seed,
         batch=batch, max_new_tokens=max_new_tokens, raw=raw,

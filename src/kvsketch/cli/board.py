@@ -14,7 +14,7 @@ from kvsketch.cli.app import check_folder, output, progress_bar, say_no_pictures
 from kvsketch.cli.bench import MODES, check_able, describe, measure
 from kvsketch.cli.bench_error_inputs import Texts
 from kvsketch.cli.notes import say
-from kvsketch.cli.options import OURS
+from kvsketch.cli.options import REPLY, is_ours
 from kvsketch.evaluation.results.names import ANSWERS, PROMPTS, SPEED, TEXTS
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 PAGE = "board.html"
 NEXT = 128  # tokens that are predicted after a window
-REPLY = 32  # tokens of the embedded model's: the longest right one has 29, and one that found nothing would go on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +84,7 @@ class Given:
 
         if self.asked not in MODES:
             raise ValueError(f"--asked must be before, after or both, got {self.asked!r}")
-        own = self.model in OURS
+        own = is_ours(self.model)
         made = Plan(
             tasks=self.tasks, methods=("exact",), lengths=self.lengths, asked=MODES[self.asked], samples=self.samples,
             wording="compact" if own else "official", seed=self.seed, batch=self.batch, raw=self.raw,

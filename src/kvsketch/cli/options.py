@@ -6,12 +6,18 @@ from typing import Annotated
 import typer
 
 EMBEDDED = "embedded"  # its name: what is meant without one
-OURS = (None, "embedded-first")  # what that name, and the first edition's, are once they were read
+FIRST = "embedded-first"  # the first edition of it
+REPLY = 40  # tokens of theirs: more than any right answer has; a model that found nothing would go on
 
 
 def named(model: str | None) -> str | None:
     """None where the embedded model is named, unless that is a folder here."""
     return None if model == EMBEDDED and not Path(EMBEDDED).exists() else model
+
+
+def is_ours(model: str | None) -> bool:
+    """Whether it is a model inside the package, and no folder here."""
+    return named(model) is None or (model == FIRST and not Path(FIRST).exists())
 
 
 ModelName = Annotated[

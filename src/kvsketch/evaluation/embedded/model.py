@@ -30,10 +30,12 @@ def load_tokenizer(name: str = "embedded") -> PreTrainedTokenizerBase:
 @contextmanager
 def _files(name: str) -> Iterator[Path]:
     """The folder of an edition; what goes wrong with its files is said with what mends it."""
+    if name not in EDITIONS:
+        raise ValueError(f"the models inside the package are {', '.join(EDITIONS)}, got {name!r}")
     with as_file(files("kvsketch") / "assets" / EDITIONS[name]) as folder:
         try:
             yield folder
-        except MemoryError:
+        except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # files can be broken in any way, and transformers says so in any words
             anew = f", or make it anew: kvsketch train-demo FOLDER, then copy FOLDER/model to {folder}"

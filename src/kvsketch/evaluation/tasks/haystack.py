@@ -1,4 +1,4 @@
-"""What needles are hidden in: sentences of no matter, or a text of the user's."""
+"""What needles are hidden in: sentences that are made up, or a text of the user's."""
 
 import random
 import re
@@ -32,7 +32,7 @@ SENTENCES = (
     "He closed the book and went to bed.",
     "A cold wind blows from the north.",
 )
-FEW = ":sentences"  # what names these
+TWENTY = ":sentences"  # as --haystack it names these
 SENTENCE_END = re.compile(r"[.!?][\"')\]\u2019\u201d\u00bb]*(?=\s)")  # with the quotes that are closed there
 
 
@@ -70,7 +70,7 @@ class Grammar(Haystack):
         return [write() for _ in range(count)]
 
 
-MADE_UP = frozenset((Sentences.name, Grammar.name))  # haystacks of no matter: no user's text
+MADE_UP = frozenset((Sentences.name, Grammar.name))  # none is a text of the user's
 
 
 class TextFile(Haystack):
@@ -112,6 +112,6 @@ class Texts(Haystack):
 
 
 def haystack_of(paths: Sequence[str | Path]) -> Haystack:
-    """The text of a file, or those of several, or noise where there is none; FEW names the noise of old."""
-    haystacks = [Sentences() if str(path) == FEW else TextFile(path) for path in paths]
+    """The text of a file, or those of several, or noise where there is none; TWENTY names the twenty sentences."""
+    haystacks = [Sentences() if str(path) == TWENTY else TextFile(path) for path in paths]
     return Grammar() if not paths else haystacks[0] if len(haystacks) == 1 else Texts(haystacks)

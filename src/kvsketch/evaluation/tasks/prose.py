@@ -1,4 +1,4 @@
-"""Text of no matter: sentences of a small English grammar, thousands of words in tens of thousands of forms.
+"""Made-up text: sentences of a small English grammar, thousands of words in tens of thousands of forms.
 
 Nothing is taken from any text. What it says means nothing; it is there so that needles have something to lie in that is
 not the same few sentences again and again.

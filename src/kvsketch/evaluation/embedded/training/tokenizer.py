@@ -18,7 +18,7 @@ from kvsketch.evaluation.tasks.prose import Writer
 from kvsketch.evaluation.tasks.words import ADJECTIVES, NOUNS, names
 
 BEGIN, END, PAD = "<begin>", "<end>", "<pad>"
-SIZE = 5330  # tokens in all: twice as many rows of 512 bytes are half of the model
+SIZE = 5330  # tokens at most: twice as many rows of 512 bytes are half of the model
 SENTENCES, NAMES = 40_000, 10_000  # from which the pieces of words are learnt
 # Pieces of templates that are one token, so that a record and the question after it are laid out alike.
 PHRASES = (
