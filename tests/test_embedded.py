@@ -75,7 +75,9 @@ def test_answers_are_not_cut_off(task, wording):
     """Where replies of the embedded models are cut to a length: cwe's words they do not know."""
     tokenizer = load_tokenizer()
     for seed in range(5):
-        sample = TASKS[task].make(random.Random(seed), Setting(size=max(40, TASKS[task].smallest), wording=wording, questions=5))
+        sample = TASKS[task].make(
+            random.Random(seed), Setting(size=max(40, TASKS[task].smallest), wording=wording, questions=5)
+        )
         for question in sample.questions:
             assert len(tokenizer(question.reply, add_special_tokens=False)["input_ids"]) < REPLY
 

@@ -19,13 +19,18 @@ def train_demo(
         int | None, typer.Option(min=1, max=MOST, help="How many tokens to train on; the recipe's if left out.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=MOST, help="Another seed is another model.")] = 0,
+    haystack: Annotated[
+        list[Path] | None, typer.Option(help="A text to hide things in too, beside made-up ones; again for more.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="Where to train; the default is the best there is.")] = None,
 ) -> None:
     """Train the small model that this package contains; run it again to go on after an interruption."""
     from kvsketch.evaluation.embedded.training.recipe import LENGTHS, Recipe
     from kvsketch.evaluation.embedded.training.train import train
+    from kvsketch.evaluation.tasks.haystack import TextFile
 
     check_folder("the folder", folder)
+    texts = [TextFile(path) for path in haystack or ()]
     recipe = Recipe(seed=seed) if tokens is None else Recipe(tokens=tokens, seed=seed)
     with progress_bar(transient=False) as bar:
         task = bar.add_task("starting", total=recipe.tokens)
@@ -35,5 +40,5 @@ def train_demo(
             text = f"step {progress.step:,}, documents of {LENGTHS[progress.stage]:,} tokens, accuracy {solved:.2f}"
             bar.update(task, completed=progress.tokens, description=text)
 
-        finished = train(folder, recipe, device=check_device(device), show=show)
+        finished = train(folder, recipe, haystacks=texts, device=check_device(device), show=show)
     say(f"the model is in {finished}")

@@ -5,13 +5,14 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from kvsketch.evaluation.tasks import TASKS, Question, Sample, Setting, Task
+from kvsketch.evaluation.tasks import TASKS, Question, Setting
 from kvsketch.evaluation.tasks.base import WORDINGS, Wording
 from kvsketch.evaluation.tasks.haystack import SENTENCE_END, Grammar, Haystack, Sentences
 from kvsketch.evaluation.tasks.ruler import NEEDLES
@@ -36,16 +37,19 @@ SHARES: Mapping[str, float] = {
 }
 # Tasks whose documents train better with more than the official few keys: the same text, only denser.
 EXTRA_KEYS = {"niah_multikey": 16, "niah_multiquery": 32, "niah_multivalue": 8, "niah_single_uuid": 8}
-ENDS = ("", "", "", " ", "\n")  # what a prompt may have at its end; white space of its own goes as often
+TASK_NAMES = tuple(SHARES)
+PROMPT_ENDS = ("", "", "", " ", "\n")  # what a prompt may have at its end; white space of its own goes as often
 # What else may be hidden in a haystack, and how often it is: one reading teaches more answers.
-ALSO: Mapping[str, float] = {"passkey": 0.4, "number_string": 0.4, "needle": 0.4, "vt": 0.3}
+ALSO_HIDDEN: Mapping[str, float] = {"passkey": 0.4, "number_string": 0.4, "needle": 0.4, "vt": 0.3}
 INVENTED = (0.0, 0.0, 0.3, 0.9)  # shares of made-up words in names
 NUMBER = re.compile(r" ?([0-9]|[0-9a-f]{8}-)")
 TRIES = 3  # to make a document as long as it should be
 LONGEST_PIECE = 12  # characters: longer ones are of templates
 PROSE = 256  # places of a batch at which the next token of the text is asked for
-RICH = 512  # tokens from which a document hides more than one thing
-QUESTIONS, FEW_ASKED = 24, 128  # at most so many, and so many tokens of them or a quarter of the document's
+HIDES_SEVERAL_FROM = 512  # tokens of a document
+QUESTIONS = 24  # of a document at most
+QUESTION_TOKENS = 128  # of a document at most, or a quarter of its own where that is more
+OTHER_CHARACTERS = ((0xA1, 0x180), (0x391, 0x3CA), (0x410, 0x450), (0x2010, 0x2028), (0x4E00, 0x4E80))
 IGNORED = -100
 
 
@@ -53,19 +57,34 @@ IGNORED = -100
 class Batch:
     """Documents, padded at their end, and the questions with their replies, row by row."""
 
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # what each document is of
     context: Int[Tensor, "b c"]
     asked: Int[Tensor, "b q"]
     positions: Int[Tensor, "b q"]
     visible: Bool[Tensor, "b 1 q total"]  # total = c + q
     labels: Int[Tensor, "b q"]  # the token that comes next; IGNORED where it is not a reply's
     weights: Float[Tensor, "b q"]
+    tasks: Int[Tensor, "b q"]  # which task a reply is of, by its place in TASK_NAMES
     prose: Int[Tensor, "n 2"]  # rows and places of documents at which the next token of the text is asked for
 
     @property
     def tokens(self) -> int:
         """How many there are, padding included."""
         return self.context.numel() + self.asked.numel()
+
+
+class _Segment(NamedTuple):
+    ids: list[int]
+    reply: int  # where it starts
+    task: int  # its place in TASK_NAMES
+
+
+@dataclass(frozen=True)
+class Made:
+    """A document, and what is asked about it: each question with the name of its task."""
+
+    context: str
+    asked: tuple[tuple[str, Question], ...]
 
 
 class Documents:
@@ -80,30 +99,30 @@ class Documents:
         """Rows of about `length` tokens, about `tokens` of them in all."""
         draw = random.Random(f"{self.seed}/{step}")
         rows = max(1, round(tokens / length))
-        names = draw.choices(list(SHARES), list(SHARES.values()), k=rows)
+        names = draw.choices(TASK_NAMES, list(SHARES.values()), k=rows)
         samples = [self._sample(draw, name, length) for name in names]
         contexts = [self._ids(sample.context, special=True) for sample in samples]
-        asked = [self._segments(draw, sample, max(FEW_ASKED, length // 4)) for sample in samples]
+        asked = [self._segments(draw, sample, max(QUESTION_TOKENS, length // 4)) for sample in samples]
         hiding = [row for row, name in enumerate(names) if TASKS[name].hides]
         prose = [
             (row, draw.randrange(len(contexts[row]) - 1)) for row in (draw.choices(hiding, k=PROSE) if hiding else [])
         ]
         return _pack(tuple(names), contexts, asked, prose, self.tokenizer.pad_token_id)
 
-    def _sample(self, draw: random.Random, name: str, length: int) -> Sample:
-        wording: Wording = draw.choice(WORDINGS) if length >= RICH or name != "vt" else "compact"
+    def _sample(self, draw: random.Random, name: str, length: int) -> Made:
+        wording: Wording = draw.choice(WORDINGS) if length >= HIDES_SEVERAL_FROM or name != "vt" else "compact"
         fixed, each = self.units[name, wording]
         setting = Setting(
             size=max(TASKS[name].smallest, int((length - fixed) / each), 2),
-            questions=QUESTIONS if length >= RICH else QUESTIONS // 3,
+            questions=QUESTIONS if length >= HIDES_SEVERAL_FROM else QUESTIONS // 3,
             wording=wording,
             invented=draw.choice(INVENTED),
             haystack=draw.choice(self.haystacks),
         )
-        also = [other for other, chance in ALSO.items() if TASKS[name].hides and draw.random() < chance]
+        also = [other for other, chance in ALSO_HIDDEN.items() if TASKS[name].hides and draw.random() < chance]
         seed = draw.random()
         for _ in range(TRIES):
-            sample = _make(random.Random(seed), name, setting, also if length >= RICH else [])
+            sample = _make(random.Random(seed), name, setting, also if length >= HIDES_SEVERAL_FROM else [])
             tokens = len(self._ids(sample.context, special=True))
             if 0.9 * length <= tokens <= 1.1 * length:
                 break
@@ -113,34 +132,34 @@ class Documents:
 
     def _tokens_per_unit(self, name: str, wording: Wording) -> tuple[float, float]:
         """Tokens of an empty document, and of each unit in it."""
+        few, many = max(40, TASKS[name].smallest), 200
         counts, setting = {}, Setting(size=1, wording=wording, haystack=self.haystacks[0])
-        for size in (40, 200):
-            sized = dataclasses.replace(setting, size=max(size, TASKS[name].smallest))
-            made = [_make(random.Random(seed), name, sized, []) for seed in range(4)]
+        for size in (few, many):
+            made = [_make(random.Random(seed), name, dataclasses.replace(setting, size=size), []) for seed in range(4)]
             counts[size] = sum(len(self._ids(sample.context, special=True)) for sample in made) / len(made)
-        each = (counts[200] - counts[40]) / 160
-        return max(0.0, counts[40] - 40 * each), each
+        each = (counts[many] - counts[few]) / (many - few)
+        return max(0.0, counts[few] - few * each), each
 
     def _ids(self, text: str, *, special: bool) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=special)["input_ids"]
         return ids
 
-    def _segments(self, draw: random.Random, sample: Sample, most: int) -> list[tuple[list[int], int]]:
-        """Each question with its reply, up to so many tokens: its tokens, and where the reply starts in them."""
+    def _segments(self, draw: random.Random, made: Made, most: int) -> list[_Segment]:
+        """Each question with its reply, up to so many tokens."""
         end = self.tokenizer.eos_token_id
-        segments, tokens = list[tuple[list[int], int]](), 0
-        for question in draw.sample(sample.questions, len(sample.questions)):
-            prompt, answer = _ended(question, draw.choice(ENDS))
+        segments, tokens = list[_Segment](), 0
+        for task, question in draw.sample(made.asked, len(made.asked)):
+            prompt, answer = _ended(question, draw.choice(PROMPT_ENDS))
             ask, reply = self._ids(prompt, special=False), self._ids(answer, special=False)
             tokens += len(ask) + len(reply)
             if segments and tokens > most:
                 break
-            segments.append(([*ask, *reply, end], len(ask)))
+            segments.append(_Segment([*ask, *reply, end], len(ask), TASK_NAMES.index(task)))
         return segments
 
 
 class Jumble(Haystack):
-    """Pieces of the tokenizer in any order: no text to come has a token that was never seen."""
+    """Pieces of the tokenizer in any order, and characters of other scripts: hardly any token is never seen."""
 
     name, joint = "jumble", " "
 
@@ -150,24 +169,27 @@ class Jumble(Haystack):
         self.parts = [
             part for part in found if len(part) <= LONGEST_PIECE and "\ufffd" not in part and "\0" not in part
         ]
+        self.parts += [chr(code) for block in OTHER_CHARACTERS for code in range(*block) if chr(code).isprintable()]
 
     def pieces(self, draw: random.Random, count: int) -> list[str]:
         return ["".join(draw.choices(self.parts, k=draw.randint(4, 30))).strip() + "." for _ in range(count)]
 
 
 class _Given(Haystack):
-    """The sentences of a text, to hide more in it."""
+    """The sentences of a text in some haystack, to hide more in it; where fewer are wanted, others of that haystack."""
 
-    name, joint = "given", " "
+    name = "given"
 
-    def __init__(self, text: str) -> None:
-        self.given = re.split(r"(?<=\0) ", SENTENCE_END.sub("\\g<0>\0", text))
+    def __init__(self, text: str, haystack: Haystack) -> None:
+        self.joint, self.haystack = haystack.joint, haystack
+        parts = re.split(f"(?<=\0){re.escape(self.joint)}", SENTENCE_END.sub("\\g<0>\0", text))
+        self.given = [part.replace("\0", "") for part in parts]
 
     def pieces(self, draw: random.Random, count: int) -> list[str]:
-        return [piece.replace("\0", "") for piece in self.given[:count]]
+        return self.given if count == len(self.given) else self.haystack.pieces(draw, count)
 
 
-def _make(draw: random.Random, name: str, setting: Setting, also: Sequence[str]) -> Sample:
+def _make(draw: random.Random, name: str, setting: Setting, also: Sequence[str]) -> Made:
     """A document of a task, and what other tasks hide in it."""
     most = EXTRA_KEYS.get(name)
     if most is None:
@@ -176,18 +198,15 @@ def _make(draw: random.Random, name: str, setting: Setting, also: Sequence[str])
         fewest = NEEDLES if name in ("niah_multikey", "niah_multiquery") else 1
         keys = max(fewest, min(most, setting.size // (16 if name == "niah_multivalue" else 4)))
         sample = TASKS[name].make(draw, setting, keys=keys)  # type: ignore[call-arg]
+    context, asked = sample.context, [(name, question) for question in sample.questions]
     for other in also:
         if other != name:
-            sample = _hide_also(draw, TASKS[other], setting, sample)
-    return sample
-
-
-def _hide_also(draw: random.Random, task: Task, setting: Setting, sample: Sample) -> Sample:
-    """A document that hides what another task asks for too."""
-    text = _Given(sample.context)
-    setting = dataclasses.replace(setting, size=len(text.given), wording=draw.choice(WORDINGS), haystack=text)
-    more = task.make(draw, setting)
-    return Sample(more.context, (*sample.questions, *more.questions))
+            text = _Given(context, setting.haystack)
+            here = dataclasses.replace(setting, size=len(text.given), wording=draw.choice(WORDINGS), haystack=text)
+            more = TASKS[other].make(draw, here)
+            context = more.context
+            asked += [(other, question) for question in more.questions]
+    return Made(context, tuple(asked))
 
 
 def _ended(question: Question, end: str) -> tuple[str, str]:
@@ -204,24 +223,25 @@ def _ended(question: Question, end: str) -> tuple[str, str]:
 def _pack(
     names: tuple[str, ...],
     contexts: list[list[int]],
-    asked: list[list[tuple[list[int], int]]],
+    asked: list[list[_Segment]],
     prose: list[tuple[int, int]],
     pad: int,
 ) -> Batch:
     rows, width = len(contexts), max(map(len, contexts))
-    tail = max(sum(len(ids) - 1 for ids, _ in segments) for segments in asked)
+    tail = max(sum(len(segment.ids) - 1 for segment in segments) for segments in asked)
     context = torch.full((rows, width), pad)
     tokens, labels = torch.full((rows, tail), pad), torch.full((rows, tail), IGNORED)
+    tasks = torch.zeros(rows, tail, dtype=torch.long)
     positions, owner = torch.zeros(rows, tail, dtype=torch.long), torch.full((rows, tail), -1)
     for row, (ids, segments) in enumerate(zip(contexts, asked, strict=True)):
         context[row, : len(ids)] = torch.tensor(ids)
         place = 0
-        for number, (segment, reply) in enumerate(segments):
-            here = slice(place, place + len(segment) - 1)
-            tokens[row, here] = torch.tensor(segment[:-1])
-            labels[row, here] = torch.tensor([IGNORED] * (reply - 1) + segment[reply:])
-            positions[row, here] = torch.arange(len(ids), len(ids) + len(segment) - 1)
-            owner[row, here] = number
+        for number, segment in enumerate(segments):
+            here = slice(place, place + len(segment.ids) - 1)
+            tokens[row, here] = torch.tensor(segment.ids[:-1])
+            labels[row, here] = torch.tensor([IGNORED] * (segment.reply - 1) + segment.ids[segment.reply :])
+            positions[row, here] = torch.arange(len(ids), len(ids) + len(segment.ids) - 1)
+            owner[row, here], tasks[row, here] = number, segment.task
             place = here.stop
     lengths = torch.tensor([len(ids) for ids in contexts])
     in_context = (torch.arange(width) < lengths[:, None])[:, None].expand(rows, tail, width)
@@ -231,4 +251,4 @@ def _pack(
     # A document with many questions counts for more, but does not drown the others.
     weights = replies / replies.sum(1, keepdim=True).clamp(min=1).sqrt()
     places = torch.tensor(prose, dtype=torch.long).reshape(-1, 2)
-    return Batch(names, context, tokens, positions, visible, labels, weights.float(), places)
+    return Batch(names, context, tokens, positions, visible, labels, weights.float(), tasks, places)

@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 LENGTHS = (192, 384, 768, 1536, 3072, 4608, 8192)
-SHARE_AT_LENGTH = (0.04, 0.1, 0.2, 0.35, 0.55, 0.75, 1.0)  # of all tokens: then the next length comes, solved or not
+SHARE_AT_LENGTH = (0.04, 0.1, 0.2, 0.35, 0.55, 0.75, 1.0)  # of all tokens: by then the next length comes, solved or not
 NOT_BEFORE = (0.0, 0.0, 0.0, 0.0, 0.2, 0.4, 0.65)  # of all tokens, however soon shorter ones are solved
 WATCHED = ("lines", "kv", "niah_multikey_dense", "niah_multikey")  # when these are solved, documents get longer
 SOLVED = 0.97
+SHORTER = 4  # lengths before the present one, of which one goes beside it in each step
 MEMORY = 0.9  # of the running accuracies
 
 
@@ -17,7 +18,7 @@ class Recipe:
     """One training run; the same recipe gives the same model on the same machine."""
 
     tokens: int = 8_000_000
-    batch: int = 2048  # tokens of each of the two parts of a step, or one document if that is longer
+    batch: int = 2048  # tokens of each of a step's two lengths, or one document if that is longer
     rate: float = 7e-4  # higher ones undo the start
     warm_up: int = 60  # steps
     decay_from: float = 0.2  # share of the tokens after which the rate falls, as a cosine

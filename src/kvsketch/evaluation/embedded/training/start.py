@@ -39,6 +39,10 @@ class Shape:
     offsets: int = 7  # tokens that layer 0 looks back
     code: int = 21  # dimensions of each half of a token's code: slices for both, each offset, and what is found
 
+    def __post_init__(self) -> None:
+        if (self.last_time + 1) * self.code > self.hidden:
+            raise ValueError(f"{self.last_time + 1} slices of {self.code} do not go into {self.hidden} dimensions")
+
     @property
     def group(self) -> int:
         """Query heads of a KV head."""

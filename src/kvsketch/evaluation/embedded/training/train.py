@@ -1,23 +1,26 @@
 """The training loop: resumable at any moment, the same run for the same recipe."""
 
 import dataclasses
+import hashlib
 import json
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from kvsketch.evaluation.embedded.training.documents import IGNORED, Batch, Documents
-from kvsketch.evaluation.embedded.training.recipe import LENGTHS, Progress, Recipe
+from kvsketch.evaluation.embedded.training.documents import HIDES_SEVERAL_FROM, IGNORED, TASK_NAMES, Batch, Documents
+from kvsketch.evaluation.embedded.training.recipe import LENGTHS, SHORTER, Progress, Recipe
 from kvsketch.evaluation.embedded.training.start import Shape, start_model
 from kvsketch.evaluation.embedded.training.tokenizer import build_tokenizer
-from kvsketch.files import read_json, read_tensors, write_json, write_tensors
+from kvsketch.evaluation.tasks.haystack import Haystack
+from kvsketch.files import read_json, read_tensors, replacing, write_json, write_tensors
 from kvsketch.fitting import adam
 
 PROSE_WEIGHT = 0.1  # of the text itself, beside replies
@@ -39,12 +42,14 @@ def train(
     folder: Path,
     recipe: Recipe,
     *,
+    haystacks: Sequence[Haystack] = (),
     device: str = "cpu",
     save_every: float = 60.0,
     show: Callable[[Progress], None] = lambda progress: None,
 ) -> Path:
     """Train the embedded model, or go on where a run in this folder was stopped; returns the model's folder.
 
+    Things are hidden in made-up text, and in the haystacks that are given.
     What is lost when the process dies is at most `save_every` seconds and one step.
     """
     if folder.exists() and not (folder / STATE).is_file() and any(folder.iterdir()):
@@ -53,8 +58,10 @@ def train(
     tokenizer = build_tokenizer()
     model = start_model(tokenizer, shape=Shape(), seed=recipe.seed).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.rate, betas=(0.9, 0.95), weight_decay=0.0)
-    progress = _resume(folder, recipe, model, optimizer)
-    documents = Documents(tokenizer, recipe.seed)
+    documents = Documents(tokenizer, recipe.seed, haystacks)
+    begun = {"recipe": dataclasses.asdict(recipe), "haystacks": [one.name for one in haystacks]}
+    begun["start"] = _digest(model, documents)
+    progress = _resume(folder, begun, model, optimizer)
     saved = time.monotonic()
     with (folder / LOG).open("a", encoding="utf-8") as log:
         while progress.tokens < recipe.tokens:
@@ -67,9 +74,9 @@ def train(
             show(progress)
             if time.monotonic() - saved >= save_every:
                 log.flush()
-                _save(folder, recipe, progress, model, optimizer)
+                _save(folder, begun, progress, model, optimizer)
                 saved = time.monotonic()
-    _save(folder, recipe, progress, model, optimizer)
+    _save(folder, begun, progress, model, optimizer)
     return save_model(folder / "model", model, tokenizer)
 
 
@@ -97,22 +104,25 @@ def logits_of(model: LlamaForCausalLM, batch: Batch) -> tuple[Tensor, Tensor, Te
     return model.lm_head(asked.last_hidden_state[places]), places, model.lm_head(read.last_hidden_state[rows, at])
 
 
+def _digest(model: LlamaForCausalLM, documents: Documents) -> str:
+    """Of weights and documents as they are at first: another version of this code may begin otherwise."""
+    batch = documents.batch(0, max(HIDES_SEVERAL_FROM, LENGTHS[0]), LENGTHS[-1])
+    parts = [batch.context, batch.asked, *model.state_dict().values()]
+    return hashlib.sha256(b"".join(part.cpu().contiguous().numpy().tobytes() for part in parts)).hexdigest()
+
+
 def _batches(documents: Documents, recipe: Recipe, progress: Progress) -> list[Batch]:
-    """Documents of the present length, and the same number of tokens of shorter ones."""
-    draw = random.Random(f"{recipe.seed}/{progress.step}/lengths")
-    longest = LENGTHS[progress.stage]
-    shorter = draw.choice(LENGTHS[max(0, progress.stage - 3) : progress.stage + 1])
-    return [
-        documents.batch(2 * progress.step + part, length, recipe.batch)
-        for part, length in enumerate((longest, shorter))
-    ]
+    """Documents of the present length, and of one of the lengths before it."""
+    draw, stage = random.Random(f"{recipe.seed}/{progress.step}/lengths"), progress.stage
+    lengths = LENGTHS[stage], draw.choice(LENGTHS[max(0, stage - SHORTER) : max(1, stage)])
+    return [documents.batch(2 * progress.step + part, length, recipe.batch) for part, length in enumerate(lengths)]
 
 
 def _step(
     model: LlamaForCausalLM, optimizer: torch.optim.Adam, batches: list[Batch], device: str
 ) -> tuple[float, Mapping[str, float]]:
     optimizer.zero_grad()
-    total, right, asked = 0.0, dict[str, float](), dict[str, float]()
+    total, right, asked = 0.0, torch.zeros(len(TASK_NAMES)), torch.zeros(len(TASK_NAMES))
     for batch in batches:
         here = _moved(batch, device)
         logits, places, prose = logits_of(model, here)
@@ -123,13 +133,13 @@ def _step(
             loss = loss + PROSE_WEIGHT * F.cross_entropy(prose.float(), here.context[rows, at + 1])
         (loss / len(batches)).backward()
         total += loss.item() / len(batches)
-        correct = torch.zeros_like(places)
-        correct[places] = logits.argmax(-1) == labels
-        for name, good, count in zip(here.names, correct.sum(1).tolist(), places.sum(1).tolist(), strict=True):
-            right[name], asked[name] = right.get(name, 0) + good, asked.get(name, 0) + count
+        tasks, correct = here.tasks[places].cpu(), (logits.argmax(-1) == labels).float().cpu()
+        asked += tasks.bincount(minlength=len(asked))
+        right += tasks.bincount(correct, minlength=len(right))
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    return total, {name: right[name] / asked[name] for name in right}
+    shares = (right / asked).tolist()
+    return total, {name: share for name, share in zip(TASK_NAMES, shares, strict=True) if share == share}
 
 
 def _moved(batch: Batch, device: str) -> Batch:
@@ -143,33 +153,35 @@ def _row(progress: Progress) -> dict[str, object]:
 
 
 def _save(
-    folder: Path, recipe: Recipe, progress: Progress, model: LlamaForCausalLM, optimizer: torch.optim.Adam
+    folder: Path, begun: Mapping[str, Any], progress: Progress, model: LlamaForCausalLM, optimizer: torch.optim.Adam
 ) -> None:
     """Weights and optimizer first, each under its step, then the state that names them: any moment can be the last."""
     weights = folder / f"{progress.step}.{WEIGHTS}"
     write_tensors(weights, adam.state_of(model, optimizer), {})
-    _write_state(folder, recipe, progress, weights.name)
+    _write_state(folder, begun, progress, weights.name)
     for old in folder.glob(f"*.{WEIGHTS}"):
         if old != weights:
             old.unlink()
 
 
-def _write_state(folder: Path, recipe: Recipe, progress: Progress, weights: str | None) -> None:
-    state = {"recipe": dataclasses.asdict(recipe), "weights": weights, "progress": dataclasses.asdict(progress)}
-    write_json(folder / STATE, state)
+def _write_state(folder: Path, begun: Mapping[str, Any], progress: Progress, weights: str | None) -> None:
+    write_json(folder / STATE, {**begun, "weights": weights, "progress": dataclasses.asdict(progress)})
 
 
-def _resume(folder: Path, recipe: Recipe, model: LlamaForCausalLM, optimizer: torch.optim.Adam) -> Progress:
+def _resume(folder: Path, begun: Mapping[str, Any], model: LlamaForCausalLM, optimizer: torch.optim.Adam) -> Progress:
     if not (folder / STATE).is_file():
-        _write_state(folder, recipe, Progress(accuracy={}), None)
+        _write_state(folder, begun, Progress(accuracy={}), None)
     state = read_json(folder / STATE)
-    if state.get("recipe") != dataclasses.asdict(recipe):
-        raise ValueError(
-            f"{folder} holds a run with another recipe, {state.get('recipe')}; go on with that, or use another folder"
-        )
+    for name, wanted in begun.items():
+        if state.get(name) != wanted:
+            raise ValueError(
+                f"{folder} holds a run with another {name}, {state.get(name)}, now {wanted}; go on with that"
+                f"{' and the kvsketch that began it' if name == 'start' else ''}, or use another folder"
+            )
     progress = Progress(**state["progress"])
     rows = (folder / LOG).read_text(encoding="utf-8").splitlines() if (folder / LOG).is_file() else []
-    (folder / LOG).write_text("".join(f"{row}\n" for row in rows[: progress.step]), encoding="utf-8")
+    with replacing(folder / LOG) as log:
+        log.write("".join(f"{row}\n" for row in rows[: progress.step]).encode())
     if state["weights"] is None:  # stopped before the first checkpoint
         return progress
     weights = folder / state["weights"]
