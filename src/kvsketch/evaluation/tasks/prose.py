@@ -1,10 +1,11 @@
-"""Made-up text: sentences of a small English grammar, thousands of words in tens of thousands of forms.
+"""Made-up text: sentences of a small English grammar, thousands of words in several forms, and names made up anew.
 
 Nothing is taken from any text. What it says means nothing; it is there so that needles have something to lie in that is
 not the same few sentences again and again.
 """
 
 import random
+import re
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -72,23 +73,36 @@ _DAYS = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
 _TITLES = _words("Mr. Mrs. Miss Dr. Captain Lady Lord Sir Aunt Uncle Professor")
 
 
+_LATE = ("admit", "begin", "forget", "prefer")  # verbs of several syllables of which the last one is stressed
+_OES = ("echo", "hero", "mango", "potato", "tomato", "volcano", "go", "veto")
+_VES = {"calf": "calves", "elf": "elves", "knife": "knives", "leaf": "leaves", "loaf": "loaves", "scarf": "scarves"}
+_VES |= {"shelf": "shelves", "thief": "thieves", "wharf": "wharves", "wolf": "wolves"}
+_PLURALS = _VES | {"mouse": "mice", "goose": "geese", "ox": "oxen", "fish": "fish", "sheep": "sheep", "deer": "deer"}
+
+
 def _ing(verb: str) -> str:
-    return (verb[:-1] if verb.endswith("e") and not verb.endswith(("ee", "ye")) else verb) + "ing"
+    if verb.endswith("ie"):
+        return f"{verb[:-2]}ying"
+    return (verb[:-1] if verb.endswith("e") and not verb.endswith(("ee", "ye")) else _doubled(verb)) + "ing"
 
 
 def _past(verb: str) -> str:
-    return verb + "d" if verb.endswith("e") else f"{verb[:-1]}ied" if _y(verb) else verb + "ed"
+    return verb + "d" if verb.endswith("e") else f"{verb[:-1]}ied" if _y(verb) else _doubled(verb) + "ed"
+
+
+def _doubled(verb: str) -> str:
+    """With its last consonant twice where an ending with a vowel asks for that."""
+    short = re.fullmatch(r"[^aeiou]*[aeiou][bdgklmnprt]", verb)
+    return verb + verb[-1] if short or verb in _LATE else verb
 
 
 def _more(word: str) -> str:
     """The plural of a noun, or what he or she does."""
-    return (
-        f"{word[:-1]}ies"
-        if _y(word)
-        else word + "es"
-        if word.endswith(("s", "x", "z", "ch", "sh", "o"))
-        else word + "s"
-    )
+    if word in _PLURALS:
+        return _PLURALS[word]
+    if _y(word):
+        return f"{word[:-1]}ies"
+    return word + ("es" if word.endswith(("s", "x", "z", "ch", "sh")) or word in _OES else "s")
 
 
 def _y(word: str) -> bool:
@@ -96,7 +110,13 @@ def _y(word: str) -> bool:
 
 
 def _adverb(word: str) -> str:
-    return f"{word[:-1]}ily" if _y(word) else f"{word[:-1]}y" if word.endswith("le") else word + "ly"
+    if _y(word):
+        return f"{word[:-1]}ily"
+    if word.endswith("ic"):
+        return f"{word}ally"
+    if word.endswith("ue") or (word.endswith("le") and word[-3] not in "aeiou"):
+        return word[:-1] + ("ly" if word.endswith("ue") else "y")
+    return word + ("y" if word.endswith("ll") else "ly")
 
 
 IRREGULAR = tuple(tuple(forms.split()) for forms in _IRREGULAR.replace("\n", " ").split(","))
@@ -194,12 +214,12 @@ class Writer:
     def _single(self) -> str:
         quality = f"{self._quality()} " if self._chance(0.45) else ""
         noun = self._of(NOUNS)
-        noun += f" of {self._of(_DETERMINERS)} {self._of(NOUNS)}" if self._chance(0.15) else ""
+        noun += f" of {self._determined(self._of(NOUNS))}" if self._chance(0.15) else ""
+        return f"{self._name()}'s {quality}{noun}" if self._chance(0.05) else self._determined(quality + noun)
+
+    def _determined(self, noun: str) -> str:
         determiner = self._of(_DETERMINERS)
-        if determiner == "a" and (quality or noun)[0] in "aeiou":
-            determiner = "an"
-        owner = f"{self._name()}'s" if self._chance(0.05) else determiner
-        return f"{owner} {quality}{noun}"
+        return f"{'an' if determiner == 'a' and noun[0] in 'aeiou' else determiner} {noun}"
 
     def _plural(self) -> str:
         quality = f"{self._quality()} " if self._chance(0.4) else ""
