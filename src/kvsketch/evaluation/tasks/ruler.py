@@ -52,7 +52,6 @@ def needles(
     else:
         pieces, depths = spread(draw, setting.haystack.pieces(draw, setting.size), sentences, setting.depth)
     depth = dict(zip(pairs, depths, strict=True))
-    place = {pair: pieces.index(text) for pair, text in zip(pairs, sentences, strict=True)} if values > 1 else depth
     asked = draw.sample(titles, len(titles))
     groups = [asked[i : i + queries] for i in range(0, len(asked) - queries + 1, queries)]
     one = queries * values == 1
@@ -60,10 +59,7 @@ def needles(
     ask = _ruler_question if official else _compact_question
     questions = []
     for group in groups[: setting.questions]:
-        # one title's values are expected in the order of the text
-        answers = [
-            pair for title in group for pair in sorted(((title, v) for v in numbers[title]), key=place.__getitem__)
-        ]
+        answers = [(title, value) for title in group for value in numbers[title]]  # of one title in any order
         text, opening, reply = ask(kind, group, answers)
         questions.append(Question(text, tuple(v for _, v in answers), reply, depth[answers[0]], opening))
     return Sample(context, tuple(questions))

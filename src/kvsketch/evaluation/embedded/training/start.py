@@ -5,7 +5,8 @@ both to tell which token it is. Layer 0 starts as shift heads: through constant 
 attends to the token h + 1 back, and copies the first half of its code into a slice of its own. Layer 1 starts as
 matching heads: a query made of the codes at some offsets meets keys made, through the same random projection, of the
 codes at others, so that a token is found that came behind what is at hand, and its code is handed to the output.
-Layer 2 starts with heads for what takes two steps: lists of values, and chains of variables. All weights can change.
+Layer 2 starts with heads for what takes two steps: not to say a value again, and chains of variables. All weights can
+change.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from kvsketch.evaluation.embedded.training.tokenizer import ASSIGNED, NEEDLE, SE
 
 SHIFT = 8.0  # size of the constant keys and queries of the shift heads: enough for one offset to take it all
 SLOW, FAST = 3e-4, 6e-3  # turns from one token to the next: slower pairs match at any distance, those between tell it
+NEAR = 3e-3, 0.03  # turns of pairs that tell what is near from all else
 PREFERENCE = 9.0  # size of constants that prefer early or late tokens: matters among those that match alike
 LOUD = 10.0  # how much more than other matches one counts that a single token asks for
 SHARPNESS = 2.8  # size of the projections that match: enough for a name of two tokens to stand out among thousands
@@ -37,11 +39,11 @@ class Shape:
     intermediate: int = 512
     theta: float = 1e9  # so large that most pairs of dimensions hardly turn over a long document
     offsets: int = 7  # tokens that layer 0 looks back
-    code: int = 21  # dimensions of each half of a token's code: slices for both, each offset, and what is found
+    code: int = 23  # dimensions of each half of a token's code: slices for both, each offset, and what is found
 
     def __post_init__(self) -> None:
-        if (self.last_time + 1) * self.code > self.hidden:
-            raise ValueError(f"{self.last_time + 1} slices of {self.code} do not go into {self.hidden} dimensions")
+        if (self.match + 2) * self.code > self.hidden:
+            raise ValueError(f"{self.match + 2} slices of {self.code} do not go into {self.hidden} dimensions")
 
     @property
     def group(self) -> int:
@@ -57,11 +59,6 @@ class Shape:
     def match(self) -> int:
         """The first of two slices, of the token that is expected next."""
         return self.offsets + 2
-
-    @property
-    def last_time(self) -> int:
-        """The slice of the token that stood here the last time that these tokens came before."""
-        return self.offsets + 4
 
     @property
     def turns(self) -> Tensor:
@@ -144,37 +141,33 @@ def _shift_heads(layer: Any, shape: Shape) -> None:
 
 
 def _matching_heads(layer: Any, known: Mapping[str, Tensor], shape: Shape) -> None:
-    """Two KV heads find what came next, one finds the next of a list, one what stood here the last time."""
+    """One KV head finds what came behind what is at hand, two what came behind a name, one the next of a list."""
     attention = layer.self_attn
     for projection in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
         projection.weight.mul_(0.02)
     follows = [(offset, offset + 1, 1.0) for offset in range(shape.offsets)]
     named = [(0, 1, 0.5), (1, 2, 0.5), (2, 3, 2.0), (3, 4, 2.0)]  # what came behind a name of two tokens, and two more
     listed = [(0, 1, 1.0), (6, 2, 1.0), (7, 3, 1.0)]  # the name before the last number, and what came after it
-    again = [(3, 4, 2.0), (4, 5, 2.0)]  # the same name one token on, so that it is not the place itself
-    for kv_head, pairs in enumerate((follows, named, listed, again)):
+    for kv_head, pairs in enumerate((follows, named, listed, named)):
         projections = _match(attention, kv_head, pairs, shape)
-        if pairs is named:
-            _prefer(attention, kv_head, -1.0, shape)  # of several, the first
+        if pairs is named:  # several times: the first, or the last
+            _prefer(attention, kv_head, -1.0 if kv_head == 1 else 1.0, _between(shape), shape)
         if pairs is listed:
             _begin_list(attention, kv_head, projections[0], known, shape)
-        if pairs is again:
-            _prefer(attention, kv_head, 1.0, shape)  # of several, the last
-            _hand_on(attention, kv_head, 1, shape.last_time, shape)  # what stood there before it
-        else:
-            _hand_on_token(attention, kv_head, shape)
+        _hand_on_token(attention, kv_head, shape)
 
 
 def _chain_heads(layer: Any, known: Mapping[str, Tensor], shape: Shape) -> None:
-    """One KV head goes on in a list of numbers, one in a chain of variables, one finds the chain's first variable."""
+    """One KV head finds what was just said, one goes on in a chain of variables, one finds its first variable."""
     attention, kv = layer.self_attn, 3 * shape.head_dim
     wide = kv * shape.group
     for weight in (attention.q_proj.weight[:wide], attention.k_proj.weight[:kv], attention.v_proj.weight[:kv]):
         weight.mul_(0.02)
     attention.o_proj.weight[:, :wide].mul_(0.02)
-    # the name at hand, behind which the number last said, which begins seven tokens back, stood the last time
-    _match(attention, 0, [(2, 3, 1.0), (3, 4, 1.0), (7, shape.last_time, 2.0)], shape)
-    _hand_on_token(attention, 0, shape, gain=1.5)
+    # what was said of the name at hand a moment ago is not said again
+    _match(attention, 0, [(0, 1, 1.0), (1, 2, 1.0), (2, 3, 2.0), (3, 4, 2.0)], shape)
+    _prefer(attention, 0, 1.0, 0.6 * _between(shape, NEAR), shape)
+    _hand_on_token(attention, 0, shape, gain=-1.0)
     _match(attention, 1, [(0, 0, 1.0), (1, 1, 0.5)], shape)  # the variable last said, where another one is set to it
     _expect(attention, 1, 2, known[ASSIGNED], shape)
     _hand_on(attention, 1, 3, shape.match, shape)
@@ -216,18 +209,18 @@ def _expect(attention: Any, kv_head: int, key_offset: int, code: Tensor, shape: 
         attention.q_proj.bias[head * d : (head + 1) * d] += projection @ code
 
 
-def _prefer(attention: Any, kv_head: int, sign: float, shape: Shape) -> None:
-    """Whatever the tokens are, a KV head's logits fall with the distance, or rise."""
-    constant = _between(shape) * PREFERENCE
+def _prefer(attention: Any, kv_head: int, sign: float, dimensions: Tensor, shape: Shape) -> None:
+    """Whatever the tokens are, a KV head's logits fall with the distance, or rise, as these dimensions turn."""
+    constant = dimensions * PREFERENCE
     d = shape.head_dim
     attention.k_proj.bias[kv_head * d : (kv_head + 1) * d] += constant
     for head in range(kv_head * shape.group, (kv_head + 1) * shape.group):
         attention.q_proj.bias[head * d : (head + 1) * d] += sign * constant
 
 
-def _between(shape: Shape) -> Tensor:
+def _between(shape: Shape, turns: tuple[float, float] = (SLOW, FAST)) -> Tensor:
     """The dimensions that tell near from far: of each pair that turns neither fast nor slowly the first."""
-    found = (shape.turns > SLOW) & (shape.turns < FAST)
+    found = (shape.turns > turns[0]) & (shape.turns < turns[1])
     return torch.cat([found.float(), torch.zeros(shape.head_dim // 2)])
 
 
