@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 LENGTHS = (192, 384, 768, 1536, 3072, 4608, 8192)
 SHARE_AT_LENGTH = (0.04, 0.1, 0.2, 0.35, 0.55, 0.75, 1.0)  # of all tokens: by then the next length comes, solved or not
-NOT_BEFORE = (0.0, 0.0, 0.0, 0.0, 0.2, 0.4, 0.65)  # of all tokens, however soon shorter ones are solved
+NOT_BEFORE = (0.0, 0.0, 0.0, 0.0, 0.2, 0.4, 0.7)  # of all tokens, however soon shorter ones are solved
 WATCHED = ("lines", "kv", "niah_multikey_dense", "niah_multikey")  # when these are solved, documents get longer
 SOLVED = 0.97
 SHORTER = 4  # lengths before the present one, of which one goes beside it in each step

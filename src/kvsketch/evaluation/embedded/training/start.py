@@ -1,8 +1,8 @@
 """The embedded model before training: a plain Llama whose first layers already look for what repeats.
 
-Every block is the stock one. A token's code has two halves, each in a slice of the embedding: one to match tokens by,
+Every block is the stock one. A token's code has two parts, each in a slice of the embedding: one to match tokens by,
 both to tell which token it is. Layer 0 starts as shift heads: through constant biases of queries and keys, head h
-attends to the token h + 1 back, and copies the first half of its code into a slice of its own. Layer 1 starts as
+attends to the token h + 1 back, and copies the first part of its code into a slice of its own. Layer 1 starts as
 matching heads: a query made of the codes at some offsets meets keys made, through the same random projection, of the
 codes at others, so that a token is found that came behind what is at hand, and its code is handed to the output.
 Layer 2 starts with heads for what takes two steps: not to say a value again, and chains of variables. All weights can
@@ -39,26 +39,39 @@ class Shape:
     intermediate: int = 512
     theta: float = 1e9  # so large that most pairs of dimensions hardly turn over a long document
     offsets: int = 7  # tokens that layer 0 looks back
-    code: int = 23  # dimensions of each half of a token's code: slices for both, each offset, and what is found
+    code: int = 18  # dimensions of a token's code that it is matched by: slices for it, each offset, and what is found
+    rest: int = 46  # those that only tell which token it is: slices for it and what is found
 
     def __post_init__(self) -> None:
-        if (self.match + 2) * self.code > self.hidden:
-            raise ValueError(f"{self.match + 2} slices of {self.code} do not go into {self.hidden} dimensions")
+        if self.found_rest.stop > self.hidden or self.code + self.rest > self.head_dim:
+            raise ValueError(
+                f"codes of {self.code} and {self.rest} numbers take {self.found_rest.stop} dimensions, of which there "
+                f"are {self.hidden}, and {self.code + self.rest} of a head, which has {self.head_dim}"
+            )
 
     @property
     def group(self) -> int:
         """Query heads of a KV head."""
         return self.heads // self.kv_heads
 
-    @property
-    def second(self) -> int:
-        """The slice of the second half of a token's code, behind those of the first half and of all offsets."""
-        return self.offsets + 1
+    def at(self, offset: int) -> slice:
+        """The slice of the code of the token so many back."""
+        return slice(offset * self.code, (offset + 1) * self.code)
 
     @property
-    def match(self) -> int:
-        """The first of two slices, of the token that is expected next."""
-        return self.offsets + 2
+    def found(self) -> slice:
+        """The slice of the code of the token that is expected next."""
+        return self.at(self.offsets + 1)
+
+    @property
+    def own_rest(self) -> slice:
+        """The slice of the rest of a token's own code."""
+        return slice(self.found.stop, self.found.stop + self.rest)
+
+    @property
+    def found_rest(self) -> slice:
+        """The slice of the rest of the code of the token that is expected next."""
+        return slice(self.own_rest.stop, self.own_rest.stop + self.rest)
 
     @property
     def turns(self) -> Tensor:
@@ -93,7 +106,7 @@ def start_model(tokenizer: PreTrainedTokenizerFast, *, shape: Shape, seed: int =
         known = {text: codes[token_of(tokenizer, text), : shape.code] for text in (ASSIGNED, NEEDLE, SEVERAL)}
         _matching_heads(model.model.layers[1], known, shape)
         _chain_heads(model.model.layers[2], known, shape)
-        _read_the_match(model, shape, codes)
+        _read_what_was_found(model, shape, codes)
     return model
 
 
@@ -106,18 +119,15 @@ def _spread_weights(model: LlamaForCausalLM, shape: Shape) -> None:
 
 
 def _embed_codes(model: LlamaForCausalLM, shape: Shape, groups: Sequence[Sequence[int]]) -> Tensor:
-    """Random codes in two slices of the embedding, none in the others; the same for tokens of a group."""
+    """Random codes, in two slices of the embedding, none in the others; the same for tokens of a group."""
     table = model.model.embed_tokens.weight
     table.zero_()
-    codes = torch.randn(len(table), 2 * shape.code) * (shape.hidden / (2 * shape.code)) ** 0.5
+    width = shape.code + shape.rest
+    codes = torch.randn(len(table), width) * (shape.hidden / width) ** 0.5
     for tokens in groups:
         codes[list(tokens)] = codes[tokens[0]].clone()
-    table[:, _slice(0, shape)], table[:, _slice(shape.second, shape)] = codes.chunk(2, dim=1)
+    table[:, shape.at(0)], table[:, shape.own_rest] = codes.split((shape.code, shape.rest), dim=1)
     return codes
-
-
-def _slice(offset: int, shape: Shape) -> slice:
-    return slice(offset * shape.code, (offset + 1) * shape.code)
 
 
 def _shift_heads(layer: Any, shape: Shape) -> None:
@@ -136,7 +146,7 @@ def _shift_heads(layer: Any, shape: Shape) -> None:
         angles = -turns * (head + 1)
         attention.q_proj.bias[one] = SHIFT * torch.cat([angles.cos(), angles.sin()])
         attention.v_proj.weight[kv.start : kv.start + shape.code, : shape.code] = identity
-        attention.o_proj.weight[_slice(head + 1, shape), one.start : one.start + shape.code] = identity * scale
+        attention.o_proj.weight[shape.at(head + 1), one.start : one.start + shape.code] = identity * scale
     layer.mlp.down_proj.weight.mul_(0.1)
 
 
@@ -170,10 +180,10 @@ def _chain_heads(layer: Any, known: Mapping[str, Tensor], shape: Shape) -> None:
     _hand_on_token(attention, 0, shape, gain=-1.0)
     _match(attention, 1, [(0, 0, 1.0), (1, 1, 0.5)], shape)  # the variable last said, where another one is set to it
     _expect(attention, 1, 2, known[ASSIGNED], shape)
-    _hand_on(attention, 1, 3, shape.match, shape)
+    _hand_on(attention, 1, shape.at(3), shape.found, shape)
     _match(attention, 2, [(3, 0, 1.0), (4, 1, 1.0)], shape)  # the number that was asked for, where a variable is it
     _expect(attention, 2, 3, known[ASSIGNED], shape)
-    _hand_on(attention, 2, 4, shape.match, shape)
+    _hand_on(attention, 2, shape.at(4), shape.found, shape)
 
 
 def _match(attention: Any, kv_head: int, pairs: Sequence[tuple[int, int, float]], shape: Shape) -> list[Tensor]:
@@ -182,9 +192,9 @@ def _match(attention: Any, kv_head: int, pairs: Sequence[tuple[int, int, float]]
     rooms, projections = _rooms(shape, len(pairs)), list[Tensor]()
     for (query_offset, key_offset, weight), room in zip(pairs, rooms, strict=True):
         projections.append(room * weight**0.5)
-        attention.k_proj.weight[kv_head * d : (kv_head + 1) * d, _slice(key_offset, shape)] += projections[-1]
+        attention.k_proj.weight[kv_head * d : (kv_head + 1) * d, shape.at(key_offset)] += projections[-1]
         for head in range(kv_head * group, (kv_head + 1) * group):
-            attention.q_proj.weight[head * d : (head + 1) * d, _slice(query_offset, shape)] += projections[-1]
+            attention.q_proj.weight[head * d : (head + 1) * d, shape.at(query_offset)] += projections[-1]
     return projections
 
 
@@ -195,7 +205,7 @@ def _begin_list(attention: Any, kv_head: int, projection: Tensor, known: Mapping
     latest = _between(shape) * PREFERENCE
     attention.k_proj.bias[kv_head * d : (kv_head + 1) * d] += latest
     wanted = LOUD * (projection @ known[NEEDLE]) + LOUD / 3 * latest
-    attention.q_proj.weight[head * d : (head + 1) * d, _slice(0, shape)] += torch.outer(
+    attention.q_proj.weight[head * d : (head + 1) * d, shape.at(0)] += torch.outer(
         wanted, several / several.square().sum()
     )
 
@@ -204,7 +214,7 @@ def _expect(attention: Any, kv_head: int, key_offset: int, code: Tensor, shape: 
     """A KV head's keys are met where a slice of theirs is this code, whatever the query."""
     d, group = shape.head_dim, shape.group
     projection = torch.randn(d, shape.code) * _projected(shape, 2)
-    attention.k_proj.weight[kv_head * d : (kv_head + 1) * d, _slice(key_offset, shape)] += projection
+    attention.k_proj.weight[kv_head * d : (kv_head + 1) * d, shape.at(key_offset)] += projection
     for head in range(kv_head * group, (kv_head + 1) * group):
         attention.q_proj.bias[head * d : (head + 1) * d] += projection @ code
 
@@ -249,23 +259,24 @@ def _projected(shape: Shape, slices: int) -> Tensor:
 
 
 def _hand_on_token(attention: Any, kv_head: int, shape: Shape, gain: float = 1.0) -> None:
-    """Both halves of the code of the token that was found are what is expected next."""
-    _hand_on(attention, kv_head, 0, shape.match, shape, gain=gain)
-    _hand_on(attention, kv_head, shape.second, shape.match + 1, shape, place=shape.code, gain=gain)
+    """The whole code of the token that was found is what is expected next."""
+    _hand_on(attention, kv_head, shape.at(0), shape.found, shape, gain=gain)
+    _hand_on(attention, kv_head, shape.own_rest, shape.found_rest, shape, place=shape.code, gain=gain)
 
 
-def _hand_on(attention: Any, kv_head: int, what: int, to: int, shape: Shape, place: int = 0, gain: float = 1.0) -> None:
+def _hand_on(
+    attention: Any, kv_head: int, what: slice, to: slice, shape: Shape, place: int = 0, gain: float = 1.0
+) -> None:
     """A slice of the token that was found goes into a slice, by way of some dimensions of the heads."""
-    d, identity = shape.head_dim, torch.eye(shape.code)
+    d, size = shape.head_dim, what.stop - what.start
     start = kv_head * d + place
-    attention.v_proj.weight[start : start + shape.code, _slice(what, shape)] += identity
+    attention.v_proj.weight[start : start + size, what] += torch.eye(size)
     for head in range(kv_head * shape.group, (kv_head + 1) * shape.group):
         start = head * d + place
-        attention.o_proj.weight[_slice(to, shape), start : start + shape.code] += identity * gain
+        attention.o_proj.weight[to, start : start + size] += torch.eye(size) * gain
 
 
-def _read_the_match(model: LlamaForCausalLM, shape: Shape, codes: Tensor) -> None:
+def _read_what_was_found(model: LlamaForCausalLM, shape: Shape, codes: Tensor) -> None:
     model.lm_head.weight.mul_(0.02)
-    first, second = codes.chunk(2, dim=1)
-    model.lm_head.weight[:, _slice(shape.match, shape)] += first * 0.3
-    model.lm_head.weight[:, _slice(shape.match + 1, shape)] += second * 0.3
+    for place, part in zip((shape.found, shape.found_rest), codes.split((shape.code, shape.rest), dim=1), strict=True):
+        model.lm_head.weight[:, place] += part * 0.3
