@@ -18,6 +18,7 @@ from kvsketch.evaluation.tasks.haystack import SENTENCES, TextFile, haystack_of
 from kvsketch.evaluation.tasks.length import Fitter
 from kvsketch.evaluation.tasks.lines import HEADER
 from kvsketch.evaluation.tasks.longeval_files import read_cases
+from kvsketch.evaluation.tasks.prose import Writer
 from kvsketch.evaluation.tasks.words import ADJECTIVES, NOUNS, names
 
 SUITES = {"lines", "needle", "ruler", "infinite"}
@@ -346,3 +347,14 @@ def test_other_files_are_refused_by_line(text, message, tmp_path):
         read_cases(tmp_path / "x.jsonl")
     with pytest.raises(ValueError, match="there is no file"):
         read_cases(tmp_path / "y.jsonl")
+
+
+def test_made_up_sentences_differ_and_are_whole():
+    write = Writer(random.Random(0)).sentence
+    made = [write() for _ in range(3000)]
+    assert len(set(made)) > 2990
+    assert all(text == text.strip() and text[-1] in ".!?\"'\u201d" and "  " not in text for text in made)
+    words = {word for text in made for word in re.findall(r"[A-Za-z]+", text)}
+    assert len(words) > 4000
+    assert not words & {"stoped", "runing", "geting", "begining", "tiing", "fullly", "basicly", "wolfs"}
+    assert not [text for text in made if re.search(r"\ba [aeiou]", text)]

@@ -1,5 +1,6 @@
 """How the embedded model is made."""
 
+import itertools
 import json
 import random
 import re
@@ -125,6 +126,30 @@ def test_layer_1_starts_by_finding_what_followed_before():
     said = model(ids).logits[:, 48:59].argmax(-1)  # once the last 8 tokens repeat
     right = (said == ids[:, 49:60]).float().mean()
     assert right > 0.7  # by chance: 1 in 40
+
+
+def test_it_starts_by_saying_values_of_a_name_that_were_not_said_yet():
+    """Untrained, in a third of all cases; by chance never, as there are a thousand pieces of numbers."""
+    model, right, asked = new_model(layers=3), 0, 0
+    for seed, wording in itertools.product(range(4), WORDINGS):
+        sample = TASKS["niah_multivalue"].make(random.Random(seed), Setting(size=12, wording=wording))
+        question = sample.questions[0]
+        read = TOKENIZER(sample.context + question.prompt)["input_ids"]
+        reply = TOKENIZER(question.reply, add_special_tokens=False)["input_ids"]
+        with torch.no_grad():
+            said = model(torch.tensor([read + reply])).logits[0, len(read) - 1 :].argmax(-1).tolist()
+        left = {TOKENIZER(f" {value}", add_special_tokens=False)["input_ids"][1] for value in question.answers}
+        for place, token in enumerate(reply):
+            if token in left:  # where a value begins
+                right, asked = right + (said[place] in left), asked + 1
+                left.remove(token)
+    assert asked == 32
+    assert right > 0.2 * asked
+
+
+def test_sizes_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"codes of 20 and 46 numbers take 272 dimensions, of which there are 256"):
+        Shape(code=20)
 
 
 def test_a_batch_is_the_same_for_the_same_seed_and_step():
