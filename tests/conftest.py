@@ -1,5 +1,6 @@
 """Every test runs with new memory full of NaN, so that a buffer read before it is written shows at once."""
 
+import importlib.util
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -7,6 +8,11 @@ from functools import partial, wraps
 from typing import ClassVar
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if importlib.util.find_spec("triton") is not None:  # as it is when it is imported, so are its own functions for good
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton.language  # noqa: F401
+
+    del os.environ["TRITON_INTERPRET"]
 
 import jaxtyping
 import pytest

@@ -1,0 +1,166 @@
+"""Weighted attention in Triton: entries of several kinds in one launch, read where they lie. `attend.py` is the kernel.
+
+For few queries: decode steps, and blocks of a few tokens.
+"""
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvsketch.attention import Partial, WeightedTokens, weighted_attention
+from kvsketch.kernels import gpu
+from kvsketch.kernels.sources import Entries, Segments
+
+MOST_ROWS = 64  # of a group's queries together
+MOST_WIDTH = 256
+MOST_SPLITS = 64
+PROGRAMS = 2  # for each processor
+NOTED = "triton"  # under this name parts carry their description
+
+_log = logging.getLogger("kvsketch")
+_done = dict[tuple[torch.device, int], Tensor]()  # counters, zero between calls, for each stream
+
+
+def attend(
+    query: Float[Tensor, "b hg q d"], parts: Sequence[Entries], heads: int, scale: float, softcap: float | None = None
+) -> Partial | None:
+    """Attention over all parts together.
+
+    None where Triton does not do it: many queries, another device, numbers that do not lie side by side, wide heads, a
+    wanted gradient.
+    """
+    _, query_heads, queries, width = query.shape
+    group, value_width = query_heads // heads, parts[0].tokens.values.shape[3]
+    if not 0 < queries * group <= MOST_ROWS or max(width, value_width) > MOST_WIDTH or query.stride(3) != 1:
+        return None
+    if not gpu.can_read(query.device, query) or not all(_can_read(part, query.device) for part in parts):
+        return None
+    return _attended(query, parts, heads, scale, softcap) if runs_on(query.device) else None
+
+
+@cache
+def runs_on(device: torch.device) -> bool:
+    """Whether the kernel is used on this device; why it is not though wanted is said once."""
+    if not gpu.wanted_on(device):
+        return False
+    missing = gpu.missing_on(device)
+    if missing is None:
+        try:
+            _check(device)
+        except Exception as error:  # a driver, a compiler or a kernel can fail in any way
+            missing = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+    if missing is not None:
+        _log.warning("torch's own kernels are used, not those in Triton, which are faster: %s", missing)
+    return missing is None
+
+
+def _check(device: torch.device) -> None:
+    """Raise an error if the kernel does not say what the definition says."""
+    draw = torch.Generator().manual_seed(0)
+    query, keys, values, mass = (
+        torch.randn(shape, generator=draw).to(device)
+        for shape in ((1, 4, 1, 64), (1, 2, 90, 64), (1, 2, 90, 64), (1, 2, 90))
+    )
+    runs = Segments(*(torch.tensor(x, device=device).expand(1, 2, 1, 3) for x in ([3, 9, 40], [5, 0, 33])))
+    tokens = WeightedTokens(keys, values, mass)
+    found = _attended(query, [Entries(tokens, segments=runs)], 2, 0.1, None)
+    wanted = weighted_attention(query, tokens, 0.1, visible=runs.mask(90))
+    torch.testing.assert_close((found.out, found.lse), (wanted.out, wanted.lse), rtol=1e-4, atol=1e-5)
+
+
+def _attended(query: Tensor, parts: Sequence[Entries], heads: int, scale: float, softcap: float | None) -> Partial:
+    rows, query_heads, queries, width = query.shape
+    group, value_width = query_heads // heads, parts[0].tokens.values.shape[3]
+    lanes = rows * heads
+    described = [_described(part, lanes) for part in parts]
+    by_query = any(sizes[3] > 1 for _, _, sizes, _ in described)
+    programs = lanes * queries if by_query else lanes
+    splits = _splits([sizes[0] if has < 8 else sizes[0] // 8 for _, _, sizes, has in described], programs, query)
+    each, count = (group if by_query else group * queries), sum(splits)
+    out = query.new_empty(rows, query_heads, queries, value_width)
+    lse, sums, tops = (
+        query.new_empty(shape, dtype=torch.float32)
+        for shape in ((rows, query_heads, queries), (programs, count, each, value_width), (programs, count, 2, each))
+    )
+    from kvsketch.kernels.gpu.attend import attend as kernel
+
+    try:
+        kernel[(programs, count)](
+            *(query, out, lse, sums, tops, _counters(query.device, programs)),
+            *(tuple(each) for each in zip(*(one[:3] for one in described), strict=True)),
+            *(tuple(splits), count, *query.stride()[:3], float(scale), float(softcap or 1.0)),
+            HEADS=heads, GROUP=group, QUERIES=queries, BY_QUERY=by_query, WIDTH=width, VALUE_WIDTH=value_width,
+            PARTS=len(parts), HAS=tuple(one[3] for one in described), SOFTCAP=softcap is not None,
+            ROWS=max(16, _power_of_two(each)), AT_ONCE=64 if width <= 128 else 32,
+            KEY_BLOCK=max(16, _power_of_two(width)), VALUE_BLOCK=max(16, _power_of_two(value_width)),
+            SPLIT_BLOCK=_power_of_two(count), num_warps=4, num_stages=3,
+        )  # fmt: skip
+    except BaseException:
+        _done.clear()  # a kernel that did not end has counted half-way
+        raise
+    return Partial(out, lse)
+
+
+def _can_read(part: Entries, device: torch.device) -> bool:
+    tokens = part.tokens
+    weights = [x for x in (tokens.log_mass, tokens.log_value) if x is not None]
+    if tokens.count == 0 or not gpu.can_read(device, tokens.keys, tokens.values, *weights):
+        return False
+    if tokens.keys.stride(3) != 1 or tokens.values.stride(3) != 1 or tokens.keys.dtype != tokens.values.dtype:
+        return False
+    return all(x.dtype == torch.float32 and x.stride(2) == 1 for x in weights)
+
+
+def _described(part: Entries, lanes: int) -> tuple[tuple[Any, ...], tuple[int, ...], tuple[int, ...], int]:
+    """Where the entries lie, as the kernel takes it; noted, for what is held is read again and again."""
+    if NOTED not in part.noted:
+        part.noted[NOTED] = _description(part, lanes)
+    found: tuple[tuple[Any, ...], tuple[int, ...], tuple[int, ...], int] = part.noted[NOTED]
+    return found
+
+
+def _description(part: Entries, lanes: int) -> tuple[Any, ...]:
+    tokens, keys = part.tokens, part.tokens.keys
+    weights = tokens.log_mass, tokens.log_value
+    mass, extra = ((keys, (0, 0)) if x is None else (x, x.expand(keys.shape[:3]).stride()[:2]) for x in weights)
+    slots = keys
+    if part.lanes is not None:
+        slots = torch.full((lanes,), -1, dtype=torch.int64, device=keys.device)
+        slots[part.lanes] = torch.arange(len(part.lanes), device=keys.device)
+    begins = ends = keys
+    runs, by_query, halvings = 1, 1, -1
+    if part.segments is not None:
+        begins, ends = part.segments.begin.contiguous(), part.segments.length.cumsum(-1)
+        by_query, runs = begins.shape[2:]
+        halvings = runs.bit_length()
+    return (
+        (keys, tokens.values, mass[0], extra[0], slots, begins, ends),
+        (*keys.stride()[:3], *tokens.values.stride()[:3], *mass[1], *extra[1]),
+        (keys.shape[2], keys.shape[1], runs, by_query),
+        sum(bit * (x is not None) for bit, x in zip((1, 2, 4), (*weights, part.lanes), strict=True))
+        + 8 * (1 + halvings),
+    )
+
+
+def _splits(counts: Sequence[int], programs: int, query: Tensor) -> list[int]:
+    """Into how many pieces each part is cut, so that all processors have work."""
+    wanted = max(len(counts), min(MOST_SPLITS, -(-PROGRAMS * gpu.processors(query.device) // programs)))
+    whole = max(1, sum(counts))
+    return [max(1, (wanted * count) // whole) for count in counts]
+
+
+def _counters(device: torch.device, programs: int) -> Tensor:
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    found = _done.get((device, stream))
+    if found is None or len(found) < programs:
+        found = _done[device, stream] = torch.zeros(_power_of_two(programs), dtype=torch.int32, device=device)
+    return found
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << max(0, count - 1).bit_length()

@@ -1,0 +1,191 @@
+"""Kernels in Triton, under its interpreter: no GPU is wanted, and none is used."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvsketch.attention import NO_MASS, Partial, WeightedTokens, merge, weighted_attention
+from kvsketch.kernels import few_queries, gpu
+from kvsketch.kernels.gpu import attention
+from kvsketch.kernels.sources import Entries, Segments
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    monkeypatch.setenv(gpu.INTERPRETED, "1")
+    attention.runs_on.cache_clear()
+    yield
+    attention.runs_on.cache_clear()
+
+
+def entries(draw, shape, dtype=torch.float32, *, mass=False, extra=False, runs=None, lanes=None):
+    """Random entries; of those in runs, what is in none is not a number."""
+    rows, heads, count, width, value_width = shape
+    keys = torch.randn(rows, heads, count, width, generator=draw).to(dtype)
+    values = torch.randn(rows, heads, count, value_width, generator=draw).to(dtype)
+    log_mass, log_value = (
+        torch.randn(rows, heads, count, generator=draw) if wanted else None for wanted in (mass, extra)
+    )
+    segments = None
+    if runs is not None:
+        queries, number = runs
+        cuts = torch.stack(
+            [torch.randperm(count, generator=draw)[: 2 * number].sort().values for _ in range(rows * heads * queries)]
+        ).reshape(rows, heads, queries, number, 2)
+        begin, length = cuts[..., 0].contiguous(), cuts[..., 1] - cuts[..., 0]
+        length[..., 1::3] = 0  # some runs are empty
+        segments = Segments(begin, length)
+        unread = ~segments.mask(count).any(2)
+        keys[unread], values[unread] = float("nan"), float("nan")
+    return Entries(WeightedTokens(keys, values, log_mass, log_value), lanes=lanes, segments=segments)
+
+
+def by_definition(query, parts, heads, scale, softcap):
+    """In float64, lane by lane."""
+    rows, query_heads, queries, _ = query.shape
+    group = query_heads // heads
+    outs, sums = [], []
+    for lane in range(rows * heads):
+        row, head = divmod(lane, heads)
+        asked = query[row : row + 1, head * group : (head + 1) * group].double()
+        found = [part for part in (of_lane(part, lane) for part in parts) if part is not None]
+        answers = [
+            weighted_attention(asked, tokens, scale, visible=visible, softcap=softcap) for tokens, visible in found
+        ]
+        whole = merge(*answers) if answers else None
+        outs.append(torch.zeros(group, queries, parts[0].tokens.values.shape[3]) if whole is None else whole.out[0])
+        sums.append(torch.full((group, queries), NO_MASS) if whole is None else whole.lse[0])
+    return Partial(
+        torch.stack(outs).reshape(rows, query_heads, queries, -1), torch.stack(sums).reshape(query.shape[:3])
+    )
+
+
+def of_lane(part, lane):
+    if part.lanes is not None:
+        if lane not in part.lanes:
+            return None
+        lane = part.lanes.tolist().index(lane)
+    row, head = divmod(lane, part.tokens.keys.shape[1])
+    here = slice(row, row + 1), slice(head, head + 1)
+    tokens = WeightedTokens(
+        *(None if x is None else x[here].nan_to_num().double() for x in (part.tokens.keys, part.tokens.values)),
+        *(None if x is None else x[here].double() for x in (part.tokens.log_mass, part.tokens.log_value)),
+    )
+    visible = None
+    if part.segments is not None:
+        visible = part.segments.mask(part.tokens.count)[here]
+    return tokens, visible
+
+
+CASES = {  # rows, KV heads, group, queries, widths, kind, softcap; and parts
+    "exact": ((1, 2, 4, 1, 64, 64), torch.float32, None, [{"count": 150}]),
+    "half precision": ((1, 2, 4, 1, 64, 64), torch.float16, None, [{"count": 150, "mass": True}]),
+    "two weights": ((2, 2, 2, 1, 64, 64), torch.float32, None, [{"count": 90, "mass": True, "extra": True}]),
+    "values alone weighted": ((1, 2, 2, 1, 32, 32), torch.float32, None, [{"count": 90, "extra": True}]),
+    "odd widths, a softcap, a block": ((2, 2, 2, 3, 40, 24), torch.float32, 5.0, [{"count": 70, "mass": True}]),
+    "wide heads": ((1, 1, 2, 1, 256, 256), torch.float32, None, [{"count": 70}]),
+    "runs and a window": (
+        (1, 2, 4, 1, 64, 64), torch.float16, None, [{"count": 300, "runs": (1, 11)}, {"count": 9, "mass": True}],
+    ),
+    "many runs": ((1, 1, 2, 1, 16, 16), torch.float32, None, [{"count": 400, "runs": (1, 130)}]),
+    "runs of each query": ((1, 2, 2, 3, 32, 32), torch.float32, None, [{"count": 300, "runs": (3, 5)}, {"count": 9}]),
+    "some lanes, and none": (
+        (2, 2, 2, 1, 32, 32), torch.float32, None,
+        [{"count": 90, "mass": True, "lanes": [3, 0]}, {"count": 20, "lanes": [1, 3]}],
+    ),
+    "two kinds": (
+        (1, 2, 2, 1, 32, 32), torch.float16, None, [{"count": 90}, {"count": 33, "mass": True, "kind": torch.float32}],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_says_what_the_definition_says(case):
+    (rows, heads, group, queries, width, value_width), dtype, softcap, wanted = CASES[case]
+    draw = torch.Generator().manual_seed(0)
+    query = torch.randn(rows, heads * group, queries, width, generator=draw).to(dtype)
+    parts = []
+    for options in wanted:
+        lanes = None if "lanes" not in options else torch.tensor(options["lanes"])
+        shape = (rows, heads) if lanes is None else (1, len(lanes))
+        of_part = {name: options[name] for name in ("mass", "extra", "runs") if name in options}
+        kind = options.get("kind", dtype)
+        parts.append(entries(draw, (*shape, options["count"], width, value_width), kind, lanes=lanes, **of_part))
+    found = attention.attend(query, parts, heads, width**-0.5, softcap)
+    right = by_definition(query, parts, heads, width**-0.5, softcap)
+    close = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 3e-3, "atol": 1e-3}
+    torch.testing.assert_close(found.out.double(), right.out.double(), **close)
+    torch.testing.assert_close(found.lse.double(), right.lse.double(), rtol=1e-5, atol=1e-5 if softcap else 1e-4)
+    again = attention.attend(query, parts, heads, width**-0.5, softcap)
+    assert torch.equal(found.out, again.out)
+    assert torch.equal(found.lse, again.lse)
+
+
+def test_empty_slots_may_hold_anything():
+    draw = torch.Generator().manual_seed(1)
+    part = entries(draw, (1, 2, 90, 32, 32), mass=True)
+    query, tokens = torch.randn(1, 4, 1, 32, generator=draw), part.tokens
+    tokens.log_mass[..., ::3] = NO_MASS
+    tokens.log_mass[:, 1] = NO_MASS  # a head that holds nothing
+    right = weighted_attention(query, tokens, 0.2)
+    tokens.keys[..., ::3, :], tokens.values[..., ::3, :] = float("nan"), float("nan")
+    found = attention.attend(query, [part], 2, 0.2)
+    torch.testing.assert_close((found.out, found.lse), (right.out, right.lse), rtol=1e-5, atol=1e-6)
+    assert (found.lse[:, 2:] == NO_MASS).all()
+
+
+def test_it_is_refused_where_it_would_be_wrong(monkeypatch):
+    draw = torch.Generator().manual_seed(2)
+    part = entries(draw, (1, 2, 50, 32, 32))
+    query = torch.randn(1, 4, 1, 32, generator=draw)
+    assert attention.attend(query, [part], 2, 0.2) is not None
+    tokens = part.tokens
+    for other in (
+        replace(tokens, keys=tokens.keys[:, :, :0], values=tokens.values[:, :, :0]),
+        replace(tokens, keys=tokens.keys.mT.contiguous().mT),
+        replace(tokens, values=tokens.values.double()),
+        replace(tokens, keys=tokens.keys.bfloat16(), values=tokens.values.bfloat16()),
+    ):
+        assert attention.attend(query, [Entries(other)], 2, 0.2) is None
+    assert attention.attend(torch.randn(1, 4, 1, 300), [entries(draw, (1, 2, 50, 300, 300))], 2, 0.2) is None
+    assert attention.attend(torch.randn(1, 4, 40, 32), [part], 2, 0.2) is None
+    assert attention.attend(query.requires_grad_(), [part], 2, 0.2) is None
+    monkeypatch.setenv(gpu.SWITCH, "off")
+    attention.runs_on.cache_clear()
+    assert attention.attend(query.detach(), [part], 2, 0.2) is None
+    monkeypatch.setenv(gpu.SWITCH, "of")
+    attention.runs_on.cache_clear()
+    with pytest.raises(ValueError, match="KVSKETCH_GPU_KERNELS is 'of', and must be auto or off"):
+        attention.attend(query.detach(), [part], 2, 0.2)
+
+
+def test_kernels_that_say_another_thing_than_torch_are_not_used(monkeypatch, caplog):
+    monkeypatch.setattr(attention, "weighted_attention", lambda *a, **o: Partial(torch.zeros(1), torch.zeros(1)))
+    attention.runs_on.cache_clear()
+    assert not attention.runs_on(torch.device("cpu"))
+    assert not attention.runs_on(torch.device("cpu"))
+    [said] = [record.getMessage() for record in caplog.records]
+    assert said.startswith("torch's own kernels are used, not those in Triton, which are faster: AssertionError")
+
+
+def test_what_is_held_is_read_by_them():
+    """Attention of weighted entries goes to Triton wherever it can run, and is reported."""
+    assert few_queries.name(torch.device("cpu")) == "Triton"
+    draw = torch.Generator().manual_seed(3)
+    part = entries(draw, (1, 2, 50, 32, 32))
+    found = few_queries.attend(torch.randn(1, 4, 1, 32, generator=draw), [part], 2, 0.2)
+    assert found is not None
+    assert attention.NOTED in part.noted
+
+
+def test_splits_share_the_work():
+    query = torch.zeros(1)
+    for counts, programs in itertools.product(([100], [1000, 10], [5, 5, 5]), (1, 3, 100)):
+        splits = attention._splits(counts, programs, query)
+        assert all(split >= 1 for split in splits)
+        assert sum(splits) <= max(attention.MOST_SPLITS, len(counts)) + len(counts)
+    assert attention._splits([900, 100], 1, query) == [7, 1]
