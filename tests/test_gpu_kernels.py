@@ -7,9 +7,14 @@ import pytest
 import torch
 
 from kvsketch.attention import NO_MASS, Partial, WeightedTokens, merge, weighted_attention
-from kvsketch.kernels import few_queries, gpu
+from kvsketch.caches.core.layer import LayerCache
+from kvsketch.caches.core.tokens import NewTokens, Unrotated
+from kvsketch.kernels import few_queries, gpu, native
 from kvsketch.kernels.gpu import attention
 from kvsketch.kernels.sources import Entries, Segments
+from made_index import make_index
+from test_contract import BY_PROFILE, HEADS, KINDS, LOOKUPS, SMALL, WIDTH, feed, stream
+from waiting import Waits
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -189,3 +194,36 @@ def test_splits_share_the_work():
         assert all(split >= 1 for split in splits)
         assert sum(splits) <= max(attention.MOST_SPLITS, len(counts)) + len(counts)
     assert attention._splits([900, 100], 1, query) == [7, 1]
+
+
+BLOCKS = {"clustergen", "subgen", "balancekv", "balancekv, plain", "balancekv, faithful"}  # that come into being wait
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in {*BY_PROFILE, *LOOKUPS}])
+def test_a_decode_step_waits_for_no_number(name, monkeypatch):
+    """But for steps in which tokens leave the window and are clustered or halved: one in 32."""
+    monkeypatch.delenv(gpu.INTERPRETED)  # torch does the same here, and sooner
+    assert len(waits_of(KINDS[name](**SMALL[name]), steps=16)) <= (name in BLOCKS)
+
+
+@pytest.mark.parametrize("name", ["saap, estimated", "lsh"])
+def test_looking_up_waits_for_no_number(name, tmp_path):
+    """Where rows are read as they lie; torch alone copies as many as there are."""
+    given = SMALL[name] | ({"index": make_index(tmp_path, heads=HEADS, width=WIDTH)} if "index" in SMALL[name] else {})
+    assert not waits_of(KINDS[name](**given), steps=2)
+
+
+def waits_of(config, steps):
+    """What each decode step that waits for something waits for."""
+    count = 300 + steps
+    query, keys, values = stream(count, rows=1)
+    waiting, cache = list[list[str]](), LayerCache(config, 0)
+    few_queries.name(torch.device("cpu"))  # kernels are tried first
+    with native.off(), torch.no_grad():
+        feed(cache, *(x[:, :, :300] for x in (query, keys, values)), [300])
+        for place in range(300, count):
+            asking, key, value = (x[:, :, place : place + 1] for x in (query, keys, values))
+            with Waits() as waits:
+                cache.read(asking, NewTokens(key, value, None, Unrotated(asking.flip(-1), key.flip(-1))), WIDTH**-0.5)
+            waiting += [list(waits.lines)] if waits.lines else []
+    return waiting
