@@ -10,6 +10,7 @@ from kvsketch.attention import NO_MASS, Partial, WeightedTokens, merge, weighted
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.tokens import NewTokens, Unrotated
 from kvsketch.kernels import few_queries, gpu, native
+from kvsketch.kernels.balanced_walk import in_triton, reference
 from kvsketch.kernels.gpu import attention
 from kvsketch.kernels.sources import Entries, Segments
 from made_index import make_index
@@ -141,6 +142,35 @@ def test_empty_slots_may_hold_anything():
     found = attention.attend(query, [part], 2, 0.2)
     torch.testing.assert_close((found.out, found.lse), (right.out, right.lse), rtol=1e-5, atol=1e-6)
     assert (found.lse[:, 2:] == NO_MASS).all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "sizes"),
+    [
+        ((2, 128, 32, 32), torch.float32, [128, 128]),
+        ((3, 70, 40, 24), torch.float32, [70, 2, 64]),
+        ((1, 130, 64, 64), torch.float16, [130]),
+        ((2, 20, 16, 16), torch.float32, [0, 20]),
+    ],
+)
+def test_blocks_are_halved_as_by_torch(shape, dtype, sizes):
+    blocks, count, width, value_width = shape
+    draw = torch.Generator().manual_seed(4)
+    keys = (torch.randn(blocks, count, width, generator=draw) + 0.7).to(dtype)
+    values = torch.randn(blocks, count, value_width, generator=draw).to(dtype)
+    uniforms, sizes = torch.rand(blocks, count, generator=draw), torch.tensor(sizes)
+    for block, size in enumerate(sizes):
+        keys[block, size:] = values[block, size:] = float("nan")
+    given = keys, values, uniforms, sizes, width**-0.5, 0.25
+    kept = in_triton.keep_half(*given)
+    for block, size in enumerate(sizes.tolist()):
+        here = (x[block : block + 1, :size].float() for x in (keys, values))
+        if size:
+            products = reference.products(*here, width**-0.5)
+            signs = reference.halving_signs(products, uniforms[block : block + 1, :size], 0.25)
+            assert torch.equal(kept[block, :size], signs[0] > 0)
+        assert int(kept[block].sum()) == size // 2
+    assert torch.equal(kept, in_triton.keep_half(*given))
 
 
 def test_it_is_refused_where_it_would_be_wrong(monkeypatch):

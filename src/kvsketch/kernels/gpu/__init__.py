@@ -45,6 +45,11 @@ def can_read(device: torch.device, *tensors: Tensor) -> bool:
     return device.type != "cpu" or all(x.dtype != NOT_INTERPRETED for x in tensors)
 
 
+def power_of_two(count: int, least: int = 1) -> int:
+    """The next one: so large are blocks."""
+    return max(least, 1 << max(0, count - 1).bit_length())
+
+
 @cache
 def processors(device: torch.device) -> int:
     """How many programs run at once, at least."""

@@ -96,9 +96,9 @@ def _attended(query: Tensor, parts: Sequence[Entries], heads: int, scale: float,
             *(tuple(splits), count, *query.stride()[:3], float(scale), float(softcap or 1.0)),
             HEADS=heads, GROUP=group, QUERIES=queries, BY_QUERY=by_query, WIDTH=width, VALUE_WIDTH=value_width,
             PARTS=len(parts), HAS=tuple(one[3] for one in described), SOFTCAP=softcap is not None,
-            ROWS=max(16, _power_of_two(each)), AT_ONCE=64 if width <= 128 else 32,
-            KEY_BLOCK=max(16, _power_of_two(width)), VALUE_BLOCK=max(16, _power_of_two(value_width)),
-            SPLIT_BLOCK=_power_of_two(count), num_warps=4, num_stages=3,
+            ROWS=gpu.power_of_two(each, 16), AT_ONCE=64 if width <= 128 else 32,
+            KEY_BLOCK=gpu.power_of_two(width, 16), VALUE_BLOCK=gpu.power_of_two(value_width, 16),
+            SPLIT_BLOCK=gpu.power_of_two(count), num_warps=4, num_stages=3,
         )  # fmt: skip
     except BaseException:
         _done.clear()  # a kernel that did not end has counted half-way
@@ -158,9 +158,5 @@ def _counters(device: torch.device, programs: int) -> Tensor:
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     found = _done.get((device, stream))
     if found is None or len(found) < programs:
-        found = _done[device, stream] = torch.zeros(_power_of_two(programs), dtype=torch.int32, device=device)
+        found = _done[device, stream] = torch.zeros(gpu.power_of_two(programs), dtype=torch.int32, device=device)
     return found
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << max(0, count - 1).bit_length()
