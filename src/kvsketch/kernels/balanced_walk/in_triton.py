@@ -36,6 +36,6 @@ def keep_half(
         *(keys, values, (0.5 - uniforms).float().contiguous(), sizes.contiguous(), kept, rooms),
         *(*keys.stride()[:2], *values.stride()[:2], count, float(scale), float(gain), ONES),
         WIDTH=width, VALUE_WIDTH=values.shape[2], KEY_BLOCK=gpu.power_of_two(width, 16),
-        VALUE_BLOCK=gpu.power_of_two(values.shape[2], 16), STRIP=strip, num_warps=4, num_stages=2,
+        VALUE_BLOCK=gpu.power_of_two(values.shape[2], 16), STRIP=strip, num_warps=8, num_stages=2,
     )  # fmt: skip
     return kept.bool()
