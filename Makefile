@@ -13,7 +13,7 @@ HISTORIES ?= 2000
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo real test check format lint types test-fast test-oldest docs soak power picture decode speed answers clustering balance lookup needle index profiles real-keys figures board kvpress clean
+.PHONY: demo gpu real test check format lint types test-fast test-oldest docs soak power picture decode speed answers clustering balance lookup needle index profiles real-keys figures board kvpress clean
 
 demo: $(VENV)/ready ## what kvsketch does, on the embedded model: two documents, six caches, and a picture
 	$(BIN)/kvsketch demo --out demo-report
@@ -61,6 +61,9 @@ decode: $(VENV)/ready ## the number of the README: decode speed beside stock
 
 speed: $(VENV)/ready real ## a step of every method and kernel beside exact and stock, on an idle machine; hours, and it goes on
 	$(BIN)/kvsketch bench speed --out speed-report
+
+gpu: $(VENV)/ready ## kernels on a GPU, checked and timed, in less than ten minutes
+	$(BIN)/python benchmarks/gpu.py gpu-report
 
 needle: $(VENV)/ready ## the needle map of the README
 	$(BIN)/kvsketch bench needle --lengths 500,1000,2000,4000 --depths 0,0.125,0.25,0.375,0.5,0.625,0.75,0.875,1 \
