@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpu_compiled import compiled
 from kvsketch.attention import WeightedTokens, weighted_attention
+from kvsketch.caches.forgetting.balancekv.practical import WALKS
 from kvsketch.evaluation.results.provenance import provenance
 from kvsketch.kernels.balanced_walk import in_triton, strips
 from kvsketch.kernels.gpu import attention
@@ -119,9 +121,11 @@ def checks(on: Machine) -> None:
                 error = (found[0].out.double() - right.out).norm() / right.out.norm()
                 assert error < 2 * torch.finfo(dtype).eps + 1e-5, f"{dtype}, {count} tokens: an error of {error:.1e}"
     keys, values = (on.random(64 if on.device.type == "cuda" else 2, BLOCK, WIDTH) for _ in range(2))
-    given = walk_of(on, keys, values)
-    same = (in_triton.keep_half(*given) == (strips.halving_signs(*given) > 0)).float().mean()
-    assert same > 0.999, f"{1 - same:.4f} of the signs are others than torch's"
+    keys, values, *rest = walk_of(on, keys, values)
+    exact = strips.halving_signs(keys.double(), values.double(), *rest) > 0
+    found = in_triton.keep_half(keys, values, *rest), strips.halving_signs(keys, values, *rest) > 0
+    differ, of_torch = (int((one != exact).any(1).sum()) for one in found)
+    assert differ <= 3 + 2 * of_torch, f"{differ} of {len(keys)} blocks are halved otherwise ({of_torch} by torch)"
 
 
 def in_float64(tokens: WeightedTokens) -> WeightedTokens:
@@ -145,7 +149,7 @@ def cuts(on: Machine, count: int) -> tuple[Tensor, Tensor]:
 def walk_of(on: Machine, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, float, float]:
     uniforms = torch.rand(keys.shape[:2], generator=on.draw, device=on.device)
     sizes = torch.full((len(keys),), keys.shape[1], device=on.device)
-    return keys, values, uniforms, sizes, SCALE, 0.25
+    return keys, values, uniforms, sizes, SCALE, WALKS["greedy"]
 
 
 def of_a_copy(on: Machine) -> dict[str, Any]:
@@ -242,12 +246,8 @@ def run(out: Path, dry: bool) -> None:
     best = copy["bytes"] / min(one["median"] for one in copy["us"].values())
     about = provenance() | {"device": torch.cuda.get_device_name() if not dry else "interpreter"}
     with open(out / "gpu.jsonl", "a", encoding="utf-8") as file:
-        for row in (
-            copy,
-            *(row for count in sizes["tokens"] for row in dense(on, count)),
-            *looked_up(on, sizes["saap"]),
-            *halved(on, sizes["halved"]),
-        ):
+        read = (row for count in sizes["tokens"] for row in dense(on, count))
+        for row in chain([copy], read, looked_up(on, sizes["saap"]), halved(on, sizes["halved"])):
             file.write(json.dumps(row | {"provenance": about}) + "\n")
             file.flush()
             print(line_of(row, best), flush=True)

@@ -19,14 +19,14 @@ def compiled() -> Iterator[str]:
     for kinds in (("exact",), ("weighted",), ("runs", "weighted")):
         has = [PART[kind] for kind in kinds]
         types = dict.fromkeys(("query", "out"), "*bf16") | dict.fromkeys(("lse", "sums", "tops"), "*fp32")
-        types |= {"done": "*i32", "pointers": tuple(map(_pointers, has)), "strides": (("i64",) * 10,) * len(has)}
-        types |= {"sizes": (("i32",) * 4,) * len(has), "splits": ("i32",) * len(has), "all_splits": "i32"}
+        types |= {"done": "*i32", "pointers": tuple(map(_pointers, has)), "strides": (("i32",) * 10,) * len(has)}
+        types |= {"sizes": (("i32",) * 4,) * len(has)}
         types |= dict.fromkeys(("query_row", "query_head", "query_step"), "i32")
         types |= dict.fromkeys(("scale", "softcap"), "fp32")
         known = {
             "HEADS": 8, "GROUP": 4, "QUERIES": 1, "BY_QUERY": False, "WIDTH": 128, "VALUE_WIDTH": 128,
             "PARTS": len(has), "HAS": tuple(has), "SOFTCAP": False, "ROWS": 16, "AT_ONCE": 64, "KEY_BLOCK": 128,
-            "VALUE_BLOCK": 128, "SPLIT_BLOCK": 64,
+            "VALUE_BLOCK": 128, "SPLITS": 33, "SPLIT_BLOCK": 64,
         }  # fmt: skip
         even = [(name,) for name in ("query", "out", "lse", "sums", "tops", "done", "query_row", "query_head")]
         even += [("pointers", part, place) for part in range(len(has)) for place in range(7)]

@@ -26,16 +26,23 @@ def keep_half(
         return None
     if blocks * count == 0 or max(width, values.shape[2]) > MOST_WIDTH:
         return None
+    what = f"halving blocks of {keys.dtype} × {width} and {values.shape[2]}"
+    return gpu.tried(what, lambda: _kept(keys, values, uniforms, sizes, scale, gain))
+
+
+def _kept(keys: Tensor, values: Tensor, uniforms: Tensor, sizes: Tensor, scale: float, gain: float) -> Tensor:
+    blocks, count, width = keys.shape
     from kvsketch.kernels.gpu.walk import keep_half as kernel
 
     keys, values = (x if x.stride(2) == 1 else x.contiguous() for x in (keys, values))
-    strip = STRIP if width <= 128 else STRIP // 2
+    strip = STRIP if max(width, values.shape[2]) <= 128 else STRIP // 2
     kept = torch.zeros(blocks, count, dtype=torch.int8, device=keys.device)
     rooms = torch.empty(blocks, strip * strip + 2 * count, device=keys.device)
-    kernel[(blocks,)](
-        *(keys, values, (0.5 - uniforms).float().contiguous(), sizes.contiguous(), kept, rooms),
-        *(*keys.stride()[:2], *values.stride()[:2], count, float(scale), float(gain), ONES),
-        WIDTH=width, VALUE_WIDTH=values.shape[2], KEY_BLOCK=gpu.power_of_two(width, 16),
-        VALUE_BLOCK=gpu.power_of_two(values.shape[2], 16), STRIP=strip, num_warps=8, num_stages=2,
-    )  # fmt: skip
+    with gpu.current(keys.device):
+        kernel[(blocks,)](
+            *(keys, values, (0.5 - uniforms).float().contiguous(), sizes.contiguous(), kept, rooms),
+            *(*keys.stride()[:2], *values.stride()[:2], count, float(scale), float(gain), ONES),
+            WIDTH=width, VALUE_WIDTH=values.shape[2], KEY_BLOCK=gpu.power_of_two(width, 16),
+            VALUE_BLOCK=gpu.power_of_two(values.shape[2], 16), STRIP=strip, num_warps=8, num_stages=2,
+        )  # fmt: skip
     return kept.bool()

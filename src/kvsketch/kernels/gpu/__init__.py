@@ -5,9 +5,13 @@ where a first try says another thing than torch, and under `KVSKETCH_GPU_KERNELS
 (`TRITON_INTERPRET=1`) they run on the CPU, slowly: so they are tested where there is no GPU.
 """
 
+import logging
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +21,9 @@ INTERPRETED = "TRITON_INTERPRET"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NOT_INTERPRETED = torch.bfloat16  # products of these come out wrong there
 OLDEST = (8, 0)  # compute capability: bfloat16 in products
+
+T = TypeVar("T")
+_log = logging.getLogger("kvsketch")
 
 
 def wanted_on(device: torch.device) -> bool:
@@ -48,6 +55,31 @@ def can_read(device: torch.device, *tensors: Tensor) -> bool:
 def power_of_two(count: int, least: int = 1) -> int:
     """The next one: so large are blocks."""
     return max(least, 1 << max(0, count - 1).bit_length())
+
+
+def tried(what: str, call: Callable[[], T]) -> T | None:
+    """What a kernel says; None where it cannot be made for this GPU, which is said once for each such thing."""
+    if what in _refused():
+        return None
+    try:
+        return call()
+    except Exception as error:
+        if not type(error).__module__.startswith("triton"):
+            raise
+        _refused().add(what)
+        said = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+        _log.warning("torch does what no kernel in Triton could be made for, %s: %s", what, said)
+        return None
+
+
+@cache
+def _refused() -> set[str]:
+    return set()
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """There kernels are launched: Triton takes the device that is current."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @cache

@@ -1,9 +1,10 @@
 """Weighted attention for few queries: everything that a lane reads, in one launch, read where it lies.
 
 A lane is a KV head of a row of the batch, its queries are rows of one tile. What a lane reads comes in parts, each all
-of its entries or runs of them; the entries of a part are cut evenly into splits, whatever the runs, and each split is a
-program. It keeps its largest logit, its sums of weights and of weighted values; the last program of a lane merges those
-of all splits, in their order, so that the answer is the same every time. Lengths are read on the device only.
+of its entries or runs of them; all together, one behind the other, are cut evenly into splits, whatever the parts and
+runs, and each split is a program. It keeps its largest logit, its sums of weights and of weighted values; the last
+program of a lane merges those of all splits, in their order, so that the answer is the same every time. How long runs
+are is read on the device only.
 """
 
 import triton
@@ -12,18 +13,18 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 NOTHING = tl.constexpr(float("-inf"))
+LEAST_MASS = tl.constexpr(1e-19)  # of the largest weight, as in `weighted_attention/fused.py`
 
 
-@triton.jit(do_not_specialize=["sizes", "splits", "all_splits"])  # they change from step to step
+@triton.jit
 def attend(
     query, out, lse, sums, tops, done,  # where they begin
-    pointers, strides, sizes, splits, all_splits,  # of parts: see `_split`
+    pointers, strides, sizes,  # of parts: see `_part`
     query_row, query_head, query_step, scale, softcap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, BY_QUERY: tl.constexpr,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PARTS: tl.constexpr, HAS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ROWS: tl.constexpr, AT_ONCE: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
-    SPLIT_BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PARTS: tl.constexpr, HAS: tl.constexpr, SOFTCAP: tl.constexpr,
+    SPLITS: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr, SPLIT_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One split of one lane, or of one of its queries where each reads other runs."""
     program, split = tl.program_id(0), tl.program_id(1)
@@ -42,71 +43,95 @@ def attend(
         query + places[:, None] + widths[None, :], mask=real[:, None] & (widths < WIDTH)[None, :], other=0.0
     )
 
-    first = 0
+    total = tl.zeros([], tl.int64)
     for part in tl.static_range(PARTS):
-        if (split >= first) & (split < first + splits[part]):
-            top, mass, found = _split(
-                asked, lane, step, split - first, pointers[part], strides[part], sizes[part], splits[part], scale,
-                softcap, HAS[part], WIDTH, VALUE_WIDTH, SOFTCAP, ROWS, AT_ONCE, KEY_BLOCK, VALUE_BLOCK,
-            )  # fmt: skip
-            _keep(
-                sums, tops, program * all_splits + split, top, mass, found, per_program, VALUE_WIDTH, VALUE_BLOCK, ROWS
-            )
-        first += splits[part]
+        total += _count(lane, step, pointers[part], sizes[part], HAS[part])
+    each = tl.cdiv(total, SPLITS)
+    start = split * each
+    stop = tl.minimum(start + each, total)
+    top = tl.full([ROWS], NOTHING, tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    found = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
+    for part in tl.static_range(PARTS):
+        count = _count(lane, step, pointers[part], sizes[part], HAS[part])
+        top, mass, found = _part(
+            asked, lane, step, tl.maximum(start, 0), tl.minimum(stop, count), top, mass, found,
+            pointers[part], strides[part], sizes[part], scale, softcap,
+            HAS[part], WIDTH, VALUE_WIDTH, SOFTCAP, AT_ONCE, KEY_BLOCK, VALUE_BLOCK,
+        )  # fmt: skip
+        start -= count
+        stop -= count
+    place = program * SPLITS + split
+    _keep(sums, tops, place, top, mass, found, per_program, VALUE_WIDTH, VALUE_BLOCK, ROWS)
 
     tl.debug_barrier()  # all that this program has stored, before it says so
-    if tl.atomic_add(done + program, 1, sem="acq_rel") == all_splits - 1:
+    if tl.atomic_add(done + program, 1, sem="acq_rel") == SPLITS - 1:
         for number in range(per_program):
             query_at = (row * HEADS + head) * GROUP + (number if BY_QUERY else number // QUERIES)
             answer = query_at * QUERIES + (step if BY_QUERY else number % QUERIES)
             _merge(
-                out, lse, sums, tops, program, number, answer, all_splits, per_program, VALUE_WIDTH, VALUE_BLOCK,
+                out, lse, sums, tops, program, number, answer, per_program, VALUE_WIDTH, VALUE_BLOCK, SPLITS,
                 SPLIT_BLOCK,
             )  # fmt: skip
-        tl.store(done + program, 0)  # for the next call
 
 
 @triton.jit
-def _split(
-    asked, lane, step, split, pointers, strides, sizes, splits, scale, softcap,
+def _slot(lane, slots, HAS: tl.constexpr):
+    """Which of a part's lanes it is, below 0 where the part has none of its entries."""
+    slot = lane.to(tl.int64)
+    if HAS & 4:
+        slot = tl.load(slots + lane)
+    return slot
+
+
+@triton.jit
+def _plain(number):
+    """A number that changes from step to step comes as 2n + 3: of a 1, or of sixteens, Triton makes kernels anew."""
+    return (number - 3) // 2
+
+
+@triton.jit
+def _runs(slot, step, sizes):
+    """Where a lane's list of runs begins, for the query at hand."""
+    return (slot * sizes[3] + tl.where(sizes[3] > 1, step, 0)) * _plain(sizes[2])
+
+
+@triton.jit
+def _count(lane, step, pointers, sizes, HAS: tl.constexpr):
+    """How many entries of a part a lane reads."""
+    slot = _slot(lane, pointers[4], HAS)
+    count = tl.zeros([], tl.int64) + _plain(sizes[0])
+    if HAS >= 8:
+        last = _runs(tl.maximum(slot, 0), step, sizes) + _plain(sizes[2]) - 1
+        count = tl.load(pointers[6] + last)
+    return tl.where(slot >= 0, count, 0)
+
+
+@triton.jit
+def _part(
+    asked, lane, step, start, stop, top, mass, found, pointers, strides, sizes, scale, softcap,
     HAS: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, SOFTCAP: tl.constexpr,
-    ROWS: tl.constexpr, AT_ONCE: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    AT_ONCE: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The largest logit of a lane's queries in a part of its entries, and the sums of exp2 of what is below it."""
+    """The largest logit of a lane's queries so far, and the sums of exp2 of what is below it, with some of a part."""
     keys, values, log_mass, log_value, slots, begins, ends = pointers
     key_row, key_head, key_step, value_row, value_head, value_step, mass_row, mass_head, extra_row, extra_head = strides
-    count, part_heads, segments, by_query = sizes
-    has_mass: tl.constexpr = HAS & 1
-    has_extra: tl.constexpr = HAS & 2
-    has_slots: tl.constexpr = HAS & 4
+    part_heads = sizes[1]
     search: tl.constexpr = HAS // 8 - 1  # halvings of the list of runs; -1 where all entries are read
 
-    slot = lane
-    if has_slots:
-        slot = tl.load(slots + lane)
-    there = slot >= 0  # this part has entries of the lane
-    slot = tl.maximum(slot, 0).to(tl.int64)
+    slot = tl.maximum(_slot(lane, slots, HAS), 0)
     row, head = slot // part_heads, slot % part_heads
     keys += row * key_row + head * key_head
     values += row * value_row + head * value_head
-    total = count.to(tl.int64)
-    if search >= 0:
-        runs = (slot * by_query + tl.where(by_query > 1, step, 0)) * segments
-        total = tl.load(ends + runs + segments - 1)
-    total = tl.where(there, total, 0)
-    each = tl.cdiv(tl.cdiv(total, splits), AT_ONCE) * AT_ONCE
-    start = split * each
-    stop = tl.minimum(start + each, total)
-
-    top = tl.full([ROWS], NOTHING, tl.float32)
-    mass = tl.zeros([ROWS], tl.float32)
-    found = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
+    log_mass += row * _plain(mass_row) + head * _plain(mass_head)
+    log_value += row * _plain(extra_row) + head * _plain(extra_head)
+    runs = _runs(slot, step, sizes)
     widths, value_widths = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
     for begin in tl.range(start, stop, AT_ONCE):
         at = begin + tl.arange(0, AT_ONCE)
         ok = at < stop
         if search >= 0:
-            at = _place(at, begins + runs, ends + runs, segments, ok, search)
+            at = _place(at, begins + runs, ends + runs, _plain(sizes[2]), ok, search)
         key = tl.load(
             keys + at[:, None] * key_step + widths[None, :], mask=ok[:, None] & (widths < WIDTH)[None, :], other=0.0
         )
@@ -116,12 +141,12 @@ def _split(
             other=0.0,
         )
         of_mass = tl.zeros([AT_ONCE], tl.float32)
-        if has_mass:
-            of_mass = tl.load(log_mass + row * mass_row + head * mass_head + at, mask=ok, other=NOTHING) * LOG2_E
+        if HAS & 1:
+            of_mass = tl.load(log_mass + at, mask=ok, other=NOTHING) * LOG2_E
         of_value = of_mass
-        if has_extra:
-            of_value = tl.load(log_value + row * extra_row + head * extra_head + at, mask=ok, other=NOTHING) * LOG2_E
-        if has_mass | has_extra:  # in an empty slot may be anything
+        if HAS & 2:
+            of_value = tl.load(log_value + at, mask=ok, other=NOTHING) * LOG2_E
+        if HAS & 3:  # in an empty slot may be anything
             ok &= tl.maximum(of_mass, of_value) > NOTHING
             value = tl.where(ok[:, None], value, 0.0)
         logits = tl.dot(asked.to(key.dtype), tl.trans(key), input_precision="ieee") * scale
@@ -173,24 +198,24 @@ def _keep(
 
 @triton.jit
 def _merge(
-    out, lse, sums, tops, program, number, answer, all_splits,
-    REAL: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    out, lse, sums, tops, program, number, answer,
+    REAL: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_BLOCK: tl.constexpr, SPLITS: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A query's answer from those of all splits."""
     splits, widths = tl.arange(0, SPLIT_BLOCK), tl.arange(0, VALUE_BLOCK)
-    base = (program * all_splits + splits).to(tl.int64) * REAL
-    top = tl.load(tops + 2 * base + number, mask=splits < all_splits, other=NOTHING)
-    mass = tl.load(tops + 2 * base + REAL + number, mask=splits < all_splits, other=0.0)
+    base = (program * SPLITS + splits).to(tl.int64) * REAL
+    top = tl.load(tops + 2 * base + number, mask=splits < SPLITS, other=NOTHING)
+    mass = tl.load(tops + 2 * base + REAL + number, mask=splits < SPLITS, other=0.0)
     highest = tl.max(top, 0)
     shares = tl.where(top == NOTHING, 0.0, tl.exp2(top - tl.where(highest == NOTHING, 0.0, highest)))
     found = tl.load(
         sums + (base[:, None] + number) * VALUE_WIDTH + widths[None, :],
-        mask=(splits < all_splits)[:, None] & (widths < VALUE_WIDTH)[None, :],
+        mask=(splits < SPLITS)[:, None] & (widths < VALUE_WIDTH)[None, :],
         other=0.0,
     )
     total = tl.sum(mass * shares, 0)
-    some = tl.where(total > 0.0, total, 1.0)
+    some = tl.where(total > 0.0, tl.maximum(total, LEAST_MASS), 1.0)
     found = tl.sum(found * shares[:, None], 0) / some
     place = answer.to(tl.int64)
     tl.store(out + place * VALUE_WIDTH + widths, found.to(out.dtype.element_ty), mask=widths < VALUE_WIDTH)

@@ -19,11 +19,11 @@ from kvsketch.kernels.sources import Entries, Segments
 MOST_ROWS = 64  # of a group's queries together
 MOST_WIDTH = 256
 MOST_SPLITS = 64
+MOST_PARTS = 4  # each is code of its own in the kernel
 PROGRAMS = 2  # for each processor
 NOTED = "triton"  # under this name parts carry their description
 
 _log = logging.getLogger("kvsketch")
-_done = dict[tuple[torch.device, int], Tensor]()  # counters, zero between calls, for each stream
 
 
 def attend(
@@ -40,7 +40,11 @@ def attend(
         return None
     if not gpu.can_read(query.device, query) or not all(_can_read(part, query.device) for part in parts):
         return None
-    return _attended(query, parts, heads, scale, softcap) if runs_on(query.device) else None
+    if len(parts) > MOST_PARTS or not runs_on(query.device):
+        return None
+    kinds = [(str(part.tokens.keys.dtype), part.segments is not None) for part in parts]
+    what = f"attention of {query.dtype} × {width} and {value_width}, {queries} × {group} rows, {kinds}"
+    return gpu.tried(what, lambda: _attended(query, parts, heads, scale, softcap))
 
 
 @cache
@@ -76,33 +80,30 @@ def _check(device: torch.device) -> None:
 def _attended(query: Tensor, parts: Sequence[Entries], heads: int, scale: float, softcap: float | None) -> Partial:
     rows, query_heads, queries, width = query.shape
     group, value_width = query_heads // heads, parts[0].tokens.values.shape[3]
-    lanes = rows * heads
+    lanes, device = rows * heads, query.device
     described = [_described(part, lanes) for part in parts]
     by_query = any(sizes[3] > 1 for _, _, sizes, _ in described)
-    programs = lanes * queries if by_query else lanes
-    splits = _splits([sizes[0] if has < 8 else sizes[0] // 8 for _, _, sizes, has in described], programs, query)
-    each, count = (group if by_query else group * queries), sum(splits)
+    programs, each = (lanes * queries, group) if by_query else (lanes, group * queries)
+    splits = max(1, min(MOST_SPLITS, -(-PROGRAMS * gpu.processors(device) // programs)))
     out = query.new_empty(rows, query_heads, queries, value_width)
     lse, sums, tops = (
         query.new_empty(shape, dtype=torch.float32)
-        for shape in ((rows, query_heads, queries), (programs, count, each, value_width), (programs, count, 2, each))
+        for shape in ((rows, query_heads, queries), (programs, splits, each, value_width), (programs, splits, 2, each))
     )
+    done = torch.zeros(programs, dtype=torch.int32, device=device)
     from kvsketch.kernels.gpu.attend import attend as kernel
 
-    try:
-        kernel[(programs, count)](
-            *(query, out, lse, sums, tops, _counters(query.device, programs)),
+    with gpu.current(device):
+        kernel[(programs, splits)](
+            *(query, out, lse, sums, tops, done),
             *(tuple(each) for each in zip(*(one[:3] for one in described), strict=True)),
-            *(tuple(splits), count, *query.stride()[:3], float(scale), float(softcap or 1.0)),
+            *(*query.stride()[:3], float(scale), float(softcap or 1.0)),
             HEADS=heads, GROUP=group, QUERIES=queries, BY_QUERY=by_query, WIDTH=width, VALUE_WIDTH=value_width,
-            PARTS=len(parts), HAS=tuple(one[3] for one in described), SOFTCAP=softcap is not None,
-            ROWS=gpu.power_of_two(each, 16), AT_ONCE=64 if width <= 128 else 32,
+            PARTS=len(parts), HAS=tuple(one[3] for one in described), SOFTCAP=softcap is not None, SPLITS=splits,
+            ROWS=gpu.power_of_two(each, 16), AT_ONCE=64 if max(width, value_width) <= 128 else 32,
             KEY_BLOCK=gpu.power_of_two(width, 16), VALUE_BLOCK=gpu.power_of_two(value_width, 16),
-            SPLIT_BLOCK=gpu.power_of_two(count), num_warps=4, num_stages=3,
+            SPLIT_BLOCK=gpu.power_of_two(splits), num_warps=4, num_stages=3,
         )  # fmt: skip
-    except BaseException:
-        _done.clear()  # a kernel that did not end has counted half-way
-        raise
     return Partial(out, lse)
 
 
@@ -112,6 +113,8 @@ def _can_read(part: Entries, device: torch.device) -> bool:
     if tokens.count == 0 or not gpu.can_read(device, tokens.keys, tokens.values, *weights):
         return False
     if tokens.keys.stride(3) != 1 or tokens.values.stride(3) != 1 or tokens.keys.dtype != tokens.values.dtype:
+        return False
+    if part.segments is not None and part.segments.begin.shape[3] == 0:
         return False
     return all(x.dtype == torch.float32 and x.stride(2) == 1 for x in weights)
 
@@ -140,23 +143,13 @@ def _description(part: Entries, lanes: int) -> tuple[Any, ...]:
         halvings = runs.bit_length()
     return (
         (keys, tokens.values, mass[0], extra[0], slots, begins, ends),
-        (*keys.stride()[:3], *tokens.values.stride()[:3], *mass[1], *extra[1]),
-        (keys.shape[2], keys.shape[1], runs, by_query),
+        (*keys.stride()[:3], *tokens.values.stride()[:3], *map(_odd, (*mass[1], *extra[1]))),
+        (_odd(keys.shape[2]), keys.shape[1], _odd(runs), by_query),
         sum(bit * (x is not None) for bit, x in zip((1, 2, 4), (*weights, part.lanes), strict=True))
         + 8 * (1 + halvings),
     )
 
 
-def _splits(counts: Sequence[int], programs: int, query: Tensor) -> list[int]:
-    """Into how many pieces each part is cut, so that all processors have work."""
-    wanted = max(len(counts), min(MOST_SPLITS, -(-PROGRAMS * gpu.processors(query.device) // programs)))
-    whole = max(1, sum(counts))
-    return [max(1, (wanted * count) // whole) for count in counts]
-
-
-def _counters(device: torch.device, programs: int) -> Tensor:
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    found = _done.get((device, stream))
-    if found is None or len(found) < programs:
-        found = _done[device, stream] = torch.zeros(gpu.power_of_two(programs), dtype=torch.int32, device=device)
-    return found
+def _odd(number: int) -> int:
+    """A number that changes from step to step, as `attend.py` takes it."""
+    return 2 * number + 3
