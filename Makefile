@@ -8,6 +8,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 ONCE := attention balancekv balancekv_cache balancekv_theorem buckets contract file_faults fit_corpus fit_ray fitting \
 	indexed_attention kcenter keydiff lanes lookup lsh native native_walk pictures real_keys rows saap sampling scoring \
 	selectivity selectivity_keys specs structure subgen tasks training trickle uniform
+TRITON := triton==3.9.0 # its interpreter, for tests without a GPU; torch for GPUs brings its own
 SEED ?= 0
 HISTORIES ?= 2000
 export HF_HUB_OFFLINE := 1
@@ -62,8 +63,8 @@ decode: $(VENV)/ready ## the number of the README: decode speed beside stock
 speed: $(VENV)/ready real ## a step of every method and kernel beside exact and stock, on an idle machine; hours, and it goes on
 	$(BIN)/kvsketch bench speed --out speed-report
 
-gpu: $(VENV)/ready ## kernels on a GPU, checked and timed, in less than ten minutes
-	$(BIN)/python benchmarks/gpu.py gpu-report
+gpu: ## kernels on a GPU, checked and timed in less than ten minutes, with the torch of PYTHON
+	PYTHONPATH=src $(PYTHON) benchmarks/gpu.py gpu-report
 
 needle: $(VENV)/ready ## the needle map of the README
 	$(BIN)/kvsketch bench needle --lengths 500,1000,2000,4000 --depths 0,0.125,0.25,0.375,0.5,0.625,0.75,0.875,1 \
@@ -160,6 +161,7 @@ $(VENV)/ready: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
+	$(BIN)/python -c "import triton" 2> /dev/null || $(BIN)/pip install --quiet --no-deps $(TRITON) || true
 	touch $@
 
 $(KVPRESS)/ready:

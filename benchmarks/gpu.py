@@ -4,8 +4,9 @@ First every kernel is held against its definition in float64; one that fails is 
 error. Then, for a layer of 8 KV heads × 128 in bfloat16 with four query heads each: a decode step that reads all tokens
 beside torch's own forms; one that reads 32 of 1,024 buckets, of equal and of very unlike sizes; and BalanceKV's halving
 of all blocks. Each is timed with launches by Python and as a CUDA graph, over eight copies in turn, so that nothing is
-in a cache; and beside a copy of memory in the same run. Rows go to OUT/gpu.jsonl. `--dry` goes through all of it on the
-CPU, with few tokens: under Triton's interpreter, and with no meaning for the times.
+in a cache; and beside a copy of memory in the same run. What is timed is held against the definition too, once. Rows go
+to OUT/gpu.jsonl. `--dry` goes through all of it on the CPU, with few tokens: under Triton's interpreter, and with no
+meaning for the times.
 
 `--compile` does without a GPU what can be done there: it compiles for compute capability 9.0, and says how many
 registers, how much shared memory, and whether anything is spilled.
@@ -19,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -33,10 +35,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpu_compiled import compiled
-from kvsketch.attention import WeightedTokens, weighted_attention
+from kvsketch.attention import WeightedTokens, merge, weighted_attention
 from kvsketch.caches.forgetting.balancekv.practical import WALKS
 from kvsketch.evaluation.results.provenance import provenance
-from kvsketch.kernels.balanced_walk import in_triton, strips
+from kvsketch.kernels.balanced_walk import strips, walk_in_triton
 from kvsketch.kernels.gpu import attention
 from kvsketch.kernels.sources import Entries, Segments
 
@@ -62,8 +64,8 @@ class Machine:
     def random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.draw, device=self.device)
 
-    def times(self, calls: Sequence[Callable[[], Any]]) -> dict[str, float | list[float]]:
-        """Microseconds of a call, the calls taking turns: by Python, and replayed from graphs."""
+    def times(self, calls: Sequence[Callable[[], Any]]) -> dict[str, dict[str, Any]]:
+        """Microseconds of a call, of all of them one behind the other: by Python, and replayed from graphs."""
         for call in calls:
             call()
         found = {"eager": self._timed(calls)}
@@ -80,11 +82,12 @@ class Machine:
         }
 
     def _timed(self, calls: Sequence[Callable[[], Any]]) -> list[float]:
-        taken = []
-        for number in range(self.rounds):
+        taken = list[float]()
+        for _ in range(self.rounds):
             with self._clock(taken):
-                calls[number % len(calls)]()
-        return taken
+                for call in calls:
+                    call()
+        return [each / len(calls) for each in taken]
 
     @contextmanager
     def _clock(self, taken: list[float]) -> Iterator[None]:
@@ -112,25 +115,47 @@ def checks(on: Machine) -> None:
             query = on.random(1, HEADS * GROUP, 1, WIDTH).to(dtype)
             runs = Segments(*(x[None, :, None] for x in cuts(on, count)))
             for segments in (None, runs):
-                visible = None if segments is None else segments.mask(count)
-                right = weighted_attention(query.double(), in_float64(tokens), SCALE, visible=visible)
                 parts = [Entries(tokens, segments=segments)]
                 found = [attention.attend(query, parts, HEADS, SCALE) for _ in range(3)]
                 assert all(one is not None for one in found), f"no kernel for {dtype}, {count} tokens"
                 assert all(torch.equal(one.out, found[0].out) for one in found), "the same answer every time"
-                error = (found[0].out.double() - right.out).norm() / right.out.norm()
-                assert error < 2 * torch.finfo(dtype).eps + 1e-5, f"{dtype}, {count} tokens: an error of {error:.1e}"
+                held_against(found[0], query, parts, allowed(dtype))
     keys, values = (on.random(64 if on.device.type == "cuda" else 2, BLOCK, WIDTH) for _ in range(2))
     keys, values, *rest = walk_of(on, keys, values)
     exact = strips.halving_signs(keys.double(), values.double(), *rest) > 0
-    found = in_triton.keep_half(keys, values, *rest), strips.halving_signs(keys, values, *rest) > 0
+    found = walk_in_triton.keep_half(keys, values, *rest), strips.halving_signs(keys, values, *rest) > 0
     differ, of_torch = (int((one != exact).any(1).sum()) for one in found)
     assert differ <= 3 + 2 * of_torch, f"{differ} of {len(keys)} blocks are halved otherwise ({of_torch} by torch)"
 
 
-def in_float64(tokens: WeightedTokens) -> WeightedTokens:
+def in_float64(tokens: WeightedTokens, heads: slice) -> WeightedTokens:
     parts = (tokens.keys, tokens.values, tokens.log_mass, tokens.log_value)
-    return WeightedTokens(*(None if x is None else x.double() for x in parts))
+    return WeightedTokens(*(None if x is None else x[:, heads].double() for x in parts))
+
+
+def allowed(dtype: torch.dtype) -> float:
+    """How far an answer may be from the definition: what its own rounding makes of it."""
+    return 2 * torch.finfo(dtype).eps + 1e-5
+
+
+def held_against(found: Any, query: Tensor, parts: Sequence[Entries], most: float) -> None:
+    """Raise an error if an answer is farther from the definition in float64, head by head, than may be."""
+    for head in range(HEADS):
+        here = slice(head, head + 1)
+        mine = slice(head * GROUP, (head + 1) * GROUP)
+        right = merge(
+            *(
+                weighted_attention(
+                    query[:, mine].double(), in_float64(part.tokens, here), SCALE,
+                    visible=None if part.segments is None else part.segments.mask(part.tokens.count)[:, here],
+                )
+                for part in parts
+            )
+        )  # fmt: skip
+        error = float((found.out[:, mine].double() - right.out).norm() / right.out.norm())
+        assert error < most, f"head {head}: an error of {error:.1e}, and {most:.1e} may be"
+        off = float((found.lse[:, mine].double() - right.lse).abs().max())
+        assert off < 1e-3, f"head {head}: the logarithm of the denominator is off by {off:.1e}"
 
 
 def entries(on: Machine, count: int, dtype: torch.dtype, weighted: bool = False) -> WeightedTokens:
@@ -161,43 +186,49 @@ def of_a_copy(on: Machine) -> dict[str, Any]:
 
 def dense(on: Machine, count: int) -> Iterator[dict[str, Any]]:
     """A step that reads all tokens: ours, with and without weights, and torch's forms."""
-    copies = [entries(on, count, on.dtype) for _ in range(min(COPIES, max(2, (1 << 33) // (count * 4096))))]
+    weighted = [entries(on, count, on.dtype, weighted=True) for _ in range(copies_of(count))]
+    plain = [replace(tokens, log_mass=None) for tokens in weighted]
     query = on.random(1, HEADS * GROUP, 1, WIDTH).to(on.dtype)
-    weights = on.random(1, HEADS, count)
-    forms: dict[str, Callable[[WeightedTokens], Callable[[], Any]]] = {
-        "ours": lambda tokens: partial(attention.attend, query, [Entries(tokens)], HEADS, SCALE),
-        "ours, weighted": lambda tokens: partial(
-            attention.attend, query, [Entries(WeightedTokens(tokens.keys, tokens.values, weights))], HEADS, SCALE
-        ),
-        "stock": lambda tokens: partial(stock, query, tokens),
-    }
+    forms = {"ours": (ours, plain), "ours, weighted": (ours, weighted), "stock": (stock, plain)}
     if on.device.type == "cuda":
-        forms |= {name: partial(by_backend, backend, query) for name, backend in BACKENDS.items()}
-    for name, form in forms.items():
+        forms |= {name: (partial(by_backend, backend), plain) for name, backend in BACKENDS.items()}
+    for name, (form, copies) in forms.items():
+        if form is ours:
+            held_against(ours(query, copies[-1]), query, [Entries(copies[-1])], allowed(on.dtype))
         try:
-            taken = on.times([form(tokens) for tokens in copies])
+            taken = on.times([partial(form, query, tokens) for tokens in copies])
         except RuntimeError as error:  # a backend that does not take these shapes
             taken = {"error": " ".join(str(error).split())[:200]}
-        yield {"what": "dense", "form": name, "tokens": count, "bytes": count * HEADS * WIDTH * 4, "us": taken}
+        read = count * HEADS * (WIDTH * 4 + 4 * (copies is weighted))
+        yield {"what": "dense", "form": name, "tokens": count, "bytes": read, "us": taken}
+
+
+def copies_of(count: int) -> int:
+    """So many caches in turn, as long as they take 16 GiB at most."""
+    return min(COPIES, max(2, (1 << 34) // (count * HEADS * WIDTH * 4)))
+
+
+def ours(query: Tensor, *held: WeightedTokens, runs: Segments | None = None) -> Any:
+    """As in a model: what is read is described anew at each step. Runs are those of the first."""
+    parts = [Entries(tokens, segments=None if place else runs) for place, tokens in enumerate(held)]
+    return attention.attend(query, parts, HEADS, SCALE)
 
 
 def stock(query: Tensor, tokens: WeightedTokens) -> Tensor:
     return F.scaled_dot_product_attention(query, tokens.keys, tokens.values, scale=SCALE, enable_gqa=True)
 
 
-def by_backend(backend: SDPBackend, query: Tensor, tokens: WeightedTokens) -> Callable[[], Any]:
-    def call() -> Tensor:
-        with sdpa_kernel(backend):
-            return stock(query, tokens)
-
-    return call
+def by_backend(backend: SDPBackend, query: Tensor, tokens: WeightedTokens) -> Tensor:
+    with sdpa_kernel(backend):
+        return stock(query, tokens)
 
 
 def looked_up(on: Machine, count: int) -> Iterator[dict[str, Any]]:
     """A step that reads some buckets and a window; which buckets is known."""
-    window = entries(on, min(WINDOW, count), on.dtype)
     query = on.random(1, HEADS * GROUP, 1, WIDTH).to(on.dtype)
-    copies = [entries(on, count, on.dtype) for _ in range(COPIES)]
+    copies = [
+        (entries(on, count, on.dtype), entries(on, min(WINDOW, count), on.dtype)) for _ in range(copies_of(count))
+    ]
     for kind in ("equal", "lognormal", "one of a fifth"):
         shares = torch.ones(HEADS, BUCKETS, device=on.device)
         if kind == "lognormal":
@@ -206,33 +237,26 @@ def looked_up(on: Machine, count: int) -> Iterator[dict[str, Any]]:
             shares[:, 0] = 0.25 * (BUCKETS - 1)
         ends = (shares.cumsum(1) / shares.sum(1, keepdim=True) * count).long()
         begins = F.pad(ends[:, :-1], (1, 0))
-        visited = torch.rand(HEADS, BUCKETS, generator=on.draw, device=on.device).argsort(1)[:, :PROBES]
-        visited[:, 0] = 0  # the large one among them
+        chances = torch.rand(HEADS, BUCKETS, generator=on.draw, device=on.device)
+        chances[:, 0] = -1  # the large one among them
+        visited = chances.argsort(1)[:, :PROBES]
         runs = Segments(*(x.gather(1, visited)[None, :, None] for x in (begins, ends - begins)))
+        past, window = copies[-1]
+        parts = [Entries(past, segments=runs), Entries(window)]
+        held_against(ours(query, past, window, runs=runs), query, parts, allowed(on.dtype))
         read = int(runs.rows.sum()) + HEADS * window.count
-        calls = [
-            partial(fresh, query, tokens, runs, window) for tokens in copies
-        ]  # as in a model: each step's runs are new ones
-        yield {
-            "what": "looked up", "form": kind, "tokens": count, "bytes": read * WIDTH * 4,
-            "share": read / (count * HEADS), "us": on.times(calls),
-        }  # fmt: skip
-
-
-def fresh(query: Tensor, tokens: WeightedTokens, runs: Segments, window: WeightedTokens) -> Any:
-    return attention.attend(query, [Entries(tokens, segments=runs), Entries(window)], HEADS, SCALE)
+        taken = on.times([partial(ours, query, *held, runs=runs) for held in copies])
+        row = {"what": "looked up", "form": kind, "tokens": count, "bytes": read * WIDTH * 4, "us": taken}
+        yield row | {"share": read / (count * HEADS)}
 
 
 def halved(on: Machine, count: int) -> Iterator[dict[str, Any]]:
     """All blocks of a layer, once."""
     keys, values = (on.random(HEADS * count // BLOCK, BLOCK, WIDTH).to(on.dtype) for _ in range(2))
     given = walk_of(on, keys, values)
-    for name, form in {"ours": in_triton.keep_half, "torch": strips.halving_signs}.items():
-        if name == "torch" and on.device.type == "cuda":
-            calls, device = [partial(form, *given)], Machine(dry=False, rounds=3)
-            yield {"what": "halved", "form": name, "tokens": count, "us": {"eager": device._timed(calls)}}
-        else:
-            yield {"what": "halved", "form": name, "tokens": count, "us": on.times([partial(form, *given)])}
+    for name, form in {"ours": walk_in_triton.keep_half, "torch": strips.halving_signs}.items():
+        clock = Machine(dry=on.device.type == "cpu", rounds=3) if name == "torch" else on  # which takes long
+        yield {"what": "halved", "form": name, "tokens": count, "us": clock.times([partial(form, *given)])}
 
 
 @torch.no_grad()
@@ -257,8 +281,8 @@ def line_of(row: dict[str, Any], best: float) -> str:
     """A row for the screen: microseconds, and the share of a copy's speed."""
     shown = [f"{row['what']:10} {row.get('form', ''):16} {row.get('tokens', 0):8,}"]
     for name, taken in row["us"].items():
-        if not isinstance(taken, dict):
-            shown.append(f"{name}: {taken if isinstance(taken, str) else round(statistics.median(taken), 1)}")
+        if isinstance(taken, str):
+            shown.append(f"{name}: {taken}")
             continue
         share = f" ({row['bytes'] / taken['median'] / best:.2f} of a copy)" if "bytes" in row else ""
         shown.append(f"{name} {taken['median']:10.1f} µs{share}")

@@ -1,65 +1,86 @@
-"""Kernels compiled for a GPU that is not here, and what they need there."""
+"""Kernels compiled for a GPU that is not here, as they would be launched on it, and what they need there."""
 
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-TARGET = 90  # compute capability 9.0: H100 and H200
-PART = {"exact": 0, "weighted": 1, "runs": 8 * (1 + 6)}  # what a part has, as `attention.py` says it
+import torch
+from torch import Tensor
+
+from kvsketch.attention import WeightedTokens
+from kvsketch.kernels import gpu
+from kvsketch.kernels.sources import Entries, Segments
+
+TARGET, PROCESSORS = 90, 132  # compute capability 9.0: H100 and H200
+OPTIONS = {"num_warps", "num_stages"}
+NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32", torch.int8: "i8"}
 
 
 def compiled() -> Iterator[str]:
     """A line for each kernel and kind of call: a step of 8 KV heads × 128 in bfloat16, four query heads each."""
-    from kvsketch.kernels.gpu.attend import attend
-    from kvsketch.kernels.gpu.walk import keep_half
+    import kvsketch.kernels.gpu.attend as of_attention
+    import kvsketch.kernels.gpu.walk as of_walks
+    from kvsketch.kernels.balanced_walk import walk_in_triton
+    from kvsketch.kernels.gpu import attention
 
-    for kinds in (("exact",), ("weighted",), ("runs", "weighted")):
-        has = [PART[kind] for kind in kinds]
-        types = dict.fromkeys(("query", "out"), "*bf16") | dict.fromkeys(("lse", "sums", "tops"), "*fp32")
-        types |= {"done": "*i32", "pointers": tuple(map(_pointers, has)), "strides": (("i32",) * 10,) * len(has)}
-        types |= {"sizes": (("i32",) * 4,) * len(has)}
-        types |= dict.fromkeys(("query_row", "query_head", "query_step"), "i32")
-        types |= dict.fromkeys(("scale", "softcap"), "fp32")
-        known = {
-            "HEADS": 8, "GROUP": 4, "QUERIES": 1, "BY_QUERY": False, "WIDTH": 128, "VALUE_WIDTH": 128,
-            "PARTS": len(has), "HAS": tuple(has), "SOFTCAP": False, "ROWS": 16, "AT_ONCE": 64, "KEY_BLOCK": 128,
-            "VALUE_BLOCK": 128, "SPLITS": 33, "SPLIT_BLOCK": 64,
-        }  # fmt: skip
-        even = [(name,) for name in ("query", "out", "lse", "sums", "tops", "done", "query_row", "query_head")]
-        even += [("pointers", part, place) for part in range(len(has)) for place in range(7)]
-        even += [("strides", part, place) for part in range(len(has)) for place in range(6)]
-        yield f"attend, {' and '.join(kinds)}: {_needs(attend, types, known, even, warps=4, stages=3)}"
-    types = dict.fromkeys(("keys", "values"), "*bf16") | dict.fromkeys(("chances", "rooms"), "*fp32")
-    types |= {"sizes": "*i64", "kept": "*i8"} | dict.fromkeys(("scale", "gain", "ones"), "fp32")
-    types |= dict.fromkeys(("key_block", "key_step", "value_block", "value_step", "count"), "i32")
-    known = {"WIDTH": 128, "VALUE_WIDTH": 128, "KEY_BLOCK": 128, "VALUE_BLOCK": 128, "STRIP": 64}
-    even = [(name,) for name in types if name not in ("scale", "gain", "ones")]
-    yield f"walk, blocks halved: {_needs(keep_half, types, known, even, warps=8, stages=2)}"
+    query = torch.empty(1, 32, 1, 128, dtype=torch.bfloat16)
+    with patch.object(gpu, "processors", lambda device: PROCESSORS):
+        for name, parts in _steps().items():
+            kernel, *launch = _launched(of_attention, "attend", lambda: attention._attended(query, parts, 8, 0.1, None))  # noqa: B023
+            yield f"attend, {name}: {_needs(kernel, *launch)}"
+    blocks = torch.empty(4096, 256, 128, dtype=torch.bfloat16)
+    given = torch.empty(4096, 256), torch.full((4096,), 256), 0.1, 0.25
+    launched = _launched(of_walks, "keep_half", lambda: walk_in_triton._kept(blocks, blocks, *given))
+    yield f"walk, blocks halved: {_needs(*launched)}"
 
 
-def _pointers(has: int) -> tuple[str, ...]:
-    weights = ["*fp32" if has & bit else "*bf16" for bit in (1, 2)]
-    return ("*bf16", "*bf16", *weights, "*i64" if has & 4 else "*bf16", *(["*i64" if has >= 8 else "*bf16"] * 2))
+def _steps() -> dict[str, list[Entries]]:
+    """What steps read: only shapes count."""
+    keys, weights = torch.empty(1, 8, 8192, 128, dtype=torch.bfloat16), torch.zeros(1, 8, 8192)
+    runs = Segments(*(torch.zeros(1, 8, 1, 32, dtype=torch.int64) for _ in range(2)))
+    plain, weighted = WeightedTokens(keys, keys, None), WeightedTokens(keys, keys, weights)
+    return {
+        "exact": [Entries(plain)],
+        "weighted": [Entries(weighted)],
+        "weighted and a window": [Entries(weighted), Entries(plain)],
+        "runs and a window": [Entries(plain, segments=runs), Entries(plain)],
+    }
 
 
-def _needs(kernel: Any, types: dict[str, Any], known: dict[str, Any], even: list[Any], warps: int, stages: int) -> str:
+def _launched(module: Any, name: str, call: Callable[[], Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The kernel that a call launches, and with what: it is not run."""
+    kernel, seen = getattr(module, name), list[Any]()
+
+    class Launches:
+        def __class_getitem__(cls, grid: Any) -> Callable[..., None]:
+            return lambda *given, **options: seen.append((given, options))
+
+    with patch.object(module, name, Launches):
+        call()
+    [(given, options)] = seen
+    return kernel, given, options
+
+
+def _needs(kernel: Any, given: tuple[Any, ...], options: dict[str, Any]) -> str:
     """Registers, shared memory, bytes that are spilled, and which instructions multiply."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    place = {name: number for number, name in enumerate(kernel.arg_names)}
-    source = ASTSource(
-        kernel,
-        types | dict.fromkeys(known, "constexpr"),
-        {(place[name],): value for name, value in known.items()},
-        {(place[name], *inner): [["tt.divisibility", 16]] for name, *inner in even},
-    )
+    known = {(kernel.arg_names.index(name),): value for name, value in options.items() if name not in OPTIONS}
+    even: dict[tuple[int, ...], Any] = {}
+    names = kernel.arg_names[: len(given)]
+    types = {
+        name: _kind(one, (place,), known, even) for place, (name, one) in enumerate(zip(names, given, strict=True))
+    }
+    types |= {name: "constexpr" for name in options if name not in OPTIONS}
+    source = ASTSource(kernel, types, known, even)
     made = triton.compile(
-        source, target=GPUTarget("cuda", TARGET, 32), options={"num_warps": warps, "num_stages": stages}
+        source, target=GPUTarget("cuda", TARGET, 32), options={name: options[name] for name in OPTIONS}
     )
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -70,3 +91,21 @@ def _needs(kernel: Any, types: dict[str, Any], known: dict[str, Any], even: list
     products = {name: len(re.findall(rf"{name}\b", made.asm["ptx"])) for name in ("wgmma.mma_async", "mma.sync")}
     shown = ", ".join(f"{count} {name}" for name, count in products.items() if count)
     return f"{registers} registers, {made.metadata.shared:,} bytes shared, {spilled} spilled; {shown}"
+
+
+def _kind(one: Any, place: tuple[int, ...], known: dict[Any, Any], even: dict[Any, Any]) -> Any:
+    """The type of an argument as Triton takes it: a 1 is compiled in, and sixteens are made use of."""
+    if isinstance(one, tuple):
+        return tuple(_kind(each, (*place, number), known, even) for number, each in enumerate(one))
+    if isinstance(one, float):
+        return "fp32"
+    if isinstance(one, Tensor):
+        if one.data_ptr() % 16 == 0:
+            even[place] = [["tt.divisibility", 16]]
+        return f"*{NAMES[one.dtype]}"
+    if one == 1:
+        known[place] = 1
+        return "constexpr"
+    if one % 16 == 0:
+        even[place] = [["tt.divisibility", 16]]
+    return "i32" if abs(one) < 1 << 31 else "i64"

@@ -1,4 +1,4 @@
-"""Kernels in Triton, under its interpreter: no GPU is wanted, and none is used."""
+"""Kernels in Triton: on a GPU where there is one, else under Triton's interpreter."""
 
 from dataclasses import replace
 
@@ -10,23 +10,29 @@ from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.tokens import NewTokens, Unrotated
 from kvsketch.caches.forgetting.balancekv.practical import WALKS
 from kvsketch.kernels import few_queries, gpu, native
-from kvsketch.kernels.balanced_walk import in_triton as blocks_in_triton
-from kvsketch.kernels.balanced_walk import strips
+from kvsketch.kernels.balanced_walk import strips, walk_in_triton
 from kvsketch.kernels.gpu import attention
 from kvsketch.kernels.sources import Entries, Segments
 from made_index import make_index
 from test_contract import BY_PROFILE, HEADS, KINDS, LOOKUPS, SMALL, WIDTH, feed, stream
 from waiting import Waits
 
-pytest.importorskip("triton", reason="Triton is not installed")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+if DEVICE.type == "cpu" and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
+    pytest.skip(
+        f"the interpreter of Triton {triton.__version__} fails with numpy 2.4; that of 3.9 does not",
+        allow_module_level=True,
+    )
 
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-    monkeypatch.setenv(gpu.INTERPRETED, "1")
-    attention.runs_on.cache_clear()
+    if DEVICE.type == "cpu":
+        monkeypatch.setenv(gpu.INTERPRETED, "1")
+    attention._found.clear()
     yield
-    attention.runs_on.cache_clear()
+    attention._found.clear()
 
 
 def entries(draw, shape, dtype=torch.float32, *, mass=False, extra=False, runs=None, lanes=None):
@@ -49,13 +55,25 @@ def entries(draw, shape, dtype=torch.float32, *, mass=False, extra=False, runs=N
         segments = Segments(begin, length)
         unread = ~segments.mask(count).any(2)
         keys[unread], values[unread] = float("nan"), float("nan")
-    return Entries(WeightedTokens(keys, values, log_mass, log_value), lanes=lanes, segments=segments)
+    return on(DEVICE, Entries(WeightedTokens(keys, values, log_mass, log_value), lanes=lanes, segments=segments))
+
+
+def on(device, part):
+    """The same entries there."""
+    parts = (part.tokens.keys, part.tokens.values, part.tokens.log_mass, part.tokens.log_value)
+    tokens = WeightedTokens(*(None if x is None else x.to(device) for x in parts))
+    lanes = None if part.lanes is None else part.lanes.to(device)
+    segments = (
+        None if part.segments is None else Segments(part.segments.begin.to(device), part.segments.length.to(device))
+    )
+    return Entries(tokens, lanes=lanes, segments=segments)
 
 
 def by_definition(query, parts, heads, scale, softcap):
     """In float64, lane by lane."""
     rows, query_heads, queries, _ = query.shape
     group = query_heads // heads
+    query, parts = query.cpu(), [on("cpu", part) for part in parts]
     outs, sums = [], []
     for lane in range(rows * heads):
         row, head = divmod(lane, heads)
@@ -125,7 +143,7 @@ CASES = {  # rows, KV heads, group, queries, widths, kind, softcap; and parts
 def test_it_says_what_the_definition_says(case):
     (rows, heads, group, queries, width, value_width), dtype, softcap, wanted = CASES[case]
     draw = torch.Generator().manual_seed(0)
-    query = torch.randn(rows, heads * group, queries, width, generator=draw).to(dtype)
+    query = torch.randn(rows, heads * group, queries, width, generator=draw).to(DEVICE, dtype)
     parts = []
     for options in wanted:
         lanes = None if "lanes" not in options else torch.tensor(options["lanes"])
@@ -136,8 +154,8 @@ def test_it_says_what_the_definition_says(case):
     found = attention.attend(query, parts, heads, width**-0.5, softcap)
     right = by_definition(query, parts, heads, width**-0.5, softcap)
     close = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 3e-3, "atol": 1e-3}
-    torch.testing.assert_close(found.out.double(), right.out.double(), **close)
-    torch.testing.assert_close(found.lse.double(), right.lse.double(), rtol=1e-5, atol=1e-5 if softcap else 1e-4)
+    torch.testing.assert_close(found.out.double().cpu(), right.out.double(), **close)
+    torch.testing.assert_close(found.lse.double().cpu(), right.lse.double(), rtol=1e-5, atol=1e-5 if softcap else 1e-4)
     again = attention.attend(query, parts, heads, width**-0.5, softcap)
     assert torch.equal(found.out, again.out)
     assert torch.equal(found.lse, again.lse)
@@ -146,7 +164,7 @@ def test_it_says_what_the_definition_says(case):
 def test_empty_slots_may_hold_anything():
     draw = torch.Generator().manual_seed(1)
     part = entries(draw, (1, 2, 90, 32, 32), mass=True)
-    query, tokens = torch.randn(1, 4, 1, 32, generator=draw), part.tokens
+    query, tokens = torch.randn(1, 4, 1, 32, generator=draw).to(DEVICE), part.tokens
     tokens.log_mass[..., ::3] = NO_MASS
     tokens.log_mass[:, 1] = NO_MASS  # a head that holds nothing
     right = weighted_attention(query, tokens, 0.2)
@@ -172,61 +190,85 @@ def test_blocks_are_halved_as_by_torch(shape, dtype, sizes, walk):
     keys = (0.5 * torch.randn(blocks, count, width, generator=draw) + 0.7).to(dtype)
     values = (torch.randn(blocks, count, value_width, generator=draw) + 1).to(dtype)
     uniforms, sizes = torch.rand(blocks, count, generator=draw), torch.tensor(sizes)
+    keys, values, uniforms, sizes = (x.to(DEVICE) for x in (keys, values, uniforms, sizes))
     given = uniforms, sizes, width**-0.5, gain
     exact = strips.halving_signs(keys.double(), values.double(), *given) > 0
     single = strips.halving_signs(keys, values, *given) > 0
     fair = strips.halving_signs(keys, values, uniforms, sizes, width**-0.5, 0.0) > 0
     assert walk == "fair" or not torch.equal(exact, fair), "products matter"
-    for block, size in enumerate(sizes):
+    for block, size in enumerate(sizes.tolist()):
         keys[block, size:] = values[block, size:] = float("nan")
-    kept = blocks_in_triton.keep_half(keys, values, *given)
+    kept = walk_in_triton.keep_half(keys, values, *given)
     assert torch.equal(kept.sum(1), sizes // 2)
     differ, in_single = ((x != exact).any(1).sum() for x in (kept, single))
     assert differ <= in_single + (walk != "fair")
-    assert torch.equal(kept, blocks_in_triton.keep_half(keys, values, *given))
+    assert torch.equal(kept, walk_in_triton.keep_half(keys, values, *given))
 
 
 def test_it_is_refused_where_it_would_be_wrong(monkeypatch):
     draw = torch.Generator().manual_seed(2)
     part = entries(draw, (1, 2, 50, 32, 32))
-    query = torch.randn(1, 4, 1, 32, generator=draw)
+    query = torch.randn(1, 4, 1, 32, generator=draw).to(DEVICE)
     assert attention.attend(query, [part], 2, 0.2) is not None
     tokens = part.tokens
     for other in (
         replace(tokens, keys=tokens.keys[:, :, :0], values=tokens.values[:, :, :0]),
         replace(tokens, keys=tokens.keys.mT.contiguous().mT),
         replace(tokens, values=tokens.values.double()),
-        replace(tokens, keys=tokens.keys.bfloat16(), values=tokens.values.bfloat16()),
+        *(
+            [replace(tokens, keys=tokens.keys.bfloat16(), values=tokens.values.bfloat16())]
+            if DEVICE.type == "cpu"
+            else []
+        ),
     ):
         assert attention.attend(query, [Entries(other)], 2, 0.2) is None
-    assert attention.attend(torch.randn(1, 4, 1, 300), [entries(draw, (1, 2, 50, 300, 300))], 2, 0.2) is None
-    assert attention.attend(torch.randn(1, 4, 40, 32), [part], 2, 0.2) is None
+    wide = entries(draw, (1, 2, 50, 300, 300))
+    assert attention.attend(torch.randn(1, 4, 1, 300, device=DEVICE), [wide], 2, 0.2) is None
+    assert attention.attend(torch.randn(1, 4, 40, 32, device=DEVICE), [part], 2, 0.2) is None
     assert attention.attend(query, [part] * 5, 2, 0.2) is None
     assert attention.attend(query.clone().requires_grad_(), [part], 2, 0.2) is None
     monkeypatch.setenv(gpu.SWITCH, "off")
-    attention.runs_on.cache_clear()
+    attention._found.clear()
     assert attention.attend(query.detach(), [part], 2, 0.2) is None
     monkeypatch.setenv(gpu.SWITCH, "of")
-    attention.runs_on.cache_clear()
+    attention._found.clear()
     with pytest.raises(ValueError, match="KVSKETCH_GPU_KERNELS is 'of', and must be auto or off"):
         attention.attend(query.detach(), [part], 2, 0.2)
 
 
+@pytest.mark.parametrize("queries", [1, 3])
+def test_runs_may_end_where_the_buffer_ends_or_hold_nothing(queries):
+    draw = torch.Generator().manual_seed(5)
+    part, window = entries(draw, (1, 2, 90, 32, 32)), entries(draw, (1, 2, 7, 32, 32))
+    query = torch.randn(1, 4, queries, 32, generator=draw).to(DEVICE)
+    begin = torch.tensor([60, 0, 90]).expand(1, 2, queries, 3).contiguous()
+    length = torch.tensor([30, 4, 0]).repeat(1, 2, queries, 1)
+    length[:, :, -1] *= torch.tensor([1, 0])[:, None]  # the second head's last query reads none
+    runs = Segments(begin.to(DEVICE), length.to(DEVICE))
+    for parts in ([replace(part, segments=runs)], [replace(part, segments=runs), window]):
+        found, right = attention.attend(query, parts, 2, 0.2), by_definition(query, parts, 2, 0.2, None)
+        torch.testing.assert_close(found.out.double().cpu(), right.out.double(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found.lse.double().cpu(), right.lse.double(), rtol=1e-5, atol=1e-5)
+    alone = attention.attend(query, [replace(part, segments=runs)], 2, 0.2)
+    assert (alone.lse[:, 2:, -1] == NO_MASS).all()
+    assert not alone.out[:, 2:, -1].any()
+
+
 def test_kernels_that_say_another_thing_than_torch_are_not_used(monkeypatch, caplog):
     monkeypatch.setattr(attention, "weighted_attention", lambda *a, **o: Partial(torch.zeros(1), torch.zeros(1)))
-    attention.runs_on.cache_clear()
-    assert not attention.runs_on(torch.device("cpu"))
-    assert not attention.runs_on(torch.device("cpu"))
+    attention._found.clear()
+    assert not attention.runs_on(DEVICE)
+    assert not attention.runs_on(DEVICE)
     [said] = [record.getMessage() for record in caplog.records]
     assert said.startswith("torch's own kernels are used, not those in Triton, which are faster: AssertionError")
 
 
 def test_what_is_held_is_read_by_them():
     """Attention of weighted entries goes to Triton wherever it can run, and is reported."""
-    assert few_queries.name(torch.device("cpu")) == "Triton"
+    assert few_queries.name(DEVICE) == "Triton"
     draw = torch.Generator().manual_seed(3)
     part = entries(draw, (1, 2, 50, 32, 32))
-    found = few_queries.attend(torch.randn(1, 4, 1, 32, generator=draw), [part], 2, 0.2)
+    found = few_queries.attend(torch.randn(1, 4, 1, 32, generator=draw).to(DEVICE), [part], 2, 0.2)
     assert found is not None
     assert attention.NOTED in part.noted
 
@@ -237,7 +279,7 @@ BLOCKS = {"clustergen", "subgen", "balancekv", "balancekv, plain", "balancekv, f
 @pytest.mark.parametrize("name", [name for name in KINDS if name not in {*BY_PROFILE, *LOOKUPS}])
 def test_a_decode_step_waits_for_no_number(name, monkeypatch):
     """But for steps in which tokens leave the window and are clustered or halved: one in 32."""
-    monkeypatch.delenv(gpu.INTERPRETED)  # torch does the same here, and sooner
+    monkeypatch.delenv(gpu.INTERPRETED, raising=False)  # torch does the same here, and sooner
     assert len(waits_of(KINDS[name](**SMALL[name]), steps=16)) <= (name in BLOCKS)
 
 
