@@ -6,14 +6,15 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 # Tests of what another version of transformers cannot change: once is enough. Single ones are marked `once`.
 ONCE := attention balancekv balancekv_cache balancekv_theorem buckets contract file_faults fit_corpus fit_ray fitting \
-	indexed_attention kcenter keydiff lanes lookup lsh native native_walk pictures real_keys rows saap sampling scoring \
-	selectivity selectivity_keys specs structure subgen tasks training trickle uniform
+	gpu_kernels indexed_attention kcenter keydiff lanes lookup lsh native native_walk pictures real_keys rows saap \
+	sampling scoring selectivity selectivity_keys specs structure subgen tasks training trickle uniform
+TRITON := triton==3.9.0 # its interpreter, for tests without a GPU; torch for GPUs brings its own
 SEED ?= 0
 HISTORIES ?= 2000
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo real test check format lint types test-fast test-oldest docs soak power picture decode speed answers clustering balance lookup needle index profiles real-keys figures board kvpress clean
+.PHONY: demo gpu real test check format lint types test-fast test-oldest docs soak power picture decode speed answers clustering balance lookup needle index profiles real-keys figures board kvpress clean
 
 demo: $(VENV)/ready ## what kvsketch does, on the embedded model: two documents, six caches, and a picture
 	$(BIN)/kvsketch demo --out demo-report
@@ -61,6 +62,9 @@ decode: $(VENV)/ready ## the number of the README: decode speed beside stock
 
 speed: $(VENV)/ready real ## a step of every method and kernel beside exact and stock, on an idle machine; hours, and it goes on
 	$(BIN)/kvsketch bench speed --out speed-report
+
+gpu: ## kernels on a GPU, checked and timed in less than ten minutes, with the torch of PYTHON
+	PYTHONPATH=src $(PYTHON) benchmarks/gpu.py gpu-report
 
 needle: $(VENV)/ready ## the needle map of the README
 	$(BIN)/kvsketch bench needle --lengths 500,1000,2000,4000 --depths 0,0.125,0.25,0.375,0.5,0.625,0.75,0.875,1 \
@@ -157,6 +161,7 @@ $(VENV)/ready: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
+	$(BIN)/python -c "import triton" 2> /dev/null || $(BIN)/pip install --quiet --no-deps $(TRITON) || true
 	touch $@
 
 $(KVPRESS)/ready:

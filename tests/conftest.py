@@ -1,5 +1,6 @@
 """Every test runs with new memory full of NaN, so that a buffer read before it is written shows at once."""
 
+import importlib.util
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -11,6 +12,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import jaxtyping
 import pytest
 import torch
+
+if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # as it is when it is imported, so are its own functions for good
+    import triton.language  # noqa: F401
+
+    del os.environ["TRITON_INTERPRET"]
 
 torch.set_num_threads(1)  # one worker a core: two threads each would wait for one another
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what is started in the background ignores it, children too

@@ -47,18 +47,21 @@ class Classifiers(nn.Module):
         inner = queries
         if self.hidden:
             found = torch.baddbmm(self.first_bias, queries, self.first)
-            inner = torch.relu(self._normalized(found) * self.gain + self.offset)
+            inner = torch.relu(self._normalized(found))
         return torch.log_softmax(torch.baddbmm(self.second_bias, inner, self.second), 2)
 
     def _normalized(self, x: Float[Tensor, "l q h"]) -> Float[Tensor, "l q h"]:
+        """Times the gain, and moved by the offset."""
         if not self.training:
-            return (x - self.mean) * torch.rsqrt(self.variance + EPSILON)
-        mean, variance = x.mean(1, keepdim=True), x.var(1, keepdim=True, correction=0)
+            return torch.addcmul(self.offset, x - self.mean, self.gain * torch.rsqrt(self.variance + EPSILON))
+        mean = x.mean(1, keepdim=True)
+        centred = x - mean
+        variance = centred.square().mean(1, keepdim=True)
         with torch.no_grad():
             count = x.shape[1]
             self.mean.lerp_(mean, MOMENTUM)
             self.variance.lerp_(variance * count / max(1, count - 1), MOMENTUM)
-        return (x - mean) * torch.rsqrt(variance + EPSILON)
+        return torch.addcmul(self.offset, centred, self.gain * torch.rsqrt(variance + EPSILON))
 
     @torch.no_grad()
     def begin_at(

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from kvsketch.huggingface.layer import SketchLayer
 from kvsketch.huggingface.layers import LayerStack, bytes_held
-from kvsketch.kernels import native
+from kvsketch.kernels import few_queries
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,8 @@ def report_on(stack: LayerStack) -> Report:
     ]
     held = [layer.held for layer in stack.sketch[:1]]
     protected = tuple(own.within(0, n) for one in held for own, n in zip(one.spans, one.lengths, strict=True))
-    devices = {layer.held.window.keys.view.device.type for layer in stack.sketch if layer.held.started}
-    kernels = native.name() if devices <= {"cpu"} else "torch"
+    devices = {layer.held.window.keys.view.device for layer in stack.sketch if layer.held.started}
+    kernels = " and ".join(sorted({few_queries.name(device) for device in devices or {torch.device("cpu")}}))
     return Report(str(stack.config), stack.seen, tuple(layers), protected if any(protected) else (), kernels)
 
 

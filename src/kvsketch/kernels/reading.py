@@ -7,8 +7,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvsketch.attention import NO_MASS, Partial, merge
+from kvsketch.kernels import few_queries
 from kvsketch.kernels.indexed_attention import indexed_attention
-from kvsketch.kernels.native import attention as native
 from kvsketch.kernels.sources import Entries, Source
 from kvsketch.kernels.weighted_attention import weighted_attention
 
@@ -24,7 +24,7 @@ def read(
 ) -> Partial:
     """Attention over all sources together; there is one at least. `lse=False`: see `weighted_attention`."""
     parts = [part for source in sources for part in source]
-    found = native.attend(query, parts, heads, scale, softcap)
+    found = few_queries.attend(query, parts, heads, scale, softcap)
     if found is not None:
         return found
     answers = [

@@ -1,7 +1,8 @@
 """The sign walks of BalanceKV over many blocks at once, and what of each block they keep.
 
 `reference.py` is plain torch: a step for every token of a block, all blocks together; `strips.py` does the same with
-less work, and `native.py` in C. A faster form for another device is one more file here and one more line below.
+less work, `native.py` in C and `walk_in_triton.py` on GPUs. A faster form for another device is one more file here and
+one more line below.
 """
 
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from kvsketch.kernels.balanced_walk import native, reference, strips
+from kvsketch.kernels.balanced_walk import native, reference, strips, walk_in_triton
 
 AT_ONCE = 1 << 24  # products held together: 64 MiB of float32
 
@@ -24,8 +25,9 @@ def keep_half(
     gain: float,
 ) -> Bool[Tensor, "l n"]:
     """Which half to keep of the first `sizes` tokens of every block, an even number; see `reference.py`."""
-    if (kept := native.keep_half(keys, values, uniforms, sizes, scale, gain)) is not None:
-        return kept
+    for form in (walk_in_triton, native):
+        if (kept := form.keep_half(keys, values, uniforms, sizes, scale, gain)) is not None:
+            return kept
     with torch.autocast(keys.device.type, enabled=False):
         parts = [
             strips.halving_signs(keys[some], values[some], uniforms[some], sizes[some], scale, gain) > 0

@@ -1,7 +1,8 @@
 """Attention over weighted tokens, and causal attention of new tokens among themselves.
 
 `reference.py` is plain torch and runs anywhere; `fused.py` runs torch's CPU kernel; for few queries there is one in C,
-`native/attention.c`. A faster form for another device is one more line in the two functions below.
+`native/attention.c`, and one in Triton, `gpu/attend.py`. A faster form for another device is one more line in the two
+functions below.
 
 `lse=False` says that the answer is not merged with others. Where no kernel here gives the log of the
 denominator, torch's own attention is then the fastest; the `lse` that comes with it is NaN.
@@ -13,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvsketch.attention import Partial, WeightedTokens, fold_groups, join_queries, log_of, unfold_groups
-from kvsketch.kernels.native import attention as native
+from kvsketch.kernels import few_queries
 from kvsketch.kernels.sources import Entries
 from kvsketch.kernels.weighted_attention import fused, reference
 from kvsketch.kernels.weighted_attention.reference import log_normalizer
@@ -32,7 +33,7 @@ def weighted_attention(
     """Attention over weighted tokens, all of them visible to all queries."""
     if tokens.count == 0 or query.shape[2] == 0:  # torch's kernels divide by these numbers
         return reference.attend(query, tokens, scale)
-    found = native.attend(query, [Entries(tokens)], tokens.keys.shape[1], scale, softcap)
+    found = few_queries.attend(query, [Entries(tokens)], tokens.keys.shape[1], scale, softcap)
     if found is not None:
         return found
     if fused.can_run(query, softcap):

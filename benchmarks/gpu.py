@@ -1,0 +1,302 @@
+"""Kernels on a GPU, checked and then timed, in one run of less than ten minutes: `python benchmarks/gpu.py OUT`.
+
+First every kernel is held against its definition in float64; one that fails is not timed, and the run ends with an
+error. Then, for a layer of 8 KV heads × 128 in bfloat16 with four query heads each: a decode step that reads all tokens
+beside torch's own forms; one that reads 32 of 1,024 buckets, of equal and of very unlike sizes; and BalanceKV's halving
+of all blocks. Each is timed with launches by Python and as a CUDA graph, over eight copies in turn, so that nothing is
+in a cache; and beside a copy of memory in the same run. What is timed is held against the definition too, once. Rows go
+to OUT/gpu.jsonl. `--dry` goes through all of it on the CPU, with few tokens: under Triton's interpreter, and with no
+meaning for the times.
+
+`--compile` does without a GPU what can be done there: it compiles for compute capability 9.0, and says how many
+registers, how much shared memory, and whether anything is spilled.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+if "--dry" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gpu_compiled import compiled
+from kvsketch.attention import WeightedTokens, merge, weighted_attention
+from kvsketch.caches.forgetting.balancekv.practical import WALKS
+from kvsketch.evaluation.results.provenance import provenance
+from kvsketch.kernels.balanced_walk import strips, walk_in_triton
+from kvsketch.kernels.gpu import attention
+from kvsketch.kernels.sources import Entries, Segments
+
+HEADS, GROUP, WIDTH = 8, 4, 128
+SCALE = WIDTH**-0.5
+COPIES = 8  # caches in turn: together larger than what a processor keeps
+BUCKETS, PROBES, WINDOW = 1024, 32, 2048
+BLOCK = 256  # tokens that are halved together
+FULL = {"tokens": (32_768, 131_072, 171_000, 500_000), "saap": 171_000, "halved": 131_072, "rounds": 100}
+DRY = {"tokens": (300,), "saap": 1000, "halved": 64, "rounds": 2}
+BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+
+
+class Machine:
+    """Where things run, and how long they take."""
+
+    def __init__(self, dry: bool, rounds: int) -> None:
+        self.device = torch.device("cpu" if dry else "cuda")
+        self.rounds = rounds
+        self.dtype = torch.float16 if dry else torch.bfloat16  # the interpreter has no products of bfloat16
+        self.draw = torch.Generator(self.device).manual_seed(0)
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.draw, device=self.device)
+
+    def times(self, calls: Sequence[Callable[[], Any]]) -> dict[str, dict[str, Any]]:
+        """Microseconds of a call, of all of them one behind the other: by Python, and replayed from graphs."""
+        for call in calls:
+            call()
+        found = {"eager": self._timed(calls)}
+        if self.device.type == "cuda":
+            graphs = []
+            for call in calls:
+                graphs.append(torch.cuda.CUDAGraph())
+                with torch.cuda.graph(graphs[-1]):
+                    call()
+            found["graph"] = self._timed([graph.replay for graph in graphs])
+        return {
+            name: {"median": statistics.median(taken), "quartiles": statistics.quantiles(taken)[::2]}
+            for name, taken in found.items()
+        }
+
+    def _timed(self, calls: Sequence[Callable[[], Any]]) -> list[float]:
+        taken = list[float]()
+        for _ in range(self.rounds):
+            with self._clock(taken):
+                for call in calls:
+                    call()
+        return [each / len(calls) for each in taken]
+
+    @contextmanager
+    def _clock(self, taken: list[float]) -> Iterator[None]:
+        if self.device.type == "cpu":
+            begin = time.perf_counter()
+            yield
+            taken.append(1e6 * (time.perf_counter() - begin))
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        yield
+        end.record()
+        torch.cuda.synchronize()
+        taken.append(1e3 * begin.elapsed_time(end))
+
+
+def checks(on: Machine) -> None:
+    """Everything that is timed says what its definition says, on what is hard; else this raises an error."""
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        if on.device.type == "cpu" and dtype == torch.bfloat16:
+            continue
+        for count, weighted in ((1, False), (777, True), (5000 if on.device.type == "cuda" else 300, False)):
+            tokens = entries(on, count, dtype, weighted)
+            query = on.random(1, HEADS * GROUP, 1, WIDTH).to(dtype)
+            runs = Segments(*(x[None, :, None] for x in cuts(on, count)))
+            for segments in (None, runs):
+                parts = [Entries(tokens, segments=segments)]
+                found = [attention.attend(query, parts, HEADS, SCALE) for _ in range(3)]
+                assert all(one is not None for one in found), f"no kernel for {dtype}, {count} tokens"
+                assert all(torch.equal(one.out, found[0].out) for one in found), "the same answer every time"
+                held_against(found[0], query, parts, allowed(dtype))
+    keys, values = (on.random(64 if on.device.type == "cuda" else 2, BLOCK, WIDTH) for _ in range(2))
+    keys, values, *rest = walk_of(on, keys, values)
+    exact = strips.halving_signs(keys.double(), values.double(), *rest) > 0
+    found = walk_in_triton.keep_half(keys, values, *rest), strips.halving_signs(keys, values, *rest) > 0
+    differ, of_torch = (int((one != exact).any(1).sum()) for one in found)
+    assert differ <= 3 + 2 * of_torch, f"{differ} of {len(keys)} blocks are halved otherwise ({of_torch} by torch)"
+
+
+def in_float64(tokens: WeightedTokens, heads: slice) -> WeightedTokens:
+    parts = (tokens.keys, tokens.values, tokens.log_mass, tokens.log_value)
+    return WeightedTokens(*(None if x is None else x[:, heads].double() for x in parts))
+
+
+def allowed(dtype: torch.dtype) -> float:
+    """How far an answer may be from the definition: what its own rounding makes of it."""
+    return 2 * torch.finfo(dtype).eps + 1e-5
+
+
+def held_against(found: Any, query: Tensor, parts: Sequence[Entries], most: float) -> None:
+    """Raise an error if an answer is farther from the definition in float64, head by head, than may be."""
+    for head in range(HEADS):
+        here = slice(head, head + 1)
+        mine = slice(head * GROUP, (head + 1) * GROUP)
+        right = merge(
+            *(
+                weighted_attention(
+                    query[:, mine].double(), in_float64(part.tokens, here), SCALE,
+                    visible=None if part.segments is None else part.segments.mask(part.tokens.count)[:, here],
+                )
+                for part in parts
+            )
+        )  # fmt: skip
+        error = float((found.out[:, mine].double() - right.out).norm() / right.out.norm())
+        assert error < most, f"head {head}: an error of {error:.1e}, and {most:.1e} may be"
+        off = float((found.lse[:, mine].double() - right.lse).abs().max())
+        assert off < 1e-3, f"head {head}: the logarithm of the denominator is off by {off:.1e}"
+
+
+def entries(on: Machine, count: int, dtype: torch.dtype, weighted: bool = False) -> WeightedTokens:
+    keys, values = (on.random(1, HEADS, count, WIDTH).to(dtype) for _ in range(2))
+    return WeightedTokens(keys, values, on.random(1, HEADS, count) if weighted else None)
+
+
+def cuts(on: Machine, count: int) -> tuple[Tensor, Tensor]:
+    """Some runs of each head, of any lengths."""
+    number = min(20, (count + 1) // 2)
+    ends = torch.rand(HEADS, max(2 * number, count), generator=on.draw, device=on.device).argsort(1)[:, : 2 * number]
+    ends = (ends % (count + 1)).sort(1).values.unflatten(1, (number, 2))
+    return ends[..., 0].contiguous(), ends[..., 1] - ends[..., 0]
+
+
+def walk_of(on: Machine, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, float, float]:
+    uniforms = torch.rand(keys.shape[:2], generator=on.draw, device=on.device)
+    sizes = torch.full((len(keys),), keys.shape[1], device=on.device)
+    return keys, values, uniforms, sizes, SCALE, WALKS["greedy"]
+
+
+def of_a_copy(on: Machine) -> dict[str, Any]:
+    """How fast memory is read and written, of which all else is a share."""
+    count = 1 << (28 if on.device.type == "cuda" else 16)
+    there = [torch.zeros(count, device=on.device, dtype=torch.bfloat16) for _ in range(2)]
+    return {"what": "copy", "bytes": 4 * count, "us": on.times([partial(there[0].copy_, there[1])])}
+
+
+def dense(on: Machine, count: int) -> Iterator[dict[str, Any]]:
+    """A step that reads all tokens: ours, with and without weights, and torch's forms."""
+    weighted = [entries(on, count, on.dtype, weighted=True) for _ in range(copies_of(count))]
+    plain = [replace(tokens, log_mass=None) for tokens in weighted]
+    query = on.random(1, HEADS * GROUP, 1, WIDTH).to(on.dtype)
+    forms = {"ours": (ours, plain), "ours, weighted": (ours, weighted), "stock": (stock, plain)}
+    if on.device.type == "cuda":
+        forms |= {name: (partial(by_backend, backend), plain) for name, backend in BACKENDS.items()}
+    for name, (form, copies) in forms.items():
+        if form is ours:
+            held_against(ours(query, copies[-1]), query, [Entries(copies[-1])], allowed(on.dtype))
+        try:
+            taken = on.times([partial(form, query, tokens) for tokens in copies])
+        except RuntimeError as error:  # a backend that does not take these shapes
+            taken = {"error": " ".join(str(error).split())[:200]}
+        read = count * HEADS * (WIDTH * 4 + 4 * (copies is weighted))
+        yield {"what": "dense", "form": name, "tokens": count, "bytes": read, "us": taken}
+
+
+def copies_of(count: int) -> int:
+    """So many caches in turn, as long as they take 16 GiB at most."""
+    return min(COPIES, max(2, (1 << 34) // (count * HEADS * WIDTH * 4)))
+
+
+def ours(query: Tensor, *held: WeightedTokens, runs: Segments | None = None) -> Any:
+    """As in a model: what is read is described anew at each step. Runs are those of the first."""
+    parts = [Entries(tokens, segments=None if place else runs) for place, tokens in enumerate(held)]
+    return attention.attend(query, parts, HEADS, SCALE)
+
+
+def stock(query: Tensor, tokens: WeightedTokens) -> Tensor:
+    return F.scaled_dot_product_attention(query, tokens.keys, tokens.values, scale=SCALE, enable_gqa=True)
+
+
+def by_backend(backend: SDPBackend, query: Tensor, tokens: WeightedTokens) -> Tensor:
+    with sdpa_kernel(backend):
+        return stock(query, tokens)
+
+
+def looked_up(on: Machine, count: int) -> Iterator[dict[str, Any]]:
+    """A step that reads some buckets and a window; which buckets is known."""
+    query = on.random(1, HEADS * GROUP, 1, WIDTH).to(on.dtype)
+    copies = [
+        (entries(on, count, on.dtype), entries(on, min(WINDOW, count), on.dtype)) for _ in range(copies_of(count))
+    ]
+    for kind in ("equal", "lognormal", "one of a fifth"):
+        shares = torch.ones(HEADS, BUCKETS, device=on.device)
+        if kind == "lognormal":
+            shares = torch.exp(0.7 * on.random(HEADS, BUCKETS))
+        if kind == "one of a fifth":
+            shares[:, 0] = 0.25 * (BUCKETS - 1)
+        ends = (shares.cumsum(1) / shares.sum(1, keepdim=True) * count).long()
+        begins = F.pad(ends[:, :-1], (1, 0))
+        chances = torch.rand(HEADS, BUCKETS, generator=on.draw, device=on.device)
+        chances[:, 0] = -1  # the large one among them
+        visited = chances.argsort(1)[:, :PROBES]
+        runs = Segments(*(x.gather(1, visited)[None, :, None] for x in (begins, ends - begins)))
+        past, window = copies[-1]
+        parts = [Entries(past, segments=runs), Entries(window)]
+        held_against(ours(query, past, window, runs=runs), query, parts, allowed(on.dtype))
+        read = int(runs.rows.sum()) + HEADS * window.count
+        taken = on.times([partial(ours, query, *held, runs=runs) for held in copies])
+        row = {"what": "looked up", "form": kind, "tokens": count, "bytes": read * WIDTH * 4, "us": taken}
+        yield row | {"share": read / (count * HEADS)}
+
+
+def halved(on: Machine, count: int) -> Iterator[dict[str, Any]]:
+    """All blocks of a layer, once."""
+    keys, values = (on.random(HEADS * count // BLOCK, BLOCK, WIDTH).to(on.dtype) for _ in range(2))
+    given = walk_of(on, keys, values)
+    for name, form in {"ours": walk_in_triton.keep_half, "torch": strips.halving_signs}.items():
+        clock = Machine(dry=on.device.type == "cpu", rounds=3) if name == "torch" else on  # which takes long
+        yield {"what": "halved", "form": name, "tokens": count, "us": clock.times([partial(form, *given)])}
+
+
+@torch.no_grad()
+def run(out: Path, dry: bool) -> None:
+    sizes = DRY if dry else FULL
+    on = Machine(dry, sizes["rounds"])
+    assert attention.runs_on(on.device), "kernels in Triton do not run here: the line above says why"
+    checks(on)
+    out.mkdir(parents=True, exist_ok=True)
+    copy = of_a_copy(on)
+    best = copy["bytes"] / min(one["median"] for one in copy["us"].values())
+    about = provenance() | {"device": torch.cuda.get_device_name() if not dry else "interpreter"}
+    with open(out / "gpu.jsonl", "a", encoding="utf-8") as file:
+        read = (row for count in sizes["tokens"] for row in dense(on, count))
+        for row in chain([copy], read, looked_up(on, sizes["saap"]), halved(on, sizes["halved"])):
+            file.write(json.dumps(row | {"provenance": about}) + "\n")
+            file.flush()
+            print(line_of(row, best), flush=True)
+
+
+def line_of(row: dict[str, Any], best: float) -> str:
+    """A row for the screen: microseconds, and the share of a copy's speed."""
+    shown = [f"{row['what']:10} {row.get('form', ''):16} {row.get('tokens', 0):8,}"]
+    for name, taken in row["us"].items():
+        if isinstance(taken, str):
+            shown.append(f"{name}: {taken}")
+            continue
+        share = f" ({row['bytes'] / taken['median'] / best:.2f} of a copy)" if "bytes" in row else ""
+        shown.append(f"{name} {taken['median']:10.1f} µs{share}")
+    return "  ".join(shown)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, nargs="?", default=Path("gpu-report"))
+    parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--compile", action="store_true")
+    given = parser.parse_args()
+    if given.compile:
+        for line in compiled():
+            print(line, flush=True)
+    else:
+        run(given.out, given.dry)

@@ -1,0 +1,48 @@
+"""The walk of the experiments in Triton, `kernels/gpu/walk.py`: None where Triton cannot be used."""
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from kvsketch.kernels import gpu
+from kvsketch.kernels.balanced_walk.reference import ONES
+from kvsketch.kernels.gpu.attention import runs_on
+
+STRIP = 64  # tokens
+MOST_WIDTH = 256
+
+
+def keep_half(
+    keys: Float[Tensor, "l n d"],
+    values: Float[Tensor, "l n e"],
+    uniforms: Float[Tensor, "l n"],
+    sizes: Int64[Tensor, " l"],
+    scale: float,
+    gain: float,
+) -> Bool[Tensor, "l n"] | None:
+    """Which half to keep; see `strips.halving_signs`."""
+    blocks, count, width = keys.shape
+    if not gpu.can_read(keys.device, keys, values) or not runs_on(keys.device) or keys.dtype != values.dtype:
+        return None
+    if blocks * count == 0 or max(width, values.shape[2]) > MOST_WIDTH:
+        return None
+    what = f"halving blocks of {keys.dtype} × {width} and {values.shape[2]}"
+    return gpu.tried(what, lambda: _kept(keys, values, uniforms, sizes, scale, gain))
+
+
+def _kept(keys: Tensor, values: Tensor, uniforms: Tensor, sizes: Tensor, scale: float, gain: float) -> Tensor:
+    blocks, count, width = keys.shape
+    from kvsketch.kernels.gpu.walk import keep_half as kernel
+
+    keys, values = (x if x.stride(2) == 1 else x.contiguous() for x in (keys, values))
+    strip = STRIP if max(width, values.shape[2]) <= 128 else STRIP // 2
+    kept = torch.zeros(blocks, count, dtype=torch.int8, device=keys.device)
+    rooms = torch.empty(blocks, strip * strip + 2 * count, device=keys.device)
+    with gpu.current(keys.device):
+        kernel[(blocks,)](
+            *(keys, values, (0.5 - uniforms).float().contiguous(), sizes.contiguous(), kept, rooms),
+            *(*keys.stride()[:2], *values.stride()[:2], count, float(scale), float(gain), ONES),
+            WIDTH=width, VALUE_WIDTH=values.shape[2], KEY_BLOCK=gpu.power_of_two(width, 16),
+            VALUE_BLOCK=gpu.power_of_two(values.shape[2], 16), STRIP=strip, num_warps=8, num_stages=2,
+        )  # fmt: skip
+    return kept.bool()

@@ -1,0 +1,30 @@
+"""Attention of few queries by the fastest kernel that there is for their device: in C on CPUs, in Triton on GPUs."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvsketch.attention import Partial
+from kvsketch.kernels import native
+from kvsketch.kernels.gpu import attention as in_triton
+from kvsketch.kernels.native import attention as in_c
+from kvsketch.kernels.sources import Entries
+
+
+def attend(
+    query: Float[Tensor, "b hg q d"], parts: Sequence[Entries], heads: int, scale: float, softcap: float | None = None
+) -> Partial | None:
+    """Attention over all parts together, each read where it lies; None where no kernel does it."""
+    if torch.compiler.is_compiling():
+        return None
+    form = in_triton if in_triton.runs_on(query.device) else in_c
+    return form.attend(query, parts, heads, scale, softcap)
+
+
+def name(device: torch.device) -> str:
+    """Which kernels a device has, for reports."""
+    if in_triton.runs_on(device):
+        return "Triton"
+    return native.name() if device.type == "cpu" else "torch"

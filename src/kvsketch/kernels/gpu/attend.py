@@ -1,0 +1,222 @@
+"""Weighted attention for few queries: everything that a lane reads, in one launch, read where it lies.
+
+A lane is a KV head of a row of the batch, its queries are rows of one tile. What a lane reads comes in parts, each all
+of its entries or runs of them; all together, one behind the other, are cut evenly into splits, whatever the parts and
+runs, and each split is a program. It keeps its largest logit, its sums of weights and of weighted values; the last
+program of a lane merges those of all splits, in their order, so that the answer is the same every time. How long runs
+are is read on the device only.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+NOTHING = tl.constexpr(float("-inf"))
+LEAST_MASS = tl.constexpr(1e-19)  # of the largest weight, as in `weighted_attention/fused.py`
+
+
+@triton.jit
+def attend(
+    query, out, lse, sums, tops, done,  # where they begin
+    pointers, strides, sizes,  # of parts: see `_part`
+    query_row, query_head, query_step, scale, softcap,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, BY_QUERY: tl.constexpr,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PARTS: tl.constexpr, HAS: tl.constexpr, SOFTCAP: tl.constexpr,
+    SPLITS: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr, SPLIT_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One split of one lane, or of one of its queries where each reads other runs."""
+    program, split = tl.program_id(0), tl.program_id(1)
+    lane, step = program, 0
+    per_program: tl.constexpr = GROUP if BY_QUERY else GROUP * QUERIES
+    if BY_QUERY:
+        lane, step = program // QUERIES, program % QUERIES
+    row, head = lane // HEADS, lane % HEADS
+    rows = tl.arange(0, ROWS)
+    real = rows < per_program
+    query_heads = head * GROUP + (rows if BY_QUERY else rows // QUERIES)
+    steps = step + (rows * 0 if BY_QUERY else rows % QUERIES)
+    widths = tl.arange(0, KEY_BLOCK)
+    places = row.to(tl.int64) * query_row + query_heads.to(tl.int64) * query_head + steps * query_step
+    asked = tl.load(
+        query + places[:, None] + widths[None, :], mask=real[:, None] & (widths < WIDTH)[None, :], other=0.0
+    )
+
+    total = tl.zeros([], tl.int64)
+    for part in tl.static_range(PARTS):
+        total += _count(lane, step, pointers[part], sizes[part], HAS[part])
+    each = tl.cdiv(total, SPLITS)
+    start = split * each
+    stop = tl.minimum(start + each, total)
+    top = tl.full([ROWS], NOTHING, tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    found = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
+    for part in tl.static_range(PARTS):
+        count = _count(lane, step, pointers[part], sizes[part], HAS[part])
+        top, mass, found = _part(
+            asked, lane, step, tl.maximum(start, 0), tl.minimum(stop, count), top, mass, found,
+            pointers[part], strides[part], sizes[part], scale, softcap,
+            HAS[part], WIDTH, VALUE_WIDTH, SOFTCAP, AT_ONCE, KEY_BLOCK, VALUE_BLOCK,
+        )  # fmt: skip
+        start -= count
+        stop -= count
+    place = program * SPLITS + split
+    _keep(sums, tops, place, top, mass, found, per_program, VALUE_WIDTH, VALUE_BLOCK, ROWS)
+
+    tl.debug_barrier()  # all that this program has stored, before it says so
+    if tl.atomic_add(done + program, 1, sem="acq_rel") == SPLITS - 1:
+        for number in range(per_program):
+            query_at = (row * HEADS + head) * GROUP + (number if BY_QUERY else number // QUERIES)
+            answer = query_at * QUERIES + (step if BY_QUERY else number % QUERIES)
+            _merge(
+                out, lse, sums, tops, program, number, answer, per_program, VALUE_WIDTH, VALUE_BLOCK, SPLITS,
+                SPLIT_BLOCK,
+            )  # fmt: skip
+
+
+@triton.jit
+def _slot(lane, slots, HAS: tl.constexpr):
+    """Which of a part's lanes it is, below 0 where the part has none of its entries."""
+    slot = lane.to(tl.int64)
+    if HAS & 4:
+        slot = tl.load(slots + lane)
+    return slot
+
+
+@triton.jit
+def _plain(number):
+    """A number that changes from step to step comes as 2n + 3: of a 1, or of sixteens, Triton makes kernels anew."""
+    return (number - 3) // 2
+
+
+@triton.jit
+def _runs(slot, step, sizes):
+    """Where a lane's list of runs begins, for the query at hand."""
+    return (slot * sizes[3] + tl.where(sizes[3] > 1, step, 0)) * _plain(sizes[2])
+
+
+@triton.jit
+def _count(lane, step, pointers, sizes, HAS: tl.constexpr):
+    """How many entries of a part a lane reads."""
+    slot = _slot(lane, pointers[4], HAS)
+    count = tl.zeros([], tl.int64) + _plain(sizes[0])
+    if HAS >= 8:
+        last = _runs(tl.maximum(slot, 0), step, sizes) + _plain(sizes[2]) - 1
+        count = tl.load(pointers[6] + last)
+    return tl.where(slot >= 0, count, 0)
+
+
+@triton.jit
+def _part(
+    asked, lane, step, start, stop, top, mass, found, pointers, strides, sizes, scale, softcap,
+    HAS: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, SOFTCAP: tl.constexpr,
+    AT_ONCE: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The largest logit of a lane's queries so far, and the sums of exp2 of what is below it, with some of a part."""
+    keys, values, log_mass, log_value, slots, begins, ends = pointers
+    key_row, key_head, key_step, value_row, value_head, value_step, mass_row, mass_head, extra_row, extra_head = strides
+    part_heads = sizes[1]
+    search: tl.constexpr = HAS // 8 - 1  # halvings of the list of runs; -1 where all entries are read
+
+    slot = tl.maximum(_slot(lane, slots, HAS), 0)
+    row, head = slot // part_heads, slot % part_heads
+    keys += row * key_row + head * key_head
+    values += row * value_row + head * value_head
+    log_mass += row * _plain(mass_row) + head * _plain(mass_head)
+    log_value += row * _plain(extra_row) + head * _plain(extra_head)
+    runs = _runs(slot, step, sizes)
+    widths, value_widths = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
+    for begin in tl.range(start, stop, AT_ONCE):
+        at = begin + tl.arange(0, AT_ONCE)
+        ok = at < stop
+        if search >= 0:
+            at = _place(at, begins + runs, ends + runs, _plain(sizes[2]), ok, search)
+        key = tl.load(
+            keys + at[:, None] * key_step + widths[None, :], mask=ok[:, None] & (widths < WIDTH)[None, :], other=0.0
+        )
+        value = tl.load(
+            values + at[:, None] * value_step + value_widths[None, :],
+            mask=ok[:, None] & (value_widths < VALUE_WIDTH)[None, :],
+            other=0.0,
+        )
+        of_mass = tl.zeros([AT_ONCE], tl.float32)
+        if HAS & 1:
+            of_mass = tl.load(log_mass + at, mask=ok, other=NOTHING) * LOG2_E
+        of_value = of_mass
+        if HAS & 2:
+            of_value = tl.load(log_value + at, mask=ok, other=NOTHING) * LOG2_E
+        if HAS & 3:  # in an empty slot may be anything
+            ok &= tl.maximum(of_mass, of_value) > NOTHING
+            value = tl.where(ok[:, None], value, 0.0)
+        logits = tl.dot(asked.to(key.dtype), tl.trans(key), input_precision="ieee") * scale
+        if SOFTCAP:
+            logits = softcap * (2 * tl.sigmoid(2 * logits / softcap) - 1)
+        logits *= LOG2_E
+        masses = tl.where(ok[None, :], logits + of_mass[None, :], NOTHING)
+        shares = tl.where(ok[None, :], logits + of_value[None, :], NOTHING)
+        higher = tl.maximum(top, tl.max(tl.maximum(masses, shares), 1))
+        level = tl.where(higher == NOTHING, 0.0, higher)
+        lost = tl.exp2(top - level)
+        mass = mass * lost + tl.sum(tl.exp2(masses - level[:, None]), 1)
+        weights = tl.exp2(shares - level[:, None]).to(value.dtype)
+        found = found * lost[:, None] + tl.dot(weights, value, input_precision="ieee")
+        top = higher
+    return top, mass, found
+
+
+@triton.jit
+def _place(at, begins, ends, segments, ok, SEARCH: tl.constexpr):
+    """Which entry is the at-th of those in runs: the first run that ends behind it is looked for by halving."""
+    low = at * 0
+    high = low + segments
+    for _ in tl.static_range(SEARCH):
+        middle = (low + high) // 2
+        behind = tl.load(ends + middle, mask=ok & (middle < segments), other=0) > at
+        high = tl.where(behind, middle, high)
+        low = tl.where(behind | (low >= high), low, middle + 1)
+    before = tl.load(ends + low - 1, mask=ok & (low > 0), other=0)
+    return tl.load(begins + low, mask=ok, other=0) + at - before
+
+
+@triton.jit
+def _keep(
+    sums, tops, place, top, mass, found,
+    REAL: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    rows, widths = tl.arange(0, ROWS), tl.arange(0, VALUE_BLOCK)
+    real = rows < REAL
+    base = place.to(tl.int64) * REAL
+    tl.store(tops + 2 * base + rows, top, mask=real)
+    tl.store(tops + 2 * base + REAL + rows, mass, mask=real)
+    tl.store(
+        sums + (base + rows[:, None]) * VALUE_WIDTH + widths[None, :],
+        found,
+        mask=real[:, None] & (widths < VALUE_WIDTH)[None, :],
+    )
+
+
+@triton.jit
+def _merge(
+    out, lse, sums, tops, program, number, answer,
+    REAL: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A query's answer from those of all splits."""
+    splits, widths = tl.arange(0, SPLIT_BLOCK), tl.arange(0, VALUE_BLOCK)
+    base = (program * SPLITS + splits).to(tl.int64) * REAL
+    top = tl.load(tops + 2 * base + number, mask=splits < SPLITS, other=NOTHING)
+    mass = tl.load(tops + 2 * base + REAL + number, mask=splits < SPLITS, other=0.0)
+    highest = tl.max(top, 0)
+    shares = tl.where(top == NOTHING, 0.0, tl.exp2(top - tl.where(highest == NOTHING, 0.0, highest)))
+    found = tl.load(
+        sums + (base[:, None] + number) * VALUE_WIDTH + widths[None, :],
+        mask=(splits < SPLITS)[:, None] & (widths < VALUE_WIDTH)[None, :],
+        other=0.0,
+    )
+    total = tl.sum(mass * shares, 0)
+    some = tl.where(total > 0.0, tl.maximum(total, LEAST_MASS), 1.0)
+    found = tl.sum(found * shares[:, None], 0) / some
+    place = answer.to(tl.int64)
+    tl.store(out + place * VALUE_WIDTH + widths, found.to(out.dtype.element_ty), mask=widths < VALUE_WIDTH)
+    tl.store(lse + place, tl.where(total > 0.0, (highest + tl.log2(some)) * LN_2, NOTHING))

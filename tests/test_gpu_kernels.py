@@ -1,0 +1,306 @@
+"""Kernels in Triton: on a GPU where there is one, else under Triton's interpreter."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvsketch.attention import NO_MASS, Partial, WeightedTokens, merge, weighted_attention
+from kvsketch.caches.core.layer import LayerCache
+from kvsketch.caches.core.tokens import NewTokens, Unrotated
+from kvsketch.caches.forgetting.balancekv.practical import WALKS
+from kvsketch.kernels import few_queries, gpu, native
+from kvsketch.kernels.balanced_walk import strips, walk_in_triton
+from kvsketch.kernels.gpu import attention
+from kvsketch.kernels.sources import Entries, Segments
+from made_index import make_index
+from test_contract import BY_PROFILE, HEADS, KINDS, LOOKUPS, SMALL, WIDTH, feed, stream
+from waiting import Waits
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+if DEVICE.type == "cpu" and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
+    pytest.skip(
+        f"the interpreter of Triton {triton.__version__} fails with numpy 2.4; that of 3.9 does not",
+        allow_module_level=True,
+    )
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    if DEVICE.type == "cpu":
+        monkeypatch.setenv(gpu.INTERPRETED, "1")
+    attention._found.clear()
+    yield
+    attention._found.clear()
+
+
+def entries(draw, shape, dtype=torch.float32, *, mass=False, extra=False, runs=None, lanes=None):
+    """Random entries; of those in runs, what is in none is not a number."""
+    rows, heads, count, width, value_width = shape
+    keys = torch.randn(rows, heads, count, width, generator=draw).to(dtype)
+    values = torch.randn(rows, heads, count, value_width, generator=draw).to(dtype)
+    log_mass, log_value = (
+        torch.randn(rows, 1 if wanted == "shared" else heads, count, generator=draw) if wanted else None
+        for wanted in (mass, extra)
+    )
+    segments = None
+    if runs is not None:
+        queries, number = runs
+        cuts = torch.stack(
+            [torch.randperm(count, generator=draw)[: 2 * number].sort().values for _ in range(rows * heads * queries)]
+        ).reshape(rows, heads, queries, number, 2)
+        begin, length = cuts[..., 0].contiguous(), cuts[..., 1] - cuts[..., 0]
+        length[..., 1::3] = 0  # some runs are empty
+        segments = Segments(begin, length)
+        unread = ~segments.mask(count).any(2)
+        keys[unread], values[unread] = float("nan"), float("nan")
+    return on(DEVICE, Entries(WeightedTokens(keys, values, log_mass, log_value), lanes=lanes, segments=segments))
+
+
+def on(device, part):
+    """The same entries there."""
+    parts = (part.tokens.keys, part.tokens.values, part.tokens.log_mass, part.tokens.log_value)
+    tokens = WeightedTokens(*(None if x is None else x.to(device) for x in parts))
+    lanes = None if part.lanes is None else part.lanes.to(device)
+    segments = (
+        None if part.segments is None else Segments(part.segments.begin.to(device), part.segments.length.to(device))
+    )
+    return Entries(tokens, lanes=lanes, segments=segments)
+
+
+def by_definition(query, parts, heads, scale, softcap):
+    """In float64, lane by lane."""
+    rows, query_heads, queries, _ = query.shape
+    group = query_heads // heads
+    query, parts = query.cpu(), [on("cpu", part) for part in parts]
+    outs, sums = [], []
+    for lane in range(rows * heads):
+        row, head = divmod(lane, heads)
+        asked = query[row : row + 1, head * group : (head + 1) * group].double()
+        found = [part for part in (of_lane(part, lane) for part in parts) if part is not None]
+        answers = [
+            weighted_attention(asked, tokens, scale, visible=visible, softcap=softcap) for tokens, visible in found
+        ]
+        whole = merge(*answers) if answers else None
+        outs.append(torch.zeros(group, queries, parts[0].tokens.values.shape[3]) if whole is None else whole.out[0])
+        sums.append(torch.full((group, queries), NO_MASS) if whole is None else whole.lse[0])
+    return Partial(
+        torch.stack(outs).reshape(rows, query_heads, queries, -1), torch.stack(sums).reshape(query.shape[:3])
+    )
+
+
+def of_lane(part, lane):
+    if part.lanes is not None:
+        if lane not in part.lanes:
+            return None
+        lane = part.lanes.tolist().index(lane)
+    row, head = divmod(lane, part.tokens.keys.shape[1])
+    here = slice(row, row + 1), slice(head, head + 1)
+    tokens = WeightedTokens(
+        *(None if x is None else x[here].nan_to_num().double() for x in (part.tokens.keys, part.tokens.values)),
+        *(
+            None if x is None else x.expand(part.tokens.keys.shape[:3])[here].double()
+            for x in (part.tokens.log_mass, part.tokens.log_value)
+        ),
+    )
+    visible = None
+    if part.segments is not None:
+        visible = part.segments.mask(part.tokens.count)[here]
+    return tokens, visible
+
+
+CASES = {  # rows, KV heads, group, queries, widths, kind, softcap; and parts
+    "exact": ((1, 2, 4, 1, 64, 64), torch.float32, None, [{"count": 150}]),
+    "half precision": ((1, 2, 4, 1, 64, 64), torch.float16, None, [{"count": 150, "mass": True}]),
+    "two weights": ((2, 2, 2, 1, 64, 64), torch.float32, None, [{"count": 90, "mass": True, "extra": True}]),
+    "values alone weighted": ((1, 2, 2, 1, 32, 32), torch.float32, None, [{"count": 90, "extra": True}]),
+    "odd widths, a softcap, a block": ((2, 2, 2, 3, 40, 24), torch.float32, 5.0, [{"count": 70, "mass": True}]),
+    "wide heads": ((1, 1, 2, 1, 256, 256), torch.float32, None, [{"count": 70}]),
+    "runs and a window": (
+        (1, 2, 4, 1, 64, 64), torch.float16, None, [{"count": 300, "runs": (1, 11)}, {"count": 9, "mass": True}],
+    ),
+    "many runs": ((1, 1, 2, 1, 16, 16), torch.float32, None, [{"count": 400, "runs": (1, 130)}]),
+    "runs of each query": ((1, 2, 2, 3, 32, 32), torch.float32, None, [{"count": 300, "runs": (3, 5)}, {"count": 9}]),
+    "some lanes, and none": (
+        (2, 2, 2, 1, 32, 32), torch.float32, None,
+        [{"count": 90, "mass": True, "lanes": [3, 0]}, {"count": 20, "lanes": [1, 3]}],
+    ),
+    "weights that heads share": ((2, 2, 2, 1, 32, 32), torch.float32, None, [{"count": 70, "mass": "shared"}]),
+    "one run for all queries": ((1, 2, 2, 3, 32, 32), torch.float32, None, [{"count": 90, "runs": (1, 5)}]),
+    "one entry": ((1, 1, 1, 1, 16, 16), torch.float32, None, [{"count": 1}]),
+    "many rows": ((1, 1, 8, 8, 32, 32), torch.float32, None, [{"count": 100, "mass": True}]),
+    "some lanes' runs": (
+        (1, 3, 2, 1, 32, 32), torch.float32, None, [{"count": 90, "runs": (1, 4), "lanes": [2, 0]}, {"count": 5}],
+    ),
+    "two kinds": (
+        (1, 2, 2, 1, 32, 32), torch.float16, None, [{"count": 90}, {"count": 33, "mass": True, "kind": torch.float32}],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_says_what_the_definition_says(case):
+    (rows, heads, group, queries, width, value_width), dtype, softcap, wanted = CASES[case]
+    draw = torch.Generator().manual_seed(0)
+    query = torch.randn(rows, heads * group, queries, width, generator=draw).to(DEVICE, dtype)
+    parts = []
+    for options in wanted:
+        lanes = None if "lanes" not in options else torch.tensor(options["lanes"])
+        shape = (rows, heads) if lanes is None else (1, len(lanes))
+        of_part = {name: options[name] for name in ("mass", "extra", "runs") if name in options}
+        kind = options.get("kind", dtype)
+        parts.append(entries(draw, (*shape, options["count"], width, value_width), kind, lanes=lanes, **of_part))
+    found = attention.attend(query, parts, heads, width**-0.5, softcap)
+    right = by_definition(query, parts, heads, width**-0.5, softcap)
+    close = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 3e-3, "atol": 1e-3}
+    torch.testing.assert_close(found.out.double().cpu(), right.out.double(), **close)
+    torch.testing.assert_close(found.lse.double().cpu(), right.lse.double(), rtol=1e-5, atol=1e-5 if softcap else 1e-4)
+    again = attention.attend(query, parts, heads, width**-0.5, softcap)
+    assert torch.equal(found.out, again.out)
+    assert torch.equal(found.lse, again.lse)
+
+
+def test_empty_slots_may_hold_anything():
+    draw = torch.Generator().manual_seed(1)
+    part = entries(draw, (1, 2, 90, 32, 32), mass=True)
+    query, tokens = torch.randn(1, 4, 1, 32, generator=draw).to(DEVICE), part.tokens
+    tokens.log_mass[..., ::3] = NO_MASS
+    tokens.log_mass[:, 1] = NO_MASS  # a head that holds nothing
+    right = weighted_attention(query, tokens, 0.2)
+    tokens.keys[..., ::3, :], tokens.values[..., ::3, :] = float("nan"), float("nan")
+    found = attention.attend(query, [part], 2, 0.2)
+    torch.testing.assert_close((found.out, found.lse), (right.out, right.lse), rtol=1e-5, atol=1e-6)
+    assert (found.lse[:, 2:] == NO_MASS).all()
+
+
+@pytest.mark.parametrize("walk", WALKS)
+@pytest.mark.parametrize(
+    ("shape", "dtype", "sizes"),
+    [
+        ((6, 128, 32, 32), torch.float32, [128, 128, 2, 0, 70, 64]),
+        ((3, 70, 40, 24), torch.float32, [70, 2, 64]),
+        ((2, 130, 64, 64), torch.float16, [130, 66]),
+    ],
+)
+def test_blocks_are_halved_as_by_torch(shape, dtype, sizes, walk):
+    """But where rounding decides: of all blocks, in one more than of those in float32."""
+    blocks, count, width, value_width = shape
+    draw, gain = torch.Generator().manual_seed(4), WALKS[walk]
+    keys = (0.5 * torch.randn(blocks, count, width, generator=draw) + 0.7).to(dtype)
+    values = (torch.randn(blocks, count, value_width, generator=draw) + 1).to(dtype)
+    uniforms, sizes = torch.rand(blocks, count, generator=draw), torch.tensor(sizes)
+    keys, values, uniforms, sizes = (x.to(DEVICE) for x in (keys, values, uniforms, sizes))
+    given = uniforms, sizes, width**-0.5, gain
+    exact = strips.halving_signs(keys.double(), values.double(), *given) > 0
+    single = strips.halving_signs(keys, values, *given) > 0
+    fair = strips.halving_signs(keys, values, uniforms, sizes, width**-0.5, 0.0) > 0
+    assert walk == "fair" or not torch.equal(exact, fair), "products matter"
+    for block, size in enumerate(sizes.tolist()):
+        keys[block, size:] = values[block, size:] = float("nan")
+    kept = walk_in_triton.keep_half(keys, values, *given)
+    assert torch.equal(kept.sum(1), sizes // 2)
+    differ, in_single = ((x != exact).any(1).sum() for x in (kept, single))
+    assert differ <= in_single + (walk != "fair")
+    assert torch.equal(kept, walk_in_triton.keep_half(keys, values, *given))
+
+
+def test_it_is_refused_where_it_would_be_wrong(monkeypatch):
+    draw = torch.Generator().manual_seed(2)
+    part = entries(draw, (1, 2, 50, 32, 32))
+    query = torch.randn(1, 4, 1, 32, generator=draw).to(DEVICE)
+    assert attention.attend(query, [part], 2, 0.2) is not None
+    tokens = part.tokens
+    for other in (
+        replace(tokens, keys=tokens.keys[:, :, :0], values=tokens.values[:, :, :0]),
+        replace(tokens, keys=tokens.keys.mT.contiguous().mT),
+        replace(tokens, values=tokens.values.double()),
+        *(
+            [replace(tokens, keys=tokens.keys.bfloat16(), values=tokens.values.bfloat16())]
+            if DEVICE.type == "cpu"
+            else []
+        ),
+    ):
+        assert attention.attend(query, [Entries(other)], 2, 0.2) is None
+    wide = entries(draw, (1, 2, 50, 300, 300))
+    assert attention.attend(torch.randn(1, 4, 1, 300, device=DEVICE), [wide], 2, 0.2) is None
+    assert attention.attend(torch.randn(1, 4, 40, 32, device=DEVICE), [part], 2, 0.2) is None
+    assert attention.attend(query, [part] * 5, 2, 0.2) is None
+    assert attention.attend(query.clone().requires_grad_(), [part], 2, 0.2) is None
+    monkeypatch.setenv(gpu.SWITCH, "off")
+    attention._found.clear()
+    assert attention.attend(query.detach(), [part], 2, 0.2) is None
+    monkeypatch.setenv(gpu.SWITCH, "of")
+    attention._found.clear()
+    with pytest.raises(ValueError, match="KVSKETCH_GPU_KERNELS is 'of', and must be auto or off"):
+        attention.attend(query.detach(), [part], 2, 0.2)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_runs_may_end_where_the_buffer_ends_or_hold_nothing(queries):
+    draw = torch.Generator().manual_seed(5)
+    part, window = entries(draw, (1, 2, 90, 32, 32)), entries(draw, (1, 2, 7, 32, 32))
+    query = torch.randn(1, 4, queries, 32, generator=draw).to(DEVICE)
+    begin = torch.tensor([60, 0, 90]).expand(1, 2, queries, 3).contiguous()
+    length = torch.tensor([30, 4, 0]).repeat(1, 2, queries, 1)
+    length[:, :, -1] *= torch.tensor([1, 0])[:, None]  # the second head's last query reads none
+    runs = Segments(begin.to(DEVICE), length.to(DEVICE))
+    for parts in ([replace(part, segments=runs)], [replace(part, segments=runs), window]):
+        found, right = attention.attend(query, parts, 2, 0.2), by_definition(query, parts, 2, 0.2, None)
+        torch.testing.assert_close(found.out.double().cpu(), right.out.double(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found.lse.double().cpu(), right.lse.double(), rtol=1e-5, atol=1e-5)
+    alone = attention.attend(query, [replace(part, segments=runs)], 2, 0.2)
+    assert (alone.lse[:, 2:, -1] == NO_MASS).all()
+    assert not alone.out[:, 2:, -1].any()
+
+
+def test_kernels_that_say_another_thing_than_torch_are_not_used(monkeypatch, caplog):
+    monkeypatch.setattr(attention, "weighted_attention", lambda *a, **o: Partial(torch.zeros(1), torch.zeros(1)))
+    attention._found.clear()
+    assert not attention.runs_on(DEVICE)
+    assert not attention.runs_on(DEVICE)
+    [said] = [record.getMessage() for record in caplog.records]
+    assert said.startswith("torch's own kernels are used, not those in Triton, which are faster: AssertionError")
+
+
+def test_what_is_held_is_read_by_them():
+    """Attention of weighted entries goes to Triton wherever it can run, and is reported."""
+    assert few_queries.name(DEVICE) == "Triton"
+    draw = torch.Generator().manual_seed(3)
+    part = entries(draw, (1, 2, 50, 32, 32))
+    found = few_queries.attend(torch.randn(1, 4, 1, 32, generator=draw).to(DEVICE), [part], 2, 0.2)
+    assert found is not None
+    assert attention.NOTED in part.noted
+
+
+BLOCKS = {"clustergen", "subgen", "balancekv", "balancekv, plain", "balancekv, faithful"}  # that come into being wait
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in {*BY_PROFILE, *LOOKUPS}])
+def test_a_decode_step_waits_for_no_number(name, monkeypatch):
+    """But for steps in which tokens leave the window and are clustered or halved: one in 32."""
+    monkeypatch.delenv(gpu.INTERPRETED, raising=False)  # torch does the same here, and sooner
+    assert len(waits_of(KINDS[name](**SMALL[name]), steps=16)) <= (name in BLOCKS)
+
+
+@pytest.mark.parametrize("name", ["saap, estimated", "lsh"])
+def test_looking_up_waits_for_no_number(name, tmp_path):
+    """Where rows are read as they lie; torch alone copies as many as there are."""
+    given = SMALL[name] | ({"index": make_index(tmp_path, heads=HEADS, width=WIDTH)} if "index" in SMALL[name] else {})
+    assert not waits_of(KINDS[name](**given), steps=2)
+
+
+def waits_of(config, steps):
+    """What each decode step that waits for something waits for."""
+    count = 300 + steps
+    query, keys, values = stream(count, rows=1)
+    waiting, cache = list[list[str]](), LayerCache(config, 0)
+    few_queries.name(torch.device("cpu"))  # kernels are tried first
+    with native.off(), torch.no_grad():
+        feed(cache, *(x[:, :, :300] for x in (query, keys, values)), [300])
+        for place in range(300, count):
+            asking, key, value = (x[:, :, place : place + 1] for x in (query, keys, values))
+            with Waits() as waits:
+                cache.read(asking, NewTokens(key, value, None, Unrotated(asking.flip(-1), key.flip(-1))), WIDTH**-0.5)
+            waiting += [list(waits.lines)] if waits.lines else []
+    return waiting
