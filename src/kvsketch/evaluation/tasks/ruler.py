@@ -59,7 +59,7 @@ def needles(
     ask = _ruler_question if official else _compact_question
     questions = []
     for group in groups[: setting.questions]:
-        answers = [(title, value) for title in group for value in numbers[title]]  # of one title in any order
+        answers = [(title, value) for title in group for value in sorted(numbers[title], key=context.index)]
         text, opening, reply = ask(kind, group, answers)
         questions.append(Question(text, tuple(v for _, v in answers), reply, depth[answers[0]], opening))
     return Sample(context, tuple(questions))

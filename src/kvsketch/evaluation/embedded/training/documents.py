@@ -19,13 +19,13 @@ from kvsketch.evaluation.tasks.ruler import NEEDLES
 
 # How often each task is drawn: mostly those whose answers a model of this size can give.
 SHARES: Mapping[str, float] = {
-    "lines": 18,
-    "kv": 18,
+    "lines": 14,
+    "kv": 15,
     "niah_multikey_dense": 6,
     "niah_multikey_uuid": 3,
     "niah_multikey": 6,
-    "niah_multiquery": 12,
-    "niah_multivalue": 11,
+    "niah_multiquery": 16,
+    "niah_multivalue": 14,
     "niah_single": 3,
     "niah_single_uuid": 3,
     "needle": 3,

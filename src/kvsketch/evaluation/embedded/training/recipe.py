@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 LENGTHS = (192, 384, 768, 1536, 3072, 4608, 8192)
-SHARE_AT_LENGTH = (0.04, 0.1, 0.2, 0.35, 0.55, 0.75, 1.0)  # of all tokens: by then the next length comes, solved or not
-NOT_BEFORE = (0.0, 0.0, 0.0, 0.0, 0.2, 0.4, 0.7)  # of all tokens, however soon shorter ones are solved
+SHARE_AT_LENGTH = (0.04, 0.1, 0.2, 0.35, 0.55, 0.8, 1.0)  # of all tokens: by then the next length comes, solved or not
+NOT_BEFORE = (0.0, 0.0, 0.0, 0.0, 0.2, 0.4, 0.8)  # of all tokens, however soon shorter ones are solved
 WATCHED = ("lines", "kv", "niah_multikey_dense", "niah_multikey")  # when these are solved, documents get longer
 SOLVED = 0.97
 SHORTER = 4  # lengths before the present one, of which one goes beside it in each step
@@ -17,7 +17,7 @@ MEMORY = 0.9  # of the running accuracies
 class Recipe:
     """One training run; the same recipe gives the same model on the same machine."""
 
-    tokens: int = 8_000_000
+    tokens: int = 12_000_000
     batch: int = 2048  # tokens of each of a step's two lengths, or one document if that is longer
     rate: float = 7e-4  # higher ones undo the start
     warm_up: int = 60  # steps

@@ -5,7 +5,7 @@ both to tell which token it is. Layer 0 starts as shift heads: through constant 
 attends to the token h + 1 back, and copies the first part of its code into a slice of its own. Layer 1 starts as
 matching heads: a query made of the codes at some offsets meets keys made, through the same random projection, of the
 codes at others, so that a token is found that came behind what is at hand, and its code is handed to the output.
-Layer 2 starts with heads for what takes two steps: not to say a value again, and chains of variables. All weights can
+Layer 2 starts with heads for what takes two steps: the next of several values, and chains of variables. All weights can
 change.
 """
 
@@ -21,9 +21,10 @@ from kvsketch.evaluation.embedded.training.tokenizer import ASSIGNED, NEEDLE, SE
 
 SHIFT = 8.0  # size of the constant keys and queries of the shift heads: enough for one offset to take it all
 SLOW, FAST = 3e-4, 6e-3  # turns from one token to the next: slower pairs match at any distance, those between tell it
-NEAR = 3e-3, 0.03  # turns of pairs that tell what is near from all else
+LINK = 5  # the offset whose slice is for links from layer 1 on
 PREFERENCE = 9.0  # size of constants that prefer early or late tokens: matters among those that match alike
 LOUD = 10.0  # how much more than other matches one counts that a single token asks for
+LINKED, LISTED = 3.0, 2.0  # how loud links are, and what is found by them
 SHARPNESS = 2.8  # size of the projections that match: enough for a name of two tokens to stand out among thousands
 
 
@@ -151,33 +152,42 @@ def _shift_heads(layer: Any, shape: Shape) -> None:
 
 
 def _matching_heads(layer: Any, known: Mapping[str, Tensor], shape: Shape) -> None:
-    """One KV head finds what came behind what is at hand, two what came behind a name, one the next of a list."""
+    """KV heads that find what came behind what is at hand, what behind a name, the next name of a list, and links.
+
+    A link: where the second value of a name begins, how its first one goes on. So values follow one another, and the
+    next layer can list them.
+    """
     attention = layer.self_attn
     for projection in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
         projection.weight.mul_(0.02)
     follows = [(offset, offset + 1, 1.0) for offset in range(shape.offsets)]
     named = [(0, 1, 0.5), (1, 2, 0.5), (2, 3, 2.0), (3, 4, 2.0)]  # what came behind a name of two tokens, and two more
     listed = [(0, 1, 1.0), (6, 2, 1.0), (7, 3, 1.0)]  # the name before the last number, and what came after it
-    for kv_head, pairs in enumerate((follows, named, listed, named)):
+    linked = [(1, 2, 0.5), (2, 3, 0.5), (3, 4, 2.0), (4, 5, 2.0)]
+    for kv_head, pairs in enumerate((follows, named, listed, linked)):
         projections = _match(attention, kv_head, pairs, shape)
-        if pairs is named:  # several times: the first, or the last
-            _prefer(attention, kv_head, -1.0 if kv_head == 1 else 1.0, _between(shape), shape)
+        if pairs is named:  # several times: the first
+            _prefer(attention, kv_head, -1.0, _between(shape), shape)
+        if pairs is linked:  # the last
+            _prefer(attention, kv_head, 1.0, _between(shape), shape)
+            _hand_on(attention, kv_head, shape.at(0), shape.at(LINK), shape, gain=LINKED)
+            continue
         if pairs is listed:
             _begin_list(attention, kv_head, projections[0], known, shape)
         _hand_on_token(attention, kv_head, shape)
 
 
 def _chain_heads(layer: Any, known: Mapping[str, Tensor], shape: Shape) -> None:
-    """One KV head finds what was just said, one goes on in a chain of variables, one finds its first variable."""
+    """One KV head finds a name's next value, one goes on in a chain of variables, one finds its first variable."""
     attention, kv = layer.self_attn, 3 * shape.head_dim
     wide = kv * shape.group
     for weight in (attention.q_proj.weight[:wide], attention.k_proj.weight[:kv], attention.v_proj.weight[:kv]):
         weight.mul_(0.02)
     attention.o_proj.weight[:, :wide].mul_(0.02)
-    # what was said of the name at hand a moment ago is not said again
-    _match(attention, 0, [(0, 1, 1.0), (1, 2, 1.0), (2, 3, 2.0), (3, 4, 2.0)], shape)
-    _prefer(attention, 0, 1.0, 0.6 * _between(shape, NEAR), shape)
-    _hand_on_token(attention, 0, shape, gain=-1.0)
+    # the value of the name at hand that is linked to the one last said, "B is 520 279 8, B is" before it
+    _match(attention, 0, [(6, LINK, 1.0), (2, 3, 2.0), (3, 4, 2.0)], shape)
+    _prefer(attention, 0, -0.3, _between(shape), shape)  # where none was said yet: the first
+    _hand_on_token(attention, 0, shape, gain=LISTED)
     _match(attention, 1, [(0, 0, 1.0), (1, 1, 0.5)], shape)  # the variable last said, where another one is set to it
     _expect(attention, 1, 2, known[ASSIGNED], shape)
     _hand_on(attention, 1, shape.at(3), shape.found, shape)
@@ -228,9 +238,9 @@ def _prefer(attention: Any, kv_head: int, sign: float, dimensions: Tensor, shape
         attention.q_proj.bias[head * d : (head + 1) * d] += sign * constant
 
 
-def _between(shape: Shape, turns: tuple[float, float] = (SLOW, FAST)) -> Tensor:
+def _between(shape: Shape) -> Tensor:
     """The dimensions that tell near from far: of each pair that turns neither fast nor slowly the first."""
-    found = (shape.turns > turns[0]) & (shape.turns < turns[1])
+    found = (shape.turns > SLOW) & (shape.turns < FAST)
     return torch.cat([found.float(), torch.zeros(shape.head_dim // 2)])
 
 
