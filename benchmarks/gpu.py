@@ -2,11 +2,12 @@
 
 First every kernel is held against its definition in float64; one that fails is not timed, and the run ends with an
 error. Then, for a layer of 8 KV heads × 128 in bfloat16 with four query heads each: a decode step that reads all tokens
-beside torch's own forms; one that reads 32 of 1,024 buckets, of equal and of very unlike sizes; and BalanceKV's halving
-of all blocks. Each is timed with launches by Python and as a CUDA graph, over eight copies in turn, so that nothing is
-in a cache; and beside a copy of memory in the same run. What is timed is held against the definition too, once. Rows go
-to OUT/gpu.jsonl. `--dry` goes through all of it on the CPU, with few tokens: under Triton's interpreter, and with no
-meaning for the times.
+beside torch's own forms; one that reads 32 of 1,024 buckets, of equal and of very unlike sizes; BalanceKV's halving of
+all blocks; and of a prompt a chunk of queries against weighted tokens, and new tokens among themselves. Each is timed
+with launches by Python and as a CUDA graph, steps over eight copies in turn, so that nothing is in a cache; and beside
+a copy of memory in the same run. What is timed is held against the definition too, once. Rows go to OUT/gpu.jsonl.
+`--dry` goes through all of it on the CPU, with few tokens: under Triton's interpreter, and with no meaning for the
+times.
 
 `--compile` does without a GPU what can be done there: it compiles for compute capability 9.0, and says how many
 registers, how much shared memory, and whether anything is spilled.
@@ -15,11 +16,8 @@ registers, how much shared memory, and whether anything is spilled.
 import argparse
 import json
 import os
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -35,11 +33,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpu_compiled import compiled
-from kvsketch.attention import WeightedTokens, merge, weighted_attention
+from gpu_machine import Machine
+from kvsketch.attention import Partial, WeightedTokens, merge, weighted_attention
 from kvsketch.caches.forgetting.balancekv.practical import WALKS
 from kvsketch.evaluation.results.provenance import provenance
 from kvsketch.kernels.balanced_walk import strips, walk_in_triton
-from kvsketch.kernels.gpu import attention
+from kvsketch.kernels.gpu import attention, many_queries
 from kvsketch.kernels.sources import Entries, Segments
 
 HEADS, GROUP, WIDTH = 8, 4, 128
@@ -47,62 +46,15 @@ SCALE = WIDTH**-0.5
 COPIES = 8  # caches in turn: together larger than what a processor keeps
 BUCKETS, PROBES, WINDOW = 1024, 32, 2048
 BLOCK = 256  # tokens that are halved together
-FULL = {"tokens": (32_768, 131_072, 171_000, 500_000), "saap": 171_000, "halved": 131_072, "rounds": 100}
-DRY = {"tokens": (300,), "saap": 1000, "halved": 64, "rounds": 2}
+FULL = {
+    "tokens": (32_768, 131_072, 171_000, 500_000),
+    "saap": 171_000,
+    "halved": 131_072,
+    "prompt": (1024, 131_072, 16_384),
+    "rounds": 100,
+}
+DRY = {"tokens": (300,), "saap": 1000, "halved": 64, "prompt": (20, 100, 40), "rounds": 2}
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-
-
-class Machine:
-    """Where things run, and how long they take."""
-
-    def __init__(self, dry: bool, rounds: int) -> None:
-        self.device = torch.device("cpu" if dry else "cuda")
-        self.rounds = rounds
-        self.dtype = torch.float16 if dry else torch.bfloat16  # the interpreter has no products of bfloat16
-        self.draw = torch.Generator(self.device).manual_seed(0)
-
-    def random(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.draw, device=self.device)
-
-    def times(self, calls: Sequence[Callable[[], Any]]) -> dict[str, dict[str, Any]]:
-        """Microseconds of a call, of all of them one behind the other: by Python, and replayed from graphs."""
-        for call in calls:
-            call()
-        found = {"eager": self._timed(calls)}
-        if self.device.type == "cuda":
-            graphs = []
-            for call in calls:
-                graphs.append(torch.cuda.CUDAGraph())
-                with torch.cuda.graph(graphs[-1]):
-                    call()
-            found["graph"] = self._timed([graph.replay for graph in graphs])
-        return {
-            name: {"median": statistics.median(taken), "quartiles": statistics.quantiles(taken)[::2]}
-            for name, taken in found.items()
-        }
-
-    def _timed(self, calls: Sequence[Callable[[], Any]]) -> list[float]:
-        taken = list[float]()
-        for _ in range(self.rounds):
-            with self._clock(taken):
-                for call in calls:
-                    call()
-        return [each / len(calls) for each in taken]
-
-    @contextmanager
-    def _clock(self, taken: list[float]) -> Iterator[None]:
-        if self.device.type == "cpu":
-            begin = time.perf_counter()
-            yield
-            taken.append(1e6 * (time.perf_counter() - begin))
-            return
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        begin.record()
-        yield
-        end.record()
-        torch.cuda.synchronize()
-        taken.append(1e3 * begin.elapsed_time(end))
 
 
 def checks(on: Machine) -> None:
@@ -259,6 +211,27 @@ def halved(on: Machine, count: int) -> Iterator[dict[str, Any]]:
         yield {"what": "halved", "form": name, "tokens": count, "us": clock.times([partial(form, *given)])}
 
 
+def prompts(on: Machine, chunk: int, count: int, among: int) -> Iterator[dict[str, Any]]:
+    """A chunk of queries that sees all weighted tokens, and new tokens that see those before them."""
+    tokens = entries(on, count, on.dtype, weighted=True)
+    query = on.random(1, HEADS * GROUP, chunk, WIDTH).to(on.dtype)
+    found = many_queries.attend(query, tokens, SCALE)
+    some = slice(0, min(chunk, 8))
+    held_against(
+        Partial(found.out[:, :, some], found.lse[:, :, some]), query[:, :, some], [Entries(tokens)], allowed(on.dtype)
+    )
+    new, asking = entries(on, among, on.dtype), on.random(1, HEADS * GROUP, among, WIDTH).to(on.dtype)
+    causal = partial(F.scaled_dot_product_attention, scale=SCALE, enable_gqa=True, is_causal=True)
+    forms: dict[tuple[str, str, int], Callable[[], Any]] = {
+        ("chunk", "ours, weighted", chunk * count): partial(many_queries.attend, query, tokens, SCALE),
+        ("chunk", "stock, no weights", chunk * count): partial(stock, query, tokens),
+        ("among", "ours", among**2 // 2): partial(many_queries.attend, asking, new, SCALE, causal=True),
+        ("among", "stock", among**2 // 2): partial(causal, asking, new.keys, new.values),
+    }
+    for (what, form, pairs), call in forms.items():
+        yield {"what": what, "form": form, "products": 4 * pairs * HEADS * GROUP * WIDTH, "us": on.times([call])}
+
+
 @torch.no_grad()
 def run(out: Path, dry: bool) -> None:
     sizes = DRY if dry else FULL
@@ -271,7 +244,8 @@ def run(out: Path, dry: bool) -> None:
     about = provenance() | {"device": torch.cuda.get_device_name() if not dry else "interpreter"}
     with open(out / "gpu.jsonl", "a", encoding="utf-8") as file:
         read = (row for count in sizes["tokens"] for row in dense(on, count))
-        for row in chain([copy], read, looked_up(on, sizes["saap"]), halved(on, sizes["halved"])):
+        rest = looked_up(on, sizes["saap"]), halved(on, sizes["halved"]), prompts(on, *sizes["prompt"])
+        for row in chain([copy], read, *rest):
             file.write(json.dumps(row | {"provenance": about}) + "\n")
             file.flush()
             print(line_of(row, best), flush=True)
@@ -285,6 +259,7 @@ def line_of(row: dict[str, Any], best: float) -> str:
             shown.append(f"{name}: {taken}")
             continue
         share = f" ({row['bytes'] / taken['median'] / best:.2f} of a copy)" if "bytes" in row else ""
+        share += f" ({row['products'] / taken['median'] / 1e6:.0f} TFLOP/s)" if "products" in row else ""
         shown.append(f"{name} {taken['median']:10.1f} µs{share}")
     return "  ".join(shown)
 

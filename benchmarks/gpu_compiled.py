@@ -4,6 +4,8 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,17 +23,23 @@ NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64", torc
 
 
 def compiled() -> Iterator[str]:
-    """A line for each kernel and kind of call: a step of 8 KV heads × 128 in bfloat16, four query heads each."""
+    """A line for each kernel and kind of call: for 8 KV heads × 128 in bfloat16, four query heads each."""
     import kvsketch.kernels.gpu.attend as of_attention
+    import kvsketch.kernels.gpu.attend_many as of_prompts
     import kvsketch.kernels.gpu.walk as of_walks
     from kvsketch.kernels.balanced_walk import walk_in_triton
-    from kvsketch.kernels.gpu import attention
+    from kvsketch.kernels.gpu import attention, many_queries
 
     query = torch.empty(1, 32, 1, 128, dtype=torch.bfloat16)
     with patch.object(gpu, "processors", lambda device: PROCESSORS):
         for name, parts in _steps().items():
             kernel, *launch = _launched(of_attention, "attend", lambda: attention._attended(query, parts, 8, 0.1, None))  # noqa: B023
             yield f"attend, {name}: {_needs(kernel, *launch)}"
+    many = torch.empty(1, 32, 8192, 128, dtype=torch.bfloat16)
+    weighted = _steps()["weighted"][0].tokens
+    for name, tokens, causal in (("causal", replace(weighted, log_mass=None), True), ("weighted", weighted, False)):
+        call = partial(many_queries._attended, many, tokens, 0.1, None, causal, None)
+        yield f"prompt, {name}: {_needs(*_launched(of_prompts, 'attend_many', call))}"
     blocks = torch.empty(4096, 256, 128, dtype=torch.bfloat16)
     given = torch.empty(4096, 256), torch.full((4096,), 256), 0.1, 0.25
     launched = _launched(of_walks, "keep_half", lambda: walk_in_triton._kept(blocks, blocks, *given))

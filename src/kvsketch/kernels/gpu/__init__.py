@@ -24,6 +24,7 @@ OLDEST = (8, 0)  # compute capability: bfloat16 in products
 
 T = TypeVar("T")
 _log = logging.getLogger("kvsketch")
+_found = dict[tuple[str, torch.device], bool]()
 
 
 def wanted_on(device: torch.device) -> bool:
@@ -32,6 +33,34 @@ def wanted_on(device: torch.device) -> bool:
     if wanted not in ("auto", "off"):
         raise ValueError(f"{SWITCH} is {wanted!r}, and must be auto or off")
     return wanted == "auto" and device.type == ("cpu" if os.environ.get(INTERPRETED) == "1" else "cuda")
+
+
+def works(what: str, device: torch.device, check: Callable[[torch.device], None]) -> bool:
+    """Whether a kernel is used on a device; why it is not though wanted is said once.
+
+    `check` is made once: it raises an error if the kernel does not say what its definition says.
+    """
+    if not wanted_on(device):
+        return False
+    if (what, device) not in _found:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False  # nothing can be tried while a graph is made
+        _found[what, device] = _tried_on(what, device, check)
+    return _found[what, device]
+
+
+def _tried_on(what: str, device: torch.device, check: Callable[[torch.device], None]) -> bool:
+    missing = missing_on(device)
+    if missing is None:
+        try:
+            check(device)
+        except torch.OutOfMemoryError:
+            raise  # another time there may be room
+        except Exception as error:  # a driver, a compiler or a kernel can fail in any way
+            missing = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+    if missing is not None:
+        _log.warning("torch's own kernels are used for %s, not those in Triton, which are faster: %s", what, missing)
+    return missing is None
 
 
 def missing_on(device: torch.device) -> str | None:

@@ -10,10 +10,7 @@ are is read on the device only.
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
-NOTHING = tl.constexpr(float("-inf"))
-LEAST_MASS = tl.constexpr(1e-19)  # of the largest weight, as in `weighted_attention/fused.py`
+from kvsketch.kernels.gpu.softmax import LEAST_MASS, LN_2, NOTHING, more, weights_of
 
 
 @triton.jit
@@ -140,28 +137,13 @@ def _part(
             mask=ok[:, None] & (value_widths < VALUE_WIDTH)[None, :],
             other=0.0,
         )
-        of_mass = tl.zeros([AT_ONCE], tl.float32)
-        if HAS & 1:
-            of_mass = tl.load(log_mass + at, mask=ok, other=NOTHING) * LOG2_E
-        of_value = of_mass
-        if HAS & 2:
-            of_value = tl.load(log_value + at, mask=ok, other=NOTHING) * LOG2_E
+        of_mass, of_value = weights_of(log_mass, log_value, at, ok, HAS)
         if HAS & 3:  # in an empty slot may be anything
             ok &= tl.maximum(of_mass, of_value) > NOTHING
             value = tl.where(ok[:, None], value, 0.0)
-        logits = tl.dot(asked.to(key.dtype), tl.trans(key), input_precision="ieee") * scale
-        if SOFTCAP:
-            logits = softcap * (2 * tl.sigmoid(2 * logits / softcap) - 1)
-        logits *= LOG2_E
-        masses = tl.where(ok[None, :], logits + of_mass[None, :], NOTHING)
-        shares = tl.where(ok[None, :], logits + of_value[None, :], NOTHING)
-        higher = tl.maximum(top, tl.max(tl.maximum(masses, shares), 1))
-        level = tl.where(higher == NOTHING, 0.0, higher)
-        lost = tl.exp2(top - level)
-        mass = mass * lost + tl.sum(tl.exp2(masses - level[:, None]), 1)
-        weights = tl.exp2(shares - level[:, None]).to(value.dtype)
-        found = found * lost[:, None] + tl.dot(weights, value, input_precision="ieee")
-        top = higher
+        top, mass, found = more(
+            asked, key, value, of_mass, of_value, ok[None, :], top, mass, found, scale, softcap, SOFTCAP
+        )
     return top, mass, found
 
 

@@ -3,7 +3,6 @@
 For few queries: decode steps, and blocks of a few tokens.
 """
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,9 +20,6 @@ MOST_SPLITS = 64
 MOST_PARTS = 4  # each is code of its own in the kernel
 PROGRAMS = 2  # for each processor
 NOTED = "triton"  # under this name parts carry their description
-
-_log = logging.getLogger("kvsketch")
-_found = dict[torch.device, bool]()
 
 
 def attend(
@@ -48,32 +44,12 @@ def attend(
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether the kernel is used on this device; why it is not though wanted is said once."""
-    if not gpu.wanted_on(device):
-        return False
-    if device not in _found:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return False  # nothing can be tried while a graph is made
-        _found[device] = _try(device)
-    return _found[device]
-
-
-def _try(device: torch.device) -> bool:
-    missing = gpu.missing_on(device)
-    if missing is None:
-        try:
-            _check(device)
-        except torch.OutOfMemoryError:
-            raise  # another time there may be room
-        except Exception as error:  # a driver, a compiler or a kernel can fail in any way
-            missing = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
-    if missing is not None:
-        _log.warning("torch's own kernels are used, not those in Triton, which are faster: %s", missing)
-    return missing is None
+    """Whether the kernel is used on this device."""
+    return gpu.works("attention of few queries", device, _check)
 
 
 def _check(device: torch.device) -> None:
-    """Raise an error if the kernel does not say what the definition says, in any kind of number."""
+    """Hold the kernel against the definition, in every kind of number."""
     draw = torch.Generator().manual_seed(0)
     runs = Segments(*(torch.tensor(x, device=device).expand(1, 2, 1, 3) for x in ([3, 9, 40], [5, 0, 33])))
     for dtype in gpu.DTYPES:
@@ -125,16 +101,18 @@ def _attended(query: Tensor, parts: Sequence[Entries], heads: int, scale: float,
     return Partial(out, lse)
 
 
-def _can_read(part: Entries, device: torch.device) -> bool:
-    tokens = part.tokens
+def can_read_tokens(tokens: WeightedTokens, device: torch.device) -> bool:
+    """Whether kernels can read entries where they lie."""
     weights = [x for x in (tokens.log_mass, tokens.log_value) if x is not None]
     if tokens.count == 0 or not gpu.can_read(device, tokens.keys, tokens.values, *weights):
         return False
     if tokens.keys.stride(3) != 1 or tokens.values.stride(3) != 1 or tokens.keys.dtype != tokens.values.dtype:
         return False
-    if part.segments is not None and part.segments.begin.shape[3] == 0:
-        return False
     return all(x.dtype == torch.float32 and x.stride(2) == 1 for x in weights)
+
+
+def _can_read(part: Entries, device: torch.device) -> bool:
+    return can_read_tokens(part.tokens, device) and (part.segments is None or part.segments.begin.shape[3] > 0)
 
 
 def _described(part: Entries, lanes: int) -> tuple[tuple[Any, ...], tuple[int, ...], tuple[int, ...], int]:

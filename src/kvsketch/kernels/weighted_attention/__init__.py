@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvsketch.attention import Partial, WeightedTokens, fold_groups, join_queries, log_of, unfold_groups
 from kvsketch.kernels import few_queries
+from kvsketch.kernels.gpu import many_queries
 from kvsketch.kernels.sources import Entries
 from kvsketch.kernels.weighted_attention import fused, reference
 from kvsketch.kernels.weighted_attention.reference import log_normalizer
@@ -40,7 +41,8 @@ def weighted_attention(
         return fused.attend_biased(query, tokens, scale)
     if not lse and softcap is None and tokens.log_mass is None and tokens.log_value is None:
         return _answer_alone(query, tokens.keys, tokens.values, scale, causal=False)
-    return reference.attend(query, tokens, scale, softcap=softcap)
+    found = many_queries.attend(query, tokens, scale, softcap)
+    return reference.attend(query, tokens, scale, softcap=softcap) if found is None else found
 
 
 def causal_attention(
@@ -61,6 +63,9 @@ def causal_attention(
         return fused.softmax_attention(query, keys, values, scale, causal=True)
     if valid is None and softcap is None and not lse:
         return _answer_alone(query, keys, values, scale, causal=True)
+    found = many_queries.attend(query, WeightedTokens(keys, values), scale, softcap, causal=True, valid=valid)
+    if found is not None:
+        return found
     count = keys.shape[2]
     size = max(16, MASK_AT_ONCE // (keys.shape[0] * count))
     blocks = [
