@@ -38,22 +38,22 @@ from kvsketch.attention import Partial, WeightedTokens, merge, weighted_attentio
 from kvsketch.caches.forgetting.balancekv.practical import WALKS
 from kvsketch.evaluation.results.provenance import provenance
 from kvsketch.kernels.balanced_walk import strips, walk_in_triton
-from kvsketch.kernels.gpu import attention, many_queries
+from kvsketch.kernels.gpu import attention, many_queries, routing
 from kvsketch.kernels.sources import Entries, Segments
 
 HEADS, GROUP, WIDTH = 8, 4, 128
 SCALE = WIDTH**-0.5
 COPIES = 8  # caches in turn: together larger than what a processor keeps
-BUCKETS, PROBES, WINDOW = 1024, 32, 2048
+WINDOW = 2048
 BLOCK = 256  # tokens that are halved together
 FULL = {
     "tokens": (32_768, 131_072, 171_000, 500_000),
-    "saap": 171_000,
+    "saap": (171_000, 1024, 32),
     "halved": 131_072,
     "prompt": (1024, 131_072, 16_384),
     "rounds": 100,
 }
-DRY = {"tokens": (300,), "saap": 1000, "halved": 64, "prompt": (20, 100, 40), "rounds": 2}
+DRY = {"tokens": (300,), "saap": (1000, 64, 4), "halved": 64, "prompt": (20, 100, 40), "rounds": 2}
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
@@ -138,7 +138,7 @@ def of_a_copy(on: Machine) -> dict[str, Any]:
 
 def dense(on: Machine, count: int) -> Iterator[dict[str, Any]]:
     """A step that reads all tokens: ours, with and without weights, and torch's forms."""
-    weighted = [entries(on, count, on.dtype, weighted=True) for _ in range(copies_of(count))]
+    weighted = [entries(on, count, on.dtype, weighted=True) for _ in range(copies_of(on, count))]
     plain = [replace(tokens, log_mass=None) for tokens in weighted]
     query = on.random(1, HEADS * GROUP, 1, WIDTH).to(on.dtype)
     forms = {"ours": (ours, plain), "ours, weighted": (ours, weighted), "stock": (stock, plain)}
@@ -155,9 +155,9 @@ def dense(on: Machine, count: int) -> Iterator[dict[str, Any]]:
         yield {"what": "dense", "form": name, "tokens": count, "bytes": read, "us": taken}
 
 
-def copies_of(count: int) -> int:
+def copies_of(on: Machine, count: int) -> int:
     """So many caches in turn, as long as they take 16 GiB at most."""
-    return min(COPIES, max(2, (1 << 34) // (count * HEADS * WIDTH * 4)))
+    return min(COPIES if on.device.type == "cuda" else 2, max(2, (1 << 34) // (count * HEADS * WIDTH * 4)))
 
 
 def ours(query: Tensor, *held: WeightedTokens, runs: Segments | None = None) -> Any:
@@ -175,23 +175,23 @@ def by_backend(backend: SDPBackend, query: Tensor, tokens: WeightedTokens) -> Te
         return stock(query, tokens)
 
 
-def looked_up(on: Machine, count: int) -> Iterator[dict[str, Any]]:
-    """A step that reads some buckets and a window; which buckets is known."""
+def looked_up(on: Machine, count: int, buckets: int, probes: int) -> Iterator[dict[str, Any]]:
+    """A step that reads some buckets and a window; which buckets is known, or is asked of a classifier first."""
     query = on.random(1, HEADS * GROUP, 1, WIDTH).to(on.dtype)
     copies = [
-        (entries(on, count, on.dtype), entries(on, min(WINDOW, count), on.dtype)) for _ in range(copies_of(count))
+        (entries(on, count, on.dtype), entries(on, min(WINDOW, count), on.dtype)) for _ in range(copies_of(on, count))
     ]
     for kind in ("equal", "lognormal", "one of a fifth"):
-        shares = torch.ones(HEADS, BUCKETS, device=on.device)
+        shares = torch.ones(HEADS, buckets, device=on.device)
         if kind == "lognormal":
-            shares = torch.exp(0.7 * on.random(HEADS, BUCKETS))
+            shares = torch.exp(0.7 * on.random(HEADS, buckets))
         if kind == "one of a fifth":
-            shares[:, 0] = 0.25 * (BUCKETS - 1)
+            shares[:, 0] = 0.25 * (buckets - 1)
         ends = (shares.cumsum(1) / shares.sum(1, keepdim=True) * count).long()
         begins = F.pad(ends[:, :-1], (1, 0))
-        chances = torch.rand(HEADS, BUCKETS, generator=on.draw, device=on.device)
+        chances = torch.rand(HEADS, buckets, generator=on.draw, device=on.device)
         chances[:, 0] = -1  # the large one among them
-        visited = chances.argsort(1)[:, :PROBES]
+        visited = chances.argsort(1)[:, :probes]
         runs = Segments(*(x.gather(1, visited)[None, :, None] for x in (begins, ends - begins)))
         past, window = copies[-1]
         parts = [Entries(past, segments=runs), Entries(window)]
@@ -200,6 +200,36 @@ def looked_up(on: Machine, count: int) -> Iterator[dict[str, Any]]:
         taken = on.times([partial(ours, query, *held, runs=runs) for held in copies])
         row = {"what": "looked up", "form": kind, "tokens": count, "bytes": read * WIDTH * 4, "us": taken}
         yield row | {"share": read / (count * HEADS)}
+        sizes, edges = ends - begins, F.pad(ends, (1, 0))[:, None].contiguous()
+        routers = [router(on, buckets) for _ in copies]
+        calls = [
+            partial(routed, query, *held, layers, sizes, edges, probes)
+            for held, layers in zip(copies, routers, strict=True)
+        ]
+        read = int(calls[-1]()[1].sum()) + HEADS * window.count
+        learnt = sum(x.nbytes for layer in routers[0] for x in layer)
+        row |= {"form": f"{kind}, and its router", "bytes": read * WIDTH * 4 + learnt, "us": on.times(calls)}
+        yield row | {"share": read / (count * HEADS)}
+
+
+def router(on: Machine, buckets: int) -> list[tuple[Tensor, Tensor]]:
+    """A classifier of every head, as `kvsketch fit` makes it."""
+    inner = 16 if on.device.type == "cpu" else 1024
+
+    def layer(width: int, columns: int) -> tuple[Tensor, Tensor]:
+        return (on.random(HEADS, width, columns) / width**0.5).to(on.dtype), on.random(HEADS, 1, columns).to(on.dtype)
+
+    return [layer(WIDTH, inner), layer(inner, buckets)]
+
+
+def routed(
+    query: Tensor, past: WeightedTokens, window: WeightedTokens, layers: Any, sizes: Tensor, edges: Tensor, probes: int
+) -> Any:
+    """The answer, and how many tokens of the past were read."""
+    scores = routing.classify(query, layers, HEADS)
+    limits = {"probes": probes, "visit": None, "mass": None, "per_token": False, "staged": (0, 0)}
+    runs, read, _ = routing.visit(scores[0], sizes, edges, **limits)
+    return ours(query, past, window, runs=runs), read
 
 
 def halved(on: Machine, count: int) -> Iterator[dict[str, Any]]:
@@ -244,7 +274,7 @@ def run(out: Path, dry: bool) -> None:
     about = provenance() | {"device": torch.cuda.get_device_name() if not dry else "interpreter"}
     with open(out / "gpu.jsonl", "a", encoding="utf-8") as file:
         read = (row for count in sizes["tokens"] for row in dense(on, count))
-        rest = looked_up(on, sizes["saap"]), halved(on, sizes["halved"]), prompts(on, *sizes["prompt"])
+        rest = looked_up(on, *sizes["saap"]), halved(on, sizes["halved"]), prompts(on, *sizes["prompt"])
         for row in chain([copy], read, *rest):
             file.write(json.dumps(row | {"provenance": about}) + "\n")
             file.flush()

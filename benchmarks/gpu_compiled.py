@@ -26,9 +26,10 @@ def compiled() -> Iterator[str]:
     """A line for each kernel and kind of call: for 8 KV heads × 128 in bfloat16, four query heads each."""
     import kvsketch.kernels.gpu.attend as of_attention
     import kvsketch.kernels.gpu.attend_many as of_prompts
+    import kvsketch.kernels.gpu.route as of_routes
     import kvsketch.kernels.gpu.walk as of_walks
     from kvsketch.kernels.balanced_walk import walk_in_triton
-    from kvsketch.kernels.gpu import attention, many_queries
+    from kvsketch.kernels.gpu import attention, many_queries, routing
 
     query = torch.empty(1, 32, 1, 128, dtype=torch.bfloat16)
     with patch.object(gpu, "processors", lambda device: PROCESSORS):
@@ -40,6 +41,15 @@ def compiled() -> Iterator[str]:
     for name, tokens, causal in (("causal", replace(weighted, log_mass=None), True), ("weighted", weighted, False)):
         call = partial(many_queries._attended, many, tokens, 0.1, None, causal, None)
         yield f"prompt, {name}: {_needs(*_launched(of_prompts, 'attend_many', call))}"
+    weights = torch.empty(8, 128, 1024, dtype=torch.bfloat16), torch.empty(8, 1024, 1024, dtype=torch.bfloat16)
+    bias = torch.empty(8, 1, 1024, dtype=torch.bfloat16)
+    call = partial(routing._classified, query, [(weights[0], bias), (weights[1], bias)], 8)
+    yield f"classifier, 1,024 units and buckets: {_needs(*_launched(of_routes, 'classify', call))}"
+    sizes, edges = torch.zeros(8, 1024, dtype=torch.int64), torch.zeros(8, 1, 1025, dtype=torch.int64)
+    call = partial(
+        routing._visited, torch.empty(8, 1, 1024), sizes, edges, 32, 0, (0.0, 0.0), False, (9, 9), left=False
+    )
+    yield f"choice of 32 buckets: {_needs(*_launched(of_routes, 'visit', call))}"
     blocks = torch.empty(4096, 256, 128, dtype=torch.bfloat16)
     given = torch.empty(4096, 256), torch.full((4096,), 256), 0.1, 0.25
     launched = _launched(of_walks, "keep_half", lambda: walk_in_triton._kept(blocks, blocks, *given))
@@ -88,7 +98,7 @@ def _needs(kernel: Any, given: tuple[Any, ...], options: dict[str, Any]) -> str:
     types |= {name: "constexpr" for name in options if name not in OPTIONS}
     source = ASTSource(kernel, types, known, even)
     made = triton.compile(
-        source, target=GPUTarget("cuda", TARGET, 32), options={name: options[name] for name in OPTIONS}
+        source, target=GPUTarget("cuda", TARGET, 32), options={name: options[name] for name in OPTIONS & options.keys()}
     )
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

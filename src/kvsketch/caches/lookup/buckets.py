@@ -18,7 +18,7 @@ from kvsketch.caches.core.query import Answer, Query
 from kvsketch.caches.core.storage import storage_bytes
 from kvsketch.caches.lookup.config import BucketedConfig
 from kvsketch.caches.lookup.store import Index, Lookup, Store
-from kvsketch.kernels.native import routing
+from kvsketch.kernels import routes
 from kvsketch.kernels.sources import Entries, Segments
 
 
@@ -110,7 +110,7 @@ class Buckets(Index):
         limits, estimates = self.method.limits, self.means is not None
         apart = query.apart or query.queries.shape[2] > 1
         if not (estimates and apart):  # one call reads the estimate with the rest
-            found = routing.visit(asked, self.sizes, self.edges, **vars(limits), staged=store.staged, left=estimates)
+            found = routes.visit(asked, self.sizes, self.edges, **vars(limits), staged=store.staged, left=estimates)
             if found is not None:
                 runs, read, others = found
                 more = () if others is None else (Entries(self._means(others[:, 0])),)
