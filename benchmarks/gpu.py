@@ -72,12 +72,27 @@ def checks(on: Machine) -> None:
                 assert all(one is not None for one in found), f"no kernel for {dtype}, {count} tokens"
                 assert all(torch.equal(one.out, found[0].out) for one in found), "the same answer every time"
                 held_against(found[0], query, parts, allowed(dtype))
-    keys, values = (on.random(64 if on.device.type == "cuda" else 2, BLOCK, WIDTH) for _ in range(2))
-    keys, values, *rest = walk_of(on, keys, values)
-    exact = strips.halving_signs(keys.double(), values.double(), *rest) > 0
-    found = walk_in_triton.keep_half(keys, values, *rest), strips.halving_signs(keys, values, *rest) > 0
-    differ, of_torch = (int((one != exact).any(1).sum()) for one in found)
-    assert differ <= 3 + 2 * of_torch, f"{differ} of {len(keys)} blocks are halved otherwise ({of_torch} by torch)"
+    for dtype in (torch.float32, on.dtype):
+        keys, values = (on.random(64 if on.device.type == "cuda" else 2, BLOCK, WIDTH).to(dtype) for _ in range(2))
+        keys, values, *rest = walk_of(on, keys, values)
+        exact = strips.halving_signs(keys.double(), values.double(), *rest) > 0
+        found = walk_in_triton.keep_half(keys, values, *rest), strips.halving_signs(keys, values, *rest) > 0
+        differ, of_torch = (int((one != exact).any(1).sum()) for one in found)
+        assert differ <= 3 + 2 * of_torch, f"{differ} of {len(keys)} blocks are halved otherwise ({of_torch} by torch)"
+    if on.device.type == "cuda":
+        beyond_two_to_the_31(on)
+
+
+def beyond_two_to_the_31(on: Machine) -> None:
+    """A cache whose last numbers lie farther than 32 bits count: its last row is held against the definition."""
+    keys, values = (torch.empty(8, HEADS, 300_000, WIDTH, device=on.device, dtype=on.dtype) for _ in range(2))
+    for x in (keys, values):
+        x[-1] = on.random(HEADS, 300_000, WIDTH).to(on.dtype)
+        x[:-1] = 0
+    query = on.random(8, HEADS * GROUP, 1, WIDTH).to(on.dtype)
+    found = attention.attend(query, [Entries(WeightedTokens(keys, values))], HEADS, SCALE)
+    last = Entries(WeightedTokens(keys[-1:], values[-1:]))
+    held_against(Partial(found.out[-1:], found.lse[-1:]), query[-1:], [last], allowed(on.dtype))
 
 
 def in_float64(tokens: WeightedTokens, heads: slice) -> WeightedTokens:
@@ -90,7 +105,9 @@ def allowed(dtype: torch.dtype) -> float:
     return 2 * torch.finfo(dtype).eps + 1e-5
 
 
-def held_against(found: Any, query: Tensor, parts: Sequence[Entries], most: float) -> None:
+def held_against(
+    found: Any, query: Tensor, parts: Sequence[Entries], most: float, visible: Tensor | None = None
+) -> None:
     """Raise an error if an answer is farther from the definition in float64, head by head, than may be."""
     for head in range(HEADS):
         here = slice(head, head + 1)
@@ -99,7 +116,7 @@ def held_against(found: Any, query: Tensor, parts: Sequence[Entries], most: floa
             *(
                 weighted_attention(
                     query[:, mine].double(), in_float64(part.tokens, here), SCALE,
-                    visible=None if part.segments is None else part.segments.mask(part.tokens.count)[:, here],
+                    visible=visible if part.segments is None else part.segments.mask(part.tokens.count)[:, here],
                 )
                 for part in parts
             )
@@ -201,25 +218,28 @@ def looked_up(on: Machine, count: int, buckets: int, probes: int) -> Iterator[di
         row = {"what": "looked up", "form": kind, "tokens": count, "bytes": read * WIDTH * 4, "us": taken}
         yield row | {"share": read / (count * HEADS)}
         sizes, edges = ends - begins, F.pad(ends, (1, 0))[:, None].contiguous()
-        routers = [router(on, buckets) for _ in copies]
+        routers = [router(on, buckets, to_the_first=kind == "one of a fifth") for _ in copies]
         calls = [
             partial(routed, query, *held, layers, sizes, edges, probes)
             for held, layers in zip(copies, routers, strict=True)
         ]
-        read = int(calls[-1]()[1].sum()) + HEADS * window.count
+        read = sum(int(call()[1].sum()) for call in calls) / len(calls) + HEADS * window.count
         learnt = sum(x.nbytes for layer in routers[0] for x in layer)
         row |= {"form": f"{kind}, and its router", "bytes": read * WIDTH * 4 + learnt, "us": on.times(calls)}
         yield row | {"share": read / (count * HEADS)}
 
 
-def router(on: Machine, buckets: int) -> list[tuple[Tensor, Tensor]]:
-    """A classifier of every head, as `kvsketch fit` makes it."""
+def router(on: Machine, buckets: int, *, to_the_first: bool) -> list[tuple[Tensor, Tensor]]:
+    """A classifier of every head, as `kvsketch fit` makes it; one that expects all in the first bucket, or any."""
     inner = 16 if on.device.type == "cpu" else 1024
 
     def layer(width: int, columns: int) -> tuple[Tensor, Tensor]:
         return (on.random(HEADS, width, columns) / width**0.5).to(on.dtype), on.random(HEADS, 1, columns).to(on.dtype)
 
-    return [layer(WIDTH, inner), layer(inner, buckets)]
+    found = [layer(WIDTH, inner), layer(inner, buckets)]
+    if to_the_first:
+        found[1][1][:, :, 0] = 30.0
+    return found
 
 
 def routed(
@@ -238,7 +258,12 @@ def halved(on: Machine, count: int) -> Iterator[dict[str, Any]]:
     given = walk_of(on, keys, values)
     for name, form in {"ours": walk_in_triton.keep_half, "torch": strips.halving_signs}.items():
         clock = Machine(dry=on.device.type == "cpu", rounds=3) if name == "torch" else on  # which takes long
-        yield {"what": "halved", "form": name, "tokens": count, "us": clock.times([partial(form, *given)])}
+        yield {
+            "what": "halved",
+            "form": name,
+            "tokens": count,
+            "us": clock.times([partial(form, *given)], graph=name == "ours"),
+        }
 
 
 def prompts(on: Machine, chunk: int, count: int, among: int) -> Iterator[dict[str, Any]]:
@@ -251,6 +276,13 @@ def prompts(on: Machine, chunk: int, count: int, among: int) -> Iterator[dict[st
         Partial(found.out[:, :, some], found.lse[:, :, some]), query[:, :, some], [Entries(tokens)], allowed(on.dtype)
     )
     new, asking = entries(on, among, on.dtype), on.random(1, HEADS * GROUP, among, WIDTH).to(on.dtype)
+    last = slice(max(0, among - 8), among)
+    found = many_queries.attend(asking, new, SCALE, causal=True)
+    seen = torch.arange(among, device=on.device) <= torch.arange(among, device=on.device)[last, None]
+    held_against(
+        Partial(found.out[:, :, last], found.lse[:, :, last]), asking[:, :, last], [Entries(new)], allowed(on.dtype),
+        visible=seen[None, None],
+    )  # fmt: skip
     causal = partial(F.scaled_dot_product_attention, scale=SCALE, enable_gqa=True, is_causal=True)
     forms: dict[tuple[str, str, int], Callable[[], Any]] = {
         ("chunk", "ours, weighted", chunk * count): partial(many_queries.attend, query, tokens, SCALE),

@@ -22,30 +22,29 @@ class Machine:
     def random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.draw, device=self.device)
 
-    def times(self, calls: Sequence[Callable[[], Any]]) -> dict[str, dict[str, Any]]:
-        """Microseconds of a call, of all of them one behind the other: by Python, and replayed from graphs."""
+    def times(self, calls: Sequence[Callable[[], Any]], *, graph: bool = True) -> dict[str, dict[str, Any]]:
+        """Microseconds of a call, of all of them one behind the other: by Python, and replayed as one graph."""
         for call in calls:
-            call()
-        found = {"eager": self._timed(calls)}
-        if self.device.type == "cuda":
-            graphs = []
-            for call in calls:
-                graphs.append(torch.cuda.CUDAGraph())
-                with torch.cuda.graph(graphs[-1]):
+            assert call() is not None, "a kernel was refused: the log says why"
+        found = {"eager": self._timed(calls, len(calls))}
+        if self.device.type == "cuda" and graph:
+            recorded = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(recorded):
+                for call in calls:
                     call()
-            found["graph"] = self._timed([graph.replay for graph in graphs])
+            found["graph"] = self._timed([recorded.replay], len(calls))
         return {
             name: {"median": statistics.median(taken), "quartiles": statistics.quantiles(taken)[::2]}
             for name, taken in found.items()
         }
 
-    def _timed(self, calls: Sequence[Callable[[], Any]]) -> list[float]:
+    def _timed(self, calls: Sequence[Callable[[], Any]], count: int) -> list[float]:
         taken = list[float]()
         for _ in range(self.rounds):
             with self._clock(taken):
                 for call in calls:
                     call()
-        return [each / len(calls) for each in taken]
+        return [each / count for each in taken]
 
     @contextmanager
     def _clock(self, taken: list[float]) -> Iterator[None]:

@@ -220,8 +220,10 @@ def check_visits(visit, limits, device):
     lengths = torch.randint(0, 12, (lanes, runs, buckets))
     edges = torch.cat([torch.zeros(lanes, runs, 1, dtype=torch.int64), lengths.cumsum(2)], 2)
     edges += torch.cat([torch.zeros(lanes, 1, dtype=torch.int64), lengths.sum(2).cumsum(1)[:, :-1]], 1)[..., None]
-    scores, edges, sizes = scores.to(device), edges.to(device), lengths.sum(1).to(device)
-    segments, count, left = visit(scores, sizes, edges, **vars(limits), staged=(rows - 7, 7), left=True)
+    sizes = lengths.sum(1)
+    given = (x.to(device) for x in (scores, sizes, edges))
+    segments, count, left = visit(*given, **vars(limits), staged=(rows - 7, 7), left=True)
+    segments, count, left = Segments(segments.begin.cpu(), segments.length.cpu()), count.cpu(), left.cpu()
     index = Buckets.__new__(Buckets)
     index.edges = edges
     visited = choose(scores[None], sizes[None], limits)

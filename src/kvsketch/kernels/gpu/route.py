@@ -90,7 +90,8 @@ def visit(
     there = every < BUCKETS
     score = tl.load(scores + number * BUCKETS + every, mask=there, other=0.0)
     size = tl.load(sizes + lane * BUCKETS + every, mask=there, other=0)
-    worth = tl.where(size > 0, score / tl.maximum(size, 1), 0.0) if PER_TOKEN else score
+    each = tl.div_rn(score, tl.maximum(size, 1).to(tl.float32)) if PER_TOKEN else score  # as torch rounds it
+    worth = tl.where(size > 0, each, 0.0) if PER_TOKEN else score
     # Larger first, of equal ones the earlier: a probability's bits are in the order of its size.
     order = (worth.to(tl.int32, bitcast=True).to(tl.int64) << 32) + (BUCKET_BLOCK - 1 - every)
     order = tl.where(there, order, -1)
@@ -120,6 +121,7 @@ def visit(
     tl.store(length + width - 1, staged)
     tl.store(read + number, tl.sum(tl.where(taken, tokens, 0), 0) + staged)
     if LEFT:
-        last = tl.min(tl.where(taken, ranked, 0x7FFFFFFFFFFFFFFF), 0)
-        weight = tl.where((order < last) & (size > 0), tl.log(tl.maximum(size, 1).to(tl.float32)), NOTHING)
+        weight = tl.where(size > 0, tl.log(tl.maximum(size, 1).to(tl.float32)), NOTHING)
         tl.store(left + number * BUCKETS + every, weight, mask=there)
+        tl.debug_barrier()  # those of what is visited come after
+        tl.store(left + number * BUCKETS + bucket, bucket * 0.0 + NOTHING, mask=taken)

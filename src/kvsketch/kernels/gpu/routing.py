@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
@@ -29,18 +30,18 @@ def classify(
         return None
     if not gpu.can_read(query.device, query, *there) or not all(x.is_contiguous() for x in there):
         return None
-    if len({x.dtype for x in there}) > 1 or not gpu.works("routing", query.device, _check):
+    if len({x.dtype for x in there}) > 1 or not gpu.works("routing", query.device, there[-1].dtype, _check):
         return None
     what = f"a classifier of {there[-1].dtype} × {width}, {[tuple(x.shape[1:]) for x in there]}, {rows} rows"
-    return gpu.tried(what, lambda: _classified(query, layers, heads))
+    return gpu.tried(what, query.device, lambda: _classified(query, layers, heads))
 
 
 def _classified(query: Tensor, layers: Sequence[tuple[Tensor, Tensor] | None], heads: int) -> Tensor:
     rows, query_heads, count, width = query.shape
     (second, second_bias), before = layers[-1] or (query, query), layers[0] if len(layers) > 1 else None
     buckets, group, device = second.shape[2], query_heads // heads, query.device
-    logits = torch.empty(rows * heads, group * count, buckets, device=device)
-    scores = torch.empty(rows, heads, count, buckets, device=device)
+    logits = torch.empty(rows * heads, group * count, buckets, dtype=torch.float32, device=device)
+    scores = torch.empty(rows, heads, count, buckets, dtype=torch.float32, device=device)
     done = torch.zeros(rows * heads, dtype=torch.int32, device=device)
     slices = -(-buckets // SLICE)
     from kvsketch.kernels.gpu.route import classify as kernel
@@ -77,12 +78,13 @@ def visit(
         return None
     if not 0 < buckets <= MOST_BUCKETS or probes < 1 or queries < 1 or not gpu.can_read(scores.device, scores):
         return None
-    if not gpu.works("routing", scores.device, _check):
+    if not gpu.works("routing", scores.device, torch.float32, _check):
         return None
     limits = (0 if visit is None else 1 + isinstance(visit, float)) + 4 * (mass is not None)
     given = float(visit or 0.0), float(mass or 0.0)
     return gpu.tried(
-        f"the choice of {probes} of {buckets} buckets",
+        f"the choice of {probes} of {buckets} buckets, {limits}, {per_token}, {left}",
+        scores.device,
         lambda: _visited(scores, sizes, edges, min(probes, buckets), limits, given, per_token, staged, left),
     )
 
@@ -108,22 +110,27 @@ def _visited(
     return Segments(begin, length), read, others
 
 
-def _check(device: torch.device) -> None:
-    """Hold both kernels against torch."""
+def _check(device: torch.device, dtype: torch.dtype) -> None:
+    """Hold both kernels against torch in float64."""
     draw = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=draw).to(device)
+        return torch.randn(*shape, generator=draw, device="cpu").to(device, dtype)
 
-    query, first, second = normal(1, 4, 1, 32), normal(2, 32, 48) / 4, normal(2, 48, 200) / 4
-    biases = normal(2, 1, 48), normal(2, 1, 200)
-    inner = torch.relu(torch.einsum("bhgd,hdk->bhgk", query.view(1, 2, 2, 32), first) + biases[0])
-    right = torch.softmax(torch.einsum("bhgk,hkc->bhgc", inner, second) + biases[1], 3).mean(2, keepdim=True)
+    query, first, second = normal(1, 4, 1, 128), normal(2, 128, 200) / 8, normal(2, 200, 300) / 8
+    biases = normal(2, 1, 200), normal(2, 1, 300)
+    asked = [x.double() for x in (query.view(1, 2, 2, 128), first, biases[0], second, biases[1])]
+    inner = torch.relu(torch.einsum("bhgd,hdk->bhgk", asked[0], asked[1]) + asked[2])
+    right = torch.softmax(torch.einsum("bhgk,hkc->bhgc", inner, asked[3]) + asked[4], 3).mean(2, keepdim=True)
     found = _classified(query, [(first, biases[0]), (second, biases[1])], 2)
-    torch.testing.assert_close(found, right, rtol=1e-3, atol=1e-6)
-    sizes = torch.randint(0, 9, (2, 200), generator=draw).to(device)
-    edges = torch.nn.functional.pad(sizes.cumsum(1), (1, 0))[:, None].contiguous()
-    runs, read, _ = _visited(right[0].contiguous(), sizes, edges, 20, 0, (0.0, 0.0), False, (1700, 3), False)
-    best = right[0, :, 0].topk(20).indices
+    most = 1e-4 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(found.double(), right, rtol=most, atol=most * float(right.max()))
+    sizes = torch.randint(0, 9, (2, 300), generator=draw, device="cpu").to(device)
+    edges = F.pad(sizes.cumsum(1), (1, 0))[:, None].contiguous()
+    scores, none = right[0].float().contiguous(), (0.0, 0.0)
+    runs, read, left = _visited(scores, sizes, edges, 20, 0, none, per_token=False, staged=(2600, 3), left=True)
+    best = scores[:, 0].topk(20).indices
     assert torch.equal(runs.begin[0, :, 0, :20], edges[:, 0].gather(1, best)), "the largest come first"
     assert torch.equal(read[0, :, 0], sizes.gather(1, best).sum(1) + 3), "as many as there are"
+    others = sizes.float().log().scatter(1, best, -float("inf"))
+    torch.testing.assert_close(left, others[:, None])

@@ -18,7 +18,11 @@ def more(
 
     Logarithms are of base 2. `visible` says which query sees which entry, `of_mass` and `of_value` are the entries'.
     """
-    logits = tl.dot(asked.to(key.dtype), tl.trans(key), input_precision="ieee") * scale
+    if asked.dtype == tl.float32:  # products are of 16 bits where queries or entries are
+        asked = asked.to(key.dtype)
+    else:
+        key, value = key.to(asked.dtype), value.to(asked.dtype)
+    logits = tl.dot(asked, tl.trans(key), input_precision="ieee") * scale
     if SOFTCAP:
         logits = softcap * (2 * tl.sigmoid(2 * logits / softcap) - 1)
     logits *= LOG2_E
