@@ -39,7 +39,7 @@ from kvsketch.caches.forgetting.balancekv.practical import WALKS
 from kvsketch.evaluation.results.provenance import provenance
 from kvsketch.kernels.balanced_walk import strips, walk_in_triton
 from kvsketch.kernels.gpu import attention, many_queries, routing
-from kvsketch.kernels.sources import Entries, Segments
+from kvsketch.kernels.sources import Entries, Limits, Segments
 
 HEADS, GROUP, WIDTH = 8, 4, 128
 SCALE = WIDTH**-0.5
@@ -246,9 +246,8 @@ def routed(
     query: Tensor, past: WeightedTokens, window: WeightedTokens, layers: Any, sizes: Tensor, edges: Tensor, probes: int
 ) -> Any:
     """The answer, and how many tokens of the past were read."""
-    scores = routing.classify(query, layers, HEADS)
-    limits = {"probes": probes, "visit": None, "mass": None, "per_token": False, "staged": (0, 0)}
-    runs, read, _ = routing.visit(scores[0], sizes, edges, **limits)
+    scores = routing.classify(query, *layers, HEADS)
+    runs, read, _ = routing.visit(scores[0], sizes, edges, Limits(probes), (0, 0))
     return ours(query, past, window, runs=runs), read
 
 

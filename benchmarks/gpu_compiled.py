@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvsketch.attention import WeightedTokens
 from kvsketch.kernels import gpu
-from kvsketch.kernels.sources import Entries, Segments
+from kvsketch.kernels.sources import Entries, Limits, Segments
 
 TARGET, PROCESSORS = 90, 132  # compute capability 9.0: H100 and H200
 OPTIONS = {"num_warps", "num_stages"}
@@ -47,12 +47,10 @@ def compiled() -> Iterator[str]:
     query = torch.empty(1, 32, 1, 128, dtype=torch.bfloat16)
     weights = torch.empty(8, 128, 1024, dtype=torch.bfloat16), torch.empty(8, 1024, 1024, dtype=torch.bfloat16)
     bias = torch.empty(8, 1, 1024, dtype=torch.bfloat16)
-    call = partial(routing._classified, query, [(weights[0], bias), (weights[1], bias)], 8)
+    call = partial(routing._classified, query, (weights[0], bias), (weights[1], bias), 8)
     yield f"classifier, 1,024 units and buckets: {_needs(*_launched(of_routes, 'classify', call))}"
     sizes, edges = torch.zeros(8, 1024, dtype=torch.int64), torch.zeros(8, 1, 1025, dtype=torch.int64)
-    call = partial(
-        routing._visited, torch.empty(8, 1, 1024), sizes, edges, 32, 0, (0.0, 0.0), False, (9, 9), left=False
-    )
+    call = partial(routing._visited, torch.empty(8, 1, 1024), sizes, edges, Limits(32), (9, 9), left=False)
     yield f"choice of 32 buckets: {_needs(*_launched(of_routes, 'visit', call))}"
     blocks = torch.empty(4096, 256, 128, dtype=torch.bfloat16)
     given = torch.empty(4096, 256), torch.full((4096,), 256), 0.1, 0.25

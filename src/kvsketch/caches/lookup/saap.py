@@ -145,7 +145,7 @@ def classified(
 ) -> Float[Tensor, "b h q c"]:
     """Mean probability of every bucket over the group, by the classifiers; queries as they are before rotation."""
     before = None if first is None or first_bias is None else (first, first_bias)
-    found = routes.classify(query, [before, (second, second_bias)], second.shape[0])
+    found = routes.classify(query, before, (second, second_bias), second.shape[0])
     if found is not None:
         return found
 

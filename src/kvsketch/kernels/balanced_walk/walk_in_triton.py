@@ -9,7 +9,6 @@ from kvsketch.kernels.balanced_walk import strips
 from kvsketch.kernels.balanced_walk.reference import ONES
 
 STRIP = 64  # tokens
-MOST_WIDTH = 256
 AT_ONCE = 1 << 13  # blocks: 150 MiB of room for those of 256 tokens
 
 
@@ -25,7 +24,7 @@ def keep_half(
     blocks, count, width = keys.shape
     if not gpu.can_read(keys.device, keys, values) or keys.dtype != values.dtype:
         return None
-    if blocks * count == 0 or max(width, values.shape[2]) > MOST_WIDTH:
+    if blocks * count == 0 or max(width, values.shape[2]) > gpu.MOST_WIDTH:
         return None
     if not gpu.works("BalanceKV's walk", keys.device, keys.dtype, _check):
         return None

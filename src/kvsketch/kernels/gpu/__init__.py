@@ -21,6 +21,7 @@ INTERPRETED = "TRITON_INTERPRET"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NOT_INTERPRETED = torch.bfloat16  # products of these come out wrong there
 NOT_COMPILED = "PassManager::run failed"  # so begins what Triton's compiler says of a kernel
+MOST_WIDTH = 256  # of keys and of values
 OLDEST = (8, 0)  # compute capability: bfloat16 in products
 
 T = TypeVar("T")
@@ -97,6 +98,11 @@ def can_read(device: torch.device, *tensors: Tensor) -> bool:
 def power_of_two(count: int, least: int = 1) -> int:
     """The next one: so large are blocks."""
     return max(least, 1 << max(0, count - 1).bit_length())
+
+
+def bits(*things: object | None) -> int:
+    """Which of them there are."""
+    return sum(1 << place for place, thing in enumerate(things) if thing is not None)
 
 
 def tried(what: str, device: torch.device, call: Callable[[], T]) -> T | None:

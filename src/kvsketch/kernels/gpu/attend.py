@@ -10,7 +10,7 @@ are is read on the device only.
 import triton
 import triton.language as tl
 
-from kvsketch.kernels.gpu.softmax import LEAST_MASS, LN_2, NOTHING, more, weights_of
+from kvsketch.kernels.gpu.softmax import LEAST_MASS, LN_2, NOTHING, entries, more
 
 
 @triton.jit
@@ -123,24 +123,15 @@ def _part(
     log_mass += row * _plain(mass_row) + head * _plain(mass_head)
     log_value += row * _plain(extra_row) + head * _plain(extra_head)
     runs = _runs(slot, step, sizes)
-    widths, value_widths = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
     for begin in tl.range(start, stop, AT_ONCE):
         at = begin + tl.arange(0, AT_ONCE)
         ok = at < stop
         if search >= 0:
             at = _place(at, begins + runs, ends + runs, _plain(sizes[2]), ok, search)
-        key = tl.load(
-            keys + at[:, None] * key_step + widths[None, :], mask=ok[:, None] & (widths < WIDTH)[None, :], other=0.0
-        )
-        value = tl.load(
-            values + at[:, None] * value_step + value_widths[None, :],
-            mask=ok[:, None] & (value_widths < VALUE_WIDTH)[None, :],
-            other=0.0,
-        )
-        of_mass, of_value = weights_of(log_mass, log_value, at, ok, HAS)
-        if HAS & 3:  # in an empty slot may be anything
-            ok &= tl.maximum(of_mass, of_value) > NOTHING
-            value = tl.where(ok[:, None], value, 0.0)
+        key, value, of_mass, of_value, ok = entries(
+            keys, values, log_mass, log_value, key_step, value_step, at, ok,
+            HAS, WIDTH, VALUE_WIDTH, KEY_BLOCK, VALUE_BLOCK,
+        )  # fmt: skip
         top, mass, found = more(
             asked, key, value, of_mass, of_value, ok[None, :], top, mass, found, scale, softcap, SOFTCAP
         )

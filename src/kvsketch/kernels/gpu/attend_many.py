@@ -8,7 +8,7 @@ the valid ones before it.
 import triton
 import triton.language as tl
 
-from kvsketch.kernels.gpu.softmax import LEAST_MASS, LN_2, NOTHING, more, weights_of
+from kvsketch.kernels.gpu.softmax import LEAST_MASS, LN_2, NOTHING, entries, more
 
 
 @triton.jit
@@ -45,19 +45,10 @@ def attend_many(
     for begin in tl.range(0, last, AT_ONCE):
         at = begin + tl.arange(0, AT_ONCE)
         ok = at < last
-        far = at.to(tl.int64)[:, None]
-        key = tl.load(
-            keys + far * key_strides[2] + widths[None, :], mask=ok[:, None] & (widths < WIDTH)[None, :], other=0.0
-        )
-        value = tl.load(
-            values + far * value_strides[2] + value_widths[None, :],
-            mask=ok[:, None] & (value_widths < VALUE_WIDTH)[None, :],
-            other=0.0,
-        )
-        of_mass, of_value = weights_of(log_mass, log_value, at, ok, HAS)
-        if HAS & 3:  # in an empty slot may be anything
-            ok &= tl.maximum(of_mass, of_value) > NOTHING
-            value = tl.where(ok[:, None], value, 0.0)
+        key, value, of_mass, of_value, ok = entries(
+            keys, values, log_mass, log_value, key_strides[2], value_strides[2], at, ok,
+            HAS, WIDTH, VALUE_WIDTH, KEY_BLOCK, VALUE_BLOCK,
+        )  # fmt: skip
         visible = ok[None, :]
         if CAUSAL:
             visible &= at[None, :] <= steps[:, None]

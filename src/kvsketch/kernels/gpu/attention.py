@@ -16,7 +16,6 @@ from kvsketch.kernels.sources import Entries, Segments
 
 WHAT = "attention of few queries"
 MOST_ROWS = 128  # of a group's queries together
-MOST_WIDTH = 256
 MOST_SPLITS = 64
 MOST_PARTS = 4  # each is code of its own in the kernel
 PROGRAMS = 2  # for each processor
@@ -36,7 +35,7 @@ def attend(
     """
     _, query_heads, queries, width = query.shape
     group, value_width = query_heads // heads, parts[0].tokens.values.shape[3]
-    if not 0 < queries * group <= MOST_ROWS or max(width, value_width) > MOST_WIDTH or query.stride(3) != 1:
+    if not 0 < queries * group <= MOST_ROWS or max(width, value_width) > gpu.MOST_WIDTH or query.stride(3) != 1:
         return None
     if not gpu.can_read(query.device, query) or not all(_can_read(part, query.device) for part in parts):
         return None
@@ -163,9 +162,8 @@ def _description(part: Entries, lanes: int) -> Description:
 
 
 def _has(part: Entries) -> int:
-    """Which weights a part has, and whether it is of some lanes, in bits."""
-    given = part.tokens.log_mass, part.tokens.log_value, part.lanes
-    return sum(bit * (x is not None) for bit, x in zip((1, 2, 4), given, strict=True))
+    """Which weights a part has, and whether it is of some lanes."""
+    return gpu.bits(part.tokens.log_mass, part.tokens.log_value, part.lanes)
 
 
 def _odd(number: int) -> int:

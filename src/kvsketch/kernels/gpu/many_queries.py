@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kvsketch.attention import Partial, WeightedTokens, weighted_attention
 from kvsketch.kernels import gpu
-from kvsketch.kernels.gpu.attention import MOST_WIDTH, can_read_tokens, doubled
+from kvsketch.kernels.gpu.attention import can_read_tokens, doubled
 
 FLOAT32_ROWS = 16  # of a block: their products take many registers
 
@@ -26,7 +26,7 @@ def attend(
     gradient.
     """
     width, value_width = query.shape[3], tokens.values.shape[3]
-    if max(width, value_width) > MOST_WIDTH or query.stride(3) != 1 or query.numel() == 0:
+    if max(width, value_width) > gpu.MOST_WIDTH or query.stride(3) != 1 or query.numel() == 0:
         return None
     if not gpu.can_read(query.device, query) or not can_read_tokens(tokens, query.device):
         return None
@@ -65,7 +65,6 @@ def _attended(
     there = keys if valid is None else valid.to(torch.int8).contiguous()
     out = query.new_empty(rows, heads, queries, value_width)
     lse = query.new_empty(rows, heads, queries, dtype=torch.float32)
-    given = (tokens.log_mass, tokens.log_value, valid)
     wide = max(width, value_width) > 128
     most = FLOAT32_ROWS if keys.dtype == query.dtype == torch.float32 else 64 if wide else 128
     block = min(most, gpu.power_of_two(queries, 16))
@@ -77,7 +76,7 @@ def _attended(
             *(query.stride()[:3], keys.stride()[:3], values.stride()[:3], *by_head, there.stride(0)),
             *(queries, keys.shape[2], float(scale), float(softcap or 1.0)),
             HEADS=heads, GROUP=heads // keys.shape[1], WIDTH=width, VALUE_WIDTH=value_width,
-            HAS=sum(bit * (x is not None) for bit, x in zip((1, 2, 4), given, strict=True)),
+            HAS=gpu.bits(tokens.log_mass, tokens.log_value, valid),
             CAUSAL=causal, SOFTCAP=softcap is not None, ROWS=block, AT_ONCE=32 if wide or most == FLOAT32_ROWS else 64,
             KEY_BLOCK=gpu.power_of_two(width, 16), VALUE_BLOCK=gpu.power_of_two(value_width, 16),
             num_warps=8 if block == 128 else 4, num_stages=2,

@@ -38,7 +38,29 @@ def more(
 
 
 @triton.jit
-def weights_of(log_mass, log_value, at, ok, HAS: tl.constexpr):
+def entries(
+    keys, values, log_mass, log_value, key_step, value_step, at, ok,
+    HAS: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Keys, values and weights of a block of entries, and which of them there are."""
+    widths, value_widths = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
+    far = at.to(tl.int64)[:, None]
+    key = tl.load(keys + far * key_step + widths[None, :], mask=ok[:, None] & (widths < WIDTH)[None, :], other=0.0)
+    value = tl.load(
+        values + far * value_step + value_widths[None, :],
+        mask=ok[:, None] & (value_widths < VALUE_WIDTH)[None, :],
+        other=0.0,
+    )
+    of_mass, of_value = _weights(log_mass, log_value, at, ok, HAS)
+    if HAS & 3:  # in an empty slot may be anything
+        ok &= tl.maximum(of_mass, of_value) > NOTHING
+        value = tl.where(ok[:, None], value, 0.0)
+    return key, value, of_mass, of_value, ok
+
+
+@triton.jit
+def _weights(log_mass, log_value, at, ok, HAS: tl.constexpr):
     """Logarithms, of base 2, of what entries weigh in the denominator and in the sum of values."""
     of_mass = (at * 0).to(tl.float32)
     if HAS & 1:
