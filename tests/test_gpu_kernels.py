@@ -14,7 +14,7 @@ from kvsketch.kernels.balanced_walk import strips, walk_in_triton
 from kvsketch.kernels.gpu import attention
 from kvsketch.kernels.sources import Entries, Segments
 from made_index import make_index
-from test_contract import BY_PROFILE, HEADS, KINDS, LOOKUPS, SMALL, WIDTH, feed, stream
+from test_contract import BY_PROFILE, HEADS, KINDS, LOOKUPS, ROWS, SMALL, WIDTH, feed, padded_in_front, stream
 from waiting import Waits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -304,14 +304,23 @@ def test_looking_up_waits_for_no_number(name, tmp_path):
     assert not waits_of(KINDS[name](**given), steps=2)
 
 
-def waits_of(config, steps):
+@pytest.mark.parametrize("name", ["exact", "uniform", "kvzip", "h2o"])
+def test_rows_of_unequal_lengths_wait_only_where_tokens_leave_the_window(name, monkeypatch):
+    monkeypatch.delenv(gpu.INTERPRETED, raising=False)
+    waiting = waits_of(KINDS[name](**SMALL[name]), steps=16, padding=7)
+    assert all(any(line.startswith("stream.py") for line in lines) for lines in waiting), waiting
+    assert len(waiting) <= 4
+
+
+def waits_of(config, steps, padding=0):
     """What each decode step that waits for something waits for."""
     count = 300 + steps
-    query, keys, values = stream(count, rows=1)
+    query, keys, values = stream(count, rows=1 if not padding else ROWS)
+    valid = padded_in_front(count, padding) if padding else None
     waiting, cache = list[list[str]](), LayerCache(config, 0)
     few_queries.name(torch.device("cpu"))  # kernels are tried first
     with native.off(), torch.no_grad():
-        feed(cache, *(x[:, :, :300] for x in (query, keys, values)), [300])
+        feed(cache, *(x[:, :, :300] for x in (query, keys, values)), [300], valid)
         for place in range(300, count):
             asking, key, value = (x[:, :, place : place + 1] for x in (query, keys, values))
             with Waits() as waits:
