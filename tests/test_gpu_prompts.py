@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvsketch.attention import NO_MASS, WeightedTokens, weighted_attention
 from kvsketch.kernels import gpu
 from kvsketch.kernels import weighted_attention as front
-from kvsketch.kernels.gpu import many_queries
+from kvsketch.kernels.gpu import flash, many_queries
 from kvsketch.kernels.weighted_attention import causal_attention, fused
 from test_gpu_kernels import DEVICE, entries, interpreted  # noqa: F401 (a fixture that all tests here use)
 
@@ -23,6 +24,30 @@ def seen_by(count, valid):
     at = torch.arange(count, device=DEVICE)
     visible = (at[:, None] >= at)[None, None]
     return visible if valid is None else visible & valid[:, None, None] | (at[:, None] == at)
+
+
+def test_torchs_flash_attention_takes_what_is_given_and_says_the_denominator():
+    """As far as can be seen without a GPU: its arguments, and the shapes of what it gives back."""
+    with FakeTensorMode():
+        query, keys, values = (
+            torch.empty(2, heads, 70, 64, dtype=torch.bfloat16, device="cuda") for heads in (8, 2, 2)
+        )
+        for causal in (False, True):
+            found = flash.attended(query, keys, values, 0.1, causal)
+            assert (found.out.shape, found.out.dtype) == (query.shape, query.dtype)
+            assert (found.lse.shape, found.lse.dtype) == (query.shape[:3], torch.float32)
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="there is no GPU")
+@pytest.mark.parametrize("dtype", flash.DTYPES, ids=str)
+def test_torchs_flash_attention_says_what_the_definition_says(dtype):
+    draw = torch.Generator().manual_seed(0)
+    query, keys, values = (torch.randn(2, heads, 200, 64, generator=draw).to(DEVICE, dtype) for heads in (4, 2, 2))
+    for causal in (False, True):
+        found = flash.attend(query, keys, values, 0.2, causal=causal)
+        visible = seen_by(200, None) if causal else None
+        right = weighted_attention(query.double(), doubled(WeightedTokens(keys, values)), 0.2, visible=visible)
+        gpu.assert_like(found.out, right.out, found.lse, right.lse)
 
 
 CASES = {  # rows, KV heads, group, queries, entries, widths; kind, softcap, weights

@@ -22,6 +22,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NOT_INTERPRETED = torch.bfloat16  # products of these come out wrong there
 NOT_COMPILED = "PassManager::run failed"  # so begins what Triton's compiler says of a kernel
 MOST_WIDTH = 256  # of keys and of values
+NOT_TRITON = "torch's own kernels are used, not those in Triton, which are faster"
 OLDEST = (8, 0)  # compute capability: bfloat16 in products
 
 T = TypeVar("T")
@@ -39,24 +40,31 @@ def wanted_on(device: torch.device) -> bool:
 
 
 def works(
-    what: str, device: torch.device, dtype: torch.dtype, check: Callable[[torch.device, torch.dtype], None]
+    what: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    check: Callable[[torch.device, torch.dtype], None],
+    *,
+    triton: bool = True,
 ) -> bool:
     """Whether a kernel is used on a device for such numbers; why it is not though wanted is said once.
 
-    `check` is made once: it raises an error if the kernel does not say what its definition says.
+    `check` is made once: it raises an error if the kernel does not say what its definition says. Kernels are in Triton
+    if nothing else is said.
     """
     if not wanted_on(device):
         return False
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     what = f"{what} in {str(dtype).removeprefix('torch.')}"
-    for one, find in (("Triton", lambda: missing_on(device)), (what, lambda: _wrong_with(check, device, dtype))):
+    needed = [("Triton", lambda: missing_on(device))] if triton else []
+    for one, find in (*needed, (what, lambda: _wrong_with(check, device, dtype))):
         if (one, device) not in _found:
             if recording(device):
                 return False  # nothing can be tried while a graph is made
             wrong = find()
             if wrong is not None:
-                _log.warning("torch's own kernels are used, not those in Triton, which are faster: %s", wrong)
+                _log.warning("%s: %s", NOT_TRITON if triton else f"{what} is not used", wrong)
             _found[one, device] = wrong is None
         if not _found[one, device]:
             return False
