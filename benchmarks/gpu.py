@@ -38,7 +38,7 @@ from kvsketch.attention import Partial, WeightedTokens, merge, weighted_attentio
 from kvsketch.caches.forgetting.balancekv.practical import WALKS
 from kvsketch.evaluation.results.provenance import provenance
 from kvsketch.kernels.balanced_walk import strips, walk_in_triton
-from kvsketch.kernels.gpu import attention, many_queries, routing
+from kvsketch.kernels.gpu import attention, flash, many_queries, routing
 from kvsketch.kernels.sources import Entries, Limits, Segments
 
 HEADS, GROUP, WIDTH = 8, 4, 128
@@ -276,12 +276,14 @@ def prompts(on: Machine, chunk: int, count: int, among: int) -> Iterator[dict[st
     )
     new, asking = entries(on, among, on.dtype), on.random(1, HEADS * GROUP, among, WIDTH).to(on.dtype)
     last = slice(max(0, among - 8), among)
-    found = many_queries.attend(asking, new, SCALE, causal=True)
+    in_flash = partial(flash.attend, asking, new.keys, new.values, SCALE, causal=True)
     seen = torch.arange(among, device=on.device) <= torch.arange(among, device=on.device)[last, None]
-    held_against(
-        Partial(found.out[:, :, last], found.lse[:, :, last]), asking[:, :, last], [Entries(new)], allowed(on.dtype),
-        visible=seen[None, None],
-    )  # fmt: skip
+    for found in (many_queries.attend(asking, new, SCALE, causal=True), in_flash()):
+        if found is not None:  # torch has it on GPUs alone
+            held_against(
+                Partial(found.out[:, :, last], found.lse[:, :, last]), asking[:, :, last], [Entries(new)],
+                allowed(on.dtype), visible=seen[None, None],
+            )  # fmt: skip
     causal = partial(F.scaled_dot_product_attention, scale=SCALE, enable_gqa=True, is_causal=True)
     forms: dict[tuple[str, str, int], Callable[[], Any]] = {
         ("chunk", "ours, weighted", chunk * count): partial(many_queries.attend, query, tokens, SCALE),
@@ -289,6 +291,8 @@ def prompts(on: Machine, chunk: int, count: int, among: int) -> Iterator[dict[st
         ("among", "ours", among**2 // 2): partial(many_queries.attend, asking, new, SCALE, causal=True),
         ("among", "stock", among**2 // 2): partial(causal, asking, new.keys, new.values),
     }
+    if on.device.type == "cuda":
+        forms["among", "flash with lse", among**2 // 2] = in_flash
     for (what, form, pairs), call in forms.items():
         yield {"what": what, "form": form, "products": 4 * pairs * HEADS * GROUP * WIDTH, "us": on.times([call])}
 
