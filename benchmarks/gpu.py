@@ -2,11 +2,12 @@
 
 First every kernel is held against its definition in float64; one that fails is not timed, and the run ends with an
 error. Then, for a layer of 8 KV heads × 128 in bfloat16 with four query heads each: a decode step that reads all tokens
-beside torch's own forms; one that reads 32 of 1,024 buckets, of equal and of very unlike sizes; and BalanceKV's halving
-of all blocks. Each is timed with launches by Python and as a CUDA graph, over eight copies in turn, so that nothing is
-in a cache; and beside a copy of memory in the same run. What is timed is held against the definition too, once. Rows go
-to OUT/gpu.jsonl. `--dry` goes through all of it on the CPU, with few tokens: under Triton's interpreter, and with no
-meaning for the times.
+beside torch's own forms; one that reads 32 of 1,024 buckets, of equal and of very unlike sizes; BalanceKV's halving of
+all blocks; and of a prompt a chunk of queries against weighted tokens, and new tokens among themselves. Each is timed
+with launches by Python and as a CUDA graph, steps over eight copies in turn, so that nothing is in a cache; and beside
+a copy of memory in the same run. What is timed is held against the definition too, once. Rows go to OUT/gpu.jsonl.
+`--dry` goes through all of it on the CPU, with few tokens: under Triton's interpreter, and with no meaning for the
+times.
 
 `--compile` does without a GPU what can be done there: it compiles for compute capability 9.0, and says how many
 registers, how much shared memory, and whether anything is spilled.
@@ -15,11 +16,8 @@ registers, how much shared memory, and whether anything is spilled.
 import argparse
 import json
 import os
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -35,74 +33,28 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpu_compiled import compiled
-from kvsketch.attention import WeightedTokens, merge, weighted_attention
+from gpu_machine import Machine
+from kvsketch.attention import Partial, WeightedTokens, merge, weighted_attention
 from kvsketch.caches.forgetting.balancekv.practical import WALKS
 from kvsketch.evaluation.results.provenance import provenance
 from kvsketch.kernels.balanced_walk import strips, walk_in_triton
-from kvsketch.kernels.gpu import attention
-from kvsketch.kernels.sources import Entries, Segments
+from kvsketch.kernels.gpu import attention, flash, many_queries, routing
+from kvsketch.kernels.sources import Entries, Limits, Segments
 
 HEADS, GROUP, WIDTH = 8, 4, 128
 SCALE = WIDTH**-0.5
 COPIES = 8  # caches in turn: together larger than what a processor keeps
-BUCKETS, PROBES, WINDOW = 1024, 32, 2048
+WINDOW = 2048
 BLOCK = 256  # tokens that are halved together
-FULL = {"tokens": (32_768, 131_072, 171_000, 500_000), "saap": 171_000, "halved": 131_072, "rounds": 100}
-DRY = {"tokens": (300,), "saap": 1000, "halved": 64, "rounds": 2}
+FULL = {
+    "tokens": (32_768, 131_072, 171_000, 500_000),
+    "saap": (171_000, 1024, 32),
+    "halved": 131_072,
+    "prompt": (1024, 131_072, 16_384),
+    "rounds": 100,
+}
+DRY = {"tokens": (300,), "saap": (1000, 64, 4), "halved": 64, "prompt": (20, 100, 40), "rounds": 2}
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-
-
-class Machine:
-    """Where things run, and how long they take."""
-
-    def __init__(self, dry: bool, rounds: int) -> None:
-        self.device = torch.device("cpu" if dry else "cuda")
-        self.rounds = rounds
-        self.dtype = torch.float16 if dry else torch.bfloat16  # the interpreter has no products of bfloat16
-        self.draw = torch.Generator(self.device).manual_seed(0)
-
-    def random(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.draw, device=self.device)
-
-    def times(self, calls: Sequence[Callable[[], Any]]) -> dict[str, dict[str, Any]]:
-        """Microseconds of a call, of all of them one behind the other: by Python, and replayed from graphs."""
-        for call in calls:
-            call()
-        found = {"eager": self._timed(calls)}
-        if self.device.type == "cuda":
-            graphs = []
-            for call in calls:
-                graphs.append(torch.cuda.CUDAGraph())
-                with torch.cuda.graph(graphs[-1]):
-                    call()
-            found["graph"] = self._timed([graph.replay for graph in graphs])
-        return {
-            name: {"median": statistics.median(taken), "quartiles": statistics.quantiles(taken)[::2]}
-            for name, taken in found.items()
-        }
-
-    def _timed(self, calls: Sequence[Callable[[], Any]]) -> list[float]:
-        taken = list[float]()
-        for _ in range(self.rounds):
-            with self._clock(taken):
-                for call in calls:
-                    call()
-        return [each / len(calls) for each in taken]
-
-    @contextmanager
-    def _clock(self, taken: list[float]) -> Iterator[None]:
-        if self.device.type == "cpu":
-            begin = time.perf_counter()
-            yield
-            taken.append(1e6 * (time.perf_counter() - begin))
-            return
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        begin.record()
-        yield
-        end.record()
-        torch.cuda.synchronize()
-        taken.append(1e3 * begin.elapsed_time(end))
 
 
 def checks(on: Machine) -> None:
@@ -120,12 +72,27 @@ def checks(on: Machine) -> None:
                 assert all(one is not None for one in found), f"no kernel for {dtype}, {count} tokens"
                 assert all(torch.equal(one.out, found[0].out) for one in found), "the same answer every time"
                 held_against(found[0], query, parts, allowed(dtype))
-    keys, values = (on.random(64 if on.device.type == "cuda" else 2, BLOCK, WIDTH) for _ in range(2))
-    keys, values, *rest = walk_of(on, keys, values)
-    exact = strips.halving_signs(keys.double(), values.double(), *rest) > 0
-    found = walk_in_triton.keep_half(keys, values, *rest), strips.halving_signs(keys, values, *rest) > 0
-    differ, of_torch = (int((one != exact).any(1).sum()) for one in found)
-    assert differ <= 3 + 2 * of_torch, f"{differ} of {len(keys)} blocks are halved otherwise ({of_torch} by torch)"
+    for dtype in (torch.float32, on.dtype):
+        keys, values = (on.random(64 if on.device.type == "cuda" else 2, BLOCK, WIDTH).to(dtype) for _ in range(2))
+        keys, values, *rest = walk_of(on, keys, values)
+        exact = strips.halving_signs(keys.double(), values.double(), *rest) > 0
+        found = walk_in_triton.keep_half(keys, values, *rest), strips.halving_signs(keys, values, *rest) > 0
+        differ, of_torch = (int((one != exact).any(1).sum()) for one in found)
+        assert differ <= 3 + 2 * of_torch, f"{differ} of {len(keys)} blocks are halved otherwise ({of_torch} by torch)"
+    if on.device.type == "cuda":
+        beyond_two_to_the_31(on)
+
+
+def beyond_two_to_the_31(on: Machine) -> None:
+    """A cache whose last numbers lie farther than 32 bits count: its last row is held against the definition."""
+    keys, values = (torch.empty(8, HEADS, 300_000, WIDTH, device=on.device, dtype=on.dtype) for _ in range(2))
+    for x in (keys, values):
+        x[-1] = on.random(HEADS, 300_000, WIDTH).to(on.dtype)
+        x[:-1] = 0
+    query = on.random(8, HEADS * GROUP, 1, WIDTH).to(on.dtype)
+    found = attention.attend(query, [Entries(WeightedTokens(keys, values))], HEADS, SCALE)
+    last = Entries(WeightedTokens(keys[-1:], values[-1:]))
+    held_against(Partial(found.out[-1:], found.lse[-1:]), query[-1:], [last], allowed(on.dtype))
 
 
 def in_float64(tokens: WeightedTokens, heads: slice) -> WeightedTokens:
@@ -138,7 +105,9 @@ def allowed(dtype: torch.dtype) -> float:
     return 2 * torch.finfo(dtype).eps + 1e-5
 
 
-def held_against(found: Any, query: Tensor, parts: Sequence[Entries], most: float) -> None:
+def held_against(
+    found: Any, query: Tensor, parts: Sequence[Entries], most: float, visible: Tensor | None = None
+) -> None:
     """Raise an error if an answer is farther from the definition in float64, head by head, than may be."""
     for head in range(HEADS):
         here = slice(head, head + 1)
@@ -147,7 +116,7 @@ def held_against(found: Any, query: Tensor, parts: Sequence[Entries], most: floa
             *(
                 weighted_attention(
                     query[:, mine].double(), in_float64(part.tokens, here), SCALE,
-                    visible=None if part.segments is None else part.segments.mask(part.tokens.count)[:, here],
+                    visible=visible if part.segments is None else part.segments.mask(part.tokens.count)[:, here],
                 )
                 for part in parts
             )
@@ -186,7 +155,7 @@ def of_a_copy(on: Machine) -> dict[str, Any]:
 
 def dense(on: Machine, count: int) -> Iterator[dict[str, Any]]:
     """A step that reads all tokens: ours, with and without weights, and torch's forms."""
-    weighted = [entries(on, count, on.dtype, weighted=True) for _ in range(copies_of(count))]
+    weighted = [entries(on, count, on.dtype, weighted=True) for _ in range(copies_of(on, count))]
     plain = [replace(tokens, log_mass=None) for tokens in weighted]
     query = on.random(1, HEADS * GROUP, 1, WIDTH).to(on.dtype)
     forms = {"ours": (ours, plain), "ours, weighted": (ours, weighted), "stock": (stock, plain)}
@@ -203,9 +172,9 @@ def dense(on: Machine, count: int) -> Iterator[dict[str, Any]]:
         yield {"what": "dense", "form": name, "tokens": count, "bytes": read, "us": taken}
 
 
-def copies_of(count: int) -> int:
+def copies_of(on: Machine, count: int) -> int:
     """So many caches in turn, as long as they take 16 GiB at most."""
-    return min(COPIES, max(2, (1 << 34) // (count * HEADS * WIDTH * 4)))
+    return min(COPIES if on.device.type == "cuda" else 2, max(2, (1 << 34) // (count * HEADS * WIDTH * 4)))
 
 
 def ours(query: Tensor, *held: WeightedTokens, runs: Segments | None = None) -> Any:
@@ -223,23 +192,23 @@ def by_backend(backend: SDPBackend, query: Tensor, tokens: WeightedTokens) -> Te
         return stock(query, tokens)
 
 
-def looked_up(on: Machine, count: int) -> Iterator[dict[str, Any]]:
-    """A step that reads some buckets and a window; which buckets is known."""
+def looked_up(on: Machine, count: int, buckets: int, probes: int) -> Iterator[dict[str, Any]]:
+    """A step that reads some buckets and a window; which buckets is known, or is asked of a classifier first."""
     query = on.random(1, HEADS * GROUP, 1, WIDTH).to(on.dtype)
     copies = [
-        (entries(on, count, on.dtype), entries(on, min(WINDOW, count), on.dtype)) for _ in range(copies_of(count))
+        (entries(on, count, on.dtype), entries(on, min(WINDOW, count), on.dtype)) for _ in range(copies_of(on, count))
     ]
     for kind in ("equal", "lognormal", "one of a fifth"):
-        shares = torch.ones(HEADS, BUCKETS, device=on.device)
+        shares = torch.ones(HEADS, buckets, device=on.device)
         if kind == "lognormal":
-            shares = torch.exp(0.7 * on.random(HEADS, BUCKETS))
+            shares = torch.exp(0.7 * on.random(HEADS, buckets))
         if kind == "one of a fifth":
-            shares[:, 0] = 0.25 * (BUCKETS - 1)
+            shares[:, 0] = 0.25 * (buckets - 1)
         ends = (shares.cumsum(1) / shares.sum(1, keepdim=True) * count).long()
         begins = F.pad(ends[:, :-1], (1, 0))
-        chances = torch.rand(HEADS, BUCKETS, generator=on.draw, device=on.device)
+        chances = torch.rand(HEADS, buckets, generator=on.draw, device=on.device)
         chances[:, 0] = -1  # the large one among them
-        visited = chances.argsort(1)[:, :PROBES]
+        visited = chances.argsort(1)[:, :probes]
         runs = Segments(*(x.gather(1, visited)[None, :, None] for x in (begins, ends - begins)))
         past, window = copies[-1]
         parts = [Entries(past, segments=runs), Entries(window)]
@@ -248,6 +217,38 @@ def looked_up(on: Machine, count: int) -> Iterator[dict[str, Any]]:
         taken = on.times([partial(ours, query, *held, runs=runs) for held in copies])
         row = {"what": "looked up", "form": kind, "tokens": count, "bytes": read * WIDTH * 4, "us": taken}
         yield row | {"share": read / (count * HEADS)}
+        sizes, edges = ends - begins, F.pad(ends, (1, 0))[:, None].contiguous()
+        routers = [router(on, buckets, to_the_first=kind == "one of a fifth") for _ in copies]
+        calls = [
+            partial(routed, query, *held, layers, sizes, edges, probes)
+            for held, layers in zip(copies, routers, strict=True)
+        ]
+        read = sum(int(call()[1].sum()) for call in calls) / len(calls) + HEADS * window.count
+        learnt = sum(x.nbytes for layer in routers[0] for x in layer)
+        row |= {"form": f"{kind}, and its router", "bytes": read * WIDTH * 4 + learnt, "us": on.times(calls)}
+        yield row | {"share": read / (count * HEADS)}
+
+
+def router(on: Machine, buckets: int, *, to_the_first: bool) -> list[tuple[Tensor, Tensor]]:
+    """A classifier of every head, as `kvsketch fit` makes it; one that expects all in the first bucket, or any."""
+    inner = 16 if on.device.type == "cpu" else 1024
+
+    def layer(width: int, columns: int) -> tuple[Tensor, Tensor]:
+        return (on.random(HEADS, width, columns) / width**0.5).to(on.dtype), on.random(HEADS, 1, columns).to(on.dtype)
+
+    found = [layer(WIDTH, inner), layer(inner, buckets)]
+    if to_the_first:
+        found[1][1][:, :, 0] = 30.0
+    return found
+
+
+def routed(
+    query: Tensor, past: WeightedTokens, window: WeightedTokens, layers: Any, sizes: Tensor, edges: Tensor, probes: int
+) -> Any:
+    """The answer, and how many tokens of the past were read."""
+    scores = routing.classify(query, *layers, HEADS)
+    runs, read, _ = routing.visit(scores[0], sizes, edges, Limits(probes), (0, 0))
+    return ours(query, past, window, runs=runs), read
 
 
 def halved(on: Machine, count: int) -> Iterator[dict[str, Any]]:
@@ -256,7 +257,44 @@ def halved(on: Machine, count: int) -> Iterator[dict[str, Any]]:
     given = walk_of(on, keys, values)
     for name, form in {"ours": walk_in_triton.keep_half, "torch": strips.halving_signs}.items():
         clock = Machine(dry=on.device.type == "cpu", rounds=3) if name == "torch" else on  # which takes long
-        yield {"what": "halved", "form": name, "tokens": count, "us": clock.times([partial(form, *given)])}
+        yield {
+            "what": "halved",
+            "form": name,
+            "tokens": count,
+            "us": clock.times([partial(form, *given)], graph=name == "ours"),
+        }
+
+
+def prompts(on: Machine, chunk: int, count: int, among: int) -> Iterator[dict[str, Any]]:
+    """A chunk of queries that sees all weighted tokens, and new tokens that see those before them."""
+    tokens = entries(on, count, on.dtype, weighted=True)
+    query = on.random(1, HEADS * GROUP, chunk, WIDTH).to(on.dtype)
+    found = many_queries.attend(query, tokens, SCALE)
+    some = slice(0, min(chunk, 8))
+    held_against(
+        Partial(found.out[:, :, some], found.lse[:, :, some]), query[:, :, some], [Entries(tokens)], allowed(on.dtype)
+    )
+    new, asking = entries(on, among, on.dtype), on.random(1, HEADS * GROUP, among, WIDTH).to(on.dtype)
+    last = slice(max(0, among - 8), among)
+    in_flash = partial(flash.attend, asking, new.keys, new.values, SCALE, causal=True)
+    seen = torch.arange(among, device=on.device) <= torch.arange(among, device=on.device)[last, None]
+    for found in (many_queries.attend(asking, new, SCALE, causal=True), in_flash()):
+        if found is not None:  # torch has it on GPUs alone
+            held_against(
+                Partial(found.out[:, :, last], found.lse[:, :, last]), asking[:, :, last], [Entries(new)],
+                allowed(on.dtype), visible=seen[None, None],
+            )  # fmt: skip
+    causal = partial(F.scaled_dot_product_attention, scale=SCALE, enable_gqa=True, is_causal=True)
+    forms: dict[tuple[str, str, int], Callable[[], Any]] = {
+        ("chunk", "ours, weighted", chunk * count): partial(many_queries.attend, query, tokens, SCALE),
+        ("chunk", "stock, no weights", chunk * count): partial(stock, query, tokens),
+        ("among", "ours", among**2 // 2): partial(many_queries.attend, asking, new, SCALE, causal=True),
+        ("among", "stock", among**2 // 2): partial(causal, asking, new.keys, new.values),
+    }
+    if on.device.type == "cuda":
+        forms["among", "flash with lse", among**2 // 2] = in_flash
+    for (what, form, pairs), call in forms.items():
+        yield {"what": what, "form": form, "products": 4 * pairs * HEADS * GROUP * WIDTH, "us": on.times([call])}
 
 
 @torch.no_grad()
@@ -271,7 +309,8 @@ def run(out: Path, dry: bool) -> None:
     about = provenance() | {"device": torch.cuda.get_device_name() if not dry else "interpreter"}
     with open(out / "gpu.jsonl", "a", encoding="utf-8") as file:
         read = (row for count in sizes["tokens"] for row in dense(on, count))
-        for row in chain([copy], read, looked_up(on, sizes["saap"]), halved(on, sizes["halved"])):
+        rest = looked_up(on, *sizes["saap"]), halved(on, sizes["halved"]), prompts(on, *sizes["prompt"])
+        for row in chain([copy], read, *rest):
             file.write(json.dumps(row | {"provenance": about}) + "\n")
             file.flush()
             print(line_of(row, best), flush=True)
@@ -285,6 +324,7 @@ def line_of(row: dict[str, Any], best: float) -> str:
             shown.append(f"{name}: {taken}")
             continue
         share = f" ({row['bytes'] / taken['median'] / best:.2f} of a copy)" if "bytes" in row else ""
+        share += f" ({row['products'] / taken['median'] / 1e6:.0f} TFLOP/s)" if "products" in row else ""
         shown.append(f"{name} {taken['median']:10.1f} µs{share}")
     return "  ".join(shown)
 

@@ -4,6 +4,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,41 +14,103 @@ from torch import Tensor
 
 from kvsketch.attention import WeightedTokens
 from kvsketch.kernels import gpu
-from kvsketch.kernels.sources import Entries, Segments
+from kvsketch.kernels.sources import Entries, Limits, Segments
 
 TARGET, PROCESSORS = 90, 132  # compute capability 9.0: H100 and H200
 OPTIONS = {"num_warps", "num_stages"}
-NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32", torch.int8: "i8"}
+NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int8: "i8",
+}
 
 
 def compiled() -> Iterator[str]:
-    """A line for each kernel and kind of call: a step of 8 KV heads × 128 in bfloat16, four query heads each."""
+    """A line for each kernel and kind of call: for 8 KV heads × 128 in bfloat16, four query heads each."""
     import kvsketch.kernels.gpu.attend as of_attention
+    import kvsketch.kernels.gpu.attend_many as of_prompts
+    import kvsketch.kernels.gpu.route as of_routes
     import kvsketch.kernels.gpu.walk as of_walks
     from kvsketch.kernels.balanced_walk import walk_in_triton
-    from kvsketch.kernels.gpu import attention
+    from kvsketch.kernels.gpu import attention, many_queries, routing
 
-    query = torch.empty(1, 32, 1, 128, dtype=torch.bfloat16)
     with patch.object(gpu, "processors", lambda device: PROCESSORS):
-        for name, parts in _steps().items():
-            kernel, *launch = _launched(of_attention, "attend", lambda: attention._attended(query, parts, 8, 0.1, None))  # noqa: B023
-            yield f"attend, {name}: {_needs(kernel, *launch)}"
+        for name, (query, parts, softcap) in _steps().items():
+            call = partial(attention._attended, query, parts, 8, 0.1, softcap)
+            yield f"attend, {name}: {_needs(*_launched(of_attention, 'attend', call))}"
+    for name, (many, tokens, causal, valid) in _prompts().items():
+        call = partial(many_queries._attended, many, tokens, 0.1, None, causal, valid)
+        yield f"prompt, {name}: {_needs(*_launched(of_prompts, 'attend_many', call))}"
+    query = torch.empty(1, 32, 1, 128, dtype=torch.bfloat16)
+    weights = torch.empty(8, 128, 1024, dtype=torch.bfloat16), torch.empty(8, 1024, 1024, dtype=torch.bfloat16)
+    bias = torch.empty(8, 1, 1024, dtype=torch.bfloat16)
+    call = partial(routing._classified, query, (weights[0], bias), (weights[1], bias), 8)
+    yield f"classifier, 1,024 units and buckets: {_needs(*_launched(of_routes, 'classify', call))}"
+    sizes, edges = torch.zeros(8, 1024, dtype=torch.int64), torch.zeros(8, 1, 1025, dtype=torch.int64)
+    call = partial(routing._visited, torch.empty(8, 1, 1024), sizes, edges, Limits(32), (9, 9), left=False)
+    yield f"choice of 32 buckets: {_needs(*_launched(of_routes, 'visit', call))}"
     blocks = torch.empty(4096, 256, 128, dtype=torch.bfloat16)
     given = torch.empty(4096, 256), torch.full((4096,), 256), 0.1, 0.25
     launched = _launched(of_walks, "keep_half", lambda: walk_in_triton._kept(blocks, blocks, *given))
     yield f"walk, blocks halved: {_needs(*launched)}"
 
 
-def _steps() -> dict[str, list[Entries]]:
+def _entries(
+    dtype: torch.dtype, width: int = 128, *, weights: int = 0, rows: int = 1, heads: int = 8
+) -> WeightedTokens:
+    keys = torch.empty(rows, heads, 8192, width, dtype=dtype)
+    mass, value = (torch.empty(rows, heads, 8192) if weights > number else None for number in range(2))
+    return WeightedTokens(keys, keys, mass, value)
+
+
+def _runs(queries: int = 1) -> Segments:
+    return Segments(*(torch.zeros(1, 8, queries, 32, dtype=torch.int64) for _ in range(2)))
+
+
+def _steps() -> dict[str, tuple[torch.Tensor, list[Entries], float | None]]:
     """What steps read: only shapes count."""
-    keys, weights = torch.empty(1, 8, 8192, 128, dtype=torch.bfloat16), torch.zeros(1, 8, 8192)
-    runs = Segments(*(torch.zeros(1, 8, 1, 32, dtype=torch.int64) for _ in range(2)))
-    plain, weighted = WeightedTokens(keys, keys, None), WeightedTokens(keys, keys, weights)
+    half, single, other = torch.bfloat16, torch.float32, torch.float16
+    plain, weighted = _entries(half), _entries(half, weights=1)
+    kinds: dict[str, tuple[int, list[Entries], float | None]] = {
+        "exact": (1, [Entries(plain)], None),
+        "weighted": (1, [Entries(weighted)], None),
+        "weighted and a window": (1, [Entries(weighted), Entries(plain)], None),
+        "runs and a window": (1, [Entries(plain, segments=_runs()), Entries(plain)], None),
+        "runs, a window and means in float32": (
+            1, [Entries(plain, segments=_runs()), Entries(_entries(single, weights=1)), Entries(plain)], None,
+        ),
+        "two weights, a softcap": (1, [Entries(_entries(half, weights=2))], 30.0),
+        "some lanes": (1, [Entries(_entries(half, weights=1, heads=5), lanes=torch.arange(5)), Entries(plain)], None),
+        "three queries": (3, [Entries(weighted), Entries(plain)], None),
+        "runs of three queries": (3, [Entries(plain, segments=_runs(3)), Entries(plain)], None),
+        "thirty queries": (30, [Entries(weighted)], None),
+        "float16": (1, [Entries(_entries(other, weights=1))], None),
+        "float32": (1, [Entries(_entries(single, weights=1))], None),
+        "256 wide": (1, [Entries(_entries(half, 256, weights=1))], None),
+    }  # fmt: skip
     return {
-        "exact": [Entries(plain)],
-        "weighted": [Entries(weighted)],
-        "weighted and a window": [Entries(weighted), Entries(plain)],
-        "runs and a window": [Entries(plain, segments=runs), Entries(plain)],
+        name: (torch.empty(1, 32, queries, parts[0].tokens.keys.shape[3], dtype=parts[0].tokens.keys.dtype), parts, cap)
+        for name, (queries, parts, cap) in kinds.items()
+    }
+
+
+def _prompts() -> dict[str, tuple[torch.Tensor, WeightedTokens, bool, torch.Tensor | None]]:
+    """The same of prompts: queries, entries, whether causal, and which are no padding."""
+    half, there = torch.bfloat16, torch.ones(1, 8192, dtype=torch.bool)
+    kinds = {
+        "causal": (_entries(half), True, None),
+        "causal, padded": (_entries(half), True, there),
+        "weighted": (_entries(half, weights=1), False, None),
+        "weighted, float16": (_entries(torch.float16, weights=1), False, None),
+        "weighted, float32": (_entries(torch.float32, weights=1), False, None),
+        "weighted, 256 wide": (_entries(half, 256, weights=1), False, None),
+    }
+    return {
+        name: (torch.empty(1, 32, 8192, tokens.keys.shape[3], dtype=tokens.keys.dtype), tokens, causal, valid)
+        for name, (tokens, causal, valid) in kinds.items()
     }
 
 
@@ -80,7 +143,7 @@ def _needs(kernel: Any, given: tuple[Any, ...], options: dict[str, Any]) -> str:
     types |= {name: "constexpr" for name in options if name not in OPTIONS}
     source = ASTSource(kernel, types, known, even)
     made = triton.compile(
-        source, target=GPUTarget("cuda", TARGET, 32), options={name: options[name] for name in OPTIONS}
+        source, target=GPUTarget("cuda", TARGET, 32), options={name: options[name] for name in OPTIONS & options.keys()}
     )
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -8,6 +8,7 @@ from functools import partial, wraps
 from typing import ClassVar
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # on a GPU products are the same every time with it
 
 import jaxtyping
 import pytest

@@ -34,8 +34,10 @@ from made_index import make_index
 from states import difference, state_of
 
 VOCABULARY, LAYERS, KV_HEADS, WIDTH, MOST_ROWS = 31, 2, 2, 8, 4
+LONG = 150  # tokens of a first call of which some are protected
 SLACK = 128  # entries per row, head and layer beyond 1.05 × the budget
 EACH = 20  # histories of a seed
+PROTECTED_TO = 30  # in a history with protected tokens they are among so many first ones, and a first call is longer
 INDEX = "INDEX"  # stands for the folder of an index of the model
 LOOK = "window=20, full_layers=0"
 SPECS = (
@@ -195,7 +197,7 @@ class History(RuleBasedStateMachine):
         distances = self.config.name in ("clustergen", "subgen")
         self.model = model(torch.float64 if distances else torch.float32)
         self.cache = kvsketch.make_cache(self.model, self.config)
-        self.rows = []
+        self.rows, self.spans = [], None
         self.left_behind = []  # caches that nobody may change any more, with what they hold
         self.folder = tempfile.TemporaryDirectory()
 
@@ -212,6 +214,9 @@ class History(RuleBasedStateMachine):
     @initialize(rows=st.sampled_from([3, 2, 1]), count=st.sampled_from([150, 260, 40, 5, 1]), data=st.data())
     def first_call(self, rows, count, data):
         self.rows = [Row() for _ in range(rows)]
+        if count >= LONG and data.draw(st.booleans(), label="some tokens are protected"):
+            self.spans = [[(3 + 5 * row, 7 + 5 * row), (25, 27 + row)] for row in range(rows)]
+            self.cache = kvsketch.make_cache(self.model, self.config, protect=self.spans)
         self._call(count, data)
         self.to_come = list(self.HAPPENS * 2)
         random.Random(data.draw(st.integers(0, 2**20), label="seed of the order")).shuffle(self.to_come)
@@ -247,6 +252,7 @@ class History(RuleBasedStateMachine):
     def _move_rows(self, move, rows):
         move(torch.tensor(rows))
         self.rows = [copy.deepcopy(self.rows[row]) for row in rows]
+        self.spans = self.spans and [self.spans[row] for row in rows]
         self._check_what_is_held()
 
     def take_back(self, data):
@@ -345,7 +351,9 @@ class History(RuleBasedStateMachine):
     # -- what holds at any time
 
     def _call(self, count, data, *, some_are_padding=True):
-        rows = len(self.rows)
+        rows, least = len(self.rows), 0
+        if self.spans and self.cache.seen == 0:
+            count, least = max(count, LONG), PROTECTED_TO
         drawn = data.draw(st.integers(0, 2**20), label="seed of the tokens")
         draw = random.Random(drawn)
         ways = ["none", "left"] if self.streams or self.cache.seen == 0 else ["none", "left", "right", "holes"]
@@ -353,7 +361,7 @@ class History(RuleBasedStateMachine):
         ids = torch.tensor([[draw.randrange(1, VOCABULARY) for _ in range(count)] for _ in range(rows)])
         new = torch.ones(rows, count, dtype=torch.bool)
         for row in range(rows - 1):  # the last one has no padding
-            empty = draw.randrange(count + 1)
+            empty = draw.randrange(count - least + 1)
             if way == "left":
                 new[row, :empty] = False
             elif way == "right":
@@ -384,12 +392,31 @@ class History(RuleBasedStateMachine):
         for layer in self.cache.sketch_layers:
             held = layer.held
             assert held.lengths == lengths
+            protected = [self._protected_beside_the_window(held, row) for row in range(len(self.rows))]
             mass = mass_of(held.past, self.config)
             if mass is not None:
-                left = torch.tensor(held.left)[:, None].expand_as(mass).double()
+                left = (torch.tensor(held.left) - torch.tensor(protected))[:, None].expand_as(mass).double()
                 torch.testing.assert_close(mass, left, rtol=1e-5, atol=1e-4)
         if self.config.budget_given != 1.0:
             self._check_bytes(max(lengths))
+
+    def _protected_beside_the_window(self, held, row):
+        """How many there are; all others are in the window, or sinks."""
+        if not self.spans:
+            return 0
+        counts = set()
+        for stream in held.streams.all:
+            there = stream.window.ranks.view[row].tolist()
+            gone = [
+                rank
+                for start, stop in self.spans[row]
+                for rank in range(max(start, self.config.sinks), min(stop, held.lengths[row]))
+                if rank not in there
+            ]
+            bundles = [bundle for bundle in stream.kept.bundles if row in bundle.rows]
+            assert {len(gone)} == {bundle.count for bundle in bundles} or not (gone or bundles)
+            counts.add(len(gone))
+        return counts.pop()
 
     def _check_bytes(self, longest):
         rows, keep = len(self.rows), self.config.budget_given
@@ -419,7 +446,8 @@ class History(RuleBasedStateMachine):
         """A row answers as if it were alone, and as if there were no padding."""
         if isinstance(self.config.budget_given, str):
             return  # its share of the bytes was that of one of several rows
-        alone, seen = kvsketch.make_cache(self.model, self.config), []
+        protect = {"protect": self.spans[number]} if self.spans else {}
+        alone, seen = kvsketch.make_cache(self.model, self.config, **protect), []
         for place, event in enumerate(row.events):
             if isinstance(event, int):
                 last = next(count for count in range(len(seen) + 1) if sum(seen[len(seen) - count :]) == event)

@@ -14,7 +14,7 @@ from kvsketch.kernels.balanced_walk import strips, walk_in_triton
 from kvsketch.kernels.gpu import attention
 from kvsketch.kernels.sources import Entries, Segments
 from made_index import make_index
-from test_contract import BY_PROFILE, HEADS, KINDS, LOOKUPS, SMALL, WIDTH, feed, stream
+from test_contract import BY_PROFILE, HEADS, KINDS, LOOKUPS, ROWS, SMALL, WIDTH, feed, padded_in_front, stream
 from waiting import Waits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -30,9 +30,6 @@ if DEVICE.type == "cpu" and tuple(map(int, triton.__version__.split(".")[:2])) <
 def interpreted(monkeypatch):
     if DEVICE.type == "cpu":
         monkeypatch.setenv(gpu.INTERPRETED, "1")
-    attention._found.clear()
-    yield
-    attention._found.clear()
 
 
 def entries(draw, shape, dtype=torch.float32, *, mass=False, extra=False, runs=None, lanes=None):
@@ -128,6 +125,7 @@ CASES = {  # rows, KV heads, group, queries, widths, kind, softcap; and parts
     ),
     "weights that heads share": ((2, 2, 2, 1, 32, 32), torch.float32, None, [{"count": 70, "mass": "shared"}]),
     "one run for all queries": ((1, 2, 2, 3, 32, 32), torch.float32, None, [{"count": 90, "runs": (1, 5)}]),
+    "more lanes than programs at once": ((3, 4, 1, 1, 16, 16), torch.float32, None, [{"count": 70, "mass": True}]),
     "one entry": ((1, 1, 1, 1, 16, 16), torch.float32, None, [{"count": 1}]),
     "many rows": ((1, 1, 8, 8, 32, 32), torch.float32, None, [{"count": 100, "mass": True}]),
     "some lanes' runs": (
@@ -224,16 +222,29 @@ def test_it_is_refused_where_it_would_be_wrong(monkeypatch):
         assert attention.attend(query, [Entries(other)], 2, 0.2) is None
     wide = entries(draw, (1, 2, 50, 300, 300))
     assert attention.attend(torch.randn(1, 4, 1, 300, device=DEVICE), [wide], 2, 0.2) is None
-    assert attention.attend(torch.randn(1, 4, 40, 32, device=DEVICE), [part], 2, 0.2) is None
+    assert attention.attend(torch.randn(1, 4, 65, 32, device=DEVICE), [part], 2, 0.2) is None
     assert attention.attend(query, [part] * 5, 2, 0.2) is None
     assert attention.attend(query.clone().requires_grad_(), [part], 2, 0.2) is None
     monkeypatch.setenv(gpu.SWITCH, "off")
-    attention._found.clear()
+    monkeypatch.setattr(gpu, "_found", {})
     assert attention.attend(query.detach(), [part], 2, 0.2) is None
     monkeypatch.setenv(gpu.SWITCH, "of")
-    attention._found.clear()
+    monkeypatch.setattr(gpu, "_found", {})
     with pytest.raises(ValueError, match="KVSKETCH_GPU_KERNELS is 'of', and must be auto or off"):
         attention.attend(query.detach(), [part], 2, 0.2)
+
+
+def test_entries_are_read_where_they_lie():
+    """Keys beside values, in a buffer with room for more, and queries as models have them."""
+    draw = torch.Generator().manual_seed(6)
+    pairs = torch.randn(1, 2, 80, 56, generator=draw).to(DEVICE)
+    keys, values = pairs[:, :, 3:70].split((32, 24), dim=3)
+    mass = torch.randn(1, 2, 90, generator=draw).to(DEVICE)[..., 5:72]
+    query = torch.randn(1, 3, 4, 32, generator=draw).to(DEVICE).transpose(1, 2)
+    parts = [Entries(WeightedTokens(keys, values, mass))]
+    found, right = attention.attend(query, parts, 2, 0.2), by_definition(query, parts, 2, 0.2, None)
+    torch.testing.assert_close(found.out.double().cpu(), right.out.double(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.lse.double().cpu(), right.lse.double(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("queries", [1, 3])
@@ -255,12 +266,15 @@ def test_runs_may_end_where_the_buffer_ends_or_hold_nothing(queries):
 
 
 def test_kernels_that_say_another_thing_than_torch_are_not_used(monkeypatch, caplog):
-    monkeypatch.setattr(attention, "weighted_attention", lambda *a, **o: Partial(torch.zeros(1), torch.zeros(1)))
-    attention._found.clear()
+    monkeypatch.setattr(attention, "weighted_attention", lambda query, *a, **o: Partial(query, query[..., 0]))
+    monkeypatch.setattr(gpu, "_found", {})
     assert not attention.runs_on(DEVICE)
     assert not attention.runs_on(DEVICE)
     [said] = [record.getMessage() for record in caplog.records]
-    assert said.startswith("torch's own kernels are used, not those in Triton, which are faster: AssertionError")
+    assert said.startswith(
+        "torch's own kernels are used, not those in Triton, which are faster: kernels.gpu.attention, "
+    )
+    assert "AssertionError" in said
 
 
 def test_what_is_held_is_read_by_them():
@@ -290,14 +304,23 @@ def test_looking_up_waits_for_no_number(name, tmp_path):
     assert not waits_of(KINDS[name](**given), steps=2)
 
 
-def waits_of(config, steps):
+@pytest.mark.parametrize("name", ["exact", "uniform", "kvzip", "h2o"])
+def test_rows_of_unequal_lengths_wait_only_where_tokens_leave_the_window(name, monkeypatch):
+    monkeypatch.delenv(gpu.INTERPRETED, raising=False)
+    waiting = waits_of(KINDS[name](**SMALL[name]), steps=16, padding=7)
+    assert all(any(line.startswith("stream.py") for line in lines) for lines in waiting), waiting
+    assert len(waiting) <= 4
+
+
+def waits_of(config, steps, padding=0):
     """What each decode step that waits for something waits for."""
     count = 300 + steps
-    query, keys, values = stream(count, rows=1)
+    query, keys, values = stream(count, rows=1 if not padding else ROWS)
+    valid = padded_in_front(count, padding) if padding else None
     waiting, cache = list[list[str]](), LayerCache(config, 0)
     few_queries.name(torch.device("cpu"))  # kernels are tried first
     with native.off(), torch.no_grad():
-        feed(cache, *(x[:, :, :300] for x in (query, keys, values)), [300])
+        feed(cache, *(x[:, :, :300] for x in (query, keys, values)), [300], valid)
         for place in range(300, count):
             asking, key, value = (x[:, :, place : place + 1] for x in (query, keys, values))
             with Waits() as waits:

@@ -12,13 +12,13 @@ import torch
 
 from kvsketch import attention
 from kvsketch.attention import WeightedTokens
-from kvsketch.caches.lookup.buckets import Buckets, Limits, choose
+from kvsketch.caches.lookup.buckets import Buckets, choose
 from kvsketch.caches.lookup.saap import classified
 from kvsketch.kernels import native
 from kvsketch.kernels.native import attention as kernel
 from kvsketch.kernels.native import build, routing
 from kvsketch.kernels.reading import read
-from kvsketch.kernels.sources import Entries, Segments
+from kvsketch.kernels.sources import Entries, Limits, Segments
 
 HERE = Path(__file__)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -201,27 +201,29 @@ def test_the_classifier_is_that_of_torch(shape, dtype):
     assert (found - true).abs().max() <= 2 * (plain - true).abs().max() + rounding
 
 
+SOME_LIMITS = [
+    Limits(8), Limits(0), Limits(50, visit=300), Limits(50, visit=0.1), Limits(20, mass=0.4),
+    Limits(9, visit=0.3, per_token=True),
+]  # fmt: skip
+
+
 @needs_c
-@pytest.mark.parametrize(
-    "limits",
-    [
-        Limits(8),
-        Limits(0),
-        Limits(50, visit=300),
-        Limits(50, visit=0.1),
-        Limits(20, mass=0.4),
-        Limits(9, 0.3, None, True),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("limits", SOME_LIMITS, ids=str)
 def test_the_buckets_visited_are_those_of_torch(limits):
+    check_visits(routing.visit, limits, "cpu")
+
+
+def check_visits(visit, limits, device):
+    """A kernel visits the buckets that torch does."""
     lanes, queries, buckets, runs, rows = 6, 2, 50, 3, 2000
     scores = torch.softmax(2 * torch.randn(lanes, queries, buckets), 2)
     lengths = torch.randint(0, 12, (lanes, runs, buckets))
     edges = torch.cat([torch.zeros(lanes, runs, 1, dtype=torch.int64), lengths.cumsum(2)], 2)
     edges += torch.cat([torch.zeros(lanes, 1, dtype=torch.int64), lengths.sum(2).cumsum(1)[:, :-1]], 1)[..., None]
     sizes = lengths.sum(1)
-    segments, count, left = routing.visit(scores, sizes, edges, **vars(limits), staged=(rows - 7, 7), left=True)
+    given = (x.to(device) for x in (scores, sizes, edges))
+    segments, count, left = visit(*given, limits, (rows - 7, 7), left=True)
+    segments, count, left = Segments(segments.begin.cpu(), segments.length.cpu()), count.cpu(), left.cpu()
     index = Buckets.__new__(Buckets)
     index.edges = edges
     visited = choose(scores[None], sizes[None], limits)

@@ -1,4 +1,7 @@
-"""What a program waits for while a device computes: a number that it wants to know stops all that could go on."""
+"""What a program waits for while a device computes: a number that it wants to know stops all that could go on.
+
+So does a list of numbers that is copied to the device.
+"""
 
 import traceback
 from collections import Counter
@@ -32,7 +35,8 @@ class Waits(TorchFunctionMode):
         self._below.__exit__(*error)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if getattr(function, "__name__", "") in WANTED:
+        copied = function in (torch.tensor, torch.as_tensor) and isinstance(args[0], (list, tuple))
+        if getattr(function, "__name__", "") in WANTED or (copied and (kwargs or {}).get("device") is not None):
             self.note()
         return function(*args, **(kwargs or {}))
 

@@ -19,8 +19,8 @@ def attend(
     """Attention over all parts together, each read where it lies; None where no kernel does it."""
     if torch.compiler.is_compiling():
         return None
-    form = in_triton if in_triton.runs_on(query.device) else in_c
-    return form.attend(query, parts, heads, scale, softcap)
+    found = in_triton.attend(query, parts, heads, scale, softcap)
+    return in_c.attend(query, parts, heads, scale, softcap) if found is None else found
 
 
 def name(device: torch.device) -> str:

@@ -1,4 +1,4 @@
-"""What a query reads, before it is read: so that one kernel can read all of it in one call."""
+"""What a query reads, before it is read, and what says which of it: so that one kernel can read all in one call."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,3 +60,14 @@ class Entries:
 
 
 Source = tuple[Entries, ...]  # no lane is in two of them
+Layer = tuple[Float[Tensor, "h _ _"], Float[Tensor, "h 1 _"]]  # of a classifier: weights and biases of every head
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How many buckets a query visits; `per_token`: those that expect most for each of their tokens."""
+
+    probes: int
+    visit: int | float | None = None
+    mass: float | None = None
+    per_token: bool = False

@@ -124,7 +124,7 @@ class LayerCache(LayerState):
         The queries are those of the latest tokens of every row.
         """
         before = torch.arange(-query.shape[2], 0, device=query.device)
-        ranks = torch.tensor(self.lengths, device=query.device)[:, None] + before
+        ranks = self.lengths_on(query.device) + before
         return _whole(self.look(Query(query, scale, softcap, unrotated, ranks)))
 
     def look(self, asked: Query, *, lse: bool = True) -> Answer:
@@ -234,18 +234,18 @@ class LayerCache(LayerState):
         """Count new tokens."""
         rows, _, count, _ = new.keys.shape
         if new.valid is None:
-            added = [count] * rows
+            self.add([count] * rows, count)
         else:
-            added = new.valid.sum(1).tolist()
+            added = new.valid.sum(1, keepdim=True)
+            self.add(added[:, 0].tolist(), added)
             self.ragged = True  # rows of unequal lengths leave the window at different times
-        self.lengths = [length + more for length, more in zip(self.lengths, added, strict=True)]
         self.seen += count
 
     def _ranks(self, new: NewTokens) -> Int64[Tensor, "b q"]:
         """How many tokens of its row come before each new one; -1 for padding."""
         rows, _, count, _ = new.keys.shape
         even = new.valid is None and not self.ragged
-        first = self.seen if even else torch.tensor(self.lengths, device=new.keys.device)[:, None]
+        first = self.seen if even else self.lengths_on(new.keys.device)
         if even and count == 1:
             return torch.full((rows, 1), self.seen, device=new.keys.device)
         if new.valid is None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from kvsketch.caches.core.allocation import budgets_of
@@ -32,6 +32,7 @@ class LayerState:
         """Forget everything."""
         self.seen = 0  # tokens per row, padding included: the logical length
         self.lengths: list[int] = []  # real tokens per row
+        self.counted: tuple[list[int], Tensor] | None = None  # they, and the same on the device
         self.ragged = False  # whether rows may have unequal lengths
         self.spans: list[Spans] = []  # what is protected of each row
         self.heads = 0  # KV heads
@@ -54,6 +55,19 @@ class LayerState:
         self.ragged = self.config.window_by_budget and len(set(self.spans)) > 1
         for stream in self.streams.all:
             stream.window.ragged = self.ragged
+
+    def add(self, tokens: Sequence[int], there: int | Int64[Tensor, "b 1"]) -> None:
+        """Count tokens of each row; `there`: as many, on the device."""
+        before, self.lengths = self.lengths, [length + more for length, more in zip(self.lengths, tokens, strict=True)]
+        noted, self.counted = self.counted, None
+        if noted is not None and noted[0] == before:
+            self.counted = self.lengths, noted[1] + there
+
+    def lengths_on(self, device: torch.device) -> Int64[Tensor, "b 1"]:
+        """How many tokens rows have, on a device: a list that is copied there waits for all that is under way."""
+        if self.counted is None or self.counted[0] != self.lengths or self.counted[1].device != device:
+            self.counted = self.lengths, torch.tensor(self.lengths, device=device)[:, None]
+        return self.counted[1]
 
     def share(self, row_shares: list[list[float]]) -> None:
         """Divide what the rows' KV heads may hold by these shares, before anything has left."""

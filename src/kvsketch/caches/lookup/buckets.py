@@ -18,18 +18,8 @@ from kvsketch.caches.core.query import Answer, Query
 from kvsketch.caches.core.storage import storage_bytes
 from kvsketch.caches.lookup.config import BucketedConfig
 from kvsketch.caches.lookup.store import Index, Lookup, Store
-from kvsketch.kernels.native import routing
-from kvsketch.kernels.sources import Entries, Segments
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How many buckets a query visits; `per_token`: those that expect most for each of their tokens."""
-
-    probes: int
-    visit: int | float | None = None
-    mass: float | None = None
-    per_token: bool = False
+from kvsketch.kernels import routes
+from kvsketch.kernels.sources import Entries, Limits, Segments
 
 
 @dataclass(frozen=True)
@@ -110,7 +100,7 @@ class Buckets(Index):
         limits, estimates = self.method.limits, self.means is not None
         apart = query.apart or query.queries.shape[2] > 1
         if not (estimates and apart):  # one call reads the estimate with the rest
-            found = routing.visit(asked, self.sizes, self.edges, **vars(limits), staged=store.staged, left=estimates)
+            found = routes.visit(asked, self.sizes, self.edges, limits, store.staged, left=estimates)
             if found is not None:
                 runs, read, others = found
                 more = () if others is None else (Entries(self._means(others[:, 0])),)

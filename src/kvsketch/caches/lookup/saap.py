@@ -19,8 +19,8 @@ from kvsketch.caches.lookup.buckets import BucketLookup
 from kvsketch.caches.lookup.config import BucketedConfig
 from kvsketch.caches.lookup.key_index import KeyIndex, LayerIndex, find_index, read_index
 from kvsketch.caches.lookup.store import Lookup
+from kvsketch.kernels import routes
 from kvsketch.kernels.buckets import assign
-from kvsketch.kernels.native import routing
 
 PREFERENCES = ("mass", "density")
 
@@ -145,7 +145,7 @@ def classified(
 ) -> Float[Tensor, "b h q c"]:
     """Mean probability of every bucket over the group, by the classifiers; queries as they are before rotation."""
     before = None if first is None or first_bias is None else (first, first_bias)
-    found = routing.classify(query, [before, (second, second_bias)], second.shape[0])
+    found = routes.classify(query, before, (second, second_bias), second.shape[0])
     if found is not None:
         return found
 

@@ -20,10 +20,15 @@ SWITCH = "KVSKETCH_GPU_KERNELS"
 INTERPRETED = "TRITON_INTERPRET"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NOT_INTERPRETED = torch.bfloat16  # products of these come out wrong there
+NOT_COMPILED = "PassManager::run failed"  # so begins what Triton's compiler says of a kernel
+MOST_WIDTH = 256  # of keys and of values
+NOT_TRITON = "torch's own kernels are used, not those in Triton, which are faster"
 OLDEST = (8, 0)  # compute capability: bfloat16 in products
 
 T = TypeVar("T")
 _log = logging.getLogger("kvsketch")
+_found = dict[tuple[str, torch.device], bool]()
+_refused = set[str]()
 
 
 def wanted_on(device: torch.device) -> bool:
@@ -32,6 +37,52 @@ def wanted_on(device: torch.device) -> bool:
     if wanted not in ("auto", "off"):
         raise ValueError(f"{SWITCH} is {wanted!r}, and must be auto or off")
     return wanted == "auto" and device.type == ("cpu" if os.environ.get(INTERPRETED) == "1" else "cuda")
+
+
+def works(
+    what: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    check: Callable[[torch.device, torch.dtype], None],
+    *,
+    triton: bool = True,
+) -> bool:
+    """Whether a kernel is used on a device for such numbers; why it is not though wanted is said once.
+
+    `check` is made once: it raises an error if the kernel does not say what its definition says. Kernels are in Triton
+    if nothing else is said.
+    """
+    if not wanted_on(device):
+        return False
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    what = f"{what} in {str(dtype).removeprefix('torch.')}"
+    needed = [("Triton", lambda: missing_on(device))] if triton else []
+    for one, find in (*needed, (what, lambda: _wrong_with(check, device, dtype))):
+        if (one, device) not in _found:
+            if recording(device):
+                return False  # nothing can be tried while a graph is made
+            wrong = find()
+            if wrong is not None:
+                _log.warning("%s: %s", NOT_TRITON if triton else f"{what} is not used", wrong)
+            _found[one, device] = wrong is None
+        if not _found[one, device]:
+            return False
+    return True
+
+
+def _wrong_with(
+    check: Callable[[torch.device, torch.dtype], None], device: torch.device, dtype: torch.dtype
+) -> str | None:
+    """What a check says against a kernel."""
+    try:
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            check(device, dtype)
+    except torch.OutOfMemoryError:
+        raise  # another time there may be room
+    except Exception as error:  # a driver, a compiler or a kernel can fail in any way
+        return f"{check.__module__.removeprefix('kvsketch.')}, {dtype}: {_said(error)}"
+    return None
 
 
 def missing_on(device: torch.device) -> str | None:
@@ -57,24 +108,40 @@ def power_of_two(count: int, least: int = 1) -> int:
     return max(least, 1 << max(0, count - 1).bit_length())
 
 
-def tried(what: str, call: Callable[[], T]) -> T | None:
+def bits(*things: object | None) -> int:
+    """Which of them there are."""
+    return sum(1 << place for place, thing in enumerate(things) if thing is not None)
+
+
+def tried(what: str, device: torch.device, call: Callable[[], T]) -> T | None:
     """What a kernel says; None where it cannot be made for this GPU, which is said once for each such thing."""
-    if what in _refused():
+    what = f"{what} on {device}"
+    if what in _refused:
         return None
     try:
         return call()
     except Exception as error:
-        if not type(error).__module__.startswith("triton"):
+        if not type(error).__module__.startswith("triton") and not str(error).startswith(NOT_COMPILED):
             raise
-        _refused().add(what)
-        said = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
-        _log.warning("torch does what no kernel in Triton could be made for, %s: %s", what, said)
+        _refused.add(what)
+        _log.warning("torch does what no kernel in Triton could be made for, %s: %s", what, _said(error))
         return None
 
 
-@cache
-def _refused() -> set[str]:
-    return set()
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+
+
+def recording(device: torch.device) -> bool:
+    """Whether a graph is recorded: nothing is computed before it is replayed."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def assert_like(out: Tensor, right: Tensor, lse: Tensor, right_lse: Tensor) -> None:
+    """Raise an error if answers are not what is right, in float64, but for their own rounding."""
+    most = 1e-5 if out.dtype == torch.float32 else 0.01
+    torch.testing.assert_close(out.double(), right, rtol=2 * most, atol=most)
+    torch.testing.assert_close(lse.double(), right_lse, rtol=1e-3, atol=1e-3)
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:

@@ -10,33 +10,30 @@ are is read on the device only.
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
-NOTHING = tl.constexpr(float("-inf"))
-LEAST_MASS = tl.constexpr(1e-19)  # of the largest weight, as in `weighted_attention/fused.py`
+from kvsketch.kernels.gpu.softmax import LEAST_MASS, LN_2, NOTHING, entries, more
 
 
 @triton.jit
 def attend(
     query, out, lse, sums, tops, done,  # where they begin
     pointers, strides, sizes,  # of parts: see `_part`
-    query_row, query_head, query_step, scale, softcap,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, BY_QUERY: tl.constexpr,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PARTS: tl.constexpr, HAS: tl.constexpr, SOFTCAP: tl.constexpr,
-    SPLITS: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, KEY_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr, SPLIT_BLOCK: tl.constexpr,
+    query_row, query_head, query_step, queries, scale, softcap,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, BY_QUERY: tl.constexpr, WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, PARTS: tl.constexpr, HAS: tl.constexpr, SOFTCAP: tl.constexpr, SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, AT_ONCE: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One split of one lane, or of one of its queries where each reads other runs."""
     program, split = tl.program_id(0), tl.program_id(1)
     lane, step = program, 0
-    per_program: tl.constexpr = GROUP if BY_QUERY else GROUP * QUERIES
+    per_program = GROUP if BY_QUERY else GROUP * queries
     if BY_QUERY:
-        lane, step = program // QUERIES, program % QUERIES
+        lane, step = program // queries, program % queries
     row, head = lane // HEADS, lane % HEADS
     rows = tl.arange(0, ROWS)
     real = rows < per_program
-    query_heads = head * GROUP + (rows if BY_QUERY else rows // QUERIES)
-    steps = step + (rows * 0 if BY_QUERY else rows % QUERIES)
+    query_heads = head * GROUP + (rows if BY_QUERY else rows // queries)
+    steps = step + (rows * 0 if BY_QUERY else rows % queries)
     widths = tl.arange(0, KEY_BLOCK)
     places = row.to(tl.int64) * query_row + query_heads.to(tl.int64) * query_head + steps * query_step
     asked = tl.load(
@@ -67,11 +64,11 @@ def attend(
     tl.debug_barrier()  # all that this program has stored, before it says so
     if tl.atomic_add(done + program, 1, sem="acq_rel") == SPLITS - 1:
         for number in range(per_program):
-            query_at = (row * HEADS + head) * GROUP + (number if BY_QUERY else number // QUERIES)
-            answer = query_at * QUERIES + (step if BY_QUERY else number % QUERIES)
+            query_at = (row * HEADS + head) * GROUP + (number if BY_QUERY else number // queries)
+            answer = query_at * queries + (step if BY_QUERY else number % queries)
             _merge(
-                out, lse, sums, tops, program, number, answer, per_program, VALUE_WIDTH, VALUE_BLOCK, SPLITS,
-                SPLIT_BLOCK,
+                out, lse, sums, tops, program, number, answer, per_program,
+                VALUE_WIDTH, VALUE_BLOCK, SPLITS, SPLIT_BLOCK,
             )  # fmt: skip
 
 
@@ -126,42 +123,18 @@ def _part(
     log_mass += row * _plain(mass_row) + head * _plain(mass_head)
     log_value += row * _plain(extra_row) + head * _plain(extra_head)
     runs = _runs(slot, step, sizes)
-    widths, value_widths = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
     for begin in tl.range(start, stop, AT_ONCE):
         at = begin + tl.arange(0, AT_ONCE)
         ok = at < stop
         if search >= 0:
             at = _place(at, begins + runs, ends + runs, _plain(sizes[2]), ok, search)
-        key = tl.load(
-            keys + at[:, None] * key_step + widths[None, :], mask=ok[:, None] & (widths < WIDTH)[None, :], other=0.0
+        key, value, of_mass, of_value, ok = entries(
+            keys, values, log_mass, log_value, key_step, value_step, at, ok,
+            HAS, WIDTH, VALUE_WIDTH, KEY_BLOCK, VALUE_BLOCK,
+        )  # fmt: skip
+        top, mass, found = more(
+            asked, key, value, of_mass, of_value, ok[None, :], top, mass, found, scale, softcap, SOFTCAP
         )
-        value = tl.load(
-            values + at[:, None] * value_step + value_widths[None, :],
-            mask=ok[:, None] & (value_widths < VALUE_WIDTH)[None, :],
-            other=0.0,
-        )
-        of_mass = tl.zeros([AT_ONCE], tl.float32)
-        if HAS & 1:
-            of_mass = tl.load(log_mass + at, mask=ok, other=NOTHING) * LOG2_E
-        of_value = of_mass
-        if HAS & 2:
-            of_value = tl.load(log_value + at, mask=ok, other=NOTHING) * LOG2_E
-        if HAS & 3:  # in an empty slot may be anything
-            ok &= tl.maximum(of_mass, of_value) > NOTHING
-            value = tl.where(ok[:, None], value, 0.0)
-        logits = tl.dot(asked.to(key.dtype), tl.trans(key), input_precision="ieee") * scale
-        if SOFTCAP:
-            logits = softcap * (2 * tl.sigmoid(2 * logits / softcap) - 1)
-        logits *= LOG2_E
-        masses = tl.where(ok[None, :], logits + of_mass[None, :], NOTHING)
-        shares = tl.where(ok[None, :], logits + of_value[None, :], NOTHING)
-        higher = tl.maximum(top, tl.max(tl.maximum(masses, shares), 1))
-        level = tl.where(higher == NOTHING, 0.0, higher)
-        lost = tl.exp2(top - level)
-        mass = mass * lost + tl.sum(tl.exp2(masses - level[:, None]), 1)
-        weights = tl.exp2(shares - level[:, None]).to(value.dtype)
-        found = found * lost[:, None] + tl.dot(weights, value, input_precision="ieee")
-        top = higher
     return top, mass, found
 
 
@@ -181,14 +154,14 @@ def _place(at, begins, ends, segments, ok, SEARCH: tl.constexpr):
 
 @triton.jit
 def _keep(
-    sums, tops, place, top, mass, found,
-    REAL: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    sums, tops, place, top, mass, found, real_rows,
+    VALUE_WIDTH: tl.constexpr, VALUE_BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     rows, widths = tl.arange(0, ROWS), tl.arange(0, VALUE_BLOCK)
-    real = rows < REAL
-    base = place.to(tl.int64) * REAL
+    real = rows < real_rows
+    base = place.to(tl.int64) * real_rows
     tl.store(tops + 2 * base + rows, top, mask=real)
-    tl.store(tops + 2 * base + REAL + rows, mass, mask=real)
+    tl.store(tops + 2 * base + real_rows + rows, mass, mask=real)
     tl.store(
         sums + (base + rows[:, None]) * VALUE_WIDTH + widths[None, :],
         found,
@@ -198,15 +171,15 @@ def _keep(
 
 @triton.jit
 def _merge(
-    out, lse, sums, tops, program, number, answer,
-    REAL: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    out, lse, sums, tops, program, number, answer, real_rows,
+    VALUE_WIDTH: tl.constexpr, VALUE_BLOCK: tl.constexpr, SPLITS: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A query's answer from those of all splits."""
     splits, widths = tl.arange(0, SPLIT_BLOCK), tl.arange(0, VALUE_BLOCK)
-    base = (program * SPLITS + splits).to(tl.int64) * REAL
+    base = (program * SPLITS + splits).to(tl.int64) * real_rows
     top = tl.load(tops + 2 * base + number, mask=splits < SPLITS, other=NOTHING)
-    mass = tl.load(tops + 2 * base + REAL + number, mask=splits < SPLITS, other=0.0)
+    mass = tl.load(tops + 2 * base + real_rows + number, mask=splits < SPLITS, other=0.0)
     highest = tl.max(top, 0)
     shares = tl.where(top == NOTHING, 0.0, tl.exp2(top - tl.where(highest == NOTHING, 0.0, highest)))
     found = tl.load(

@@ -3,7 +3,6 @@
 For few queries: decode steps, and blocks of a few tokens.
 """
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,15 +14,15 @@ from kvsketch.attention import Partial, WeightedTokens, merge, weighted_attentio
 from kvsketch.kernels import gpu
 from kvsketch.kernels.sources import Entries, Segments
 
-MOST_ROWS = 64  # of a group's queries together
-MOST_WIDTH = 256
+WHAT = "attention of few queries"
+MOST_ROWS = 128  # of a group's queries together
 MOST_SPLITS = 64
 MOST_PARTS = 4  # each is code of its own in the kernel
 PROGRAMS = 2  # for each processor
 NOTED = "triton"  # under this name parts carry their description
-
-_log = logging.getLogger("kvsketch")
-_found = dict[torch.device, bool]()
+Description = tuple[
+    tuple[Any, ...], tuple[int, ...], tuple[int, ...], int
+]  # pointers, strides, sizes, and what there is
 
 
 def attend(
@@ -36,63 +35,49 @@ def attend(
     """
     _, query_heads, queries, width = query.shape
     group, value_width = query_heads // heads, parts[0].tokens.values.shape[3]
-    if not 0 < queries * group <= MOST_ROWS or max(width, value_width) > MOST_WIDTH or query.stride(3) != 1:
+    if not 0 < queries * group <= MOST_ROWS or max(width, value_width) > gpu.MOST_WIDTH or query.stride(3) != 1:
         return None
     if not gpu.can_read(query.device, query) or not all(_can_read(part, query.device) for part in parts):
         return None
-    if len(parts) > MOST_PARTS or not runs_on(query.device):
+    kinds = {part.tokens.keys.dtype for part in parts}
+    if len(parts) > MOST_PARTS or not all(gpu.works(WHAT, query.device, kind, _check) for kind in kinds):
         return None
-    kinds = [(str(part.tokens.keys.dtype), part.segments is not None) for part in parts]
-    what = f"attention of {query.dtype} × {width} and {value_width}, {queries} × {group} rows, {kinds}"
-    return gpu.tried(what, lambda: _attended(query, parts, heads, scale, softcap))
+    described = [(str(part.tokens.keys.dtype), _has(part), part.segments is not None) for part in parts]
+    what = f"attention of {query.dtype} × {width} and {value_width}, {queries} × {group} rows, {softcap}, {described}"
+    return gpu.tried(what, query.device, lambda: _attended(query, parts, heads, scale, softcap))
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether the kernel is used on this device; why it is not though wanted is said once."""
-    if not gpu.wanted_on(device):
-        return False
-    if device not in _found:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return False  # nothing can be tried while a graph is made
-        _found[device] = _try(device)
-    return _found[device]
+    """Whether the kernel is used on this device, for what models compute in there."""
+    return gpu.works(WHAT, device, torch.bfloat16 if device.type == "cuda" else torch.float32, _check)
 
 
-def _try(device: torch.device) -> bool:
-    missing = gpu.missing_on(device)
-    if missing is None:
-        try:
-            _check(device)
-        except torch.OutOfMemoryError:
-            raise  # another time there may be room
-        except Exception as error:  # a driver, a compiler or a kernel can fail in any way
-            missing = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
-    if missing is not None:
-        _log.warning("torch's own kernels are used, not those in Triton, which are faster: %s", missing)
-    return missing is None
-
-
-def _check(device: torch.device) -> None:
-    """Raise an error if the kernel does not say what the definition says, in any kind of number."""
+def _check(device: torch.device, dtype: torch.dtype) -> None:
+    """Hold the kernel against the definition."""
     draw = torch.Generator().manual_seed(0)
-    runs = Segments(*(torch.tensor(x, device=device).expand(1, 2, 1, 3) for x in ([3, 9, 40], [5, 0, 33])))
-    for dtype in gpu.DTYPES:
-        query, keys, values, late, later = (
-            torch.randn(1, heads, count, 64, generator=draw).to(device, dtype)
-            for heads, count in ((4, 1), (2, 90), (2, 90), (2, 300), (2, 300))
+    for queries, each in ((1, 1), (2, 2)):  # runs for all queries, and for each its own
+        query, keys, values, late, later, mass = (
+            torch.randn(1, heads, count, 128, generator=draw, device="cpu").to(device, dtype)
+            for heads, count in ((4, queries), (2, 90), (2, 90), (2, 300), (2, 300), (2, 90))
         )
-        past = WeightedTokens(keys, values, torch.randn(1, 2, 90, generator=draw).to(device))
-        parts = [Entries(past, segments=runs), Entries(WeightedTokens(late, later, None))]
-        if not all(_can_read(part, device) for part in parts):
-            continue
-        found = _attended(query, parts, 2, 0.1, None)
+        begin, length = (torch.tensor(x, device=device).expand(1, 2, each, 3) for x in ([3, 9, 40], [5, 0, 33]))
+        runs = Segments(begin + torch.arange(each, device=device)[:, None], length)
+        past, window = (
+            WeightedTokens(keys, values, mass[..., 0].float().contiguous()),
+            WeightedTokens(late, later, None),
+        )
+        found = _attended(query, [Entries(past, segments=runs), Entries(window)], 2, 0.1, None)
         right = merge(
-            weighted_attention(query, past, 0.1, visible=runs.mask(90)),
-            weighted_attention(query, parts[1].tokens, 0.1),
+            weighted_attention(query.double(), doubled(past), 0.1, visible=runs.mask(90)),
+            weighted_attention(query.double(), doubled(window), 0.1),
         )
-        most = 1e-5 if dtype == torch.float32 else 0.01
-        torch.testing.assert_close(found.out.float(), right.out, rtol=2 * most, atol=most)
-        torch.testing.assert_close(found.lse, right.lse, rtol=1e-3, atol=1e-3)
+        gpu.assert_like(found.out, right.out, found.lse, right.lse)
+
+
+def doubled(tokens: WeightedTokens) -> WeightedTokens:
+    """In float64, for what is right: torch's products of float32 may be of fewer bits on a GPU."""
+    weights = (None if x is None else x.double() for x in (tokens.log_mass, tokens.log_value))
+    return WeightedTokens(tokens.keys.double(), tokens.values.double(), *weights)
 
 
 def _attended(query: Tensor, parts: Sequence[Entries], heads: int, scale: float, softcap: float | None) -> Partial:
@@ -102,6 +87,8 @@ def _attended(query: Tensor, parts: Sequence[Entries], heads: int, scale: float,
     described = [_described(part, lanes) for part in parts]
     by_query = any(sizes[3] > 1 for _, _, sizes, _ in described)
     programs, each = (lanes * queries, group) if by_query else (lanes, group * queries)
+    single = [part.tokens.keys.dtype == torch.float32 for part in parts]
+    small = max(width, value_width) <= 128 and any(single) == all(single)
     splits = max(1, min(MOST_SPLITS, -(-PROGRAMS * gpu.processors(device) // programs)))
     out = query.new_empty(rows, query_heads, queries, value_width)
     lse, sums, tops = (
@@ -115,37 +102,44 @@ def _attended(query: Tensor, parts: Sequence[Entries], heads: int, scale: float,
         kernel[(programs, splits)](
             *(query, out, lse, sums, tops, done),
             *(tuple(each) for each in zip(*(one[:3] for one in described), strict=True)),
-            *(*query.stride()[:3], float(scale), float(softcap or 1.0)),
-            HEADS=heads, GROUP=group, QUERIES=queries, BY_QUERY=by_query, WIDTH=width, VALUE_WIDTH=value_width,
+            *(*query.stride()[:3], queries, float(scale), float(softcap or 1.0)),
+            HEADS=heads, GROUP=group, BY_QUERY=by_query, WIDTH=width, VALUE_WIDTH=value_width,
             PARTS=len(parts), HAS=tuple(one[3] for one in described), SOFTCAP=softcap is not None, SPLITS=splits,
-            ROWS=gpu.power_of_two(each, 16), AT_ONCE=64 if max(width, value_width) <= 128 else 32,
+            ROWS=gpu.power_of_two(each, 16), AT_ONCE=64 if small else 32,
             KEY_BLOCK=gpu.power_of_two(width, 16), VALUE_BLOCK=gpu.power_of_two(value_width, 16),
-            SPLIT_BLOCK=gpu.power_of_two(splits), num_warps=4, num_stages=3,
+            SPLIT_BLOCK=gpu.power_of_two(splits), num_warps=4 if each <= 64 else 8,
+            num_stages=2 if any(single) else 3,
         )  # fmt: skip
     return Partial(out, lse)
 
 
-def _can_read(part: Entries, device: torch.device) -> bool:
-    tokens = part.tokens
+def can_read_tokens(tokens: WeightedTokens, device: torch.device) -> bool:
+    """Whether kernels can read entries where they lie."""
     weights = [x for x in (tokens.log_mass, tokens.log_value) if x is not None]
     if tokens.count == 0 or not gpu.can_read(device, tokens.keys, tokens.values, *weights):
         return False
     if tokens.keys.stride(3) != 1 or tokens.values.stride(3) != 1 or tokens.keys.dtype != tokens.values.dtype:
         return False
-    if part.segments is not None and part.segments.begin.shape[3] == 0:
-        return False
     return all(x.dtype == torch.float32 and x.stride(2) == 1 for x in weights)
 
 
-def _described(part: Entries, lanes: int) -> tuple[tuple[Any, ...], tuple[int, ...], tuple[int, ...], int]:
+def _can_read(part: Entries, device: torch.device) -> bool:
+    return can_read_tokens(part.tokens, device) and (part.segments is None or part.segments.begin.shape[3] > 0)
+
+
+def _described(part: Entries, lanes: int) -> Description:
     """Where the entries lie, as the kernel takes it; noted, for what is held is read again and again."""
-    if NOTED not in part.noted:
-        part.noted[NOTED] = _description(part, lanes)
-    found: tuple[tuple[Any, ...], tuple[int, ...], tuple[int, ...], int] = part.noted[NOTED]
+    if NOTED in part.noted:
+        noted: Description = part.noted[NOTED]
+        return noted
+    made = part.lanes is not None or part.segments is not None
+    found = _description(part, lanes)
+    if not (made and gpu.recording(part.tokens.keys.device)):  # what a graph writes is there when it is replayed
+        part.noted[NOTED] = found
     return found
 
 
-def _description(part: Entries, lanes: int) -> tuple[Any, ...]:
+def _description(part: Entries, lanes: int) -> Description:
     tokens, keys = part.tokens, part.tokens.keys
     weights = tokens.log_mass, tokens.log_value
     mass, extra = ((keys, (0, 0)) if x is None else (x, x.expand(keys.shape[:3]).stride()[:2]) for x in weights)
@@ -163,9 +157,13 @@ def _description(part: Entries, lanes: int) -> tuple[Any, ...]:
         (keys, tokens.values, mass[0], extra[0], slots, begins, ends),
         (*keys.stride()[:3], *tokens.values.stride()[:3], *map(_odd, (*mass[1], *extra[1]))),
         (_odd(keys.shape[2]), keys.shape[1], _odd(runs), by_query),
-        sum(bit * (x is not None) for bit, x in zip((1, 2, 4), (*weights, part.lanes), strict=True))
-        + 8 * (1 + halvings),
+        _has(part) + 8 * (1 + halvings),
     )
+
+
+def _has(part: Entries) -> int:
+    """Which weights a part has, and whether it is of some lanes."""
+    return gpu.bits(part.tokens.log_mass, part.tokens.log_value, part.lanes)
 
 
 def _odd(number: int) -> int:

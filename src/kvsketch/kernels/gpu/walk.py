@@ -82,7 +82,7 @@ def _walk(own, chances, signs, kept, start, size, y, positive, STRIP: tl.constex
     for i in range(tl.minimum(STRIP, size - start)):
         products = tl.load(own + i * STRIP + at)  # where it lies does not depend on signs
         here = at == i
-        plus = tl.sum(tl.where(here, y, 0.0), 0) < tl.sum(tl.where(here, chance, 0.0), 0)
+        plus = tl.sum(tl.where(here, y - chance, 0.0), 0) < 0.0
         plus = (plus & (positive < half)) | (start + i - positive >= half)
         sign = tl.where(plus, 1.0, -1.0)
         positive += tl.where(plus, 1, 0)

@@ -1,8 +1,9 @@
 """Attention over weighted tokens, and causal attention of new tokens among themselves.
 
 `reference.py` is plain torch and runs anywhere; `fused.py` runs torch's CPU kernel; for few queries there is one in C,
-`native/attention.c`, and one in Triton, `gpu/attend.py`. A faster form for another device is one more line in the two
-functions below.
+`native/attention.c`, and one in Triton, `gpu/attend.py`. For many queries on a GPU tokens without weights go to torch's
+flash attention, `gpu/flash.py`, others to `gpu/attend_many.py`. A faster form for another device is one more line in
+the two functions below.
 
 `lse=False` says that the answer is not merged with others. Where no kernel here gives the log of the
 denominator, torch's own attention is then the fastest; the `lse` that comes with it is NaN.
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from kvsketch.attention import Partial, WeightedTokens, fold_groups, join_queries, log_of, unfold_groups
 from kvsketch.kernels import few_queries
+from kvsketch.kernels.gpu import flash, many_queries
 from kvsketch.kernels.sources import Entries
 from kvsketch.kernels.weighted_attention import fused, reference
 from kvsketch.kernels.weighted_attention.reference import log_normalizer
@@ -40,7 +42,11 @@ def weighted_attention(
         return fused.attend_biased(query, tokens, scale)
     if not lse and softcap is None and tokens.log_mass is None and tokens.log_value is None:
         return _answer_alone(query, tokens.keys, tokens.values, scale, causal=False)
-    return reference.attend(query, tokens, scale, softcap=softcap)
+    if softcap is None and tokens.log_mass is None and tokens.log_value is None:
+        found = flash.attend(query, tokens.keys, tokens.values, scale)
+    if found is None:
+        found = many_queries.attend(query, tokens, scale, softcap)
+    return reference.attend(query, tokens, scale, softcap=softcap) if found is None else found
 
 
 def causal_attention(
@@ -61,6 +67,11 @@ def causal_attention(
         return fused.softmax_attention(query, keys, values, scale, causal=True)
     if valid is None and softcap is None and not lse:
         return _answer_alone(query, keys, values, scale, causal=True)
+    found = flash.attend(query, keys, values, scale, causal=True) if valid is None and softcap is None else None
+    if found is None:
+        found = many_queries.attend(query, WeightedTokens(keys, values), scale, softcap, causal=True, valid=valid)
+    if found is not None:
+        return found
     count = keys.shape[2]
     size = max(16, MASK_AT_ONCE // (keys.shape[0] * count))
     blocks = [

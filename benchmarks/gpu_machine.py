@@ -1,0 +1,62 @@
+"""Where kernels are timed: clocks of a GPU, or of the CPU in its place."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Machine:
+    """Where things run, and how long they take."""
+
+    def __init__(self, dry: bool, rounds: int) -> None:
+        self.device = torch.device("cpu" if dry else "cuda")
+        self.rounds = rounds
+        self.dtype = torch.float16 if dry else torch.bfloat16  # the interpreter has no products of bfloat16
+        self.draw = torch.Generator(self.device).manual_seed(0)
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.draw, device=self.device)
+
+    def times(self, calls: Sequence[Callable[[], Any]], *, graph: bool = True) -> dict[str, dict[str, Any]]:
+        """Microseconds of a call, of all of them one behind the other: by Python, and replayed as one graph."""
+        for call in calls:
+            assert call() is not None, "a kernel was refused: the log says why"
+        found = {"eager": self._timed(calls, len(calls))}
+        if self.device.type == "cuda" and graph:
+            recorded = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(recorded):
+                for call in calls:
+                    call()
+            found["graph"] = self._timed([recorded.replay], len(calls))
+        return {
+            name: {"median": statistics.median(taken), "quartiles": statistics.quantiles(taken)[::2]}
+            for name, taken in found.items()
+        }
+
+    def _timed(self, calls: Sequence[Callable[[], Any]], count: int) -> list[float]:
+        taken = list[float]()
+        for _ in range(self.rounds):
+            with self._clock(taken):
+                for call in calls:
+                    call()
+        return [each / count for each in taken]
+
+    @contextmanager
+    def _clock(self, taken: list[float]) -> Iterator[None]:
+        if self.device.type == "cpu":
+            begin = time.perf_counter()
+            yield
+            taken.append(1e6 * (time.perf_counter() - begin))
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        yield
+        end.record()
+        torch.cuda.synchronize()
+        taken.append(1e3 * begin.elapsed_time(end))

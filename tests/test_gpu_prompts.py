@@ -1,0 +1,129 @@
+"""Attention of many queries in Triton: on a GPU where there is one, else under Triton's interpreter."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kvsketch.attention import NO_MASS, WeightedTokens, weighted_attention
+from kvsketch.kernels import gpu
+from kvsketch.kernels import weighted_attention as front
+from kvsketch.kernels.gpu import flash, many_queries
+from kvsketch.kernels.weighted_attention import causal_attention, fused
+from test_gpu_kernels import DEVICE, entries, interpreted  # noqa: F401 (a fixture that all tests here use)
+
+
+def doubled(tokens):
+    parts = (tokens.keys, tokens.values, tokens.log_mass, tokens.log_value)
+    return WeightedTokens(*(None if x is None else x.nan_to_num(0, neginf=NO_MASS).double() for x in parts))
+
+
+def seen_by(count, valid):
+    """Which of the new tokens each of them sees."""
+    at = torch.arange(count, device=DEVICE)
+    visible = (at[:, None] >= at)[None, None]
+    return visible if valid is None else visible & valid[:, None, None] | (at[:, None] == at)
+
+
+def test_torchs_flash_attention_takes_what_is_given_and_says_the_denominator():
+    """As far as can be seen without a GPU: its arguments, and the shapes of what it gives back."""
+    with FakeTensorMode():
+        query, keys, values = (
+            torch.empty(2, heads, 70, 64, dtype=torch.bfloat16, device="cuda") for heads in (8, 2, 2)
+        )
+        for causal in (False, True):
+            found = flash.attended(query, keys, values, 0.1, causal)
+            assert (found.out.shape, found.out.dtype) == (query.shape, query.dtype)
+            assert (found.lse.shape, found.lse.dtype) == (query.shape[:3], torch.float32)
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="there is no GPU")
+@pytest.mark.parametrize("dtype", flash.DTYPES, ids=str)
+def test_torchs_flash_attention_says_what_the_definition_says(dtype):
+    draw = torch.Generator().manual_seed(0)
+    query, keys, values = (torch.randn(2, heads, 200, 64, generator=draw).to(DEVICE, dtype) for heads in (4, 2, 2))
+    for causal in (False, True):
+        found = flash.attend(query, keys, values, 0.2, causal=causal)
+        visible = seen_by(200, None) if causal else None
+        right = weighted_attention(query.double(), doubled(WeightedTokens(keys, values)), 0.2, visible=visible)
+        gpu.assert_like(found.out, right.out, found.lse, right.lse)
+
+
+CASES = {  # rows, KV heads, group, queries, entries, widths; kind, softcap, weights
+    "two blocks of queries": ((1, 2, 2, 140, 70, 64, 64), torch.float32, None, {}),
+    "weights": ((2, 2, 1, 40, 150, 32, 32), torch.float32, None, {"mass": True}),
+    "two weights, half precision": ((1, 1, 3, 33, 90, 64, 64), torch.float16, None, {"mass": True, "extra": True}),
+    "odd widths and a softcap": ((1, 2, 2, 17, 65, 40, 24), torch.float32, 5.0, {"mass": "shared"}),
+    "wide heads": ((1, 1, 2, 20, 40, 256, 200), torch.float32, None, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_says_what_the_definition_says(case):
+    (rows, heads, group, queries, count, width, value_width), dtype, softcap, weights = CASES[case]
+    draw = torch.Generator().manual_seed(0)
+    tokens = entries(draw, (rows, heads, count, width, value_width), dtype, **weights).tokens
+    query = torch.randn(rows, heads * group, queries, width, generator=draw).to(DEVICE, dtype)
+    if weights:  # in an empty slot may be anything
+        for x in (tokens.log_mass, tokens.log_value):
+            if x is not None:
+                x[..., ::7] = NO_MASS
+        tokens.keys[..., ::7, :], tokens.values[..., ::7, :] = float("nan"), float("nan")
+    found = many_queries.attend(query, tokens, width**-0.5, softcap)
+    right = weighted_attention(query.double(), doubled(tokens), width**-0.5, softcap=softcap)
+    close = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 3e-3, "atol": 1e-3}
+    torch.testing.assert_close(found.out.double(), right.out, **close)
+    torch.testing.assert_close(found.lse.double(), right.lse, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("queries", "dtype"), [(150, torch.float32), (64, torch.float16), (5, torch.float32)])
+def test_new_tokens_see_themselves_and_what_is_before(queries, dtype, padded):
+    draw = torch.Generator().manual_seed(1)
+    keys, values = (torch.randn(2, 2, queries, 32, generator=draw).to(DEVICE, dtype) for _ in range(2))
+    query = torch.randn(2, 4, queries, 32, generator=draw).to(DEVICE, dtype)
+    valid = None
+    if padded:
+        valid = torch.rand(2, queries, generator=draw).to(DEVICE) < 0.7
+        valid[1] = False
+    found = many_queries.attend(query, WeightedTokens(keys, values), 0.2, causal=True, valid=valid)
+    right = weighted_attention(
+        query.double(), doubled(WeightedTokens(keys, values)), 0.2, visible=seen_by(queries, valid)
+    )
+    close = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 3e-3, "atol": 1e-3}
+    torch.testing.assert_close(found.out.double(), right.out, **close)
+    torch.testing.assert_close(found.lse.double(), right.lse, rtol=1e-5, atol=1e-4)
+    again = many_queries.attend(query, WeightedTokens(keys, values), 0.2, causal=True, valid=valid)
+    assert torch.equal(found.out, again.out)
+
+
+def test_nothing_with_mass_is_an_answer_of_zero():
+    draw = torch.Generator().manual_seed(2)
+    tokens = entries(draw, (1, 2, 40, 32, 32), mass=True).tokens
+    tokens.log_mass[:, 1] = NO_MASS
+    found = many_queries.attend(torch.randn(1, 4, 20, 32, generator=draw).to(DEVICE), tokens, 0.2)
+    assert (found.lse[:, 2:] == NO_MASS).all()
+    assert not found.out[:, 2:].any()
+    assert found.lse[:, :2].isfinite().all()
+
+
+def test_prompts_are_read_by_it(monkeypatch):
+    """Where the CPU's own fused kernel is not: chunks against weighted entries, and new tokens with padding."""
+    monkeypatch.setattr(fused, "can_run", lambda *given: False)
+    calls, ask, draw = [], many_queries.attend, torch.Generator().manual_seed(3)
+    monkeypatch.setattr(many_queries, "attend", lambda *a, **o: calls.append(o) or ask(*a, **o))
+    tokens = entries(draw, (1, 2, 40, 32, 32), mass=True).tokens
+    query = torch.randn(1, 4, 70, 32, generator=draw).to(DEVICE)
+    found = front.weighted_attention(query, tokens, 0.2)
+    torch.testing.assert_close(found.out, weighted_attention(query, tokens, 0.2).out, rtol=1e-4, atol=1e-5)
+    new = torch.randn(1, 2, 70, 32, generator=draw).to(DEVICE)
+    causal_attention(query, new, new, 0.2, valid=torch.ones(1, 70, dtype=torch.bool, device=DEVICE))
+    assert [one.get("causal", False) for one in calls] == [False, True]
+    monkeypatch.setattr(many_queries, "attend", ask)
+    gradient = query.clone().requires_grad_()
+    assert many_queries.attend(gradient, tokens, 0.2) is None
+    assert many_queries.attend(query, replace(tokens, keys=tokens.keys.mT.contiguous().mT), 0.2) is None
+    monkeypatch.setenv("KVSKETCH_GPU_KERNELS", "off")
+    monkeypatch.setattr(gpu, "_found", {})
+    assert many_queries.attend(query, tokens, 0.2) is None
