@@ -42,7 +42,7 @@ def record(folder):
     tokenizer.save_pretrained(folder / "model")
     count = lambda sample: len(tokenizer(sample.context)["input_ids"])  # noqa: E731
     setting = Setting(size=1, wording="compact", questions=3)
-    sample = Fitter(TASKS["lines"], setting, count).sample(400, "0")
+    sample = Fitter(TASKS["lines"], setting, count).sample(600, "0")
     return str(folder / "model"), tokenizer, sample
 
 
@@ -64,7 +64,7 @@ def test_the_code_of_the_readme_runs_as_it_stands(tmp_path, monkeypatch, capsys)
     assert (tmp_path / "book.safetensors").exists()
     exec(third, known)
     assert known["out"].shape[1] > ids.shape[1]
-    assert known["cache"].config.learnt.layers == [1, 2, 3]
+    assert known["cache"].config.learnt.layers == [0, 1, 2, 3]
 
 
 def test_the_recipes_run_from_top_to_bottom(tmp_path, monkeypatch, capsys):

@@ -200,7 +200,7 @@ def test_the_index_of_a_model_is_found_where_it_is_left(tmp_path, monkeypatch):
 
 def test_the_embedded_model_has_an_index():
     model, _ = load_embedded()
-    assert kvsketch.make_cache(model, "kmeans(window=255)").config.learnt.layers == [1, 2, 3]
+    assert kvsketch.make_cache(model, "kmeans(window=255)").config.learnt.layers == [0, 1, 2, 3]
 
 
 def test_a_model_attached_without_what_saap_needs_is_refused_by_name(tmp_path):

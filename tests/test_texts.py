@@ -112,7 +112,7 @@ def test_the_command_measures_and_draws(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "8 tokens after 300, n = 2; the full cache has a perplexity of" in done.stdout
-    assert re.search(r"uniform\(keep=0\.5\) .*\[.*\] +\d+\.\d% +\d+\.\d\d", done.stdout), "the last column is shown"
+    assert re.search(r"uniform\(keep=0\.5\) .*\[.*\] +\d+\.\d% +\d+\.\d", done.stdout), "the last column is shown"
     assert max(map(len, done.stdout.splitlines())) <= 80
     for spec in ("uniform(keep=0.5)", "uniform(keep=0.25)", "streaming_llm(keep=0.5"):
         assert spec in done.stdout

@@ -148,13 +148,22 @@ def table_of(rows: "Sequence[Row]", plan: "Plan") -> Group:
         baseline = f"{BASELINE}(keep={getattr(plan.configs[name], 'keep', None)!r})"
         ratio = None if name == baseline else compare(rows, name, baseline)
         low, high = mean.interval
-        paired = "" if ratio is None else f"{ratio.mean:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+        paired = (
+            ""
+            if ratio is None
+            else f"{_three_digits(ratio.mean)} [{_three_digits(ratio.low)}, {_three_digits(ratio.high)}]"
+        )
         read = "" if mean.looked_up is None else f"{mean.looked_up:.1%}"
         cells = [name, f"{mean.share:.1%}", *([read] if looking else [])]
         cells += [f"{mean.kl:.3f} [{low:.3f}, {high:.3f}]", paired]
-        table.add_row(*cells, f"{mean.agree:.1%}", f"{mean.perplexity:.2f}")
+        table.add_row(*cells, f"{mean.agree:.1%}", _three_digits(mean.perplexity))
     exact = next(iter(means.values())).exact_perplexity
     counts = sorted({mean.windows for mean in means.values()})
     title = f"{plan.next} tokens after {plan.tokens:,}, n = {' to '.join(map(str, {counts[0]: 0, counts[-1]: 0}))}; "
     title += f"the full cache has a perplexity of {exact:.2f}"
     return Group(Line(f"\n{title}", style="bold"), table)
+
+
+def _three_digits(number: float) -> str:
+    """Or as many as it has before the point: there is little room in a line."""
+    return f"{number:,.{2 if number < 10 else 1 if number < 100 else 0}f}"

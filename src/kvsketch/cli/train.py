@@ -33,7 +33,7 @@ def train_demo(
     texts = [TextFile(path) for path in haystack or ()]
     recipe = Recipe(seed=seed) if tokens is None else Recipe(tokens=tokens, seed=seed)
     with progress_bar(transient=False) as bar:
-        task = bar.add_task("starting", total=recipe.tokens)
+        task = bar.add_task("starting", total=recipe.all_tokens)
 
         def show(progress: "Training") -> None:
             solved = sum(progress.accuracy.values()) / max(1, len(progress.accuracy))

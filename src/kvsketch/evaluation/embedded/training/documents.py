@@ -5,6 +5,7 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from kvsketch.evaluation.tasks.haystack import SENTENCE_END, Grammar, Haystack, 
 from kvsketch.evaluation.tasks.ruler import NEEDLES
 
 # How often each task is drawn: mostly those whose answers a model of this size can give.
-SHARES: Mapping[str, float] = {
+SHARES: Mapping[str, int] = {
     "lines": 14,
     "kv": 15,
     "niah_multikey_dense": 6,
@@ -93,13 +94,15 @@ class Documents:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int, texts: Sequence[Haystack] = ()) -> None:
         self.tokenizer, self.seed = tokenizer, seed
         self.haystacks = (Grammar(), Grammar(), Jumble(tokenizer), Sentences(), *texts)
-        self.units = {(name, wording): self._tokens_per_unit(name, wording) for name in SHARES for wording in WORDINGS}
+        self.units = {
+            (name, wording): _tokens_per_unit(tokenizer, name, wording) for name in SHARES for wording in WORDINGS
+        }
 
-    def batch(self, step: int, length: int, tokens: int) -> Batch:
+    def batch(self, step: int, length: int, tokens: int, shares: Mapping[str, int] = SHARES) -> Batch:
         """Rows of about `length` tokens, about `tokens` of them in all."""
         draw = random.Random(f"{self.seed}/{step}")
         rows = max(1, round(tokens / length))
-        names = draw.choices(TASK_NAMES, list(SHARES.values()), k=rows)
+        names = draw.choices(list(shares), list(shares.values()), k=rows)
         samples = [self._sample(draw, name, length) for name in names]
         contexts = [self._ids(sample.context, special=True) for sample in samples]
         asked = [self._segments(draw, sample, max(QUESTION_TOKENS, length // 4)) for sample in samples]
@@ -130,19 +133,8 @@ class Documents:
             setting = dataclasses.replace(setting, size=size)
         return sample
 
-    def _tokens_per_unit(self, name: str, wording: Wording) -> tuple[float, float]:
-        """Tokens of an empty document, and of each unit in it."""
-        few, many = max(40, TASKS[name].smallest), 200
-        counts, setting = {}, Setting(size=1, wording=wording, haystack=self.haystacks[0])
-        for size in (few, many):
-            made = [_make(random.Random(seed), name, dataclasses.replace(setting, size=size), []) for seed in range(4)]
-            counts[size] = sum(len(self._ids(sample.context, special=True)) for sample in made) / len(made)
-        each = (counts[many] - counts[few]) / (many - few)
-        return max(0.0, counts[few] - few * each), each
-
     def _ids(self, text: str, *, special: bool) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=special)["input_ids"]
-        return ids
+        return _ids_of(self.tokenizer, text, special=special)
 
     def _segments(self, draw: random.Random, made: Made, most: int) -> list[_Segment]:
         """Each question with its reply, up to so many tokens."""
@@ -156,6 +148,23 @@ class Documents:
                 break
             segments.append(_Segment([*ask, *reply, end], len(ask), TASK_NAMES.index(task)))
         return segments
+
+
+@cache
+def _tokens_per_unit(tokenizer: PreTrainedTokenizerBase, name: str, wording: Wording) -> tuple[float, float]:
+    """Tokens of an empty document of a task, and of each unit in it."""
+    few, many = max(40, TASKS[name].smallest), 200
+    counts, setting = {}, Setting(size=1, wording=wording, haystack=Grammar())
+    for size in (few, many):
+        made = [_make(random.Random(seed), name, dataclasses.replace(setting, size=size), []) for seed in range(4)]
+        counts[size] = sum(len(_ids_of(tokenizer, sample.context, special=True)) for sample in made) / len(made)
+    each = (counts[many] - counts[few]) / (many - few)
+    return max(0.0, counts[few] - few * each), each
+
+
+def _ids_of(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=special)["input_ids"]
+    return ids
 
 
 class Jumble(Haystack):

@@ -11,6 +11,18 @@ WATCHED = ("lines", "kv", "niah_multikey_dense", "niah_multikey")  # when these 
 SOLVED = 0.97
 SHORTER = 4  # lengths before the present one, of which one goes beside it in each step
 MEMORY = 0.9  # of the running accuracies
+FINISHED_WITH: Mapping[str, int] = {  # how often tasks are drawn in the end: those that are hardest
+    "kv": 34,
+    "niah_multivalue": 22,
+    "lines": 10,
+    "niah_multikey_uuid": 8,
+    "niah_multiquery": 8,
+    "niah_single_uuid": 4,
+    "number_string": 6,
+    "passkey": 4,
+    "needle": 4,
+}
+FINISHED_AT = LENGTHS[3:]  # as many tokens of each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,17 +35,29 @@ class Recipe:
     warm_up: int = 60  # steps
     decay_from: float = 0.2  # share of the tokens after which the rate falls, as a cosine
     last_rate: float = 2e-5
+    finish: float = 1 / 6  # as large a share of the tokens comes after them, of what is hardest, at several lengths
+    finish_rate: float = 2e-4  # at the beginning of that; it falls to the last rate again
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
             raise ValueError(f"tokens must be positive, got {self.tokens}")
 
+    @property
+    def all_tokens(self) -> int:
+        """With those of the finish."""
+        return self.tokens + int(self.finish * self.tokens)
+
     def rate_at(self, step: int, tokens: int) -> float:
         """The learning rate."""
+        if tokens >= self.tokens:
+            through = (tokens - self.tokens) / (self.all_tokens - self.tokens)
+            return self._falling(self.finish_rate, through)
         through = max(0.0, tokens / self.tokens - self.decay_from) / (1 - self.decay_from)
-        falling = self.last_rate + (self.rate - self.last_rate) * (1 + math.cos(math.pi * min(1.0, through))) / 2
-        return falling * min(1.0, step / self.warm_up)
+        return self._falling(self.rate, through) * min(1.0, step / self.warm_up)
+
+    def _falling(self, rate: float, through: float) -> float:
+        return self.last_rate + (rate - self.last_rate) * (1 + math.cos(math.pi * min(1.0, through))) / 2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ means the same whether it ends with a blank or not; a UUID falls into pairs of d
 import json
 import random
 import re
+from functools import cache
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
@@ -86,6 +87,7 @@ SEVERAL = " are"  # what stands before several answers
 UUID = (8, 4, 4, 4, 12)  # hexadecimal digits of its parts
 
 
+@cache
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """The tokenizer; the same one every time."""
     split = pre_tokenizers.Sequence(

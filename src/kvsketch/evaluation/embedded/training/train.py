@@ -15,8 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from kvsketch.evaluation.embedded.training.documents import HIDES_SEVERAL_FROM, IGNORED, TASK_NAMES, Batch, Documents
-from kvsketch.evaluation.embedded.training.recipe import LENGTHS, SHORTER, Progress, Recipe
+from kvsketch.evaluation.embedded.training.documents import (
+    HIDES_SEVERAL_FROM,
+    IGNORED,
+    SHARES,
+    TASK_NAMES,
+    Batch,
+    Documents,
+)
+from kvsketch.evaluation.embedded.training.recipe import FINISHED_AT, FINISHED_WITH, LENGTHS, SHORTER, Progress, Recipe
 from kvsketch.evaluation.embedded.training.start import Shape, start_model
 from kvsketch.evaluation.embedded.training.tokenizer import build_tokenizer
 from kvsketch.evaluation.tasks.haystack import Haystack
@@ -64,7 +71,7 @@ def train(
     progress = _resume(folder, begun, model, optimizer)
     saved = time.monotonic()
     with (folder / LOG).open("a", encoding="utf-8") as log:
-        while progress.tokens < recipe.tokens:
+        while progress.tokens < recipe.all_tokens:
             for group in optimizer.param_groups:
                 group["lr"] = recipe.rate_at(progress.step + 1, progress.tokens)
             batches = _batches(documents, recipe, progress)
@@ -112,10 +119,14 @@ def _digest(model: LlamaForCausalLM, documents: Documents) -> str:
 
 
 def _batches(documents: Documents, recipe: Recipe, progress: Progress) -> list[Batch]:
-    """Documents of the present length, and of one of the lengths before it."""
-    draw, stage = random.Random(f"{recipe.seed}/{progress.step}/lengths"), progress.stage
-    lengths = LENGTHS[stage], draw.choice(LENGTHS[max(0, stage - SHORTER) : max(1, stage)])
-    return [documents.batch(2 * progress.step + part, length, recipe.batch) for part, length in enumerate(lengths)]
+    """Documents of the present length, and of one of the lengths before it; in the end of any two."""
+    draw, stage, shares = random.Random(f"{recipe.seed}/{progress.step}/lengths"), progress.stage, SHARES
+    if progress.tokens < recipe.tokens:
+        lengths = [LENGTHS[stage], draw.choice(LENGTHS[max(0, stage - SHORTER) : max(1, stage)])]
+    else:
+        lengths, shares = draw.choices(FINISHED_AT, [1 / length for length in FINISHED_AT], k=2), FINISHED_WITH
+    first = 2 * progress.step
+    return [documents.batch(first + part, length, recipe.batch, shares) for part, length in enumerate(lengths)]
 
 
 def _step(
