@@ -98,12 +98,14 @@ class Documents:
             (name, wording): _tokens_per_unit(tokenizer, name, wording) for name in SHARES for wording in WORDINGS
         }
 
-    def batch(self, step: int, length: int, tokens: int, shares: Mapping[str, int] = SHARES) -> Batch:
-        """Rows of about `length` tokens, about `tokens` of them in all."""
+    def batch(
+        self, step: int, length: int, tokens: int, shares: Mapping[str, int] = SHARES, questions: int = QUESTIONS
+    ) -> Batch:
+        """Rows of about `length` tokens, about `tokens` of them in all, and so many questions about each at most."""
         draw = random.Random(f"{self.seed}/{step}")
         rows = max(1, round(tokens / length))
         names = draw.choices(list(shares), list(shares.values()), k=rows)
-        samples = [self._sample(draw, name, length) for name in names]
+        samples = [self._sample(draw, name, length, questions) for name in names]
         contexts = [self._ids(sample.context, special=True) for sample in samples]
         asked = [self._segments(draw, sample, max(QUESTION_TOKENS, length // 4)) for sample in samples]
         hiding = [row for row, name in enumerate(names) if TASKS[name].hides]
@@ -112,12 +114,12 @@ class Documents:
         ]
         return _pack(tuple(names), contexts, asked, prose, self.tokenizer.pad_token_id)
 
-    def _sample(self, draw: random.Random, name: str, length: int) -> Made:
+    def _sample(self, draw: random.Random, name: str, length: int, questions: int = QUESTIONS) -> Made:
         wording: Wording = draw.choice(WORDINGS) if length >= HIDES_SEVERAL_FROM or name != "vt" else "compact"
         fixed, each = self.units[name, wording]
         setting = Setting(
             size=max(TASKS[name].smallest, int((length - fixed) / each), 2),
-            questions=QUESTIONS if length >= HIDES_SEVERAL_FROM else QUESTIONS // 3,
+            questions=questions if length >= HIDES_SEVERAL_FROM else questions // 3,
             wording=wording,
             invented=draw.choice(INVENTED),
             haystack=draw.choice(self.haystacks),

@@ -12,15 +12,15 @@ SOLVED = 0.97
 SHORTER = 4  # lengths before the present one, of which one goes beside it in each step
 MEMORY = 0.9  # of the running accuracies
 FINISHED_WITH: Mapping[str, int] = {  # how often tasks are drawn in the end: those that are hardest
-    "kv": 34,
-    "niah_multivalue": 22,
-    "lines": 10,
-    "niah_multikey_uuid": 8,
+    "kv": 36,
+    "niah_multivalue": 16,
+    "lines": 14,
+    "niah_multikey_uuid": 12,
     "niah_multiquery": 8,
     "niah_single_uuid": 4,
-    "number_string": 6,
-    "passkey": 4,
-    "needle": 4,
+    "number_string": 4,
+    "passkey": 3,
+    "needle": 2,
 }
 FINISHED_AT = LENGTHS[3:]  # as many tokens of each
 
@@ -36,7 +36,7 @@ class Recipe:
     decay_from: float = 0.2  # share of the tokens after which the rate falls, as a cosine
     last_rate: float = 2e-5
     finish: float = 1 / 6  # as large a share of the tokens comes after them, of what is hardest, at several lengths
-    finish_rate: float = 2e-4  # at the beginning of that; it falls to the last rate again
+    finish_rate: float = 6e-4  # at the beginning of that; it falls to the last rate again
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -24,7 +24,9 @@ SLOW, FAST = 3e-4, 6e-3  # turns from one token to the next: slower pairs match 
 LINK = 5  # the offset whose slice is for links from layer 1 on
 PREFERENCE = 9.0  # size of constants that prefer early or late tokens: matters among those that match alike
 LOUD = 10.0  # how much more than other matches one counts that a single token asks for
+FOLLOWED, NAMED = 3.0, 2.0  # how loud it is what came behind the tokens at hand, and behind a name
 LINKED, LISTED = 3.0, 2.0  # how loud links are, and what is found by them
+NEARER = (1.0, 1.0, 1.0, 1.0, 0.7, 0.6, 0.5)  # what came before a name differs, where the name is the same
 SHARPNESS = 2.8  # size of the projections that match: enough for a name of two tokens to stand out among thousands
 
 
@@ -120,11 +122,16 @@ def _spread_weights(model: LlamaForCausalLM, shape: Shape) -> None:
 
 
 def _embed_codes(model: LlamaForCausalLM, shape: Shape, groups: Sequence[Sequence[int]]) -> Tensor:
-    """Random codes, in two slices of the embedding, none in the others; the same for tokens of a group."""
+    """Random codes, in two slices of the embedding, none in the others; the same for tokens of a group.
+
+    All codes to match by are of one length: no token is found more easily than another.
+    """
     table = model.model.embed_tokens.weight
     table.zero_()
     width = shape.code + shape.rest
-    codes = torch.randn(len(table), width) * (shape.hidden / width) ** 0.5
+    codes = torch.randn(len(table), width)
+    codes[:, : shape.code] *= shape.code**0.5 / codes[:, : shape.code].norm(dim=1, keepdim=True)
+    codes *= (shape.hidden / width) ** 0.5
     for tokens in groups:
         codes[list(tokens)] = codes[tokens[0]].clone()
     table[:, shape.at(0)], table[:, shape.own_rest] = codes.split((shape.code, shape.rest), dim=1)
@@ -160,10 +167,11 @@ def _matching_heads(layer: Any, known: Mapping[str, Tensor], shape: Shape) -> No
     attention = layer.self_attn
     for projection in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
         projection.weight.mul_(0.02)
-    follows = [(offset, offset + 1, 1.0) for offset in range(shape.offsets)]
+    follows = [(offset, offset + 1, weight) for offset, weight in zip(range(shape.offsets), NEARER, strict=True)]
     named = [(0, 1, 0.5), (1, 2, 0.5), (2, 3, 2.0), (3, 4, 2.0)]  # what came behind a name of two tokens, and two more
     listed = [(0, 1, 1.0), (6, 2, 1.0), (7, 3, 1.0)]  # the name before the last number, and what came after it
     linked = [(1, 2, 0.5), (2, 3, 0.5), (3, 4, 2.0), (4, 5, 2.0)]
+    loud = {0: FOLLOWED, 1: NAMED, 2: 1.0}
     for kv_head, pairs in enumerate((follows, named, listed, linked)):
         projections = _match(attention, kv_head, pairs, shape)
         if pairs is named:  # several times: the first
@@ -174,7 +182,7 @@ def _matching_heads(layer: Any, known: Mapping[str, Tensor], shape: Shape) -> No
             continue
         if pairs is listed:
             _begin_list(attention, kv_head, projections[0], known, shape)
-        _hand_on_token(attention, kv_head, shape)
+        _hand_on_token(attention, kv_head, shape, gain=loud[kv_head])
 
 
 def _chain_heads(layer: Any, known: Mapping[str, Tensor], shape: Shape) -> None:

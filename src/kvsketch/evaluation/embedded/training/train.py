@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 from kvsketch.evaluation.embedded.training.documents import (
     HIDES_SEVERAL_FROM,
     IGNORED,
-    SHARES,
+    QUESTIONS,
     TASK_NAMES,
     Batch,
     Documents,
@@ -120,13 +120,15 @@ def _digest(model: LlamaForCausalLM, documents: Documents) -> str:
 
 def _batches(documents: Documents, recipe: Recipe, progress: Progress) -> list[Batch]:
     """Documents of the present length, and of one of the lengths before it; in the end of any two."""
-    draw, stage, shares = random.Random(f"{recipe.seed}/{progress.step}/lengths"), progress.stage, SHARES
+    draw, stage, first = random.Random(f"{recipe.seed}/{progress.step}/lengths"), progress.stage, 2 * progress.step
     if progress.tokens < recipe.tokens:
         lengths = [LENGTHS[stage], draw.choice(LENGTHS[max(0, stage - SHORTER) : max(1, stage)])]
-    else:
-        lengths, shares = draw.choices(FINISHED_AT, [1 / length for length in FINISHED_AT], k=2), FINISHED_WITH
-    first = 2 * progress.step
-    return [documents.batch(first + part, length, recipe.batch, shares) for part, length in enumerate(lengths)]
+        return [documents.batch(first + part, length, recipe.batch) for part, length in enumerate(lengths)]
+    lengths = draw.choices(FINISHED_AT, [1 / length for length in FINISHED_AT], k=2)
+    return [
+        documents.batch(first + part, length, recipe.batch, FINISHED_WITH, 2 * QUESTIONS)
+        for part, length in enumerate(lengths)
+    ]
 
 
 def _step(
