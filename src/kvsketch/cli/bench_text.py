@@ -148,11 +148,8 @@ def table_of(rows: "Sequence[Row]", plan: "Plan") -> Group:
         baseline = f"{BASELINE}(keep={getattr(plan.configs[name], 'keep', None)!r})"
         ratio = None if name == baseline else compare(rows, name, baseline)
         low, high = mean.interval
-        paired = (
-            ""
-            if ratio is None
-            else f"{_three_digits(ratio.mean)} [{_three_digits(ratio.low)}, {_three_digits(ratio.high)}]"
-        )
+        ends = () if ratio is None else map(_three_digits, (ratio.mean, ratio.low, ratio.high))
+        paired = "" if ratio is None else "{} [{}, {}]".format(*ends)
         read = "" if mean.looked_up is None else f"{mean.looked_up:.1%}"
         cells = [name, f"{mean.share:.1%}", *([read] if looking else [])]
         cells += [f"{mean.kl:.3f} [{low:.3f}, {high:.3f}]", paired]
