@@ -2,7 +2,6 @@
 
 import json
 import math
-from itertools import pairwise
 from pathlib import Path
 from statistics import linear_regression
 
@@ -121,7 +120,7 @@ def training() -> None:
     """What the embedded model gets right while it is trained."""
     found = [json.loads(line) for line in (RESULTS / "training.jsonl").read_text().splitlines()]
     figure, axes = plain_axes(height=4.2)
-    last = found[-1]["accuracy"]
+    last = {name: value for row in found for name, value in row["accuracy"].items()}  # not all are asked to the end
     for name in sorted(last, key=lambda name: -last[name]):
         known = [row for row in found if name in row["accuracy"]]
         looked_up = last[name] > 0.9
@@ -140,12 +139,14 @@ def training() -> None:
     axes.set_ylim(-0.03, 1.03)
     label_ends(axes, [(end, last[name], name, OTHERS[1]) for name in groups.get(False, [])])
     label_ends(axes, [(end, 0.93, f"{len(groups[True])} tasks of looking up", OURS)])
-    for before, row in pairwise(found):
-        if row["length"] != before["length"]:
-            axes.axvline(row["tokens"] / 1e6, color=STOCK, lw=0.6, zorder=0)
-            axes.text(
-                row["tokens"] / 1e6, -0.02, f" {row['length']:,}", color=STOCK, fontsize=7, rotation=90, va="bottom"
-            )
+    longest, finishing = found[0]["length"], False
+    for row in found:
+        if row["length"] > longest or (row["length"] < longest and not finishing):
+            finishing = row["length"] < longest  # lengths only grow before that
+            longest, at = max(longest, row["length"]), row["tokens"] / 1e6
+            text = "the hardest tasks, all lengths" if finishing else f"{row['length']:,}"
+            axes.axvline(at, color=STOCK, lw=0.6, zorder=0)
+            axes.text(at, -0.02, f" {text}", color=STOCK, fontsize=7, rotation=90, va="bottom")
     axes.set_xlabel("million tokens trained on (grey: where documents got longer)")
     axes.set_ylabel("right reply tokens, running mean")
     axes.set_title("Training the embedded model", loc="left")

@@ -20,11 +20,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from common import RESULTS
 from kvsketch.caches.exact import Exact
 from kvsketch.cli.bench import about_run
+from kvsketch.editions import EDITIONS
 from kvsketch.evaluation.answers.reading import Prompt, Reading
 from kvsketch.evaluation.answers.runner import GREEDY
-from kvsketch.evaluation.answers.session import split_ids
+from kvsketch.evaluation.answers.session import padded, split_ids
 from kvsketch.evaluation.answers.summary import wilson
-from kvsketch.evaluation.embedded import EDITIONS, load_embedded
+from kvsketch.evaluation.embedded import load_embedded
 from kvsketch.evaluation.results.rows import RowsFile, name_without_digest, read_rows
 from kvsketch.evaluation.tasks import TASKS, WORDINGS, Sample, Setting
 from kvsketch.evaluation.tasks.haystack import Grammar, Haystack, haystack_of
@@ -38,7 +39,7 @@ KEY = ("task", "wording", "haystack", "length", "sample", "end")
 NOT_KNOWN = ("cwe",)  # tasks that it was not trained for
 ASKED = 0.98  # what is hoped for
 TOKENS = 16_000  # of a batch
-MOST_NEW = 64  # tokens of an answer; one more than a task needs, where a prompt's own blank is not there
+MOST_NEW = 64  # tokens of an answer; one more than a task allows, as a prompt may lack its last blank
 
 
 class Cells:
@@ -48,7 +49,7 @@ class Cells:
         self.model, self.tokenizer, self.samples = model, tokenizer, samples
 
     def made(self, tasks: Sequence[str], haystacks: Sequence[Haystack], lengths: Sequence[int]) -> Iterator[Any]:
-        """Each cell: its labels, and how to make its samples."""
+        """Each cell: its labels, and what things are hidden in."""
         for length in lengths:
             for name in tasks:
                 for wording in WORDINGS:
@@ -105,10 +106,7 @@ class Cells:
                 ]
 
     def pad(self, rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        width, pad = max(map(len, rows)), self.tokenizer.pad_token_id
-        ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-        return ids, mask
+        return padded(rows, self.tokenizer.pad_token_id)
 
 
 def run(given: argparse.Namespace) -> None:
@@ -117,6 +115,8 @@ def run(given: argparse.Namespace) -> None:
     file = RowsFile(given.out / "held.jsonl", about_run(given.model, fingerprint, "float32", "cpu"), KEY)
     cells = Cells(model, tokenizer, given.samples)
     tasks = given.tasks.split(",") if given.tasks else [name for name in TASKS if name not in NOT_KNOWN]
+    if unknown := set(tasks) - set(TASKS):
+        raise SystemExit(f"--tasks must be of {', '.join(TASKS)}, got {', '.join(sorted(unknown))}")
     haystacks = [Grammar(), *([haystack_of(given.haystack)] if given.haystack else [])]
     lengths = [int(length) for length in given.lengths.split(",")]
     todo = [(about, haystack, None) for about, haystack in cells.made(tasks, haystacks, lengths)]
@@ -149,13 +149,16 @@ def sum_up(out: Path, into: Path | None) -> None:
         mine = {key[3:]: scores for key, scores in groups.items() if key[:3] == (task, wording, haystack)}
         by_length = [[s for (n, _), scores in mine.items() if n == length for s in scores] for length in columns]
         by_end = [[s for (_, e), scores in mine.items() if e == end for s in scores] for end in ENDS]
-        shown = [f"{sum(s) / len(s):.3f}" if s else "" for s in by_length]
-        ends = " / ".join(f"{sum(s) / len(s):.3f}" for s in by_end)
+        shown, ends = [shown_mean(s) for s in by_length], " / ".join(map(shown_mean, by_end))
         count = sum(map(len, by_end))
         where = name_without_digest(haystack) if haystack else "—"
         print(f"| {task} | {name_without_digest(wording)} | {where} |", " | ".join(shown), f"| {ends} | {count} |")
     low = [mean for mean in means if mean["score"] < ASKED]
     print(f"\n{len(means) - len(low)} of {len(means)} cells are at {ASKED} or above")
+
+
+def shown_mean(scores: list[float]) -> str:
+    return f"{sum(scores) / len(scores):.3f}" if scores else ""
 
 
 def mean_of(scores: list[float]) -> dict[str, Any]:

@@ -495,7 +495,7 @@ def test_training_from_the_command_line(tmp_path):
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
     again = run("train-demo", tmp_path / "run", "--tokens", 10000)
-    refused(again, "holds a run with another recipe")
+    refused(again, "holds a run with other settings")
 
 
 def test_as_a_module_in_a_process_of_its_own():

@@ -10,9 +10,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvsketch.cli.options import REPLY
+from kvsketch.editions import EDITIONS
 from kvsketch.evaluation.answers.plan import Plan
 from kvsketch.evaluation.answers.runner import Runner
-from kvsketch.evaluation.embedded import EDITIONS, load_embedded, load_tokenizer
+from kvsketch.evaluation.embedded import load_embedded, load_tokenizer
 from kvsketch.evaluation.embedded import model as embedded_model
 from kvsketch.evaluation.embedded.training.tokenizer import build_tokenizer
 from kvsketch.evaluation.tasks import TASKS, WORDINGS, Setting
@@ -50,7 +51,8 @@ def test_editions_are_small_and_safe():
 
 
 @pytest.mark.parametrize(
-    ("name", "mended"), [("embedded", "kvsketch train-demo FOLDER"), ("embedded-first", "kvsketch again$")]
+    ("name", "mended"),
+    [("embedded", "kvsketch train-demo FOLDER .* kvsketch fit"), ("embedded-first", "kvsketch again$")],
 )
 @pytest.mark.parametrize("damage", ["none there", "cut off"])
 def test_files_that_are_missing_or_damaged_say_what_mends_them(tmp_path, monkeypatch, name, mended, damage):
@@ -60,19 +62,26 @@ def test_files_that_are_missing_or_damaged_say_what_mends_them(tmp_path, monkeyp
         weights = folder / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-5])
     monkeypatch.setattr(embedded_model, "files", lambda package: tmp_path)
-    with pytest.raises(ValueError, match=rf"should hold the embedded model, and cannot be loaded .*{mended}"):
+    with pytest.raises(ValueError, match=rf"should hold the model '{name}', and cannot be loaded .*{mended}"):
         load_embedded(name=name)
+    if damage == "cut off":  # the tokenizer is whole
+        load_tokenizer(name)
+        (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=rf"should hold the model '{name}', and cannot be loaded .*{mended}"):
+        load_tokenizer(name)
 
 
 def test_an_unknown_edition_is_refused():
     with pytest.raises(ValueError, match="inside the package are embedded, embedded-first, got 'third'"):
         load_embedded(name="third")
+    with pytest.raises(ValueError, match="dtype must be auto or one of torch, such as float32, got 'flaot32'"):
+        load_embedded("flaot32")
 
 
 @pytest.mark.parametrize("task", sorted(set(TASKS) - {"cwe"}))
 @pytest.mark.parametrize("wording", WORDINGS)
 def test_answers_are_not_cut_off(task, wording):
-    """Where replies of the embedded models are cut to a length: cwe's words they do not know."""
+    """The longest right replies fit REPLY; cwe is left out, as the model does not know it."""
     tokenizer = load_tokenizer()
     for seed in range(5):
         sample = TASKS[task].make(

@@ -12,7 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from kvsketch.evaluation.embedded.training.documents import IGNORED, SHARES, Documents, _ended, _make
+from kvsketch.evaluation.embedded.training.documents import (
+    ALSO_HIDDEN,
+    IGNORED,
+    PROSE,
+    SHARES,
+    TASK_NAMES,
+    Documents,
+    _ended,
+    _make,
+)
 from kvsketch.evaluation.embedded.training.recipe import (
     FINISHED_AT,
     FINISHED_WITH,
@@ -24,14 +33,14 @@ from kvsketch.evaluation.embedded.training.recipe import (
 )
 from kvsketch.evaluation.embedded.training.start import Shape, start_model
 from kvsketch.evaluation.embedded.training.tokenizer import alike, build_tokenizer
-from kvsketch.evaluation.embedded.training.train import _batches, logits_of, train
+from kvsketch.evaluation.embedded.training.train import _batches, _lengths, logits_of, train
 from kvsketch.evaluation.tasks import TASKS, WORDINGS, Question, Setting
 from kvsketch.evaluation.tasks.base import random_uuid
 from kvsketch.evaluation.tasks.haystack import Sentences
 from kvsketch.files import read_json, write_json, write_tensors
 
 TOKENIZER = build_tokenizer()
-SMALL = {"tokens": 3_500, "batch": 512, "finish": 0.0}
+SMALL = {"tokens": 3_500, "batch": 512, "finish": 5.0}
 
 
 def new_model(**shape):
@@ -111,7 +120,7 @@ def test_a_uuid_is_pairs_of_digits():
 
 
 def test_the_tokenizer_is_the_same_every_time():
-    assert build_tokenizer().backend_tokenizer.to_str() == TOKENIZER.backend_tokenizer.to_str()
+    assert build_tokenizer.__wrapped__().backend_tokenizer.to_str() == TOKENIZER.backend_tokenizer.to_str()
 
 
 def test_layer_0_starts_by_looking_back_one_more_token_in_every_head():
@@ -137,7 +146,7 @@ def test_layer_1_starts_by_finding_what_followed_before():
 
 
 def test_it_starts_by_saying_values_of_a_name_that_were_not_said_yet():
-    """Untrained, in a third of all cases; by chance never, as there are a thousand pieces of numbers."""
+    """Untrained, in half of all cases; by chance never, as there are a thousand pieces of numbers."""
     model, right, asked = new_model(layers=3), 0, 0
     for seed, wording in itertools.product(range(4), WORDINGS):
         sample = TASKS["niah_multivalue"].make(random.Random(seed), Setting(size=12, wording=wording))
@@ -158,6 +167,9 @@ def test_it_starts_by_saying_values_of_a_name_that_were_not_said_yet():
 def test_sizes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"codes of 20 and 46 numbers take 272 dimensions, of which there are 256"):
         Shape(code=20)
+    for sizes in ({"layers": 2}, {"kv_heads": 8}, {"offsets": 6}, {"heads": 4}):
+        with pytest.raises(ValueError, match="needs 3 layers or more, 4 KV heads, 7 offsets and a head for each, got"):
+            Shape(**sizes)
 
 
 def test_a_batch_is_the_same_for_the_same_seed_and_step():
@@ -198,13 +210,8 @@ def test_prompts_end_with_a_blank_a_newline_or_nothing(prompt, reply, end, asked
     assert _ended(Question("", ("123",), reply, opening=prompt), end) == (asked, said)
 
 
-said = {
-    "niah_multikey": 1,
-    "passkey": 2,
-    "number_string": 2,
-    "needle": 1,
-}  # times in a text; a word of vt may be noise too
-what_is_hidden = {
+TIMES_SAID = {"niah_multikey": 1, "passkey": 2, "number_string": 2, "needle": 1}  # a word of vt may be noise too
+SAID_OF = {
     "niah_multikey": "magic number",
     "passkey": "pass key",
     "number_string": "sequence of digits",
@@ -219,22 +226,37 @@ def test_a_text_may_hide_what_several_tasks_ask_for():
     depths = {haystack.name: dict[str, list[float]]() for haystack in documents.haystacks}
     for seed in range(60):
         haystack = documents.haystacks[seed % 4]
-        setting = Setting(size=40, haystack=haystack, wording=WORDINGS[seed % 2])
+        setting = Setting(size=40, haystack=haystack, wording=WORDINGS[seed // 4 % 2])
         made = _make(random.Random(seed), "niah_multikey", setting, ["passkey", "number_string", "needle", "vt"])
         for task, question in made.asked:
-            assert what_is_hidden[task] in question.prompt
+            assert SAID_OF[task] in question.prompt
             found = [place.start() for place in re.finditer(rf"\b{question.answers[0]}\b", made.context)]
-            assert len(found) == said.get(task, len(found))
+            assert found
+            assert len(found) == TIMES_SAID.get(task, len(found))
             depths[haystack.name].setdefault(task, []).append(found[-1] / len(made.context))
     for name, found in depths.items():
-        assert set(found) == set(what_is_hidden)
+        assert set(found) == set(SAID_OF)
         spread = [depth for task in found.values() for depth in task]
         assert sum(0.25 < depth < 0.75 for depth in spread) / len(spread) > 0.4, name
 
 
+def test_texts_of_the_users_are_hidden_in_too():
+    words = "The quick brown fox of line four jumps over a lazy dog"
+
+    class Own(Sentences):
+        name = "own"
+
+        def pieces(self, draw, count):
+            return [words] * count
+
+    documents = Documents(TOKENIZER, 0, [Own()])
+    texts = [TOKENIZER.decode(row) for step in range(6) for row in documents.batch(step, 768, 4096).context]
+    assert any(text.count(words) > 5 for text in texts)
+
+
 def test_labels_are_the_replies_and_each_question_sees_only_its_document_and_itself():
     batch = Documents(TOKENIZER, 0).batch(1, 768, 4096)
-    width = batch.context.shape[1]
+    width, several = batch.context.shape[1], False
     for row in range(len(batch.names)):
         said = TOKENIZER.decode(batch.labels[row][batch.labels[row] != IGNORED]).split("<end>")[:-1]
         assert said
@@ -246,6 +268,9 @@ def test_labels_are_the_replies_and_each_question_sees_only_its_document_and_its
         real = batch.labels[row] != IGNORED
         assert bool(seen[real][:, :length].all())
         assert not bool(seen[real][:, length:width].any())
+        of = {TASK_NAMES[task] for task in batch.tasks[row][real].tolist()}
+        assert of <= {batch.names[row]} | ALSO_HIDDEN.keys()
+        several |= len(of) > 1
         starts = (batch.positions[row] == length).long()
         owner = starts.cumsum(0)  # each question begins at the position right behind the document
         assert len(said) == int(owner.max())
@@ -253,6 +278,11 @@ def test_labels_are_the_replies_and_each_question_sees_only_its_document_and_its
         among = seen[:, width:][asked][:, asked]
         same = owner[asked][:, None] == owner[asked]
         assert torch.equal(among, same.tril())
+    assert several, "one text has questions of several tasks"
+    rows, at = batch.prose.unbind(1)  # of texts that hide something; there is a next token, and it is no padding
+    assert {batch.names[row] for row in rows.tolist()} <= {name for name in batch.names if TASKS[name].hides}
+    assert len(rows) == PROSE
+    assert bool((batch.context[rows, at + 1] != TOKENIZER.pad_token_id).all())
 
 
 def test_questions_read_together_are_answered_as_if_read_alone():
@@ -286,6 +316,9 @@ def test_the_rate_warms_up_stays_and_falls():
     assert Recipe(tokens=1000, finish=0.0).all_tokens == 1000
     with pytest.raises(ValueError, match="tokens must be positive, got 0"):
         Recipe(tokens=0)
+    for wrong in ({"finish": -1.0}, {"decay_from": 1.0}):
+        with pytest.raises(ValueError, match="finish must not be negative and decay_from from 0 to below 1, got"):
+            Recipe(**wrong)
 
 
 def test_documents_get_longer_when_they_are_solved_or_their_time_is_up():
@@ -306,26 +339,33 @@ def test_the_end_is_of_what_is_hardest_at_several_lengths():
     found = [
         batch
         for step in range(3)
-        for batch in _batches(documents, recipe, Progress(step=step, tokens=1000, stage=1, accuracy={}))
+        for progress in [Progress(step=step, tokens=1000, stage=1, accuracy={})]
+        for batch in _batches(documents, recipe, progress, _lengths(recipe, progress))
     ]
     assert {name for batch in found for name in batch.names} <= set(FINISHED_WITH) < set(SHARES)
     assert all(any(abs(batch.context.shape[1] / n - 1) < 0.4 for n in FINISHED_AT) for batch in found)
     assert len({min(FINISHED_AT, key=lambda n: abs(n - batch.context.shape[1])) for batch in found}) > 1
-    before = _batches(documents, recipe, Progress(tokens=999, stage=1, accuracy={}))
+    progress = Progress(tokens=999, stage=1, accuracy={})
+    before = _batches(documents, recipe, progress, _lengths(recipe, progress))
     assert all(batch.context.shape[1] < 0.5 * FINISHED_AT[0] for batch in before)
 
 
 @pytest.mark.slow
 def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path):
     recipe = Recipe(**SMALL)
-    whole = train(tmp_path / "whole", recipe)
-
-    def stop(progress):
-        if progress.step in (2, 5):
-            raise KeyboardInterrupt
+    steps = []
+    whole = train(tmp_path / "whole", recipe, show=steps.append)
+    first = 1 + next(progress.step for progress in steps if recipe.finishes(progress.tokens))  # step of the finish
+    assert 2 < first < steps[-1].step
 
     parts = tmp_path / "parts"
-    for save_every in (0.0, 1e9):  # the second run dies with steps that were not saved
+    # Before the finish, in its second step with the first one saved, and so again with nothing more saved.
+    for last, save_every in ((2, 0.0), (first + 1, 0.0), (first + 1, 1e9)):
+
+        def stop(progress, last=last):
+            if progress.step == last:
+                raise KeyboardInterrupt
+
         with pytest.raises(KeyboardInterrupt):
             train(parts, recipe, save_every=save_every, show=stop)
     train(parts, recipe)
@@ -343,13 +383,13 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path):
     write_tensors(checkpoint, {"first.x": torch.zeros(1)}, {})
     with pytest.raises(ValueError, match=r"no checkpoint that this version .* go on from: model\..* is missing"):
         train(parts, recipe)
-    with pytest.raises(ValueError, match="holds a run with another recipe"):
+    with pytest.raises(ValueError, match="holds a run with other settings"):
         train(parts, Recipe(**SMALL | {"tokens": 9_000}))
-    with pytest.raises(ValueError, match=r"holds a run with another haystacks, \[\], now \['noise'\]"):
+    with pytest.raises(ValueError, match=r"holds a run with other haystacks, \[\], now \['noise'\]"):
         train(parts, recipe, haystacks=[Sentences()])
     state = read_json(parts / "state.json")
-    write_json(parts / "state.json", state | {"start": "0"})
-    with pytest.raises(ValueError, match=r"another start, 0, now .*; go on with that and the kvsketch that began it"):
+    write_json(parts / "state.json", state | {"beginnings": "0"})
+    with pytest.raises(ValueError, match=r"other beginnings, 0, now .*; another kvsketch, .* began it: go on"):
         train(parts, recipe)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "log.jsonl").write_text("precious")

@@ -20,7 +20,8 @@ from typer.core import TyperGroup
 from kvsketch.cli.app import MOST, check_folder, listed, numbers, output, progress_bar, reported, say_no_pictures
 from kvsketch.cli.models import load_model
 from kvsketch.cli.notes import say
-from kvsketch.cli.options import EMBEDDED, Device, ModelName, Precision, is_ours
+from kvsketch.cli.options import Device, ModelName, Precision, is_ours
+from kvsketch.editions import EMBEDDED
 from kvsketch.evaluation.results.names import ANSWERS
 
 if TYPE_CHECKING:

@@ -162,5 +162,5 @@ def table_of(rows: "Sequence[Row]", plan: "Plan") -> Group:
 
 
 def _three_digits(number: float) -> str:
-    """Or as many as it has before the point: there is little room in a line."""
+    """A number with three digits, or all before the point if there are more."""
     return f"{number:,.{2 if number < 10 else 1 if number < 100 else 0}f}"

@@ -127,7 +127,7 @@ def _without_corpus(context: typer.Context, model: str | None, corpus: list[Path
     from kvsketch.evaluation.embedded.corpus import FIT
 
     if model is not None:
-        raise ValueError("a corpus is wanted for a model of your own: kvsketch fit MODEL --corpus FILE")
+        raise ValueError("a corpus is wanted for every model but the embedded one: kvsketch fit MODEL --corpus FILE")
     sources = {name: context.get_parameter_source(name) for name in FIT}
     return {name: FIT[name] for name, source in sources.items() if source is not None and source.name == "DEFAULT"}
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvsketch.cli.notes import notes, say
+from kvsketch.cli.options import is_ours
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -31,7 +32,7 @@ def load_model(name: str | None, dtype: str, device: str | None) -> "tuple[PreTr
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from kvsketch.checkpoints import PRECISIONS
-    from kvsketch.evaluation.embedded import EDITIONS, load_embedded
+    from kvsketch.evaluation.embedded import load_embedded
 
     if dtype != "auto" and dtype not in PRECISIONS:
         raise ValueError(f"--dtype must be auto or one of {', '.join(PRECISIONS)}, got {dtype!r}")
@@ -40,7 +41,7 @@ def load_model(name: str | None, dtype: str, device: str | None) -> "tuple[PreTr
     if name is None:
         notes.print(EMBEDDED_MODEL, style="yellow", soft_wrap=True)
         model, tokenizer = load_embedded(wanted)
-    elif name in EDITIONS and not Path(name).exists():
+    elif is_ours(name):
         model, tokenizer = load_embedded(wanted, name)
     else:
         name = _folder_of(name)

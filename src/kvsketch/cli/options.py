@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-EMBEDDED = "embedded"  # its name: what is meant without one
-FIRST = "embedded-first"  # the first edition of it
-REPLY = 40  # tokens of theirs: more than any right answer has; a model that found nothing would go on
+from kvsketch.editions import EDITIONS, EMBEDDED
+
+REPLY = 40  # most tokens of an answer by a model inside the package: right ones have fewer; others would go on
 
 
 def named(model: str | None) -> str | None:
@@ -17,7 +17,7 @@ def named(model: str | None) -> str | None:
 
 def is_ours(model: str | None) -> bool:
     """Whether it is a model inside the package, and no folder here."""
-    return named(model) is None or (model == FIRST and not Path(FIRST).exists())
+    return model is None or (model in EDITIONS and not Path(model).exists())
 
 
 ModelName = Annotated[

@@ -16,11 +16,15 @@ if TYPE_CHECKING:
 def train_demo(
     folder: Annotated[Path, typer.Argument(help="Checkpoints, log and the finished model go here.")],
     tokens: Annotated[
-        int | None, typer.Option(min=1, max=MOST, help="How many tokens to train on; the recipe's if left out.")
+        int | None,
+        typer.Option(
+            min=1, max=MOST, help="Tokens to train on before the finish, which adds a sixth; the recipe's if left out."
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=MOST, help="Another seed is another model.")] = 0,
     haystack: Annotated[
-        list[Path] | None, typer.Option(help="A text to hide things in too, beside made-up ones; again for more.")
+        list[Path] | None,
+        typer.Option(help="A file with a text to hide things in too, beside made-up ones; again for more."),
     ] = None,
     device: Annotated[str | None, typer.Option(help="Where to train; the default is the best there is.")] = None,
 ) -> None:
@@ -31,6 +35,8 @@ def train_demo(
 
     check_folder("the folder", folder)
     texts = [TextFile(path) for path in haystack or ()]
+    if len({text.name for text in texts}) < len(texts):
+        raise ValueError(f"a haystack is named twice in {', '.join(map(str, haystack or ()))}")
     recipe = Recipe(seed=seed) if tokens is None else Recipe(tokens=tokens, seed=seed)
     with progress_bar(transient=False) as bar:
         task = bar.add_task("starting", total=recipe.all_tokens)

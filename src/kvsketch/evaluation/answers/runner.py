@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -20,7 +19,7 @@ from kvsketch.caches.exact import Exact
 from kvsketch.caches.registry import parse_spec
 from kvsketch.evaluation.answers.plan import Asked, Cell, Plan
 from kvsketch.evaluation.answers.reading import Prompt, Reading
-from kvsketch.evaluation.answers.session import split_ids
+from kvsketch.evaluation.answers.session import padded, split_ids
 from kvsketch.evaluation.results.rows import Row
 from kvsketch.evaluation.tasks import Sample, Setting, Task
 from kvsketch.evaluation.tasks.haystack import Haystack
@@ -190,8 +189,5 @@ class Runner:
         return 0  # any number does: padding is masked
 
     def _pad(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """Rows padded on the left, and which tokens are real."""
-        width = max(map(len, rows))
-        ids = torch.tensor([[self._pad_id] * (width - len(row)) + row for row in rows])
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+        ids, mask = padded(rows, self._pad_id)
         return ids.to(self.model.device), mask.to(self.model.device)

@@ -1,7 +1,7 @@
 """Reading a prompt and answering from its cache, with a stopwatch: what `generate` and `demo` have in common."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,3 +99,11 @@ def split_ids(
     ids, ends = encoded["input_ids"], [end for _, end in encoded["offset_mapping"]]
     cut = next((i for i, end in enumerate(ends) if end > len(before)), len(ids))
     return ids[:cut], ids[cut:]
+
+
+def padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
+    """Rows of tokens padded on the left, and which are real."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    return ids, mask

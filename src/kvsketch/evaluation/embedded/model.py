@@ -1,6 +1,6 @@
 """The model inside the package: a small Llama that was trained to find what it is asked for."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -8,20 +8,21 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-# Names of its editions, and their folders. The first is there for measurements that were made with it.
-EDITIONS: Mapping[str, str] = {"embedded": "second", "embedded-first": "first"}
+from kvsketch.editions import EDITIONS, EMBEDDED
 
 
 def load_embedded(
-    dtype: torch.dtype | str = "auto", name: str = "embedded"
+    dtype: torch.dtype | str = "auto", name: str = EMBEDDED
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """An edition of the model and its tokenizer, read like any other checkpoint."""
+    if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"dtype must be auto or one of torch, such as float32, got {dtype!r}")
     with _files(name) as folder:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     return model.eval(), load_tokenizer(name)
 
 
-def load_tokenizer(name: str = "embedded") -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str = EMBEDDED) -> PreTrainedTokenizerBase:
     """The tokenizer alone."""
     with _files(name) as folder:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -38,8 +39,11 @@ def _files(name: str) -> Iterator[Path]:
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # files can be broken in any way, and transformers says so in any words
-            anew = f", or make it anew: kvsketch train-demo FOLDER, then copy FOLDER/model to {folder}"
+            anew = (
+                f", or make it anew: kvsketch train-demo FOLDER (about two hours), then copy the files in FOLDER/model "
+                f"to {folder}, and run kvsketch fit and kvsketch profile"
+            )
             raise ValueError(
-                f"{folder} should hold the embedded model, and cannot be loaded ({type(error).__name__}: "
-                f"{' '.join(str(error).split()):.200}). Install kvsketch again{anew if name == 'embedded' else ''}"
+                f"{folder} should hold the model {name!r}, and cannot be loaded ({type(error).__name__}: "
+                f"{' '.join(str(error).split()):.200}). Install kvsketch again{anew if name == EMBEDDED else ''}"
             ) from error

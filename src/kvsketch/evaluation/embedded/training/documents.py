@@ -39,7 +39,7 @@ SHARES: Mapping[str, int] = {
 # Tasks whose documents train better with more than the official few keys: the same text, only denser.
 EXTRA_KEYS = {"niah_multikey": 16, "niah_multiquery": 32, "niah_multivalue": 8, "niah_single_uuid": 8}
 TASK_NAMES = tuple(SHARES)
-PROMPT_ENDS = ("", "", "", " ", "\n")  # what a prompt may have at its end; white space of its own goes as often
+PROMPT_ENDS = ("", "", "", " ", "\n")  # what may come behind a prompt, in place of white space that it ends with
 # What else may be hidden in a haystack, and how often it is: one reading teaches more answers.
 ALSO_HIDDEN: Mapping[str, float] = {"passkey": 0.4, "number_string": 0.4, "needle": 0.4, "vt": 0.3}
 INVENTED = (0.0, 0.0, 0.3, 0.9)  # shares of made-up words in names
@@ -48,7 +48,7 @@ TRIES = 3  # to make a document as long as it should be
 LONGEST_PIECE = 12  # characters: longer ones are of templates
 PROSE = 256  # places of a batch at which the next token of the text is asked for
 HIDES_SEVERAL_FROM = 512  # tokens of a document
-QUESTIONS = 24  # of a document at most
+QUESTIONS = 24  # about what a document is of, at most; what else it hides is asked about besides
 QUESTION_TOKENS = 128  # of a document at most, or a quarter of its own where that is more
 OTHER_CHARACTERS = ((0xA1, 0x180), (0x391, 0x3CA), (0x410, 0x450), (0x2010, 0x2028), (0x4E00, 0x4E80))
 IGNORED = -100

@@ -35,13 +35,21 @@ class Recipe:
     warm_up: int = 60  # steps
     decay_from: float = 0.2  # share of the tokens after which the rate falls, as a cosine
     last_rate: float = 2e-5
-    finish: float = 1 / 6  # as large a share of the tokens comes after them, of what is hardest, at several lengths
+    finish: float = 1 / 6  # so many more tokens, as a share of `tokens`, come at the end, of what is hardest
     finish_rate: float = 6e-4  # at the beginning of that; it falls to the last rate again
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
             raise ValueError(f"tokens must be positive, got {self.tokens}")
+        if self.finish < 0 or not 0 <= self.decay_from < 1:
+            raise ValueError(
+                f"finish must not be negative and decay_from from 0 to below 1, got {self.finish} and {self.decay_from}"
+            )
+
+    def finishes(self, tokens: int) -> bool:
+        """Whether what comes after so many tokens is the finish."""
+        return tokens >= self.tokens
 
     @property
     def all_tokens(self) -> int:
@@ -50,8 +58,8 @@ class Recipe:
 
     def rate_at(self, step: int, tokens: int) -> float:
         """The learning rate."""
-        if tokens >= self.tokens:
-            through = (tokens - self.tokens) / (self.all_tokens - self.tokens)
+        if self.finishes(tokens):
+            through = (tokens - self.tokens) / max(1, self.all_tokens - self.tokens)
             return self._falling(self.finish_rate, through)
         through = max(0.0, tokens / self.tokens - self.decay_from) / (1 - self.decay_from)
         return self._falling(self.rate, through) * min(1.0, step / self.warm_up)

@@ -23,7 +23,7 @@ SHIFT = 8.0  # size of the constant keys and queries of the shift heads: enough 
 SLOW, FAST = 3e-4, 6e-3  # turns from one token to the next: slower pairs match at any distance, those between tell it
 LINK = 5  # the offset whose slice is for links from layer 1 on
 PREFERENCE = 9.0  # size of constants that prefer early or late tokens: matters among those that match alike
-LOUD = 10.0  # how much more than other matches one counts that a single token asks for
+LOUD = 10.0  # how much stronger than others a query is that a single token calls for
 FOLLOWED, NAMED = 3.0, 2.0  # how loud it is what came behind the tokens at hand, and behind a name
 LINKED, LISTED = 3.0, 2.0  # how loud links are, and what is found by them
 NEARER = (1.0, 1.0, 1.0, 1.0, 0.7, 0.6, 0.5)  # what came before a name differs, where the name is the same
@@ -46,6 +46,11 @@ class Shape:
     rest: int = 46  # those that only tell which token it is: slices for it and what is found
 
     def __post_init__(self) -> None:
+        if self.layers < 3 or self.kv_heads != 4 or not len(NEARER) == self.offsets <= self.heads:
+            raise ValueError(
+                f"the start needs 3 layers or more, 4 KV heads, {len(NEARER)} offsets and a head for each, got "
+                f"{self.layers}, {self.kv_heads}, {self.offsets} and {self.heads}"
+            )
         if self.found_rest.stop > self.hidden or self.code + self.rest > self.head_dim:
             raise ValueError(
                 f"codes of {self.code} and {self.rest} numbers take {self.found_rest.stop} dimensions, of which there "
@@ -171,18 +176,17 @@ def _matching_heads(layer: Any, known: Mapping[str, Tensor], shape: Shape) -> No
     named = [(0, 1, 0.5), (1, 2, 0.5), (2, 3, 2.0), (3, 4, 2.0)]  # what came behind a name of two tokens, and two more
     listed = [(0, 1, 1.0), (6, 2, 1.0), (7, 3, 1.0)]  # the name before the last number, and what came after it
     linked = [(1, 2, 0.5), (2, 3, 0.5), (3, 4, 2.0), (4, 5, 2.0)]
-    loud = {0: FOLLOWED, 1: NAMED, 2: 1.0}
-    for kv_head, pairs in enumerate((follows, named, listed, linked)):
-        projections = _match(attention, kv_head, pairs, shape)
-        if pairs is named:  # several times: the first
-            _prefer(attention, kv_head, -1.0, _between(shape), shape)
-        if pairs is linked:  # the last
-            _prefer(attention, kv_head, 1.0, _between(shape), shape)
-            _hand_on(attention, kv_head, shape.at(0), shape.at(LINK), shape, gain=LINKED)
-            continue
-        if pairs is listed:
-            _begin_list(attention, kv_head, projections[0], known, shape)
-        _hand_on_token(attention, kv_head, shape, gain=loud[kv_head])
+    _match(attention, 0, follows, shape)
+    _hand_on_token(attention, 0, shape, gain=FOLLOWED)
+    _match(attention, 1, named, shape)
+    _prefer(attention, 1, -1.0, _between(shape), shape)  # several times: the first
+    _hand_on_token(attention, 1, shape, gain=NAMED)
+    projections = _match(attention, 2, listed, shape)
+    _begin_list(attention, 2, projections[0], known, shape)
+    _hand_on_token(attention, 2, shape, gain=1.0)
+    _match(attention, 3, linked, shape)
+    _prefer(attention, 3, 1.0, _between(shape), shape)  # the last
+    _hand_on(attention, 3, shape.at(0), shape.at(LINK), shape, gain=LINKED)
 
 
 def _chain_heads(layer: Any, known: Mapping[str, Tensor], shape: Shape) -> None:
@@ -276,7 +280,7 @@ def _projected(shape: Shape, slices: int) -> Tensor:
     return slow * SHARPNESS * (len(slow) / slow.sum()) ** 0.25 / (slices * shape.code) ** 0.5
 
 
-def _hand_on_token(attention: Any, kv_head: int, shape: Shape, gain: float = 1.0) -> None:
+def _hand_on_token(attention: Any, kv_head: int, shape: Shape, gain: float) -> None:
     """The whole code of the token that was found is what is expected next."""
     _hand_on(attention, kv_head, shape.at(0), shape.found, shape, gain=gain)
     _hand_on(attention, kv_head, shape.own_rest, shape.found_rest, shape, place=shape.code, gain=gain)

@@ -5,7 +5,7 @@ import hashlib
 import json
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,25 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from kvsketch.evaluation.embedded.training.documents import (
+    ALSO_HIDDEN,
     HIDES_SEVERAL_FROM,
     IGNORED,
     QUESTIONS,
+    SHARES,
     TASK_NAMES,
     Batch,
     Documents,
 )
-from kvsketch.evaluation.embedded.training.recipe import FINISHED_AT, FINISHED_WITH, LENGTHS, SHORTER, Progress, Recipe
+from kvsketch.evaluation.embedded.training.recipe import (
+    FINISHED_AT,
+    FINISHED_WITH,
+    LENGTHS,
+    NOT_BEFORE,
+    SHARE_AT_LENGTH,
+    SHORTER,
+    Progress,
+    Recipe,
+)
 from kvsketch.evaluation.embedded.training.start import Shape, start_model
 from kvsketch.evaluation.embedded.training.tokenizer import build_tokenizer
 from kvsketch.evaluation.tasks.haystack import Haystack
@@ -31,6 +42,8 @@ from kvsketch.files import read_json, read_tensors, replacing, write_json, write
 from kvsketch.fitting import adam
 
 PROSE_WEIGHT = 0.1  # of the text itself, beside replies
+# Why a run may not go on though it is the same command.
+ANOTHER = {"beginnings": "another kvsketch, torch or kind of processor began it: "}
 STATE, WEIGHTS, LOG = "state.json", "checkpoint.safetensors", "log.jsonl"
 
 
@@ -66,18 +79,20 @@ def train(
     model = start_model(tokenizer, shape=Shape(), seed=recipe.seed).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.rate, betas=(0.9, 0.95), weight_decay=0.0)
     documents = Documents(tokenizer, recipe.seed, haystacks)
-    begun = {"recipe": dataclasses.asdict(recipe), "haystacks": [one.name for one in haystacks]}
-    begun["start"] = _digest(model, documents)
+    begun = {"settings": dataclasses.asdict(recipe), "haystacks": [one.name for one in haystacks]}
+    begun["beginnings"] = _digest(model, documents)
     progress = _resume(folder, begun, model, optimizer)
     saved = time.monotonic()
     with (folder / LOG).open("a", encoding="utf-8") as log:
         while progress.tokens < recipe.all_tokens:
             for group in optimizer.param_groups:
                 group["lr"] = recipe.rate_at(progress.step + 1, progress.tokens)
-            batches = _batches(documents, recipe, progress)
+            lengths = _lengths(recipe, progress)
+            batches = _batches(documents, recipe, progress, lengths)
             loss, seen = _step(model, optimizer, batches, device)
+            asked = FINISHED_WITH.keys() | ALSO_HIDDEN if recipe.finishes(progress.tokens) else SHARES
             progress = progress.after(sum(batch.tokens for batch in batches), seen, recipe)
-            print(json.dumps({**_row(progress), "loss": round(loss, 4)}), file=log)
+            print(json.dumps(_row(progress, max(lengths), asked, loss)), file=log)
             show(progress)
             if time.monotonic() - saved >= save_every:
                 log.flush()
@@ -112,22 +127,28 @@ def logits_of(model: LlamaForCausalLM, batch: Batch) -> tuple[Tensor, Tensor, Te
 
 
 def _digest(model: LlamaForCausalLM, documents: Documents) -> str:
-    """Of weights and documents as they are at first: another version of this code may begin otherwise."""
+    """Of weights and documents as they are at first, and of what comes when: another version may do otherwise."""
     batch = documents.batch(0, max(HIDES_SEVERAL_FROM, LENGTHS[0]), LENGTHS[-1])
     parts = [batch.context, batch.asked, *model.state_dict().values()]
-    return hashlib.sha256(b"".join(part.cpu().contiguous().numpy().tobytes() for part in parts)).hexdigest()
+    plan = [LENGTHS, SHARE_AT_LENGTH, NOT_BEFORE, SHORTER, dict(SHARES), dict(FINISHED_WITH), FINISHED_AT, PROSE_WEIGHT]
+    numbers = b"".join(part.cpu().contiguous().numpy().tobytes() for part in parts)
+    return hashlib.sha256(numbers + json.dumps(plan).encode()).hexdigest()
 
 
-def _batches(documents: Documents, recipe: Recipe, progress: Progress) -> list[Batch]:
-    """Documents of the present length, and of one of the lengths before it; in the end of any two."""
-    draw, stage, first = random.Random(f"{recipe.seed}/{progress.step}/lengths"), progress.stage, 2 * progress.step
-    if progress.tokens < recipe.tokens:
-        lengths = [LENGTHS[stage], draw.choice(LENGTHS[max(0, stage - SHORTER) : max(1, stage)])]
-        return [documents.batch(first + part, length, recipe.batch) for part, length in enumerate(lengths)]
-    lengths = draw.choices(FINISHED_AT, [1 / length for length in FINISHED_AT], k=2)
+def _lengths(recipe: Recipe, progress: Progress) -> list[int]:
+    """Of a step's documents: the present length, and one of those before it; in the finish two of its lengths."""
+    draw, stage = random.Random(f"{recipe.seed}/{progress.step}/lengths"), progress.stage
+    if recipe.finishes(progress.tokens):
+        return draw.choices(FINISHED_AT, [1 / length for length in FINISHED_AT], k=2)
+    return [LENGTHS[stage], draw.choice(LENGTHS[max(0, stage - SHORTER) : max(1, stage)])]
+
+
+def _batches(documents: Documents, recipe: Recipe, progress: Progress, lengths: Sequence[int]) -> list[Batch]:
+    """Documents of these lengths."""
+    finishes, first = recipe.finishes(progress.tokens), 2 * progress.step
+    drawn, questions = (FINISHED_WITH, 2 * QUESTIONS) if finishes else (SHARES, QUESTIONS)
     return [
-        documents.batch(first + part, length, recipe.batch, FINISHED_WITH, 2 * QUESTIONS)
-        for part, length in enumerate(lengths)
+        documents.batch(first + part, length, recipe.batch, drawn, questions) for part, length in enumerate(lengths)
     ]
 
 
@@ -160,9 +181,10 @@ def _moved(batch: Batch, device: str) -> Batch:
     return Batch(names=batch.names, **tensors)
 
 
-def _row(progress: Progress) -> dict[str, object]:
-    accuracy = {name: round(value, 4) for name, value in progress.accuracy.items()}
-    return {"step": progress.step, "tokens": progress.tokens, "length": LENGTHS[progress.stage], "accuracy": accuracy}
+def _row(progress: Progress, length: int, asked: Collection[str], loss: float) -> dict[str, object]:
+    accuracy = {name: round(value, 4) for name, value in progress.accuracy.items() if name in asked}
+    about = {"step": progress.step, "tokens": progress.tokens, "length": length}
+    return about | {"accuracy": accuracy, "loss": round(loss, 4)}
 
 
 def _save(
@@ -188,8 +210,8 @@ def _resume(folder: Path, begun: Mapping[str, Any], model: LlamaForCausalLM, opt
     for name, wanted in begun.items():
         if state.get(name) != wanted:
             raise ValueError(
-                f"{folder} holds a run with another {name}, {state.get(name)}, now {wanted}; go on with that"
-                f"{' and the kvsketch that began it' if name == 'start' else ''}, or use another folder"
+                f"{folder} holds a run with other {name}, {state.get(name)}, now {wanted}; {ANOTHER.get(name, '')}"
+                "go on with those, or use another folder"
             )
     progress = Progress(**state["progress"])
     rows = (folder / LOG).read_text(encoding="utf-8").splitlines() if (folder / LOG).is_file() else []
