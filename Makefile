@@ -12,10 +12,11 @@ ONCE := attention balancekv balancekv_cache balancekv_theorem buckets contract f
 TRITON := triton==3.9.0 # its interpreter, for tests without a GPU; torch for GPUs brings its own
 SEED ?= 0
 HISTORIES ?= 2000
+DEVICE ?= pretended
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo gpu real test check format lint types test-fast test-oldest docs soak power picture decode speed answers clustering balance lookup needle index profiles real-keys figures board kvpress clean
+.PHONY: demo gpu real test check format lint types test-fast test-device test-oldest docs soak power picture decode speed answers clustering balance lookup needle index profiles real-keys figures board kvpress clean
 
 demo: $(VENV)/ready ## what kvsketch does, on the embedded model: two documents, six caches, and a picture
 	$(BIN)/kvsketch demo --out demo-report
@@ -39,6 +40,9 @@ types: $(VENV)/ready
 
 test-fast: $(VENV)/ready
 	$(PYTEST) -m "not slow"
+
+test-device: $(VENV)/ready ## what every method promises, on DEVICE: cuda, or one that is pretended
+	$(PYTEST) tests/test_contract.py --device $(DEVICE)
 
 test-oldest: ## all tests that have to do with transformers, on the oldest supported one
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt WITHOUT="$(ONCE)"

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial, wraps
 from typing import ClassVar
 
@@ -13,6 +14,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # on a GPU products
 import jaxtyping
 import pytest
 import torch
+
+from pretend import pretended
 
 if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # as it is when it is imported, so are its own functions for good
@@ -94,3 +97,15 @@ def _global_random_state_is_untouched() -> Iterator[None]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         yield
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", help="where the contract is tested: cpu, cuda or pretended")
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """Where the contract is tested."""
+    wanted = request.config.getoption("--device")
+    with pretended() if wanted == "pretended" else nullcontext(torch.device(wanted)) as found:
+        yield found

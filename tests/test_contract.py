@@ -11,7 +11,9 @@ from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.tokens import NewTokens, Unrotated
 from kvsketch.caches.registry import METHODS, methods, parse_spec
 from made_index import make_index
+from pretend import pretended
 
+DEVICE = torch.device("cpu")
 ROWS, HEADS, GROUP, WIDTH = 2, 2, 2, 16
 SCALE = WIDTH**-0.5
 FIXED_SLACK = 128  # entries per row and head, beyond 1.05 × the budget: window run-over, open stratum, spare rows
@@ -57,6 +59,12 @@ def read_in_both_ways(names):
     return [(name, "exact") for name in names] + [(name, "streaming") for name in names if name not in READ_WHOLE]
 
 
+@pytest.fixture(autouse=True)
+def _where(device, monkeypatch):
+    """Caches read what is on this device."""
+    monkeypatch.setitem(globals(), "DEVICE", device)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _an_index(tmp_path_factory):
     folder = make_index(tmp_path_factory.mktemp("index"), heads=HEADS, width=WIDTH)
@@ -86,6 +94,8 @@ def padded_in_front(count, padding):
 
 def feed(cache, query, keys, values, sizes, valid=None):
     """Read the stream in calls of these sizes; the answers in order."""
+    query, keys, values = (x.to(DEVICE) for x in (query, keys, values))
+    valid = None if valid is None else valid.to(DEVICE)
     out, start = [], 0
     for size in sizes:
         part = slice(start, start + size)
@@ -94,7 +104,7 @@ def feed(cache, query, keys, values, sizes, valid=None):
         new = NewTokens(keys[:, :, part], values[:, :, part], real, unrotated)
         out.append(cache.read(query[:, :, part], new, SCALE).out)
         start += size
-    return torch.cat(out, 2)
+    return torch.cat(out, 2).cpu()
 
 
 def held(cache):
@@ -103,7 +113,7 @@ def held(cache):
     numbers.pop("measured_at")
     asked = ("error", "longest_query", "recall", ".reads")  # of the queries, not of what is held
     tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(asked)}
-    return {name: tensor.clone() for name, tensor in tensors.items()}, numbers
+    return {name: tensor.cpu().clone() for name, tensor in tensors.items()}, numbers
 
 
 def causal_answers(query, keys, values):
@@ -117,6 +127,28 @@ def assert_same(left, right):
     assert left[0].keys() == right[0].keys()
     for name in left[0]:
         torch.testing.assert_close(left[0][name], right[0][name], rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_it_answers_on_another_device_as_on_the_cpu(name, monkeypatch):
+    """With all else that is tested here on one: `make test-device DEVICE=cuda`, or `DEVICE=pretended`."""
+    query, keys, values = stream(400)
+    given = query, keys, values, [300, *[1] * 40, 60], padded_in_front(400, 30)
+    expected = feed(LayerCache(small(name), 0), *given)
+    with pretended() as there:
+        monkeypatch.setitem(globals(), "DEVICE", there)
+        got = feed(LayerCache(small(name), 0), *given)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_pretended_device_refuses_what_a_gpu_refuses():
+    with pretended() as there:
+        ours, foreign = torch.arange(4, device=there), torch.arange(4)
+        assert (ours + 1).device == ours[[0, 2]].device == ours[foreign].device == there
+        assert (ours + torch.tensor(1)).cpu().tolist() == [1, 2, 3, 4]
+        for mixed in (lambda: ours + foreign, lambda: foreign[ours], lambda: torch.cat([ours, foreign])):
+            with pytest.raises(RuntimeError, match=r"tensors of .* and of the CPU: \[\(4,\), \(4,\)\]"):
+                mixed()
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -339,9 +371,10 @@ def test_the_reported_error_is_the_error(name):
     feed(cache, query, keys, values, [600])
     assert cache.measured_at == 600
     exact = exact_attention(query[:, :, -8:], keys, values, SCALE).out
-    got = cache.attend(query[:, :, -8:], SCALE, unrotated=query[:, :, -8:].flip(-1)).out
+    last = query[:, :, -8:].to(DEVICE)
+    got = cache.attend(last, SCALE, unrotated=last.flip(-1)).out.cpu()
     expected = (got - exact).norm(dim=(2, 3)) / exact.norm(dim=(2, 3))
-    torch.testing.assert_close(cache.error, expected)
+    torch.testing.assert_close(cache.error.cpu(), expected)
     assert (cache.error > 0.05).all()  # something was dropped, and it shows
 
 

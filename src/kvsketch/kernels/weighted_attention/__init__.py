@@ -40,9 +40,9 @@ def weighted_attention(
         return found
     if fused.can_run(query, softcap):
         return fused.attend_biased(query, tokens, scale)
-    if not lse and softcap is None and tokens.log_mass is None and tokens.log_value is None:
-        return _answer_alone(query, tokens.keys, tokens.values, scale, causal=False)
     if softcap is None and tokens.log_mass is None and tokens.log_value is None:
+        if not lse:
+            return _answer_alone(query, tokens.keys, tokens.values, scale, causal=False)
         found = flash.attend(query, tokens.keys, tokens.values, scale)
     if found is None:
         found = many_queries.attend(query, tokens, scale, softcap)
@@ -65,9 +65,11 @@ def causal_attention(
         return weighted_attention(query, WeightedTokens(keys, values), scale, softcap=softcap, lse=lse)
     if valid is None and fused.can_run(query, softcap):
         return fused.softmax_attention(query, keys, values, scale, causal=True)
-    if valid is None and softcap is None and not lse:
-        return _answer_alone(query, keys, values, scale, causal=True)
-    found = flash.attend(query, keys, values, scale, causal=True) if valid is None and softcap is None else None
+    found = None
+    if valid is None and softcap is None:
+        if not lse:
+            return _answer_alone(query, keys, values, scale, causal=True)
+        found = flash.attend(query, keys, values, scale, causal=True)
     if found is None:
         found = many_queries.attend(query, WeightedTokens(keys, values), scale, softcap, causal=True, valid=valid)
     if found is not None:
