@@ -16,6 +16,7 @@ ORDER = [
     "caches",
     "huggingface",
     "checkpoints",
+    "editions",
     "fitting",
     "evaluation",
     "cli",
