@@ -14,8 +14,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-DEVICE = torch.device("meta", 0)  # a name of a device that every build of torch knows; none of its kernels is called
+DEVICE = torch.device("lazy", 0)  # a device that every build of torch knows by name; none of its kernels is called
 ANYWHERE = {"aten::copy_", "aten::_to_copy", "aten::to"}
+AUTOCAST = ("autocast", "is_autocast_enabled")  # which do not know the device
 INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}  # indices may be on the CPU
 
 
@@ -100,14 +101,16 @@ def _here(tree: Any) -> Any:
 @contextmanager
 def pretended() -> Iterator[torch.device]:
     """The device, for as long as the block lasts."""
-    autocast = torch.autocast
+    known = {name: getattr(torch, name) for name in AUTOCAST}
 
-    def as_on_the_cpu(device: str, **options: Any) -> Any:
-        return autocast("cpu" if device == DEVICE.type else device, **options)
+    def as_on_the_cpu(function: Any) -> Any:
+        return lambda device, **options: function("cpu" if device == DEVICE.type else device, **options)
 
-    torch.autocast = as_on_the_cpu
+    for name, function in known.items():
+        setattr(torch, name, as_on_the_cpu(function))
     try:
         with _Made(), _Copied():
             yield DEVICE
     finally:
-        torch.autocast = autocast
+        for name, function in known.items():
+            setattr(torch, name, function)

@@ -1,0 +1,85 @@
+"""Models with our caches on another device, which is only pretended: what they say is what they say on the CPU."""
+
+import copy
+
+import pytest
+import torch
+
+import kvsketch
+from pretend import pretended
+from zoo import FAMILIES, VOCABULARY
+
+SPECS = [
+    "exact",
+    "uniform(keep=0.25, prefill='streaming', chunk=50)",
+    "balancekv(keep=0.25)",
+    "kvzip(keep=0.25)",
+    "h2o(keep=0.25, heads='pyramid', residual=0.1)",
+    "retrieval(top=0.2, window=40, full_layers=1)",
+]
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    """Two, of which one is shorter."""
+    ids = torch.randint(1, VOCABULARY, (2, 150), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :20] = 0
+    return ids, mask
+
+
+@pytest.fixture
+def there():
+    with pretended() as device:
+        yield device
+
+
+def said(model, ids, mask, spec, **options):
+    """The tokens, on the CPU, and the cache."""
+    cache = kvsketch.make_cache(model, spec)
+    given = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": 12, "do_sample": False} | options
+    return model.generate(ids, **given).cpu(), cache
+
+
+def both(family):
+    """A model on the CPU and its copy there."""
+    torch.manual_seed(0)
+    model = FAMILIES[family]().eval()
+    return model, copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_batch_is_answered_as_on_the_cpu(prompts, there, spec):
+    model, copied = both("llama")
+    copied.to(there)
+    expected, _ = said(model, *prompts, spec)
+    got, cache = said(copied, *(x.to(there) for x in prompts), spec)
+    assert torch.equal(got, expected)
+    assert {x.device for x in cache.layers[-1].state()[0].values()} <= {there, torch.device("cpu")}
+
+
+def test_so_are_sliding_layers_and_softcaps(prompts, there):
+    model, copied = both("gemma2")
+    copied.to(there)
+    expected, _ = said(model, *prompts, "balancekv(keep=0.5)")
+    got, _ = said(copied, *(x.to(there) for x in prompts), "balancekv(keep=0.5)")
+    assert torch.equal(got, expected)
+
+
+def test_so_are_beams_forks_files_and_what_is_made_of_an_exact_cache(prompts, there, tmp_path):
+    model, copied = both("llama")
+    copied.to(there)
+    ids, mask = (x.to(there) for x in prompts)
+    assert torch.equal(
+        said(copied, ids, mask, "uniform(keep=0.5)", num_beams=3)[0],
+        said(model, *prompts, "uniform(keep=0.5)", num_beams=3)[0],
+    )
+    answers = []
+    for one, text in ((model, prompts[0][:1]), (copied, ids[:1])):
+        exact = kvsketch.prefill(one, text, kvsketch.make_cache(one, "exact(noting='second reading')"), chunk=60)
+        smaller = exact.compress("kvzip(keep=0.5)")
+        smaller.save(tmp_path / "cache.safetensors")
+        loaded = kvsketch.load_cache(one, tmp_path / "cache.safetensors").fork()
+        asked = loaded.new_tokens(text[:, :7])
+        answers.append(one.generate(**asked, past_key_values=loaded, max_new_tokens=8, do_sample=False).cpu())
+    assert torch.equal(*answers)
