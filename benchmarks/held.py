@@ -128,7 +128,14 @@ def run(given: argparse.Namespace) -> None:
         wanted = [about | {"sample": number, "end": end} for number in range(count) for end in ENDS]
         if all(tuple(row[part] for part in KEY) in file.done for row in wanted):
             continue
-        for rows in cells.rows(about, cases or cells.samples_of(about, haystack)):
+        try:
+            samples = cases or cells.samples_of(about, haystack)
+        except ValueError as error:
+            if "too few for one sample" not in str(error):
+                raise
+            print(f"left out: {error}")
+            continue
+        for rows in cells.rows(about, samples):
             file.add(rows)
 
 

@@ -76,9 +76,9 @@ def test_text_then_question_then_the_same_from_a_saved_cache(book, tmp_path):
 
 
 def test_text_alone_is_continued(book):
-    done = run("generate", "--prompt-file", book, "--max-new-tokens", 12, "--method", "exact")
+    done = run("generate", "--prompt-file", book, "--max-new-tokens", 12, "--method", "exact", "--dtype", "float32")
     assert done.returncode == 0, done.stderr
-    model, tokenizer = load_embedded()
+    model, tokenizer = load_embedded("float32")  # what the model makes of prose is near a tie
     ids = tokenizer(TEXT, return_tensors="pt")["input_ids"]
     expected = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
     assert done.stdout.strip("\n") == tokenizer.decode(expected, skip_special_tokens=True).strip("\n")

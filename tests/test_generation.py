@@ -1,6 +1,8 @@
 """Generation through transformers' own `generate`: every mode, padded batches, later turns, chunks, copies."""
 
 import copy
+import gc
+import weakref
 from functools import partial
 
 import pytest
@@ -431,3 +433,30 @@ def test_a_model_spread_over_devices_by_accelerate():
     places |= {f"model.layers.{i}": "cpu" for i in range(2)}
     spread = accelerate.dispatch_model(spread, device_map=places, force_hooks=True)
     assert torch.equal(generate(spread, ids, kvsketch.make_cache(spread, COMPRESSED)), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("spec", ["exact", "uniform(keep='150KB')", "kvzip(keep=0.5)", "retrieval(window=40)"])
+def test_a_cache_that_nobody_has_is_freed_at_once(family, spec):
+    """Not when Python looks for cycles next: that can be many caches later."""
+    model, ids = build(family), zoo.tokens(1, 150)
+
+    def made():
+        read = kvsketch.prefill(
+            model, ids, kvsketch.make_cache(model, spec, protect=[(0, 9)] if "keep" in spec else ())
+        )
+        yield read.fork()
+        model.generate(**read.new_tokens(ids[:, :9]), past_key_values=read, max_new_tokens=40, **GREEDY)
+        yield read
+        if "keep" in spec:
+            exact = kvsketch.prefill(model, ids, kvsketch.make_cache(model, "exact(noting='second reading')"))
+            yield exact.compress(spec)
+
+    gc.collect()
+    gc.disable()
+    try:
+        parts = [weakref.ref(part) for cache in made() for part in (cache, *cache.layers)]
+        assert len(parts) >= 6
+        assert not [part() for part in parts if part() is not None]
+    finally:
+        gc.enable()

@@ -60,12 +60,12 @@ def check_layers(stack: LayerStack, decoder: Any, rows: int) -> None:
     module = next(attention_modules(decoder))
     dtype = autocast_of(device_of(module) or decoder.device) or decoder.dtype
     if stack.seen == 0:
-        stack.dtype = dtype
+        stack.whole.dtype = dtype
         stack.check_budget(rows)
-    elif stack.dtype not in (None, dtype):
+    elif stack.whole.dtype not in (None, dtype):
         raise ValueError(
-            f"this cache was filled in {stack.dtype}, and tokens came in {dtype}: stay with the torch.autocast, and "
-            "with the model's precision, that it began with, or have a new cache read the text"
+            f"this cache was filled in {stack.whole.dtype}, and tokens came in {dtype}: stay with the torch.autocast, "
+            "and with the model's precision, that it began with, or have a new cache read the text"
         )
     for layer in stack.sketch if stack.config.before_rotation else ():
         layer.check_watched(module)

@@ -227,7 +227,7 @@ class SketchCache(Cache):
         config = self.model.fitted(config)
         self._settle()
         twin = SketchCache(config, self.model)
-        twin.read_by, twin.stack.dtype = self.read_by, self.stack.dtype
+        twin.read_by, twin.stack.whole.dtype = self.read_by, self.stack.whole.dtype
         hold_again(config, self.stack, twin.stack)
         return twin
 
@@ -281,8 +281,8 @@ class SketchCache(Cache):
             raise ValueError("the cache is empty: there is nothing to save before it has read a prompt")
         self._settle()
         read_by = check_same_weights(self.read_by, self.model)
-        model_type = self.model.config.model_type
-        write_cache(path, self.config, self.layers, model_type=model_type, read_by=read_by, dtype=self.stack.dtype)
+        model_type, dtype = self.model.config.model_type, self.stack.whole.dtype
+        write_cache(path, self.config, self.layers, model_type=model_type, read_by=read_by, dtype=dtype)
 
     def _end_prompt(self) -> None:
         """What was read of a prompt is all of it."""

@@ -36,10 +36,10 @@ def check_can_become(old: MethodConfig, new: MethodConfig, prompt: Prompt) -> No
 
 def hold_again(config: MethodConfig, exact: LayerStack, new: LayerStack) -> None:
     """Have new layers hold the text that exact ones hold: ours compressed, transformers' own as they are."""
-    new.protected = exact.protected
+    new.whole.protected = exact.whole.protected
     if exact.sketch and exact.sketch[0].held.started:
         first = exact.sketch[0].held
-        new.protected = Protected(tuple(first.spans), alike=False)
+        new.whole.protected = Protected(tuple(first.spans), alike=False)
         prepare(new, first.lengths)
     if sets_shares(config) and exact.sketch and exact.sketch[0].held.started:
         held = [layer.held for layer in exact.sketch]

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     CacheLayerMixin,
@@ -12,16 +11,16 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
-from kvsketch.caches.core.budget import parse_bytes
 from kvsketch.caches.core.config import BudgetedConfig, MethodConfig, equal_until_read
 from kvsketch.caches.core.layer import LayerCache
-from kvsketch.caches.core.spans import Protected, Spans
+from kvsketch.caches.core.spans import Protected
 from kvsketch.caches.forgetting.streaming_heads import LENGTH
 from kvsketch.huggingface import stock
 from kvsketch.huggingface.head_shares import HeadShares
 from kvsketch.huggingface.layer import HybridSketchLayer, SketchLayer
 from kvsketch.huggingface.model import ModelLink
 from kvsketch.huggingface.modules import OURS, heads_of
+from kvsketch.huggingface.whole import Whole
 
 
 class LayerStack:
@@ -29,8 +28,7 @@ class LayerStack:
 
     def __init__(self, config: MethodConfig, model: ModelLink, protected: Protected | None = None) -> None:
         self.config, self.model = config, model
-        self.protected = protected or Protected()  # of the text that is read first
-        self.dtype: torch.dtype | None = None  # that of autocast, or of the model, when the first tokens came
+        self.whole = Whole(config, model, protected or Protected())
         self.latest: Any = None  # the layer that took tokens last
         self.touched = False  # a call or a move of rows has changed some layers, and has not come to its end
         types, options = get_layer_types_and_kwargs(model.config)
@@ -43,6 +41,9 @@ class LayerStack:
         self.sketch = [layer for layer in self.layers if isinstance(layer, SketchLayer)]
         self.counting = [layer for layer in self.layers if isinstance(layer, CacheLayerMixin)]
         self.summing = [layer for layer in self.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+        slides = [(i, getattr(layer, "sliding_window", None)) for i, layer in enumerate(self.layers)]
+        self.whole.sliding = [(index, window) for index, window in slides if window]
+        self.whole.ours = len(self.sketch)
         for layer in self.sketch[:1]:
             layer.is_first = True
 
@@ -58,16 +59,12 @@ class LayerStack:
 
     def _new_layer(self, index: int, kind: str, options: dict[str, Any]) -> Any:
         if kind in OURS:
-            by_bytes = self._layer_bytes if isinstance(self.config.budget_given, str) else None
-            held = LayerCache(self.config, index, by_bytes, self._shares, self._spans_of)
+            by_bytes = self.whole.layer_bytes if isinstance(self.config.budget_given, str) else None
+            held = LayerCache(self.config, index, by_bytes, self._shares, self.whole.spans_of)
             if kind == "hybrid":
                 return HybridSketchLayer(held, self.model, options.get("number_of_states", 1))
             return SketchLayer(held, self.model)
         return DYNAMIC_LAYER_TYPE_MAPPING[kind](**options)
-
-    def _spans_of(self, rows: int) -> list[Spans]:
-        """What is protected of each row."""
-        return self.protected.of(rows)
 
     # -- how a budget is divided
 
@@ -81,24 +78,7 @@ class LayerStack:
         """Refuse a budget in bytes that is too small for this number of rows."""
         if isinstance(self.config.budget_given, str):
             for layer in self.sketch:
-                layer.held.budget_for(rows, self.token_bytes(layer.held.layer))
-
-    def _layer_bytes(self, rows: int, entry_bytes: int) -> int:
-        """One sketch layer's share of a budget in bytes: what sliding layers leave, in equal parts."""
-        total = parse_bytes(str(self.config.budget_given))
-        sliding = [(i, layer) for i, layer in enumerate(self.layers) if getattr(layer, "sliding_window", None)]
-        needed = sum(layer.sliding_window * rows * self.token_bytes(index) for index, layer in sliding)
-        if total <= needed:
-            raise ValueError(
-                f"keep={self.config.budget_given!r} is less than the sliding layers alone need: "
-                f"{needed:,} bytes for {rows} rows"
-            )
-        return (total - needed) // len(self.sketch)
-
-    def token_bytes(self, index: int, dtype: torch.dtype | None = None) -> int:
-        """Bytes that keys and values of a token take in a layer, by the model's config."""
-        heads, width = (found[index] if isinstance(found, list) else found for found in heads_of(self.model.config))
-        return 2 * heads * width * (dtype or self.dtype or torch.float32).itemsize
+                layer.held.budget_for(rows, self.whole.token_bytes(layer.held.layer))
 
     # -- what they hold
 

@@ -70,7 +70,7 @@ def _restore(
             what = f"{file.path} holds a state of layer {index} that {cache.config} cannot be in"
             raise ValueError(f"{what}: {error!r:.200}") from error
     cache.read_by = known["fingerprint"]
-    cache.stack.dtype = None if known["dtype"] is None else DTYPES[known["dtype"]]
+    cache.stack.whole.dtype = None if known["dtype"] is None else DTYPES[known["dtype"]]
     cache.stack.check_whole()
 
 

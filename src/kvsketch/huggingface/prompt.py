@@ -88,7 +88,7 @@ class Prompt:
     def check(self, cache: Any, decoder: Any, given: Mapping[str, Any], rows: int, count: int) -> None:
         """A call comes: do what is left of an earlier one, refuse what cannot be read twice, say if memory is short."""
         self.complete(cache)
-        if not self.open and self.stack.protected and not torch.compiler.is_compiling():
+        if not self.open and self.stack.whole.protected and not torch.compiler.is_compiling():
             mask = given.get("attention_mask")
             known = isinstance(mask, Tensor) and mask.shape == (rows, count)
             check_protected(self.stack, lengths_of(rows, count, mask if known else None))
@@ -170,8 +170,8 @@ class Prompt:
             self.rope.check_can_follow(count, more)
 
     def _say_if_short(self, rows: int, count: int, decoder: Any) -> None:
-        dtype = self.stack.dtype or decoder.dtype
-        needed = rows * count * sum(self.stack.token_bytes(layer.held.layer, dtype) for layer in self.stack.sketch)
+        whole, dtype = self.stack.whole, self.stack.whole.dtype or decoder.dtype
+        needed = rows * count * sum(whole.token_bytes(layer.held.layer, dtype) for layer in self.stack.sketch)
         free = _free_memory(decoder.device)
         if free is not None and needed > free:
             warnings.warn(

@@ -18,15 +18,15 @@ def protecting(stack: LayerStack, given: Given, lengths: list[int]) -> Iterator[
 
     `lengths` are those of its rows. A prompt that is refused leaves nothing behind.
     """
-    before = stack.protected
+    before = stack.whole.protected
     if given:
-        stack.protected = _first_given(stack, given)
+        stack.whole.protected = _first_given(stack, given)
     try:
         check_protected(stack, lengths)
         yield
     except BaseException:
         if stack.seen == 0:
-            stack.protected = before
+            stack.whole.protected = before
             stack.expect()
         raise
 
@@ -38,16 +38,16 @@ def _first_given(stack: LayerStack, given: Given) -> Protected:
             "this cache has read before, and some of that may be gone: what is protected must be said with the first "
             "prompt, or to kvsketch.make_cache. Use a new cache, or reset() this one"
         )
-    if stack.protected:
+    if stack.whole.protected:
         raise ValueError("this cache was made with protect=, and prefill is told to protect too: leave one of them out")
     return read_spans(given)
 
 
 def check_protected(stack: LayerStack, lengths: list[int]) -> None:
     """A prompt begins, with rows of these lengths: refuse to protect what is not in it, or more than may be held."""
-    if stack.seen or not stack.protected:
+    if stack.seen or not stack.whole.protected:
         return
-    for row, (spans, length) in enumerate(zip(stack.protected.of(len(lengths)), lengths, strict=True)):
+    for row, (spans, length) in enumerate(zip(stack.whole.protected.of(len(lengths)), lengths, strict=True)):
         if spans.end > length:
             raise ValueError(
                 f"protect goes up to token {spans.end:,} of row {row}, and its prompt has {length:,}, padding not "
@@ -59,11 +59,11 @@ def check_protected(stack: LayerStack, lengths: list[int]) -> None:
 
 def prepare(stack: LayerStack, lengths: Sequence[int]) -> None:
     """Refuse to protect more of rows of these lengths than may be held, and divide the budget as is right for them."""
-    if not stack.protected:
+    if not stack.whole.protected:
         return
     config = stack.config
-    check_room(config, stack.protected)
-    for row, (spans, length) in enumerate(zip(stack.protected.of(len(lengths)), lengths, strict=True)):
+    check_room(config, stack.whole.protected)
+    for row, (spans, length) in enumerate(zip(stack.whole.protected.of(len(lengths)), lengths, strict=True)):
         beside = spans.beside(config.sinks)
         if isinstance(config.budget_given, float):
             most = Budget(config.budget_given, None, config.floor()).entries(length)

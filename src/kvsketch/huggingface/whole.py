@@ -1,0 +1,44 @@
+"""What layers are told of the cache they are in."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvsketch.caches.core.budget import parse_bytes
+from kvsketch.caches.core.config import MethodConfig
+from kvsketch.caches.core.spans import Protected, Spans
+from kvsketch.huggingface.model import ModelLink
+from kvsketch.huggingface.modules import heads_of
+
+
+@dataclass
+class Whole:
+    """What concerns all layers. It holds none of them, so that a cache is freed as soon as nobody has it."""
+
+    config: MethodConfig
+    model: ModelLink
+    protected: Protected  # of the text that is read first
+    dtype: torch.dtype | None = None  # that of autocast, or of the model, when the first tokens came
+    sliding: Sequence[tuple[int, int]] = ()  # layers of transformers' own that slide, and how many tokens they hold
+    ours: int = 0  # layers that share a budget
+
+    def spans_of(self, rows: int) -> list[Spans]:
+        """What is protected of each row."""
+        return self.protected.of(rows)
+
+    def layer_bytes(self, rows: int, entry_bytes: int) -> int:
+        """One of our layers' share of a budget in bytes: what sliding layers leave, in equal parts."""
+        total = parse_bytes(str(self.config.budget_given))
+        needed = sum(window * rows * self.token_bytes(index) for index, window in self.sliding)
+        if total <= needed:
+            raise ValueError(
+                f"keep={self.config.budget_given!r} is less than the sliding layers alone need: "
+                f"{needed:,} bytes for {rows} rows"
+            )
+        return (total - needed) // self.ours
+
+    def token_bytes(self, index: int, dtype: torch.dtype | None = None) -> int:
+        """Bytes that keys and values of a token take in a layer, by the model's config."""
+        heads, width = (found[index] if isinstance(found, list) else found for found in heads_of(self.model.config))
+        return 2 * heads * width * (dtype or self.dtype or torch.float32).itemsize
