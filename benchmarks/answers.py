@@ -12,7 +12,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from common import RESULTS
+from common import RESULTS, published
 from kvsketch.cli.options import REPLY
 from kvsketch.evaluation.answers.pictures import draw_needles, draw_scores
 from kvsketch.evaluation.answers.summary import Mean, summarise
@@ -83,7 +83,7 @@ def sum_up_into(summary: Path, out: Path, name: str, compared: list[str]) -> lis
 
 def write_means(summary: Path, runs: list[dict], means: list[Mean]) -> None:
     """A line on the runs that they come from, and a line for each."""
-    lines = [{"runs": runs}, *(asdict(mean) for mean in means)]
+    lines = [{"runs": published(runs)}, *(asdict(mean) for mean in means)]
     summary.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 

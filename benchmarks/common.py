@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,18 @@ import torch
 from kvsketch.evaluation.results.provenance import provenance
 from kvsketch.evaluation.speed.made import random_llama
 
-__all__ = ["RESULTS", "PeakMemory", "prompt", "random_llama", "resident_bytes", "seconds", "shape_of", "write_row"]
+__all__ = [
+    "RESULTS",
+    "PeakMemory",
+    "prompt",
+    "published",
+    "random_llama",
+    "resident_bytes",
+    "seconds",
+    "shape_of",
+    "write_row",
+]
+FOLDERS = re.compile(r"(?<![\w.~-])/(?:[\w.-]+/)*(?=[\w.-])")  # what comes before a file's own name
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 
 
@@ -26,6 +39,12 @@ def shape_of(config) -> dict[str, Any]:
         "dtype": "bfloat16",
         "device": "cpu",
     }
+
+
+def published(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The runs that rows come from, each once, for everyone to read: files by their names, without their folders."""
+    told = [run | ({"command": FOLDERS.sub("", run["command"])} if "command" in run else {}) for run in runs]
+    return [run for number, run in enumerate(told) if run not in told[:number]]
 
 
 def prompt(count: int) -> torch.Tensor:

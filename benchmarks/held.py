@@ -17,7 +17,7 @@ import torch
 from rich.progress import track
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from common import RESULTS
+from common import RESULTS, published
 from kvsketch.caches.exact import Exact
 from kvsketch.cli.bench import about_run
 from kvsketch.editions import EDITIONS
@@ -29,7 +29,7 @@ from kvsketch.evaluation.embedded import load_embedded
 from kvsketch.evaluation.results.rows import RowsFile, name_without_digest, read_rows
 from kvsketch.evaluation.tasks import TASKS, WORDINGS, Sample, Setting
 from kvsketch.evaluation.tasks.haystack import Grammar, Haystack, haystack_of
-from kvsketch.evaluation.tasks.length import Fitter
+from kvsketch.evaluation.tasks.length import Fitter, TooShortError
 from kvsketch.evaluation.tasks.longeval_files import read_cases
 from kvsketch.huggingface import make_cache
 
@@ -112,7 +112,8 @@ class Cells:
 def run(given: argparse.Namespace) -> None:
     model, tokenizer = load_embedded(torch.float32, given.model)
     fingerprint = str(make_cache(model, Exact()).model.fingerprint())
-    file = RowsFile(given.out / "held.jsonl", about_run(given.model, fingerprint, "float32", "cpu"), KEY)
+    about = about_run(given.model, fingerprint, "float32", "cpu", program="python benchmarks/held.py")
+    file = RowsFile(given.out / "held.jsonl", about, KEY)
     cells = Cells(model, tokenizer, given.samples)
     tasks = given.tasks.split(",") if given.tasks else [name for name in TASKS if name not in NOT_KNOWN]
     if unknown := set(tasks) - set(TASKS):
@@ -130,9 +131,7 @@ def run(given: argparse.Namespace) -> None:
             continue
         try:
             samples = cases or cells.samples_of(about, haystack)
-        except ValueError as error:
-            if "too few for one sample" not in str(error):
-                raise
+        except TooShortError as error:
             print(f"left out: {error}")
             continue
         for rows in cells.rows(about, samples):
@@ -148,7 +147,7 @@ def sum_up(out: Path, into: Path | None) -> None:
         groups[tuple(row[name] for name in names)].append(row["score"])
     means = [dict(zip(names, key, strict=True)) | mean_of(scores) for key, scores in groups.items()]
     if into is not None:
-        into.write_text("".join(json.dumps(line) + "\n" for line in [{"runs": runs}, *means]))
+        into.write_text("".join(json.dumps(line) + "\n" for line in [{"runs": published(runs)}, *means]))
     columns = sorted({mean["length"] for mean in means if mean["length"]})
     print("| task | wording | in |", " | ".join(f"{n:,}" for n in columns), "| with " + " / ".join(ENDS), "| n |")
     print("|---|---|---|" + "---|" * (len(columns) + 2))

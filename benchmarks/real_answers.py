@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from answers import FIGURES, bench
-from common import RESULTS
+from common import RESULTS, published
 from kvsketch.caches.registry import parse_spec
 from kvsketch.evaluation.answers.pictures import draw_scores
 from kvsketch.evaluation.answers.summary import Mean, summarise
@@ -73,7 +73,7 @@ def sum_up(out: Path) -> None:
     means = sorted([*summarise(held_rows), *summarise(rows)], key=lambda mean: mean.count)
     by_cell = {(mean.task, mean.asked, mean.length, mean.method): mean for mean in means}
     found = sorted(by_cell.values(), key=lambda mean: (list(TASKS).index(mean.task), mean.length))
-    lines: list[dict] = [{"runs": [*held_runs, *runs]}]
+    lines: list[dict] = [{"runs": published([*held_runs, *runs])}]
     lines += [asdict(mean) | {"quarters": quarters(rows, mean.task, mean.method)} for mean in found]
     SUMMARY.write_text("".join(json.dumps(line) + "\n" for line in lines))
     for picture in draw_scores([mean for mean in found if mean.task in COMPARED and mean.length == TOKENS], out):

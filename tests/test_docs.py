@@ -1,4 +1,4 @@
-"""What README and docs show can be pasted: code runs, commands and their options exist. Specs: see test_golden."""
+"""What README and docs show can be pasted: code runs, commands and their options exist, specs have golden rows."""
 
 import re
 import shlex
@@ -9,8 +9,9 @@ import torch
 from typer.main import get_command
 
 import kvsketch
+from golden import rows
 from kvsketch.caches.core.config import BudgetedConfig
-from kvsketch.caches.registry import METHODS
+from kvsketch.caches.registry import METHODS, parse_spec
 from kvsketch.cli.commands import app
 from kvsketch.evaluation.embedded import load_embedded
 from kvsketch.evaluation.tasks import TASKS, Setting
@@ -18,6 +19,11 @@ from kvsketch.evaluation.tasks.length import Fitter
 
 ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "docs" / "recipes.md"
+# Shorthands of tables (r is the window, in tokens), and a signature.
+NO_SPECS = {
+    "uniform(r=2048)", "uniform(r=3072)", "clustergen(r=2048)", "clustergen(r=3072)",
+    "clustergen(r=2048, weights='none')", "clustergen(r=3072, weights='none')", "subgen(growth=1.25, r=2048)",
+}  # fmt: skip
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -124,3 +130,17 @@ def test_every_method_has_a_card_with_its_options_and_their_defaults():
             told = field.name if shared.get(field.name, ...) == field.default else f"{field.name}={default}"
             assert f"`{told}`" in shown, f"the card of {name} does not tell {told}"
     assert len(headings) == 1
+
+
+def test_every_spec_of_the_docs_has_a_row():
+    named = {_without_index(spec) for spec in rows.NAMED}
+    call = re.compile(rf"\b(?:{'|'.join(METHODS)})\([^()`]*=[^()`]*\)")
+    for page in PAGES:
+        for spec in call.findall(page.read_text(encoding="utf-8")):
+            if spec not in NO_SPECS:
+                assert _without_index(spec) in named, f"{page.name} names {spec}: give it a row in golden/rows.py"
+
+
+def _without_index(spec):
+    """A spec as all are written, and no index: tables leave it out."""
+    return str(parse_spec(re.sub(r"""index=(['"]).*?\1(, )?""", "", spec)))

@@ -1,23 +1,15 @@
 """No answer changes by accident: what was noted down in golden/rows.json is answered still."""
 
 import json
-import re
-from pathlib import Path
 
 import pytest
 
 from golden import rows
-from kvsketch.caches.registry import METHODS, parse_spec
+from kvsketch.caches.registry import parse_spec
 
 KNOWN = json.loads(rows.FILE.read_text())
 # In double precision no logit differs from these by more than 2e-6.
 TOLERANCE = 2e-5
-ROOT = Path(__file__).parent.parent
-# Shorthands of tables (r is the window, in tokens), and a signature.
-NO_SPECS = {
-    "uniform(r=2048)", "uniform(r=3072)", "clustergen(r=2048)", "clustergen(r=3072)",
-    "clustergen(r=2048, weights='none')", "clustergen(r=3072, weights='none')", "subgen(growth=1.25, r=2048)",
-}  # fmt: skip
 
 
 def cases():
@@ -55,17 +47,3 @@ def test_rows_of_different_methods_differ():
             continue  # such a one holds or reads all of these texts, or no more than it needs to work
         answers = str([moment["logits"] for moment in KNOWN[f"{family}: {spec}"]])
         assert parse_spec(seen.setdefault((family, answers), spec)) == config
-
-
-def test_every_spec_of_the_docs_has_a_row():
-    named = {_without_index(spec) for spec in rows.NAMED}
-    call = re.compile(rf"\b(?:{'|'.join(METHODS)})\([^()`]*=[^()`]*\)")
-    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))):
-        for spec in call.findall(path.read_text(encoding="utf-8")):
-            if spec not in NO_SPECS:
-                assert _without_index(spec) in named, f"{path.name} names {spec}: give it a row in golden/rows.py"
-
-
-def _without_index(spec):
-    """A spec as all are written, and no index: tables leave it out."""
-    return str(parse_spec(re.sub(r"""index=(['"]).*?\1(, )?""", "", spec)))

@@ -1,6 +1,7 @@
 """The folder tree is the architecture: imports run one way, and importing kvsketch loads nothing heavy."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,14 @@ before = world()
 import kvsketch, kvsketch.huggingface, kvsketch.cli
 assert world() == before
 """
+
+
+def test_no_published_result_names_a_folder_of_a_machine():
+    found = sorted((SOURCE.parent.parent / "docs" / "results").glob("*.jsonl"))
+    assert found
+    for path in found:
+        named = re.search(r"(?<![\w.~-])/(?:\w[\w.-]*/)+[\w.-]*", path.read_text(encoding="utf-8"))
+        assert named is None, f"{path.name}: {named[0]}"
 
 
 def module_of(path):

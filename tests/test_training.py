@@ -33,7 +33,7 @@ from kvsketch.evaluation.embedded.training.recipe import (
 )
 from kvsketch.evaluation.embedded.training.start import Shape, start_model
 from kvsketch.evaluation.embedded.training.tokenizer import alike, build_tokenizer
-from kvsketch.evaluation.embedded.training.train import _batches, _lengths, logits_of, train
+from kvsketch.evaluation.embedded.training.train import _batches, _drawn, logits_of, train
 from kvsketch.evaluation.tasks import TASKS, WORDINGS, Question, Setting
 from kvsketch.evaluation.tasks.base import random_uuid
 from kvsketch.evaluation.tasks.haystack import Sentences
@@ -340,13 +340,13 @@ def test_the_end_is_of_what_is_hardest_at_several_lengths():
         batch
         for step in range(3)
         for progress in [Progress(step=step, tokens=1000, stage=1, accuracy={})]
-        for batch in _batches(documents, recipe, progress, _lengths(recipe, progress))
+        for batch in _batches(documents, recipe, progress, _drawn(recipe, progress))
     ]
     assert {name for batch in found for name in batch.names} <= set(FINISHED_WITH) < set(SHARES)
     assert all(any(abs(batch.context.shape[1] / n - 1) < 0.4 for n in FINISHED_AT) for batch in found)
     assert len({min(FINISHED_AT, key=lambda n: abs(n - batch.context.shape[1])) for batch in found}) > 1
     progress = Progress(tokens=999, stage=1, accuracy={})
-    before = _batches(documents, recipe, progress, _lengths(recipe, progress))
+    before = _batches(documents, recipe, progress, _drawn(recipe, progress))
     assert all(batch.context.shape[1] < 0.5 * FINISHED_AT[0] for batch in before)
 
 

@@ -226,12 +226,12 @@ def describe(model: "PreTrainedModel", name: str | None, fingerprint: str) -> di
     return about_run(name or EMBEDDED, fingerprint, str(model.dtype).removeprefix("torch."), model.device.type)
 
 
-def about_run(name: str, fingerprint: str, dtype: str, device: str) -> dict[str, Any]:
+def about_run(name: str, fingerprint: str, dtype: str, device: str, *, program: str = "kvsketch") -> dict[str, Any]:
     """The same in words: of a model, or of what was made up."""
     from kvsketch.evaluation.results.provenance import provenance
 
     about = {"model": name, "fingerprint": fingerprint, "dtype": dtype, "device": device}
-    return about | {"command": shlex.join(["kvsketch", *sys.argv[1:]])} | provenance()
+    return about | {"command": f"{program} {shlex.join(sys.argv[1:])}"} | provenance()
 
 
 def _tasks(suite: str, names: str | None) -> list[str]:

@@ -35,8 +35,6 @@ def train_demo(
 
     check_folder("the folder", folder)
     texts = [TextFile(path) for path in haystack or ()]
-    if len({text.name for text in texts}) < len(texts):
-        raise ValueError(f"a haystack is named twice in {', '.join(map(str, haystack or ()))}")
     recipe = Recipe(seed=seed) if tokens is None else Recipe(tokens=tokens, seed=seed)
     with progress_bar(transient=False) as bar:
         task = bar.add_task("starting", total=recipe.all_tokens)

@@ -92,15 +92,21 @@ class TextFile(Haystack):
         return [self.sentences[(start + i) % len(self.sentences)] for i in range(count)]
 
 
+def names_of(texts: Sequence[Haystack]) -> list[str]:
+    """The names of several texts, if none comes twice."""
+    names = [text.name for text in texts]
+    if len(set(names)) < len(names):
+        raise ValueError(f"a haystack is named twice in {', '.join(map(name_without_digest, names))}")
+    return names
+
+
 class Texts(Haystack):
     """Several texts, of which samples take turns."""
 
     joint = TextFile.joint
 
     def __init__(self, texts: Sequence[Haystack]) -> None:
-        names = [text.name for text in texts]
-        if len(set(names)) < len(names):
-            raise ValueError(f"a haystack is named twice in {', '.join(map(name_without_digest, names))}")
+        names = names_of(texts)
         self.texts = texts
         self.name = name_with_digest("+".join(map(name_without_digest, names)), "+".join(names).encode())
 

@@ -11,6 +11,10 @@ PROBE_LENGTH = 8192
 FILLED = 0.98  # a document this full is good enough
 
 
+class TooShortError(ValueError):
+    """A length in which a task has no room."""
+
+
 class Fitter:
     """Makes documents of one task as long as wanted, the same ones for the same seed."""
 
@@ -27,7 +31,7 @@ class Fitter:
         best = self._make(smallest, length, seed, depth)
         tokens = self.count(best)
         if tokens > length:
-            raise ValueError(
+            raise TooShortError(
                 f"{self.task.name}: {length:,} tokens are too few for one sample, which takes {tokens:,} at the least"
             )
         while tokens < FILLED * length:

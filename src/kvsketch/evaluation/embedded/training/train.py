@@ -5,10 +5,10 @@ import hashlib
 import json
 import random
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,7 @@ from kvsketch.evaluation.embedded.training.recipe import (
 )
 from kvsketch.evaluation.embedded.training.start import Shape, start_model
 from kvsketch.evaluation.embedded.training.tokenizer import build_tokenizer
-from kvsketch.evaluation.tasks.haystack import Haystack
+from kvsketch.evaluation.tasks.haystack import Haystack, names_of
 from kvsketch.files import read_json, read_tensors, replacing, write_json, write_tensors
 from kvsketch.fitting import adam
 
@@ -72,6 +72,7 @@ def train(
     Things are hidden in made-up text, and in the haystacks that are given.
     What is lost when the process dies is at most `save_every` seconds and one step.
     """
+    names = names_of(haystacks)
     if folder.exists() and not (folder / STATE).is_file() and any(folder.iterdir()):
         raise ValueError(f"{folder} has files in it, and none of a training run: name a new folder, or that of a run")
     folder.mkdir(parents=True, exist_ok=True)
@@ -79,7 +80,7 @@ def train(
     model = start_model(tokenizer, shape=Shape(), seed=recipe.seed).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.rate, betas=(0.9, 0.95), weight_decay=0.0)
     documents = Documents(tokenizer, recipe.seed, haystacks)
-    begun = {"settings": dataclasses.asdict(recipe), "haystacks": [one.name for one in haystacks]}
+    begun = {"settings": dataclasses.asdict(recipe), "haystacks": names}
     begun["beginnings"] = _digest(model, documents)
     progress = _resume(folder, begun, model, optimizer)
     saved = time.monotonic()
@@ -87,12 +88,11 @@ def train(
         while progress.tokens < recipe.all_tokens:
             for group in optimizer.param_groups:
                 group["lr"] = recipe.rate_at(progress.step + 1, progress.tokens)
-            lengths = _lengths(recipe, progress)
-            batches = _batches(documents, recipe, progress, lengths)
+            drawn = _drawn(recipe, progress)
+            batches = _batches(documents, recipe, progress, drawn)
             loss, seen = _step(model, optimizer, batches, device)
-            asked = FINISHED_WITH.keys() | ALSO_HIDDEN if recipe.finishes(progress.tokens) else SHARES
             progress = progress.after(sum(batch.tokens for batch in batches), seen, recipe)
-            print(json.dumps(_row(progress, max(lengths), asked, loss)), file=log)
+            print(json.dumps(_row(progress, drawn, loss)), file=log)
             show(progress)
             if time.monotonic() - saved >= save_every:
                 log.flush()
@@ -135,20 +135,26 @@ def _digest(model: LlamaForCausalLM, documents: Documents) -> str:
     return hashlib.sha256(numbers + json.dumps(plan).encode()).hexdigest()
 
 
-def _lengths(recipe: Recipe, progress: Progress) -> list[int]:
-    """Of a step's documents: the present length, and one of those before it; in the finish two of its lengths."""
+class _Drawn(NamedTuple):
+    lengths: list[int]
+    tasks: Mapping[str, int]  # how often each comes
+    questions: int  # about a document, at most
+
+
+def _drawn(recipe: Recipe, progress: Progress) -> _Drawn:
+    """What a step is of: documents of the present length, and of one before it; in the finish of two of its own."""
     draw, stage = random.Random(f"{recipe.seed}/{progress.step}/lengths"), progress.stage
     if recipe.finishes(progress.tokens):
-        return draw.choices(FINISHED_AT, [1 / length for length in FINISHED_AT], k=2)
-    return [LENGTHS[stage], draw.choice(LENGTHS[max(0, stage - SHORTER) : max(1, stage)])]
+        lengths = draw.choices(FINISHED_AT, [1 / length for length in FINISHED_AT], k=2)
+        return _Drawn(lengths, FINISHED_WITH, 2 * QUESTIONS)
+    lengths = [LENGTHS[stage], draw.choice(LENGTHS[max(0, stage - SHORTER) : max(1, stage)])]
+    return _Drawn(lengths, SHARES, QUESTIONS)
 
 
-def _batches(documents: Documents, recipe: Recipe, progress: Progress, lengths: Sequence[int]) -> list[Batch]:
-    """Documents of these lengths."""
-    finishes, first = recipe.finishes(progress.tokens), 2 * progress.step
-    drawn, questions = (FINISHED_WITH, 2 * QUESTIONS) if finishes else (SHARES, QUESTIONS)
+def _batches(documents: Documents, recipe: Recipe, progress: Progress, drawn: _Drawn) -> list[Batch]:
     return [
-        documents.batch(first + part, length, recipe.batch, drawn, questions) for part, length in enumerate(lengths)
+        documents.batch(2 * progress.step + part, length, recipe.batch, drawn.tasks, drawn.questions)
+        for part, length in enumerate(drawn.lengths)
     ]
 
 
@@ -181,9 +187,10 @@ def _moved(batch: Batch, device: str) -> Batch:
     return Batch(names=batch.names, **tensors)
 
 
-def _row(progress: Progress, length: int, asked: Collection[str], loss: float) -> dict[str, object]:
+def _row(progress: Progress, drawn: _Drawn, loss: float) -> dict[str, object]:
+    asked = drawn.tasks.keys() | ALSO_HIDDEN
     accuracy = {name: round(value, 4) for name, value in progress.accuracy.items() if name in asked}
-    about = {"step": progress.step, "tokens": progress.tokens, "length": length}
+    about = {"step": progress.step, "tokens": progress.tokens, "length": max(drawn.lengths)}
     return about | {"accuracy": accuracy, "loss": round(loss, 4)}
 
 
