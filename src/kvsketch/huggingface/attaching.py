@@ -15,6 +15,7 @@ from kvsketch.huggingface.frequencies import GUARD, ChangingFrequencies, DropGua
 from kvsketch.huggingface.model import ModelLink
 from kvsketch.huggingface.modules import attention_modules
 from kvsketch.huggingface.rotation import WATCH, BeforeRotation
+from kvsketch.huggingface.spread import divisions_of
 from kvsketch.huggingface.supported import check_layers_are_found, check_supported, unwrapped
 
 M = TypeVar("M", bound=nn.Module)
@@ -47,7 +48,7 @@ def attach(model: nn.Module, *, before_rotation: bool = False) -> ModelLink:
         for module in modules:
             setattr(module, WATCH, watch)
     known = None if decoder is None else id(decoder)
-    return ModelLink(text, frozenset(map(id, modules)), known, rope, guard, weakref.ref(inner))
+    return ModelLink(text, frozenset(map(id, modules)), known, rope, guard, weakref.ref(inner), divisions_of(modules))
 
 
 def is_attached(model: PreTrainedModel) -> bool:

@@ -279,6 +279,7 @@ class SketchCache(Cache):
         """
         if self.seen == 0:
             raise ValueError("the cache is empty: there is nothing to save before it has read a prompt")
+        self.model.check_in_one("saving a cache")
         self._settle()
         read_by = check_same_weights(self.read_by, self.model)
         model_type, dtype = self.model.config.model_type, self.stack.whole.dtype

@@ -72,6 +72,7 @@ def capture(
     attached_before = is_attached(model)
     cache = make_cache(model, "exact")
     try:
+        cache.model.check_in_one("noting what layers see")
         chosen = choose_layers(cache, layers, at_most)
         with BeforeRotation(model, chosen) if before_rotation else nullcontext() as watch:
             listening = _listen(cache, chosen, watch)

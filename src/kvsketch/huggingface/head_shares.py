@@ -26,7 +26,7 @@ class HeadShares:
         return self
 
     def __call__(self, layer: int, heads: int, budget: Budget) -> Sequence[float]:
-        """Those of a layer that turns out to have so many heads."""
+        """Those of a layer that turns out to have so many heads, in all processes."""
         if budget.fraction not in self.found:
             self.found[budget.fraction] = self._divided(budget)
         shares = self.found[budget.fraction].get(layer, ())

@@ -60,7 +60,7 @@ class LayerStack:
     def _new_layer(self, index: int, kind: str, options: dict[str, Any]) -> Any:
         if kind in OURS:
             by_bytes = self.whole.layer_bytes if isinstance(self.config.budget_given, str) else None
-            held = LayerCache(self.config, index, by_bytes, self._shares, self.whole.spans_of)
+            held = LayerCache(self.config, index, by_bytes, self._shares, self.whole.spans_of, self.model.part_of)
             if kind == "hybrid":
                 return HybridSketchLayer(held, self.model, options.get("number_of_states", 1))
             return SketchLayer(held, self.model)

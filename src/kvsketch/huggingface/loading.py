@@ -34,7 +34,9 @@ def load_cache(model: nn.Module, path: str | Path) -> SketchCache:
         config = config_for(known, inner, file.path)
         was_attached = is_attached(inner)
         try:
-            cache = SketchCache(config, attach(inner, before_rotation=config.before_rotation))
+            link = attach(inner, before_rotation=config.before_rotation)
+            link.check_in_one("a cache from a file")
+            cache = SketchCache(config, link)
             _restore(cache, known, file, devices_of_layers(inner), inner.device)
         except BaseException:
             if not was_attached:

@@ -8,9 +8,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvsketch.caches.core.config import MethodConfig
+from kvsketch.caches.core.part import HeadPart
 from kvsketch.huggingface.attention import ATTENTION_NAME
 from kvsketch.huggingface.frequencies import ChangingFrequencies, DropGuard
 from kvsketch.huggingface.identity import describe_model, fingerprint, fitted
+from kvsketch.huggingface.modules import heads_of
+from kvsketch.huggingface.spread import TENSOR_PARALLEL, Division, part_of
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class ModelLink:
     rope: ChangingFrequencies | None
     guard: DropGuard | None
     model: "weakref.ref[PreTrainedModel]"  # not held: a cache does not keep its model alive
+    divisions: tuple[Division, ...] = ()  # over which processes it is spread
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModelLink":
         return self
@@ -31,6 +35,21 @@ class ModelLink:
         """Of the model as it is now; None if it is gone."""
         model = self.model()
         return None if model is None else fingerprint(model)
+
+    def part_of(self, layer: int, heads: int) -> HeadPart:
+        """Which of a layer's KV heads are here, where keys of so many came."""
+        every = heads_of(self.config)[0]
+        return part_of(self.divisions, layer, heads, every[layer] if isinstance(every, list) else every)
+
+    @property
+    def parts(self) -> int:
+        """Over how many processes heads are probably divided, before any keys came."""
+        return max((one.parts for one in self.divisions if one.name in (None, TENSOR_PARALLEL)), default=1)
+
+    def check_in_one(self, what: str) -> None:
+        """Refuse what needs all heads in this process."""
+        if self.divisions:
+            raise ValueError(f"{what} needs all heads in one process, and this model is spread over several")
 
     def facts(self) -> dict[str, Any]:
         """What there is to know about the model as it is now."""

@@ -172,6 +172,7 @@ class Prompt:
     def _say_if_short(self, rows: int, count: int, decoder: Any) -> None:
         whole, dtype = self.stack.whole, self.stack.whole.dtype or decoder.dtype
         needed = rows * count * sum(whole.token_bytes(layer.held.layer, dtype) for layer in self.stack.sketch)
+        needed //= whole.model.parts
         free = _free_memory(decoder.device)
         if free is not None and needed > free:
             warnings.warn(

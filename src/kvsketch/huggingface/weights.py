@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvsketch.huggingface.modules import attention_modules
+from kvsketch.huggingface.spread import combined, groups_of, numbers_at
 
 SAMPLED = 64  # numbers of every tensor that go into a fingerprint
 # One in each of 64 equal parts of it, at the multiples of the golden ratio, so that no two are of one column where a
@@ -34,11 +35,11 @@ def fingerprint_of_weights(model: PreTrainedModel, *, rounded: bool) -> str:
     loaded; otherwise the precision counts as well.
     """
     samples = dict[str, Tensor]()
-    digest = hashlib.sha256()
-    for name, tensor in _weights(model):
+    digest, weights = hashlib.sha256(), dict(_weights(model))
+    for name, tensor in weights.items():
         digest.update(f"{name} {tuple(tensor.shape)} {'' if rounded else tensor.dtype}".encode())
         samples[name] = _sample(tensor, rounded)
-    for content in _on_cpu(samples).values():
+    for content in _on_cpu(samples, groups_of(weights.values())).values():
         digest.update(content.numpy().tobytes())
     for name, module in model.named_modules():
         if isinstance(getattr(type(module), "active_adapters", None), property):  # models have methods of that name
@@ -68,24 +69,22 @@ def _refuse_adapters_by_row(name: str, module: nn.Module) -> None:
 
 def _sample(tensor: Tensor, rounded: bool) -> Tensor:
     """The bytes of a few numbers of a tensor, evenly from all of it."""
-    sample, count = tensor.detach().reshape(-1), tensor.numel()
-    if count > SAMPLED:
-        sample = sample[(PLACES * (count / SAMPLED)).long().to(sample.device)]
-    sample = sample.contiguous()
+    count = tensor.numel()
+    sample = numbers_at(tensor, (PLACES * (count / SAMPLED)).long() if count > SAMPLED else None).contiguous()
     if rounded and sample.is_floating_point():
         sample = sample.to(torch.bfloat16)
         sample = sample.where(sample.abs() >= TINY, 0)
     return sample.view(torch.uint8)
 
 
-def _on_cpu(samples: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Bytes of all tensors, fetched from each device at once."""
+def _on_cpu(samples: dict[str, Tensor], groups: Sequence[Any]) -> dict[str, Tensor]:
+    """Bytes of all tensors, fetched from each device at once, and from the processes that have parts of them."""
     by_device = defaultdict[torch.device, list[str]](list)
     for name, sample in samples.items():
         by_device[sample.device].append(name)
     found = dict[str, Tensor]()
     for names in by_device.values():
-        together = torch.cat([samples[name] for name in names]).cpu()
+        together = combined(torch.cat([samples[name] for name in names]), groups).cpu()
         found |= dict(zip(names, together.split([samples[name].numel() for name in names]), strict=True))
     return {name: found[name] for name in samples}
 

@@ -39,8 +39,9 @@ def budget_of(config: MethodConfig, layer_bytes: int | None, entry_bytes: int, r
     return Budget(None, fixed, least, beside=beside)
 
 
-def budgets_of(budget: Budget, shares: Sequence[float]) -> list[Budget]:
-    """The budget of each head of a layer, whose share this is."""
+def budgets_of(budget: Budget, shares: Sequence[float], first: int = 0, heads: int | None = None) -> list[Budget]:
+    """The budget of each head of a layer, whose share this is; of so many of them, from `first` on."""
+    here = slice(first, None if heads is None else first + heads)
     if len(set(shares)) == 1 and shares[0] == 1:
-        return [budget] * len(shares)
-    return [replace(budget, share=share) for share in levels(shares, MOST_LEVELS)]
+        return [budget] * len(shares[here])
+    return [replace(budget, share=share) for share in levels(shares, MOST_LEVELS)[here]]

@@ -28,12 +28,13 @@ class Bundle:
     """Some KV heads of some rows, and what they hold. Lanes are counted row by row."""
 
     rows: list[int]
-    heads: list[int]
+    heads: list[int]  # counted from 0 among those that are here
     budget: Budget
     holding: Holding
     count: int = 0  # tokens that came to each lane
     whole: bool = False  # whether these are all lanes there are, in their order
-    at: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)  # rows and heads, as tensors
+    named: list[int] = field(default_factory=list)  # the heads' numbers in the whole model
+    at: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)  # all three, as tensors
     part: Entries | None = None  # what the holding's weighted tokens are to a query; made once
 
     @property
@@ -44,7 +45,7 @@ class Bundle:
     def of(self, x: Tensor) -> Tensor:
         """The part [l, …] of something [b, h, …] that belongs to these lanes."""
         if not self.whole:
-            rows, heads = self._index(x.device)
+            rows, heads, _ = self._index(x.device)
             x = x[rows, heads]
         return x.flatten(0, 1)
 
@@ -56,9 +57,9 @@ class Bundle:
         return replace(query, queries=self.of(queries).flatten(0, 1)[None], unrotated=None, ranks=None, sinks=None)
 
     def lane_heads(self, device: torch.device) -> Int64[Tensor, " l"]:
-        """The KV head of each lane."""
-        rows, heads = self._index(device)
-        return heads.expand(len(rows), -1).flatten()
+        """The number of each lane's KV head in the whole model."""
+        rows, _, named = self._index(device)
+        return named.expand(len(rows), -1).flatten()
 
     def weighted(self, heads: int) -> Entries:
         """All that the lanes hold, where attention over it is the answer."""
@@ -72,22 +73,25 @@ class Bundle:
         """Entries of these lanes, with the numbers that the lanes have in the batch."""
         if self.whole:
             return part
-        rows, own = self._index(part.tokens.keys.device)
+        rows, own, _ = self._index(part.tokens.keys.device)
         return replace(part, lanes=(rows * heads + own).flatten())
 
-    def _index(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _index(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         if device not in self.at:
-            rows, heads = (torch.tensor(numbers, device=device) for numbers in (self.rows, self.heads))
-            self.at[device] = (rows[:, None], heads[None])
+            rows, heads, named = (torch.tensor(x, device=device) for x in (self.rows, self.heads, self.named))
+            self.at[device] = (rows[:, None], heads[None], named[None])
         return self.at[device]
 
 
 class Lanes:
     """All lanes of a layer."""
 
-    def __init__(self, method: Method, budgets: Sequence[Sequence[Budget]]) -> None:
-        """For each KV head of each row what its lane may hold."""
+    def __init__(
+        self, method: Method, budgets: Sequence[Sequence[Budget]], numbers: Sequence[int] | None = None
+    ) -> None:
+        """For each KV head of each row what its lane may hold; and the heads' numbers in the whole model."""
         self.method, self.heads = method, len(budgets[0])
+        self.named = list(range(self.heads) if numbers is None else numbers)
         self.bundles = list[Bundle]()
         alike = dict[tuple[Budget, ...], list[int]]()
         for row, own in enumerate(budgets):
@@ -107,6 +111,7 @@ class Lanes:
         self.order = [place[lane] for lane in range(rows * heads)]
         for bundle in self.bundles:
             bundle.whole, bundle.at, bundle.part = len(self.bundles) == 1, {}, None
+            bundle.named = [self.named[head] for head in bundle.heads]
         self._order_at = dict[torch.device, Tensor]()
 
     @property

@@ -17,6 +17,7 @@ from kvsketch.caches.core.asking import WINDOW, Notes
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.core.layer_state import LayerState
+from kvsketch.caches.core.part import HeadPart
 from kvsketch.caches.core.probe import PROBES, exact_probe, relative_error
 from kvsketch.caches.core.query import Answer, Query
 from kvsketch.caches.core.shares import equal
@@ -36,13 +37,15 @@ class LayerCache(LayerState):
         layer_bytes: Callable[[int, int], int] | None = None,
         shares: SharesOf | None = None,
         spans_of: Callable[[int], list[Spans]] | None = None,
+        part_of: Callable[[int, int], HeadPart] | None = None,
     ) -> None:
         """`layer_bytes(rows, bytes per token)` is the layer's share of a budget in bytes; `shares` those of its heads.
 
-        Without `shares` all heads have the same. `spans_of(rows)` are protected.
+        Without `shares` all heads have the same. `spans_of(rows)` are protected. `part_of(layer, heads)` says which of
+        its heads are here.
         """
         super().__init__(config.for_layer(layer), layer)
-        self.layer_bytes, self.shares, self.spans_of = layer_bytes, shares, spans_of
+        self.layer_bytes, self.shares, self.spans_of, self.part_of = layer_bytes, shares, spans_of, part_of
         self.recording = False  # hold back all writing to the past until the next `crop`
 
     # -- reading
@@ -207,14 +210,17 @@ class LayerCache(LayerState):
         """What a head may hold on the average, of a layer like another one."""
         held = other.window.columns
         rows, heads, _, width = held.keys.shape
-        return self.budget_for(rows, heads * (width + held.values.shape[-1]) * held.keys.element_size())
+        every = heads * other.part.parts
+        return self.budget_for(rows, every * (width + held.values.shape[-1]) * held.keys.element_size())
 
     def _start(self, new: NewTokens) -> None:
         rows, heads, _, width = new.keys.shape
-        budget = self.budget_for(rows, heads * (width + new.values.shape[-1]) * new.keys.element_size())
-        shares = equal(heads) if self.shares is None else self.shares(self.layer, heads, budget)
+        self.part = HeadPart() if self.part_of is None else self.part_of(self.layer, heads)
+        every = heads * self.part.parts
+        budget = self.budget_for(rows, every * (width + new.values.shape[-1]) * new.keys.element_size())
+        shares = equal(every) if self.shares is None else self.shares(self.layer, every, budget)
         spans = None if self.spans_of is None else self.spans_of(rows)
-        self.begin(rows, budgets_of(budget, shares), spans)
+        self.begin(rows, budgets_of(budget, shares, self.part.first, heads), spans)
         if self.row_shares is not None:  # said before any token came
             self.share(self.row_shares)
         self.kind = (heads, width, new.keys.dtype)

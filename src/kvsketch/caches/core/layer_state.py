@@ -12,6 +12,7 @@ from kvsketch.caches.core.budget import MOST, Budget
 from kvsketch.caches.core.buffers import Window
 from kvsketch.caches.core.config import BudgetedConfig, MethodConfig, equal_until_read
 from kvsketch.caches.core.lanes import Lanes
+from kvsketch.caches.core.part import HeadPart
 from kvsketch.caches.core.query import Query
 from kvsketch.caches.core.shares import THRESHOLD
 from kvsketch.caches.core.spans import Spans, read_spans
@@ -36,6 +37,7 @@ class LayerState:
         self.ragged = False  # whether rows may have unequal lengths
         self.spans: list[Spans] = []  # what is protected of each row
         self.heads = 0  # KV heads
+        self.part = HeadPart()  # which of the model's they are
         self.streams = Streams()  # where tokens go
         self.started = False  # whether any token came
         self.kind: tuple[int, int, torch.dtype] | None = None  # KV heads, width and precision of keys
@@ -50,7 +52,7 @@ class LayerState:
         self.lengths, self.heads = [0] * rows, len(budgets)
         self.streams, self.started = Streams(budgets), True
         self.spans = [Spans()] * rows if spans is None else list(spans)
-        self.streams.begin(self.config, self.layer, self.spans)
+        self.streams.begin(self.config, self.layer, self.spans, self.part.first)
         # Where windows follow from budgets, rows that protect unequal numbers have unequal ones.
         self.ragged = self.config.window_by_budget and len(set(self.spans)) > 1
         for stream in self.streams.all:
@@ -70,10 +72,11 @@ class LayerState:
         return self.counted[1]
 
     def share(self, row_shares: list[list[float]]) -> None:
-        """Divide what the rows' KV heads may hold by these shares, before anything has left."""
+        """Divide what the rows' KV heads, in all processes, may hold by these shares, before anything has left."""
         assert self.streams.only is not None, "heads have the same window"
         self.row_shares = row_shares
-        self.streams.only.share([budgets_of(self.budgets[0], shares) for shares in row_shares])
+        here = self.part.first, self.heads
+        self.streams.only.share([budgets_of(self.budgets[0], shares, *here) for shares in row_shares])
 
     def map_rows(self, rows: list[int]) -> None:
         """Row i becomes what row `rows[i]` was."""

@@ -37,11 +37,16 @@ class ProtectingStream(Stream):
     """
 
     def __init__(
-        self, config: MethodConfig, method: Method | None, budgets: Sequence[Sequence[Budget]], spans: Sequence[Spans]
+        self,
+        config: MethodConfig,
+        method: Method | None,
+        budgets: Sequence[Sequence[Budget]],
+        spans: Sequence[Spans],
+        numbers: Sequence[int],
     ) -> None:
         """`spans` are those of each row."""
         self.spans = list(spans)
-        super().__init__(config, method, self._charged(budgets, config.sinks))
+        super().__init__(config, method, self._charged(budgets, config.sinks), numbers)
         counts = [own.beside(config.sinks) for own in spans]
         self.kept = Lanes(Everything(), [[Budget(None, count, count)] * len(budgets[0]) for count in counts])
 

@@ -53,6 +53,8 @@ def filled(wanted: Shares, most: float | int, sizes: Mapping[int, int] | None = 
 
 def levels(shares: Sequence[float], most: int) -> list[float]:
     """The shares with at most so many different ones: neighbours become their mean, with the least squares lost."""
+    if len(set(shares)) <= most:
+        return list(shares)
     order = sorted(range(len(shares)), key=lambda head: shares[head])
     ranked = [shares[head] for head in order]
     best = list[tuple[float, list[int]]]([(0.0, [])])  # of the first so many: what is lost, and where levels begin

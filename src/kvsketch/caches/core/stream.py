@@ -35,12 +35,14 @@ AT_ONCE = 512  # queries of a call whose weights are taken together: none of the
 class Stream:
     """Sinks, past and window."""
 
-    def __init__(self, config: MethodConfig, method: Method | None, budgets: Sequence[Sequence[Budget]]) -> None:
-        """`budgets` are those of each row's KV heads; the window follows the first one's."""
-        self.config, self.method, self.budgets = config, method, [own[0] for own in budgets]
+    def __init__(
+        self, config: MethodConfig, method: Method | None, budgets: Sequence[Sequence[Budget]], numbers: Sequence[int]
+    ) -> None:
+        """`budgets` are those of each row's KV heads, `numbers` those of the heads; the window follows the first's."""
+        self.config, self.method, self.budgets, self.numbers = config, method, [own[0] for own in budgets], numbers
         self.asking, self.heads = config.asking, len(budgets[0])
         self.window = Window(config.leaving)
-        self.past = None if method is None else Lanes(method, budgets)
+        self.past = None if method is None else Lanes(method, budgets, numbers)
         self.left = [0] * len(budgets)  # tokens of each row that left the window
         self.few = [False] * len(budgets)  # whether the present call has a few tokens of each row: neither one nor many
         self.may_come = 0  # so many tokens may come at least before one is due to leave
@@ -60,7 +62,7 @@ class Stream:
         """Have these budgets, for each KV head of each row, before anything has left."""
         assert self.method is not None, "a method chooses"
         assert not any(self.left), "nothing has been chosen yet"
-        self.past = Lanes(self.method, budgets)
+        self.past = Lanes(self.method, budgets, self.numbers)
 
     # -- reading
 

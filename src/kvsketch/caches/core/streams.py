@@ -28,16 +28,21 @@ class Streams:
         self.all = list[Stream]()
         self.only: Stream | None = None  # if it is one
 
-    def begin(self, config: MethodConfig, layer: int, spans: Sequence[Spans]) -> None:
-        """Have empty streams; `spans` of each row are protected."""
+    def begin(self, config: MethodConfig, layer: int, spans: Sequence[Spans], first: int = 0) -> None:
+        """Have empty streams; `spans` of each row are protected. In the whole model heads are numbered from `first`."""
         method, every = config.new_method(layer), list(range(len(self.budgets)))
+        if method is not None:
+            method.first_head = first
         kinds = dict.fromkeys(self.budgets) if config.window_by_budget else [None]
         self.heads = [[head for head in every if kind in (None, self.budgets[head])] for kind in kinds]
-        budgets = [[[self.budgets[head] for head in heads]] * len(spans) for heads in self.heads]
+        numbered = [
+            ([[self.budgets[head] for head in heads]] * len(spans), [first + head for head in heads])
+            for heads in self.heads
+        ]
         if any(spans):
-            self.all = [ProtectingStream(config, method, each, spans) for each in budgets]
+            self.all = [ProtectingStream(config, method, each, spans, own) for each, own in numbered]
         else:
-            self.all = [Stream(config, method, each) for each in budgets]
+            self.all = [Stream(config, method, each, own) for each, own in numbered]
         self.only = self.all[0] if len(self.all) == 1 else None
 
     def divided(self, columns: Columns, seen: Seen) -> Iterator[tuple[Stream, Columns, Seen]]:

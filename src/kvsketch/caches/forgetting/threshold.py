@@ -30,7 +30,8 @@ def shares_of_prompt(
 
     `holding` are layers that hold the whole prompt, with notes, and `budgets` what a head of each may hold on the
     average. Where keys of layers differ in width, it is bytes that are shared. Of equal scores those of lower layers
-    come first, then those of lower heads, then earlier tokens.
+    come first, then those of lower heads, then earlier tokens. Heads of all processes are
+    compared, and get their shares.
     """
     rows = [_of_row(config, holding, budgets, row) for row in range(len(holding[0].lengths))]
     return [[row[layer] for row in rows] for layer in range(len(holding))]
@@ -39,7 +40,7 @@ def shares_of_prompt(
 def _of_row(
     config: NotedConfig, holding: Sequence[LayerCache], budgets: Sequence[Budget], row: int
 ) -> list[list[float]]:
-    scores = [leaving_scores(config, held, row) for held in holding]
+    scores = [held.part.gather(leaving_scores(config, held, row)) for held in holding]
     budgets = [replace(budget, beside=holding[0].spans[row].beside(config.sinks)) for budget in budgets]
     rooms = [config.room(budget, own.shape[1]) for budget, own in zip(budgets, scores, strict=True)]
     chosen = [room - config.means(room, own.shape[1]) for room, own in zip(rooms, scores, strict=True)]

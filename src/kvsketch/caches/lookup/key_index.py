@@ -49,6 +49,12 @@ class LayerIndex:
         weights = {name: x.to(device, x.dtype if "centroids" in name else dtype) for name, x in self.tensors().items()}
         return LayerIndex(**weights)
 
+    def of_heads(self, first: int, heads: int) -> "LayerIndex":
+        """Of so many KV heads, from `first` on."""
+        if heads == len(self.centroids):
+            return self
+        return LayerIndex(**{name: x[first : first + heads] for name, x in self.tensors().items()})
+
 
 @dataclass(frozen=True)
 class KeyIndex:

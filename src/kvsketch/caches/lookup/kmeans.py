@@ -46,17 +46,17 @@ class KMeansLookup(BucketLookup):
         self.config, self.layer = config, layer
         super().__init__(config, config.learnt.buckets)
 
-    def _centroids(self, at: Tensor) -> Float[Tensor, "h c d"]:
-        learnt = self.config.learnt.layer(self.layer, at.device, at.dtype)
+    def _centroids(self, at: Tensor, heads: int) -> Float[Tensor, "h c d"]:
+        learnt = self.config.learnt.layer(self.layer, at.device, at.dtype).of_heads(self.first_head, heads)
         return learnt.rotated_centroids if self.config.rope else learnt.centroids
 
     def note(self, seen: Seen) -> Int64[Tensor, "b h n t"]:
         keys = seen.keys if self.config.rope else needed(seen.unrotated, self.config)
-        return nearest(keys, self._centroids(keys))
+        return nearest(keys, self._centroids(keys, keys.shape[1]))
 
     def ask(self, query: Query, heads: int) -> Float[Tensor, "b h q c"]:
         asking = query.queries if self.config.rope else needed(query.unrotated, self.config)
-        return compared(asking.detach(), self._centroids(asking))
+        return compared(asking.detach(), self._centroids(asking, heads))
 
 
 def compared(query: Float[Tensor, "b hg q d"], centroids: Float[Tensor, "h c d"]) -> Float[Tensor, "b h q c"]:

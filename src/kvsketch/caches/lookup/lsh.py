@@ -65,24 +65,24 @@ class Directions:
         self.config, self.layer = config, layer
         self.drawn: Float[Tensor, "h r d"] | None = None
 
-    def codes(self, x: Float[Tensor, "b h n d"], heads: int) -> Int64[Tensor, "b h n t"]:
+    def codes(self, x: Float[Tensor, "b h n d"], heads: int, first: int = 0) -> Int64[Tensor, "b h n t"]:
         """The codes of keys, or of queries."""
         config = self.config
-        products = x.detach().float() @ self._of(heads, x).mT
+        products = x.detach().float() @ self._of(heads, first, x).mT
         if config.kind == "reformer":
             return products.argmax(3, keepdim=True)
         if config.kind == "kdeformer":
             return gray_rank(products > 0)[..., None]
         return number_of((products > 0).unflatten(3, (config.tables, config.bits)))
 
-    def _of(self, heads: int, like: Tensor) -> Float[Tensor, "h r d"]:
+    def _of(self, heads: int, first: int, like: Tensor) -> Float[Tensor, "h r d"]:
         if self.drawn is None:
             config = self.config
             count = {"kdeformer": config.bits, "reformer": 1 << config.bits, "magicpig": config.tables * config.bits}
             head, number, place = (
                 torch.arange(size, device=like.device) for size in (heads, count[config.kind], like.shape[3])
             )
-            where = (config.seed, self.layer, head[:, None, None], number[:, None], place)
+            where = (config.seed, self.layer, (first + head)[:, None, None], number[:, None], place)
             radius, angle = (uniforms(*where, half) for half in range(2))  # two numbers give a normal one
             self.drawn = ((-2 * torch.log1p(-radius)).sqrt() * torch.cos(2 * math.pi * angle)).float()
         return self.drawn
@@ -95,12 +95,12 @@ class HashedLookup(Lookup):
         self.config, self.directions = config, Directions(config, layer)
 
     def note(self, seen: Seen) -> Int64[Tensor, "b h n t"]:
-        return self.directions.codes(seen.keys, seen.keys.shape[1])
+        return self.directions.codes(seen.keys, seen.keys.shape[1], self.first_head)
 
     def ask(self, query: Query, heads: int) -> Int64[Tensor, "b h q gt"]:
         """The codes of all queries of a group, one after the other."""
         asking = query.queries.unflatten(1, (heads, -1))
-        codes = self.directions.codes(asking.flatten(2, 3), heads)
+        codes = self.directions.codes(asking.flatten(2, 3), heads, self.first_head)
         return codes.unflatten(2, asking.shape[2:4]).transpose(2, 3).flatten(3)
 
     def new_index(self) -> Index:

@@ -44,7 +44,7 @@ class RandomLookup(BucketLookup):
         super().__init__(config, config.buckets)
 
     def note(self, seen: Seen) -> Int64[Tensor, "b h n t"]:
-        head = torch.arange(seen.keys.shape[1], device=seen.keys.device)[:, None]
+        head = self.first_head + torch.arange(seen.keys.shape[1], device=seen.keys.device)[:, None]
         drawn = uniforms(self.seed, self.layer, head, seen.ranks[:, None], KEYS)
         return (drawn * self.buckets).long()[..., None]
 
@@ -53,4 +53,4 @@ class RandomLookup(BucketLookup):
         sizes = (heads, self.buckets)
         head, bucket = (torch.arange(size, device=query.queries.device) for size in sizes)
         rank = query.ranks[:, None, :, None]
-        return uniforms(self.seed, self.layer, head[:, None, None], rank, QUERIES, bucket)
+        return uniforms(self.seed, self.layer, (self.first_head + head)[:, None, None], rank, QUERIES, bucket)

@@ -104,17 +104,18 @@ class SaapLookup(BucketLookup):
         self.mass, self.per_token = config.mass, config.prefer == "density"
         super().__init__(config, config.learnt.buckets)
 
-    def _learnt(self, at: Tensor) -> LayerIndex:
-        """What was learnt for this layer, where and as precise as `at`; kept, for every step asks for it."""
+    def _learnt(self, at: Tensor, heads: int) -> LayerIndex:
+        """What was learnt for so many heads here, where and as precise as `at`; kept, for every step asks for it."""
         if self.ready is None or self.ready[0] != (at.device, at.dtype):
-            self.ready = ((at.device, at.dtype), self.config.learnt.layer(self.layer, at.device, at.dtype))
+            learnt = self.config.learnt.layer(self.layer, at.device, at.dtype)
+            self.ready = ((at.device, at.dtype), learnt.of_heads(self.first_head, heads))
         return self.ready[1]
 
     def note(self, seen: Seen) -> Int64[Tensor, "b h n t"]:
-        return nearest(needed(seen.unrotated, self.config), self._learnt(seen.keys).centroids)
+        return nearest(needed(seen.unrotated, self.config), self._learnt(seen.keys, seen.keys.shape[1]).centroids)
 
     def ask(self, query: Query, heads: int) -> Float[Tensor, "b h q c"]:
-        learnt = self._learnt(query.queries)
+        learnt = self._learnt(query.queries, heads)
         asking = needed(query.unrotated, self.config).detach()
         return classified(asking, learnt.first, learnt.first_bias, learnt.second, learnt.second_bias)
 
