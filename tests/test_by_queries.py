@@ -249,6 +249,14 @@ def test_however_a_prompt_is_given_the_same_is_held(family, spec, tmp_path):
     assert torch.equal(answers[0], answers[2])
 
 
+@pytest.mark.parametrize(("spec", "noting"), [("tova(keep=0.25)", "last"), ("h2o(keep=90)", "context")])
+def test_what_an_exact_cache_notes_is_what_the_method_would_have_gone_by(spec, noting, llama):
+    ids, mask = zoo.tokens(2, 260), torch.ones(2, 260, dtype=torch.long)
+    mask[1, :70] = 0
+    read_itself, exact = (read(llama, one, ids, attention_mask=mask) for one in (spec, f"exact(noting={noting!r})"))
+    assert difference(state_of(read_itself, asked=False), state_of(exact.compress(spec), asked=False)) is None
+
+
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_padded_row_is_the_row_alone_and_rows_move(spec, llama):
     ids, padding = zoo.tokens(3, 260), (0, 90, 31)
@@ -378,7 +386,7 @@ def test_a_second_reading_that_was_interrupted_is_done_when_the_same_is_asked_fo
         ("keydiff(residual=1)", "residual must be a positive number below 1, got 1"),
         ("keydiff(weights='mass', residual=0.1)", "holds it in entries of their own: leave one of them out"),
         ("streaming_heads(residual=0.1)", "streaming_heads has no option 'residual'"),
-        ("exact(noting='all')", "noting must be one of nothing, window, context, second reading, questions"),
+        ("exact(noting='all')", "noting must be one of nothing, window, context, last, second reading, questions"),
     ],
 )
 def test_what_no_method_can_be_told(spec, message):
@@ -388,11 +396,11 @@ def test_what_no_method_can_be_told(spec, message):
 
 def test_a_cache_without_notes_names_the_option_that_takes_them(llama):
     exact = read(llama, "exact", zoo.tokens(1, 90))
-    for spec, noting in (("kvzip", "second reading"), ("snapkv", "window"), ("h2o", "context")):
+    for spec, noting in (("kvzip", "second reading"), ("snapkv", "window"), ("h2o", "context"), ("tova", "last")):
         with pytest.raises(ValueError, match=f"exact\\(noting='{noting}'\\)"):
             exact.compress(spec)
     with pytest.raises(ValueError, match="have a cache of this method read the text itself"):
-        exact.compress("tova")
+        exact.compress("snapkv(observed=8)")
     noted = read(llama, "exact(noting='second reading')", zoo.tokens(1, 90))
     noted.fork().compress("kvzip")
     kvsketch.prefill(llama, zoo.tokens(1, 9), noted)
@@ -467,10 +475,9 @@ def test_questions_that_are_none_or_not_wanted(llama):
 
 
 @pytest.mark.parametrize("where", ["right", "middle", "left"])
-@pytest.mark.parametrize(
-    "spec", ["exact(noting='second reading')", "exact(noting='context')", "exact(noting='window')"]
-)
-def test_notes_go_with_their_tokens_wherever_padding_is(spec, where, llama):
+@pytest.mark.parametrize("noting", ["second reading", "context", "window", "last"])
+def test_notes_go_with_their_tokens_wherever_padding_is(noting, where, llama):
+    spec = f"exact(noting={noting!r})"
     ids, mask = zoo.tokens(2, 120), torch.ones(2, 120, dtype=torch.long)
     gone = {"left": slice(0, 40), "middle": slice(50, 90), "right": slice(80, 120)}[where]
     mask[1, gone] = 0

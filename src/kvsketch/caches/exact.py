@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvsketch.caches.core.asking import CONTEXT, MAX, MEAN, QUESTIONS, SECOND, SUM, WINDOW, Asking
+from kvsketch.caches.core.asking import CONTEXT, LAST, MAX, MEAN, QUESTIONS, SECOND, SUM, WINDOW, Asking
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.checks import check_choice
 from kvsketch.caches.core.config import KeepingConfig
@@ -13,6 +13,7 @@ ASKINGS = {
     NOTHING: None,
     WINDOW: Asking(WINDOW, MEAN, 32),
     CONTEXT: Asking(CONTEXT, SUM),
+    LAST: Asking(WINDOW, LAST, 1),
     SECOND: Asking(SECOND, MAX),
     QUESTIONS: Asking(QUESTIONS, MAX),
 }
@@ -28,8 +29,9 @@ class Exact(KeepingConfig):
     """Keeps every token: what the others are compared with.
 
     `noting` has it note how much attention tokens get, so that `compress` can make caches of methods that go by that:
-    from a prompt's last queries ("window", for snapkv), from all of them ("context", for h2o), from a second reading
-    or from questions ("second reading" and "questions", for kvzip). A number or two for every token and KV head.
+    from a prompt's last queries ("window", for snapkv), from all of them ("context", for h2o), from the very last one
+    ("last", for tova), from a second reading or from questions ("second reading" and "questions", for kvzip). A number
+    or two for every token and KV head.
     """
 
     name: ClassVar[str] = "exact"
