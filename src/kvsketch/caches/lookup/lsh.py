@@ -68,14 +68,14 @@ class Directions:
     def codes(self, x: Float[Tensor, "b h n d"], heads: int, first: int = 0) -> Int64[Tensor, "b h n t"]:
         """The codes of keys, or of queries."""
         config = self.config
-        products = x.detach().float() @ self._of(heads, first, x).mT
+        products = x.detach().float() @ self._of(heads, x, first).mT
         if config.kind == "reformer":
             return products.argmax(3, keepdim=True)
         if config.kind == "kdeformer":
             return gray_rank(products > 0)[..., None]
         return number_of((products > 0).unflatten(3, (config.tables, config.bits)))
 
-    def _of(self, heads: int, first: int, like: Tensor) -> Float[Tensor, "h r d"]:
+    def _of(self, heads: int, like: Tensor, first: int = 0) -> Float[Tensor, "h r d"]:
         if self.drawn is None:
             config = self.config
             count = {"kdeformer": config.bits, "reformer": 1 << config.bits, "magicpig": config.tables * config.bits}
