@@ -20,7 +20,7 @@ METHODS: Mapping[str, str] = {
     "streaming_llm(keep=0.25)": "the latest tokens, a quarter",
     "kvzip(keep=0.25)": "recommended, a quarter",
     "kvzip(keep=0.125)": "recommended, an eighth",
-    "kvzip(keep=0.0625)": "recommended, a sixteenth",
+    "kvzip(keep=0.0625)": "too little: a sixteenth",
     f"saap(probes=64, visit=0.08, estimate=True, prefer='density', {EXACT_PARTS})": "everything held, a tenth read",
 }
 DOCUMENTS: Mapping[str, str] = {
