@@ -257,6 +257,38 @@ def test_what_an_exact_cache_notes_is_what_the_method_would_have_gone_by(spec, n
     assert difference(state_of(read_itself, asked=False), state_of(exact.compress(spec), asked=False)) is None
 
 
+@pytest.mark.parametrize("behind", ["second reading", "questions"])
+def test_one_reading_notes_what_several_go_by(behind, llama, tmp_path):
+    """Each finds what it would have noted by itself, in a padded batch too, after steps, and in a file."""
+    ids, mask = zoo.tokens(2, 260), torch.ones(2, 260, dtype=torch.long)
+    mask[1, :70] = 0
+    given = {"questions": [zoo.tokens(1, 9, seed=3)]} if behind == "questions" else {}
+    names = ["context", "window", "last", behind]
+
+    def noted(noting, asked):
+        cache = kvsketch.make_cache(llama, f"exact(noting={noting!r})", questions=asked)
+        kvsketch.prefill(llama, ids, cache, attention_mask=mask)
+        kvsketch.prefill(llama, zoo.tokens(2, 1), cache)
+        return cache
+
+    several = noted(", ".join(names), given.get("questions", ()))
+    several.save(tmp_path / "several")
+    for cache in (several, kvsketch.load_cache(llama, tmp_path / "several")):
+        for name in names:
+            alone = noted(name, given.get("questions", ()) if name == behind else ())
+            for layer, own in zip(cache.sketch_layers, alone.sketch_layers, strict=True):
+                mine, (asking,) = layer.held.config.askings, own.held.config.askings.each
+                assert torch.equal(mine.of(layer.held.window.noted, asking), own.held.window.noted), name
+
+
+def test_a_method_takes_its_own_notes_of_several(llama):
+    ids = zoo.tokens(1, 260)
+    several = read(llama, "exact(noting='window, context, last, second reading')", ids)
+    for spec in ("snapkv(keep=0.25)", "h2o(keep=90)", "tova(keep=0.25)", "kvzip(keep=0.25)", "keydiff(keep=0.25)"):
+        own = read(llama, spec, ids)
+        assert difference(state_of(several.compress(spec), asked=False), state_of(own, asked=False)) is None, spec
+
+
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_padded_row_is_the_row_alone_and_rows_move(spec, llama):
     ids, padding = zoo.tokens(3, 260), (0, 90, 31)
@@ -387,6 +419,10 @@ def test_a_second_reading_that_was_interrupted_is_done_when_the_same_is_asked_fo
         ("keydiff(weights='mass', residual=0.1)", "holds it in entries of their own: leave one of them out"),
         ("streaming_heads(residual=0.1)", "streaming_heads has no option 'residual'"),
         ("exact(noting='all')", "noting must be one of nothing, window, context, last, second reading, questions"),
+        ("exact(noting='window, all')", "noting must be one of nothing, .*got 'all'"),
+        ("exact(noting='last, last')", "noting names each once"),
+        ("exact(noting='last, nothing')", "nothing alone"),
+        ("exact(noting='second reading, questions')", "leave one of them out"),
     ],
 )
 def test_what_no_method_can_be_told(spec, message):

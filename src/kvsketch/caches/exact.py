@@ -1,16 +1,15 @@
 """Exact attention: nothing leaves the window."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from kvsketch.caches.core.asking import CONTEXT, LAST, MAX, MEAN, QUESTIONS, SECOND, SUM, WINDOW, Asking
+from kvsketch.caches.core.asking import CONTEXT, LAST, MAX, MEAN, QUESTIONS, SECOND, SUM, WINDOW, Asking, Askings
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.checks import check_choice
 from kvsketch.caches.core.config import KeepingConfig
 
 NOTHING = "nothing"
 ASKINGS = {
-    NOTHING: None,
     WINDOW: Asking(WINDOW, MEAN, 32),
     CONTEXT: Asking(CONTEXT, SUM),
     LAST: Asking(WINDOW, LAST, 1),
@@ -21,7 +20,7 @@ ASKINGS = {
 
 def noting_for(asking: Asking | None) -> str | None:
     """What an exact cache is told to note for methods that ask so; None where it cannot note that."""
-    return next((name for name, own in ASKINGS.items() if own == asking), None)
+    return NOTHING if asking is None else next((name for name, own in ASKINGS.items() if own == asking), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +29,8 @@ class Exact(KeepingConfig):
 
     `noting` has it note how much attention tokens get, so that `compress` can make caches of methods that go by that:
     from a prompt's last queries ("window", for snapkv), from all of them ("context", for h2o), from the very last one
-    ("last", for tova), from a second reading or from questions ("second reading" and "questions", for kvzip). A number
-    or two for every token and KV head.
+    ("last", for tova), from a second reading or from questions ("second reading" and "questions", for kvzip), or from
+    several ("window, context"). A number or two of each for every token and KV head.
     """
 
     name: ClassVar[str] = "exact"
@@ -40,18 +39,29 @@ class Exact(KeepingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("noting", self.noting, ASKINGS)
+        names = _names(self.noting)
+        for name in names:
+            check_choice("noting", name, (NOTHING, *ASKINGS))
+        if len(set(names)) < len(names) or (NOTHING in names and len(names) > 1):
+            raise ValueError(f"noting names each once, and nothing alone, as in noting='window, context'; got {names}")
+        if SECOND in names and QUESTIONS in names:
+            raise ValueError(f"noting={self.noting!r}: a prompt is read again or questions are, leave one of them out")
 
     @property
-    def asking(self) -> Asking | None:
-        return ASKINGS[self.noting]
+    def askings(self) -> Askings:
+        return Askings(tuple(ASKINGS[name] for name in _names(self.noting) if name != NOTHING))
 
     @property
     def holds_back(self) -> bool:
-        return self.asking is not None and self.asking.behind
+        return self.askings.behind
 
     def window_size(self, budget: Budget, count: int) -> int | None:
         return None
 
     def new_method(self, layer: int) -> None:
         """Nothing ever leaves the window."""
+
+
+def _names(noting: Any) -> list[Any]:
+    """What is noted, one by one."""
+    return [name.strip() for name in noting.split(",")] if isinstance(noting, str) else [noting]

@@ -145,7 +145,7 @@ class Board:
 
         longest = max(self.given.lengths)
         check_context(self.model, longest + NEXT, "a prompt and what follows it have")
-        if any(config.asking is not None and config.asking.behind for config in map(parse_spec, self.chosen.specs)):
+        if any(config.askings.behind for config in map(parse_spec, self.chosen.specs)):
             check_context(self.model, 2 * longest, "a prompt and its second reading have")
 
     def _fitted(self) -> dict[str, float | None]:

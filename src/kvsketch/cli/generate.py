@@ -166,8 +166,7 @@ def _read_with_bar(model: "PreTrainedModel", ids: "Tensor", cache: Any, chunk: i
     from kvsketch.evaluation.answers.session import read_prompt
 
     count = ids.shape[1]
-    asking = cache.config.asking
-    twice = asking is not None and asking.queries == SECOND
+    twice = any(asking.queries == SECOND for asking in cache.config.askings.each)
     in_one_call = chunk is None and cache.config.prefill == "exact"  # then the bar can only show that it is at work
     with progress_bar() as bar:
         task = bar.add_task(f"reading {count:,} tokens", total=None if in_one_call else count * (1 + twice))

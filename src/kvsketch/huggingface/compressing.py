@@ -23,7 +23,7 @@ def check_can_become(old: MethodConfig, new: MethodConfig, prompt: Prompt) -> No
             f"{new.name} goes by queries or keys as they are before rotation, and an exact cache holds keys rotated: "
             "have a cache of this method read the text itself"
         )
-    if new.asking is not None and new.asking != old.asking:
+    if new.asking is not None and new.asking not in old.askings.each:
         noting = noting_for(new.asking)
         how = "" if noting is None else f'read it with make_cache(model, "exact(noting={noting!r})"), or '
         raise ValueError(

@@ -7,12 +7,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvsketch.caches.core.asking import QUESTIONS
 from kvsketch.caches.core.budget import Keep
 from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.core.spans import Given, read_spans
 from kvsketch.caches.core.tokens import chunks
-from kvsketch.caches.exact import ASKINGS
 from kvsketch.caches.registry import chosen_method
 from kvsketch.huggingface.attaching import attach
 from kvsketch.huggingface.cache import SketchCache
@@ -49,7 +47,7 @@ def make_cache(
 
 def checked_questions(config: MethodConfig, questions: Sequence[Tensor] | Mapping[str, Tensor]) -> list[Tensor]:
     """Questions as rows of ids; refuses what is none, and questions that are not asked for or are missing."""
-    wanted = config.asking == ASKINGS[QUESTIONS]
+    wanted = config.askings.by_questions
     if wanted != bool(len(questions)):
         if wanted:
             raise ValueError(NO_QUESTIONS.format(config))

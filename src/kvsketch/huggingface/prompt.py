@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvsketch.caches.core.asking import QUESTIONS
 from kvsketch.caches.core.config import MANY, MethodConfig
 from kvsketch.caches.core.storage import in_front
-from kvsketch.caches.exact import ASKINGS
 from kvsketch.caches.forgetting.threshold import sets_shares, shares_of_prompt
 from kvsketch.huggingface.frequencies import ChangingFrequencies
 from kvsketch.huggingface.layers import LayerStack
@@ -55,7 +53,7 @@ class Prompt:
     @property
     def read_more(self) -> bool:
         """Whether the model reads it twice, or questions behind it."""
-        return self.config.asking is not None and self.config.asking.behind
+        return self.config.askings.behind
 
     # -- as calls come
 
@@ -125,7 +123,7 @@ class Prompt:
         self._say_if_short(rows, count, decoder)
         if not self.read_more:
             return
-        if self.config.asking == ASKINGS[QUESTIONS] and not self.questions:
+        if self.config.askings.by_questions and not self.questions:
             raise ValueError(NO_QUESTIONS.format(self.config))
         if torch.compiler.is_compiling():
             raise ValueError(
@@ -216,8 +214,6 @@ class Prompt:
             own.share(shares)
 
     def _read_behind(self, cache: Any, decoder: Any, progress: Callable[[int], None] | None) -> None:
-        asking = self.config.asking
-        assert asking is not None, "somebody asks for it"
         own = torch.cat(self.texts, 1)
         texts = [(ids := one.to(own.device).expand(len(own), -1), torch.ones_like(ids)) for one in self.questions]
         if not texts:
@@ -226,7 +222,7 @@ class Prompt:
         try:
             read_behind(
                 self.stack,
-                asking,
+                self.config.askings,
                 texts,
                 lambda inputs: decoder(**inputs, past_key_values=cache, use_cache=True),
                 lambda count: None if progress is None else progress(before + count),

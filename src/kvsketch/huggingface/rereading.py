@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.attention import Partial
-from kvsketch.caches.core.asking import Asking, attention_got
+from kvsketch.caches.core.asking import Askings, attention_got
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.query import Query
 from kvsketch.caches.core.tokens import chunks
@@ -25,7 +25,7 @@ Give = Callable[[dict[str, Tensor | None]], object]
 @torch.no_grad()
 def read_behind(
     stack: LayerStack,
-    asking: Asking,
+    askings: Askings,
     texts: Sequence[tuple[Tensor, Tensor]],
     give: Give,
     progress: Callable[[int], None],
@@ -40,7 +40,7 @@ def read_behind(
         first = (
             torch.ones(len(ids), stack.seen, dtype=real.dtype, device=ids.device) if before is None else before.to(real)
         )
-        with _put_back(stack), _watched(stack, partial(_note, asking)):
+        with _put_back(stack), _watched(stack, partial(_note, askings)):
             for start, stop in chunks(ids.shape[1], CHUNK):
                 mask = torch.cat([first, real[:, :stop]], 1)
                 positions = (mask.cumsum(1) - 1).clamp_min(0)[:, start - stop :]
@@ -52,13 +52,16 @@ def read_behind(
         done += ids.shape[1]
 
 
-def _note(asking: Asking, held: LayerCache, count: int, asked: Query, whole: Partial) -> None:
+def _note(askings: Askings, held: LayerCache, count: int, asked: Query, whole: Partial) -> None:
     """Note what a layer's first `count` columns got from a call: before it is taken back, which moves columns."""
     columns = held.window.columns.part(0, count)
     assert columns.notes is not None, "notes are made with the tokens"
     real = None if asked.ranks is None else asked.ranks >= 0
-    more = attention_got(asking, asked, whole.lse, columns.keys, columns.ranks if held.ragged else None, real)
-    held.window.renote(asking.with_more(columns.notes, more))
+    ranks = columns.ranks if held.ragged else None
+    for asking, place in askings:
+        if asking.behind:
+            more = attention_got(asking, asked, whole.lse, columns.keys, ranks, real)
+            held.window.renote(asking.with_more(columns.notes[..., place], more), place)
 
 
 @contextmanager
@@ -66,7 +69,12 @@ def _watched(stack: LayerStack, note: Callable[..., None]) -> Iterator[None]:
     """Have a layer's queries and answers noted, with how many columns it has now."""
     for layer in stack.sketch:
         layer.watcher = partial(note, layer.held, layer.held.window.length)
-    yield
+        layer.held.notes_calls = False
+    try:
+        yield
+    finally:
+        for layer in stack.sketch:
+            layer.held.notes_calls = True
 
 
 @contextmanager

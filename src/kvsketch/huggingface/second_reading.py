@@ -27,6 +27,6 @@ def second_reading(
     if ids.ndim != 2 or ids.shape[0] != 1 or ids.shape[1] < 2:
         raise ValueError(f"one text is read twice, ids of shape 1 × tokens, got shape {tuple(ids.shape)}")
     config = Exact(noting=SECOND)
-    assert config.asking is not None, "it was just told what to note"
+    (asking, _), *_ = config.askings
     cache = prefill(model, ids, make_cache(model, config), chunk=chunk, progress=progress)
-    return {layer.held.layer: config.asking.score(layer.held.window.noted)[0].float() for layer in cache.sketch_layers}
+    return {layer.held.layer: asking.score(layer.held.window.noted)[0].float() for layer in cache.sketch_layers}

@@ -13,7 +13,7 @@ from kvsketch.huggingface.layers import LayerStack
 
 def check_can_record(stack: LayerStack, config: MethodConfig) -> None:
     """Refuse assisted decoding, which feeds the whole prompt again, where that or taking back is not possible."""
-    if config.asking is not None:
+    if config.askings:
         raise ValueError(
             f"{config} goes by queries, those of a draft included that are taken back again: generate without an "
             "assistant, or use a method that does not, such as keydiff"
@@ -53,7 +53,7 @@ def crop(stack: LayerStack, tokens_to_remove: int | Tensor, end_prompt: Callable
     tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 brings a tensor
     if tokens_to_remove > 0:
         raise ValueError(f"crop takes the number of tokens to remove, as in crop(-3), got {tokens_to_remove}")
-    if tokens_to_remove and stack.config.asking is not None:
+    if tokens_to_remove and stack.config.askings:
         raise ValueError(
             f"cannot take back tokens: {stack.config} goes by queries, and what theirs look at has been noted. Keep a "
             "cache.fork() from before those tokens instead"

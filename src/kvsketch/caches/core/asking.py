@@ -71,11 +71,47 @@ class Asking:
         noted = weights(notes)
         return noted[..., 0] / noted[..., 1].clamp_min(1) if self.noted == MEAN else noted[..., 0]
 
+
+@dataclass(frozen=True)
+class Askings:
+    """Several at once: a token's note has the numbers of each, one after another."""
+
+    each: tuple[Asking, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.each)
+
+    def __iter__(self) -> Iterator[tuple[Asking, slice]]:
+        """Each with where its numbers are in a note."""
+        start = 0
+        for asking in self.each:
+            yield asking, slice(start, start + asking.width)
+            start += asking.width
+
+    @property
+    def behind(self) -> bool:
+        """Whether a prompt is asked by what is read behind it."""
+        return any(asking.behind for asking in self.each)
+
+    @property
+    def by_questions(self) -> bool:
+        """Whether it is questions that are read there."""
+        return any(asking.queries == QUESTIONS for asking in self.each)
+
+    def none(self, keys: Float[Tensor, "b h n d"]) -> Notes:
+        """Notes about tokens that nobody has asked for."""
+        return torch.cat([asking.none(keys) for asking in self.each], 3)
+
+    def of(self, notes: Int64[Tensor, "*b n t"], asking: Asking | None) -> Int64[Tensor, "*b n o"] | None:
+        """What is one's own in notes of all; nothing of nobody's."""
+        return next((notes[..., place] for own, place in self if own == asking), None)
+
     def check(self, notes: Int64[Tensor, "b h n t"], keys: Float[Tensor, "b h n d"]) -> None:
         """Refuse what cannot have been noted about tokens with these keys."""
-        shaped = notes.dtype == torch.int64 and notes.shape == (*keys.shape[:3], self.width)
+        width = sum(asking.width for asking in self.each)
+        shaped = notes.dtype == torch.int64 and notes.shape == (*keys.shape[:3], width)
         if not shaped or not bool((weights(notes).isfinite() & (weights(notes) >= 0)).all()):
-            raise ValueError(f"notes of shape {tuple(notes.shape)} that are not {self.width} numbers from 0 on")
+            raise ValueError(f"notes of shape {tuple(notes.shape)} that are not {width} numbers from 0 on")
 
 
 def weights(notes: Int64[Tensor, "*b t"]) -> Float[Tensor, "*b t"]:

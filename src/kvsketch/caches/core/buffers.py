@@ -149,11 +149,11 @@ class Window:
         assert self.notes is not None, "notes are made with the tokens"
         return self.notes.view
 
-    def renote(self, notes: Int64[Tensor, "b h n t"]) -> None:
-        """Have other notes about the first columns."""
+    def renote(self, notes: Int64[Tensor, "b h n t"], place: slice) -> None:
+        """Have other notes about the first columns, in some places of them."""
         assert self.notes is not None, "there are notes"
         self.notes.make_writable()
-        self.notes.view[:, :, : notes.shape[2]].copy_(notes)
+        self.notes.view[:, :, : notes.shape[2], place].copy_(notes)
 
     def remove(self, start: int, stop: int) -> None:
         """Take out columns whose tokens have left."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvsketch.caches.core.asking import Asking
+from kvsketch.caches.core.asking import Asking, Askings
 from kvsketch.caches.core.budget import MOST, Budget, Keep, check_keep
 from kvsketch.caches.core.checks import check_choice, check_count
 from kvsketch.caches.core.method import Method
@@ -48,6 +48,11 @@ class MethodConfig(ABC):
     def asking(self) -> Asking | None:
         """Which queries say how much a token matters, where the method goes by that."""
         return None
+
+    @property
+    def askings(self) -> Askings:
+        """Whose attention is noted about tokens."""
+        return Askings(() if self.asking is None else (self.asking,))
 
     @property
     def holds_back(self) -> bool:

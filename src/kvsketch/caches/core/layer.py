@@ -4,7 +4,7 @@ One road for prompts, chunks of them and single tokens: `read` → `_read_part`.
 different lengths a layer has a few streams (`stream.py`), else one.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvsketch.attention import Partial, join_queries, merge
 from kvsketch.caches.core.allocation import SharesOf, budget_of, budgets_of
-from kvsketch.caches.core.asking import WINDOW, Notes
+from kvsketch.caches.core.asking import WINDOW, Asking, Notes
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.core.layer_state import LayerState
@@ -47,6 +47,7 @@ class LayerCache(LayerState):
         super().__init__(config.for_layer(layer), layer)
         self.layer_bytes, self.shares, self.spans_of, self.part_of = layer_bytes, shares, spans_of, part_of
         self.recording = False  # hold back all writing to the past until the next `crop`
+        self.notes_calls = True  # note whose attention tokens get as calls come; not of what is read behind them
 
     # -- reading
 
@@ -85,8 +86,7 @@ class LayerCache(LayerState):
         ranks = self._ranks(new)
         unrotated = None if new.unrotated is None else new.unrotated.queries.detach()
         asked = replace(asked, unrotated=unrotated, ranks=ranks)
-        asking = self.config.asking
-        lse = lse or asking is not None
+        lse = lse or bool(self.config.askings)
         if joins_first:
             self._count(new)
             for stream, columns, seen in self._arriving(new, ranks):
@@ -95,8 +95,8 @@ class LayerCache(LayerState):
             whole = _whole(answer)
             assert whole is not None, "the new token itself is held"
             self._observe(asked, answer, whole)
-            if asking is not None and not self._waits_for_others:
-                self.streams.all[0].note_step(asked, asked.over_all(whole.lse), asking)
+            for asking, place in self._asking_now():
+                self.streams.all[0].note_step(asked, asked.over_all(whole.lse), asking, place)
             self.settle()
             return whole
         answer = self.look(asked)
@@ -148,13 +148,15 @@ class LayerCache(LayerState):
     @torch.no_grad()
     def _note(self, asked: Query, whole: Partial, new: NewTokens, ranks: Int64[Tensor, "b q"]) -> Notes | None:
         """Notes about a call's tokens, where the method wants them; what the window holds gets more of them."""
-        asking = self.config.asking
-        if asking is None or self._waits_for_others:
+        if not self.config.askings:
             return None
         columns = Columns(new.keys.detach(), new.values.detach(), ranks)
-        again = self.recording or self.keeps_all
-        anew = asking.queries == WINDOW and again and new.keys.shape[2] > 1
-        return self.streams.all[0].note_call(asked, asked.over_all(whole.lse), columns, asking, anew=anew)
+        again, notes = self.recording or self.keeps_all, self.config.askings.none(columns.keys)
+        for asking, place in self._asking_now():
+            anew = asking.queries == WINDOW and again and new.keys.shape[2] > 1
+            own = self.streams.all[0].note_call(asked, asked.over_all(whole.lse), columns, asking, place, anew=anew)
+            notes[..., place] = own
+        return notes
 
     def _remember(self, asked: Query, new: NewTokens) -> None:
         """Keep the last queries of a prompt that is held back, for `settle` to say what forgetting did to them."""
@@ -163,11 +165,11 @@ class LayerCache(LayerState):
             last = asked.part(-PROBES, asked.queries.shape[2])
             self.last_asked = replace(last, queries=last.queries.detach(), in_full=False) if there else None
 
-    @property
-    def _waits_for_others(self) -> bool:
-        """Whether the queries of a first reading do not count."""
-        asking = self.config.asking
-        return asking is not None and asking.behind and (self.recording or self.keeps_all)
+    def _asking_now(self) -> Iterator[tuple[Asking, slice]]:
+        """Who asks by queries as they come: of a prompt not those that wait for what is read behind it."""
+        waiting = self.recording or self.keeps_all
+        every = self.config.askings if self.notes_calls else ()
+        return ((asking, place) for asking, place in every if not (waiting and asking.behind))
 
     @property
     def keeps_all(self) -> bool:

@@ -40,7 +40,7 @@ class Stream:
     ) -> None:
         """`budgets` are those of each row's KV heads, `numbers` those of the heads; the window follows the first's."""
         self.config, self.method, self.budgets, self.numbers = config, method, [own[0] for own in budgets], numbers
-        self.asking, self.heads = config.asking, len(budgets[0])
+        self.asking, self.askings, self.heads = config.asking, config.askings, len(budgets[0])
         self.window = Window(config.leaving)
         self.past = None if method is None else Lanes(method, budgets, numbers)
         self.left = [0] * len(budgets)  # tokens of each row that left the window
@@ -88,14 +88,14 @@ class Stream:
         self.past.observe(query, answer, lse)
 
     @torch.no_grad()
-    def note_step(self, asked: Query, lse: Float[Tensor, "b hg 1"], asking: Asking) -> None:
+    def note_step(self, asked: Query, lse: Float[Tensor, "b hg 1"], asking: Asking, place: slice) -> None:
         """Note how much attention the window's tokens got from a single one, which is among them."""
         ranks = self.window.ranks.view if self.window.ragged else None
         more = attention_got(asking, asked, lse, self.window.keys.view, ranks)
-        self.window.renote(asking.with_more(self.window.noted, more))
+        self.window.renote(asking.with_more(self.window.noted[..., place], more), place)
 
     def note_call(
-        self, asked: Query, lse: Float[Tensor, "b hg q"], new: Columns, asking: Asking, *, anew: bool
+        self, asked: Query, lse: Float[Tensor, "b hg q"], new: Columns, asking: Asking, place: slice, *, anew: bool
     ) -> Notes:
         """Note how much attention the window's tokens got from a call's queries; the notes of the call's own tokens.
 
@@ -109,9 +109,9 @@ class Stream:
         if self.window.length:
             held = self.window.columns
             more = attention_got(asking, asked, lse, held.keys, held.ranks, wanted)
-            before = self.window.noted
+            before = self.window.noted[..., place]
             before = before.masked_fill(asks[:, None, None, None], 0) if anew else before
-            self.window.renote(asking.with_more(before, more, asks))
+            self.window.renote(asking.with_more(before, more, asks), place)
         notes = asking.none(new.keys)
         for start in range(0, wanted.shape[1], AT_ONCE):
             stop = min(start + AT_ONCE, wanted.shape[1])
@@ -125,7 +125,7 @@ class Stream:
 
     def append_one(self, new: Columns, seen: Seen) -> None:
         """Have one more token in the window. What there is to note about it is noted together with later ones."""
-        self.window.append(new if self.asking is None else replace(new, notes=self.asking.none(new.keys)))
+        self.window.append(new if not self.askings else replace(new, notes=self.askings.none(new.keys)))
         self.may_come -= 1
         if self.method is not None and self.method.takes_notes:
             self.waiting.append(seen)
@@ -149,8 +149,8 @@ class Stream:
         self.take_notes()
         if self.method is not None and self.method.takes_notes:
             new = replace(new, notes=self.method.note(seen))
-        elif self.asking is not None and new.notes is None:
-            new = replace(new, notes=self.asking.none(new.keys))
+        elif self.askings and new.notes is None:
+            new = replace(new, notes=self.askings.none(new.keys))
         if not leave:
             self.window.append(new)
             self.may_come = 0
@@ -281,8 +281,8 @@ class Stream:
         self.left = numbers["left"]
         if self.method is not None and self.method.takes_notes:
             self.method.check_notes(tensors["notes"])
-        if self.asking is not None:
-            self.asking.check(tensors["notes"], tensors["keys"])
+        if self.askings:
+            self.askings.check(tensors["notes"], tensors["keys"])
         if self.past is not None:
             self.past.restore(with_prefix(tensors, "past."), numbers["past"])
             if self.past.counts != self.of_past(self.left):

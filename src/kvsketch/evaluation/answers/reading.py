@@ -1,13 +1,14 @@
 """Reading a batch of prompts once, exactly, for all methods that can take that over."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvsketch.caches.core.asking import QUESTIONS
 from kvsketch.caches.core.config import MethodConfig
-from kvsketch.caches.exact import Exact, noting_for
+from kvsketch.caches.exact import ASKINGS, NOTHING, Exact, noting_for
 from kvsketch.evaluation.answers.plan import Asked
 from kvsketch.huggingface import SketchCache, make_cache, prefill
 
@@ -30,19 +31,21 @@ class Reading:
         model: PreTrainedModel,
         prompts: Sequence[Prompt],
         pad: Callable[[list[list[int]]], tuple[Tensor, Tensor]],
+        methods: Sequence[MethodConfig] = (),
     ) -> None:
-        self.model, self.prompts, self.pad = model, prompts, pad
+        """`methods` are those that will be asked for: they share one reading where they can."""
+        self.model, self.prompts, self.pad, self.methods = model, prompts, pad, methods
         self._exact = dict[tuple[Asked, Exact], SketchCache]()
 
     def begin(self, asked: Asked, config: MethodConfig) -> None:
         """Read what a method can share with others."""
-        shared = readable_for(config)
+        shared = readable_for(config, self.methods)
         if shared is not None:
             self._read_for(asked, shared)
 
     def compressed(self, asked: Asked, config: MethodConfig) -> SketchCache:
         """A cache that has read the documents, and all but the last token of the questions if they are known before."""
-        shared = readable_for(config)
+        shared = readable_for(config, self.methods)
         if shared is not None:
             return self._read_for(asked, shared).compress(config)
         return self._read_whole(asked, config)
@@ -53,9 +56,9 @@ class Reading:
         Notes of queries are those of one call, so where they are taken documents and questions are read as one.
         """
         if (asked, config) not in self._exact:
-            for other in [key for key in self._exact if key[1].asking is not None]:
+            for other in [key for key in self._exact if key[1].askings]:
                 del self._exact[other]  # methods of one kind follow one another, and a whole cache for each is much
-            if asked == "after" or config.asking is not None:
+            if asked == "after" or config.askings:
                 self._exact[asked, config] = self._read_whole(asked, config)
             else:
                 questions = [p.question[:-1] for p in self.prompts]
@@ -73,9 +76,15 @@ class Reading:
         return prefill(self.model, ids, cache, attention_mask=mask) if ids.shape[1] else cache
 
 
-def readable_for(config: MethodConfig) -> Exact | None:
-    """The exact cache whose reading a method can take over; None: it reads for itself."""
-    if config.prefill != "exact" or config.before_rotation:
-        return None
-    noting = noting_for(config.asking)
-    return Exact(noting=noting) if noting else None
+def readable_for(config: MethodConfig, beside: Iterable[MethodConfig] = ()) -> Exact | None:
+    """The exact cache whose reading a method can take over, with those `beside` it; None: it reads for itself."""
+    own = _noting(config)
+    if own is None or own == QUESTIONS:
+        return None if own is None else Exact(noting=own)
+    wanted = {own, *map(_noting, beside)}
+    return Exact(noting=", ".join(name for name in ASKINGS if name in wanted - {QUESTIONS}) or NOTHING)
+
+
+def _noting(config: MethodConfig) -> str | None:
+    """What an exact cache notes for a method; None where that cannot take over what another one read."""
+    return None if config.prefill != "exact" or config.before_rotation else noting_for(config.asking)

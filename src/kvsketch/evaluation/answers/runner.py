@@ -101,7 +101,7 @@ class Runner:
 
     def _answer(self, cell: Cell, numbers: range, missing: list[tuple[Asked, str]]) -> Iterator[list[Row]]:
         prompts = [self._prompt(cell, number) for number in numbers]
-        reading = Reading(self.model, prompts, self._pad)
+        reading = Reading(self.model, prompts, self._pad, [self.methods[name] for _, name in missing])
         for asked, name in missing:
             reading.begin(asked, self.methods[name])  # before the clock starts: the first method would pay for all
             began = time.perf_counter()

@@ -154,7 +154,7 @@ def _read(spec: str) -> tuple[BudgetedConfig, Collection[str]]:
     if not isinstance(config, BudgetedConfig):
         forgetful = [name for name, known in METHODS.items() if issubclass(known, BudgetedConfig)]
         raise ValueError(f"{spec} keeps every token: its errors would be 0. Methods that drop: {', '.join(forgetful)}")
-    if config.asking is not None or config.before_rotation:
+    if config.askings or config.before_rotation:
         raise ValueError(f"{spec} goes by queries, and the study gives a cache keys and values alone: leave it out")
     return config, options
 

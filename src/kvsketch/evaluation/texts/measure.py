@@ -36,7 +36,8 @@ def run(model: PreTrainedModel, texts: Sequence[Prompt], plan: Plan, rows: RowsF
             yield f"{label}, read", len(plan.configs) - len(missing)
             if not missing:
                 continue
-            case = Case(model, text.ids[:, start : start + plan.tokens + plan.next], plan)
+            wanted = [plan.configs[method] for method in missing]
+            case = Case(model, text.ids[:, start : start + plan.tokens + plan.next], plan, wanted)
             for method in missing:
                 rows.add([plan.labels(text, start, method) | case.measure(plan.configs[method])])
                 yield f"{label}, {method}", 1
@@ -45,19 +46,25 @@ def run(model: PreTrainedModel, texts: Sequence[Prompt], plan: Plan, rows: RowsF
 class Case:
     """A window that was read exactly, and what the model predicts with all of it."""
 
-    def __init__(self, model: PreTrainedModel, ids: Int64[Tensor, "1 n"], plan: Plan) -> None:
-        self.model, self.plan = model, plan
+    def __init__(
+        self, model: PreTrainedModel, ids: Int64[Tensor, "1 n"], plan: Plan, methods: Sequence[MethodConfig]
+    ) -> None:
+        self.model, self.plan, self.methods = model, plan, methods
         self.read, self.fed, self.follow = (
             ids[:, : plan.tokens - 1],
             ids[:, plan.tokens - 1 : -1],
             ids[0, plan.tokens :],
         )
         self.caches = dict[Exact, SketchCache]()
-        self.exact = self._predictions(self._cache(Exact()).fork(), plan.call)
+        plain = readable_for(Exact(), methods)
+        assert plain is not None, "an exact cache reads what exact caches do"
+        exact = self._cache(plain).compress(Exact())
+        self.exact_nbytes = exact.nbytes
+        self.exact = self._predictions(exact, plan.call)
 
     def measure(self, config: MethodConfig) -> Row:
         """Divergence in nats a token, agreement on the likeliest token, and log-likelihood, with and without."""
-        shared = readable_for(config)
+        shared = readable_for(config, self.methods)
         whole = None if shared is None else self._cache(shared)
         began = time.perf_counter()
         if whole is not None:
@@ -77,7 +84,7 @@ class Case:
             "nll_exact": self._loss(self.exact),
             "nbytes": report.nbytes,
             "full_nbytes": report.full_nbytes,
-            "exact_nbytes": self._cache(Exact()).nbytes,
+            "exact_nbytes": self.exact_nbytes,
             "looked_up": cache.report().looked_up,
             "seconds": round(seconds, 4),  # to compress, or to read
         }
