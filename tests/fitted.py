@@ -49,7 +49,7 @@ def settings(**given):
     shards = {"apart": 24, "away": 12, "queries": 30}
     recipe = {"steps": 12, "batch": 16}
     shards |= {name: given.pop(name) for name in (*shards, "layers") if name in given}
-    recipe |= {name: given.pop(name) for name in (*recipe, "start") if name in given}
+    recipe |= {name: given.pop(name) for name in (*recipe, "start", "products") if name in given}
     options = {"buckets": 8, "hidden": 10, "iterations": 3, "pool": 100, "held_out": 0.3, "tokens": 120} | given
     return FitSettings(shards=ShardSettings(**shards), recipe=Recipe(**recipe), **options)
 

@@ -175,6 +175,28 @@ def test_an_index_says_what_the_classifiers_say(hidden):
     torch.testing.assert_close(torch.log_softmax(inner @ index.second + index.second_bias, 2), expected)
 
 
+@pytest.mark.parametrize("hidden", [10, 0])
+def test_rounded_products_train_nearly_the_same_and_answer_unrounded(hidden):
+    pool, clusters = random_pool()
+
+    def trained(products):
+        classifiers = classifiers_for(clusters, pool, settings(hidden=hidden, products=products), 0)
+        numbers = generator("batches")
+        batches = (torch.randint(40, (16,), generator=numbers) for _ in range(30))
+        losses = list(train(classifiers, pool.queries, pool.shares, batches, rate=1e-2))
+        return classifiers, torch.stack(losses)
+
+    (exact, losses), (rounded, others) = trained("float32"), trained("bfloat16")
+    assert not torch.equal(losses, others), "nothing was rounded"
+    assert float(others[-1].mean()) < 0.6 * float(others[0].mean())
+    torch.testing.assert_close(others, losses, rtol=0.05, atol=0.02)
+    for one in (exact, rounded):
+        assert all(parameter.dtype == torch.float32 for parameter in one.parameters())
+        found = torch.stack([one.classifier_of(lane).log_probabilities(pool.queries[lane]) for lane in range(2)])
+        with torch.no_grad():
+            torch.testing.assert_close(one(pool.queries), found)
+
+
 # -- the whole
 
 
@@ -403,6 +425,7 @@ def test_texts_are_held_out_at_random_and_at_least_one(tmp_path):
         (lambda: Recipe(rate=0.0), "rate must be positive, got 0.0"),
         (lambda: Recipe(start="here"), "start must be clusters or random, got 'here'"),
         (lambda: Recipe(schedule="linear"), "schedule must be cosine or constant, got 'linear'"),
+        (lambda: Recipe(products="float16"), "products must be float32 or bfloat16, got 'float16'"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_by_name(make, error):

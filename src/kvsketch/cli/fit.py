@@ -55,6 +55,12 @@ RecipeName = Annotated[
 Steps = Annotated[int | None, typer.Option(help="Steps of the training; the recipe's if left out.")]
 Batch = Annotated[int | None, typer.Option(help="Queries of each head in a step; the recipe's if left out.")]
 Rate = Annotated[float | None, typer.Option(help="The rate it begins with; the recipe's if left out.")]
+Products = Annotated[
+    str | None,
+    typer.Option(
+        help="What the training multiplies: float32, or bfloat16, faster where a processor has products of it."
+    ),
+]
 HeldOut = Annotated[
     float, typer.Option(help="The share of texts that nothing is fitted to, to measure on; at least one text.")
 ]
@@ -97,6 +103,7 @@ def fit(
     steps: Steps = None,
     batch: Batch = None,
     rate: Rate = None,
+    products: Products = None,
     held_out: HeldOut = 0.1,
     seed: Seed = 0,
     dtype: Precision = "auto",
@@ -116,7 +123,9 @@ def fit(
         check_folder("--out", out)
     given = {"apart": apart, "away": away, "queries": queries, "tokens": tokens, "buckets": buckets, "hidden": hidden}
     given |= _without_corpus(context, model, corpus) | {"keys_at_most": keys_at_most, "pool": pool, "seed": seed}
-    settings = _settings(recipe, layers, {"steps": steps, "batch": batch, "rate": rate}, given, held_out)
+    settings = _settings(
+        recipe, layers, {"steps": steps, "batch": batch, "rate": rate, "products": products}, given, held_out
+    )
     _fit(model, dtype, device, corpus, out, settings, shards, ray, ray_address, keep=keep, save_every=save_every)
 
 

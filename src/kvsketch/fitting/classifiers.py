@@ -24,6 +24,8 @@ class Classifiers(nn.Module):
     mean: Tensor
     variance: Tensor
 
+    products: torch.dtype | None = None  # what is multiplied is rounded to, while training
+
     def __init__(self, lanes: int, width: int, hidden: int, buckets: int, generator: torch.Generator) -> None:
         super().__init__()
 
@@ -46,9 +48,14 @@ class Classifiers(nn.Module):
         """Log probabilities of the buckets; while training, normalized over each lane's queries."""
         inner = queries
         if self.hidden:
-            found = torch.baddbmm(self.first_bias, queries, self.first)
-            inner = torch.relu(self._normalized(found))
-        return torch.log_softmax(torch.baddbmm(self.second_bias, inner, self.second), 2)
+            inner = torch.relu(self._normalized(self._map(queries, self.first, self.first_bias)))
+        return torch.log_softmax(self._map(inner, self.second, self.second_bias), 2)
+
+    def _map(self, x: Float[Tensor, "l q i"], weight: Float[Tensor, "l i o"], bias: Float[Tensor, "l 1 o"]) -> Tensor:
+        """A linear layer of every lane."""
+        if self.products is None or not self.training:
+            return torch.baddbmm(bias, x, weight)
+        return (x.to(self.products) @ weight.to(self.products)).to(x.dtype) + bias
 
     def _normalized(self, x: Float[Tensor, "l q h"]) -> Float[Tensor, "l q h"]:
         """Times the gain, and moved by the offset."""

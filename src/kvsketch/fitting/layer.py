@@ -94,6 +94,7 @@ def classifiers_for(clusters: Clusters, pool: Pool, settings: FitSettings, layer
     lanes, _, width = pool.queries.shape
     draw = generator(settings.seed, layer, "weights")
     made = Classifiers(lanes, width, settings.hidden, settings.buckets, draw).to(pool.queries.device)
+    made.products = None if settings.recipe.products == "float32" else getattr(torch, settings.recipe.products)
     if settings.recipe.start == "clusters":
         made.begin_at(clusters.weight, clusters.bias, pool.queries)
     return made

@@ -51,6 +51,7 @@ class Recipe:
     rate: float = 1e-3
     schedule: str = "cosine"  # from the rate down to nothing; or constant
     start: str = "clusters"  # from what k-means says, if the inner layer is twice as wide as a query; or random
+    products: str = "float32"  # numbers that are multiplied; weights, sums and the rest stay float32
 
     def __post_init__(self) -> None:
         _check(self, steps=1, batch=2)
@@ -60,6 +61,8 @@ class Recipe:
             raise ValueError(f"schedule must be cosine or constant, got {self.schedule!r}")
         if self.start not in ("clusters", "random"):
             raise ValueError(f"start must be clusters or random, got {self.start!r}")
+        if self.products not in ("float32", "bfloat16"):
+            raise ValueError(f"products must be float32 or bfloat16, got {self.products!r}")
 
     def rates(self, done: int = 0) -> Iterator[float]:
         """The rate of every step after the first `done`."""
