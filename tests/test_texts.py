@@ -74,6 +74,28 @@ def test_a_run_goes_on_and_measures_nothing_twice(tmp_path):
     assert [label for label, _ in seen].count("a.txt, window 1, uniform(keep=0.5)") == 0
 
 
+@pytest.mark.parametrize("spec", ["uniform", "kvzip", "snapkv", "saap_like"])
+def test_windows_together_are_windows_alone(spec, tmp_path):
+    """Also where some were done before, so that fewer are left to be read together."""
+    spec = spec if spec != "saap_like" else "retrieval(window=32, top=0.1)"
+    alone, together = (Plan(methods=[spec], keeps=[0.25], tokens=300, next=16, windows=5, batch=n) for n in (1, 3))
+    found, _ = measured(alone, tmp_path / "alone")
+    rows = RowsFile(tmp_path / "together" / "text.jsonl", ABOUT, KEY)
+    first = next(row for row in read_rows(tmp_path / "alone" / "text.jsonl", KEY)[1] if row["start"] == 96)
+    rows.add([first])
+    again, steps = measured(together, tmp_path / "together")
+    assert [label.split(", ")[1] for label, _ in steps] == [
+        part for part in ("window 1", "window 2", "windows 3 to 5") for _ in range(1 + (part != "window 2"))
+    ]
+    assert sum(settled for _, settled in steps) == 5
+    assert found.keys() == again.keys()
+    for place, row in found.items():
+        for name in ("kl", "kl_first", "nll", "nll_exact"):
+            assert again[place][name] == pytest.approx(row[name], rel=1e-3, abs=1e-5), (place, name)
+        assert again[place]["agree"] == row["agree"]
+        assert again[place]["nbytes"] == pytest.approx(row["nbytes"], rel=0.01)
+
+
 def rows_of(method, divergences, text="a"):
     row = {
         "text": text,
@@ -127,6 +149,7 @@ def test_the_command_measures_and_draws(tmp_path):
         (("-m", "uniform; uniform(keep=0.5)"), "uniform(keep=0.5) is named twice"),
         (("--keep", ""), "uniform names no budget"),
         (("--keep", "2.5"), "keep must be a fraction in (0, 1]"),
+        (("--keep", "1MB", "--batch", "2"), "batch=2 windows would share a budget in bytes"),
         (("--tokens", "3000"), "a window needs 3,128: give a longer text, or shorter windows"),
         (
             ("--tokens", "40000"),

@@ -45,6 +45,7 @@ Call = Annotated[
     int, typer.Option(min=1, max=MOST, help="So many of them are fed at a time; one where tokens are looked up.")
 ]
 Windows = Annotated[int, typer.Option(min=1, max=MOST, help="Windows of each text.")]
+Batch = Annotated[int, typer.Option(min=1, max=MOST, help="So many windows are read and measured together.")]
 
 
 def bench_text(
@@ -57,6 +58,7 @@ def bench_text(
     next_tokens: Next = NEXT,
     call: Call = CALL,
     windows: Windows = WINDOWS,
+    batch: Batch = 1,
     dtype: Precision = "auto",
     device: Device = None,
 ) -> None:
@@ -69,7 +71,13 @@ def bench_text(
     from kvsketch.huggingface.supported import check_context
 
     plan = Plan(
-        methods=listed(methods, ";"), keeps=budgets(keep), tokens=tokens, next=next_tokens, call=call, windows=windows
+        methods=listed(methods, ";"),
+        keeps=budgets(keep),
+        tokens=tokens,
+        next=next_tokens,
+        call=call,
+        windows=windows,
+        batch=batch,
     )
     inputs = load_inputs(out, model, None, Texts(files=tuple(texts)), dtype, device)
     check_context(inputs.model, plan.tokens + plan.next, "a window and what follows it have")

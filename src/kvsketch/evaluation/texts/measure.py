@@ -30,40 +30,45 @@ FIRST = 16  # tokens, of which the divergence is noted by itself: what follows h
 def run(model: PreTrainedModel, texts: Sequence[Prompt], plan: Plan, rows: RowsFile) -> Iterator[tuple[str, int]]:
     """Measure what the file does not hold yet, a row at a time; what was just done, and how many rows it settled."""
     for text in texts:
-        for number, start in enumerate(plan.starts(text), 1):
-            missing = plan.missing(text, start, rows.done)
-            label = f"{name_without_digest(text.name)}, window {number}"
-            yield f"{label}, read", len(plan.configs) - len(missing)
+        for first, starts, missing in plan.batches(text, rows.done):
+            windows = f"window {first}" if len(starts) == 1 else f"windows {first} to {first + len(starts) - 1}"
+            label = f"{name_without_digest(text.name)}, {windows}"
+            yield f"{label}, read", len(starts) * (len(plan.configs) - len(missing))
             if not missing:
                 continue
-            wanted = [plan.configs[method] for method in missing]
-            case = Case(model, text.ids[:, start : start + plan.tokens + plan.next], plan, wanted)
+            ids = torch.cat([text.ids[:, start : start + plan.tokens + plan.next] for start in starts])
+            case = Case(model, ids, plan, [plan.configs[method] for method in missing])
             for method in missing:
-                rows.add([plan.labels(text, start, method) | case.measure(plan.configs[method])])
-                yield f"{label}, {method}", 1
+                found = case.measure(plan.configs[method])
+                own = zip(starts, found, strict=True)
+                rows.add([plan.labels(text, start, method) | row for start, row in own])
+                yield f"{label}, {method}", len(starts)
 
 
 class Case:
-    """A window that was read exactly, and what the model predicts with all of it."""
+    """Windows that were read exactly, and what the model predicts with all of them."""
 
     def __init__(
-        self, model: PreTrainedModel, ids: Int64[Tensor, "1 n"], plan: Plan, methods: Sequence[MethodConfig]
+        self, model: PreTrainedModel, ids: Int64[Tensor, "b n"], plan: Plan, methods: Sequence[MethodConfig]
     ) -> None:
         self.model, self.plan, self.methods = model, plan, methods
         self.read, self.fed, self.follow = (
             ids[:, : plan.tokens - 1],
             ids[:, plan.tokens - 1 : -1],
-            ids[0, plan.tokens :],
+            ids[:, plan.tokens :],
         )
         self.caches = dict[Exact, SketchCache]()
         plain = readable_for(Exact(), methods)
         assert plain is not None, "an exact cache reads what exact caches do"
         exact = self._cache(plain).compress(Exact())
-        self.exact_nbytes = exact.nbytes
+        self.exact_nbytes = exact.nbytes // len(ids)
         self.exact = self._predictions(exact, plan.call)
 
-    def measure(self, config: MethodConfig) -> Row:
-        """Divergence in nats a token, agreement on the likeliest token, and log-likelihood, with and without."""
+    def measure(self, config: MethodConfig) -> list[Row]:
+        """Divergence in nats a token, agreement on the likeliest token, and log-likelihood, with and without.
+
+        For each window; bytes and seconds are those of all in equal parts, and so is what was looked up.
+        """
         shared = readable_for(config, self.methods)
         whole = None if shared is None else self._cache(shared)
         began = time.perf_counter()
@@ -74,20 +79,15 @@ class Case:
         seconds = time.perf_counter() - began
         report = cache.report()
         found = self._predictions(cache, self.plan.call_of(config))
-        divergence = (self.exact.exp() * (self.exact - found)).sum(1)
-        agree = found.argmax(1) == self.exact.argmax(1)
-        return {
-            "kl": float(divergence.mean()),
-            "kl_first": float(divergence[:FIRST].mean()),
-            "agree": float(agree.double().mean()),
-            "nll": self._loss(found),
-            "nll_exact": self._loss(self.exact),
-            "nbytes": report.nbytes,
-            "full_nbytes": report.full_nbytes,
+        shared_by_all = {
+            "nbytes": report.nbytes // len(found),
+            "full_nbytes": report.full_nbytes // len(found),
             "exact_nbytes": self.exact_nbytes,
             "looked_up": cache.report().looked_up,
-            "seconds": round(seconds, 4),  # to compress, or to read
+            "seconds": round(seconds / len(found), 4),  # to compress, or to read
         }
+        own = zip(self.exact, found, self.follow, strict=True)
+        return [_differences(*window) | shared_by_all for window in own]
 
     def _cache(self, config: Exact) -> SketchCache:
         """The window, read once for all methods that need no other notes."""
@@ -96,14 +96,25 @@ class Case:
         return self.caches[config]
 
     @torch.no_grad()
-    def _predictions(self, cache: SketchCache, call: int) -> Float[Tensor, "m v"]:
+    def _predictions(self, cache: SketchCache, call: int) -> Float[Tensor, "b m v"]:
         """Logs of the probabilities of whatever could come next."""
         seen, parts = self.read.shape[1], []
         for part in self.fed.split(call, 1):
-            positions = torch.arange(seen, seen + part.shape[1], device=part.device)[None]
-            parts.append(self.model(part, past_key_values=cache, position_ids=positions, use_cache=True).logits[0])
+            positions = torch.arange(seen, seen + part.shape[1], device=part.device).expand(len(part), -1)
+            parts.append(self.model(part, past_key_values=cache, position_ids=positions, use_cache=True).logits)
             seen += part.shape[1]
-        return torch.cat(parts).double().log_softmax(1)
+        return torch.cat(parts, 1).double().log_softmax(2)
 
-    def _loss(self, predictions: Float[Tensor, "m v"]) -> float:
-        return -float(predictions.gather(1, self.follow[:, None]).mean())
+
+def _differences(exact: Float[Tensor, "m v"], found: Float[Tensor, "m v"], follow: Int64[Tensor, " m"]) -> Row:
+    """Of one window's predictions from the exact ones."""
+    divergence = (exact.exp() * (exact - found)).sum(1)
+    agree = found.argmax(1) == exact.argmax(1)
+    loss, loss_exact = (-float(one.gather(1, follow[:, None]).mean()) for one in (found, exact))
+    return {
+        "kl": float(divergence.mean()),
+        "kl_first": float(divergence[:FIRST].mean()),
+        "agree": float(agree.double().mean()),
+        "nll": loss,
+        "nll_exact": loss_exact,
+    }

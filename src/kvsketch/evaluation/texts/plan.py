@@ -1,8 +1,9 @@
 """What is measured on texts: windows of each, and methods with every budget."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 from kvsketch.caches.core.budget import Keep
@@ -30,14 +31,19 @@ class Plan:
     next: int = 128
     call: int = 16
     windows: int = 20
+    batch: int = 1  # of windows, read and measured together
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "next", "call", "windows"):
+        for name in ("tokens", "next", "call", "windows", "batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not self.methods:
             raise ValueError('no method was named: name at least one, as in "uniform"')
         assert self.configs, "read before a model is loaded"
+        if self.batch > 1 and any(isinstance(config.budget_given, str) for config in self.configs.values()):
+            raise ValueError(
+                f"batch={self.batch} windows would share a budget in bytes: give fractions or entries, or one at a time"
+            )
 
     @cached_property
     def configs(self) -> dict[str, MethodConfig]:
@@ -83,6 +89,20 @@ class Plan:
     def call_of(self, config: MethodConfig) -> int:
         """How many tokens are fed at a time."""
         return 1 if isinstance(config, LookupConfig) and config.prefill == "exact" else self.call
+
+    def batches(self, text: Prompt, done: Collection[tuple[Any, ...]]) -> Iterator[tuple[int, list[int], list[str]]]:
+        """Windows of a text that are measured together: the first one's number, where they start, what is not done.
+
+        All of them lack the same methods.
+        """
+        numbered = [(start, self.missing(text, start, done)) for start in self.starts(text)]
+        number = 1
+        for missing, same in groupby(numbered, key=lambda window: window[1]):
+            starts = [start for start, _ in same]
+            for first in range(0, len(starts), self.batch):
+                part = starts[first : first + self.batch]
+                yield number, part, missing
+                number += len(part)
 
     def missing(self, text: Prompt, start: int, done: Collection[tuple[Any, ...]]) -> list[str]:
         """Methods of a window that are not done."""
