@@ -60,6 +60,7 @@ SPECS = (
     "keydiff(keep=0.25)",
     "keydiff(keep=90, heads='pyramid')",
     "keydiff(keep=0.25, weights='mass')",
+    "keydiff(keep=0.4, window=0.3, heads='pyramid')",
     "snapkv(keep=0.25, window=16)",
     "h2o(keep=90, weights='spread')",
     "tova(keep=0.25)",

@@ -186,6 +186,30 @@ def read(model, spec, ids, **given):
     return kvsketch.prefill(model, ids, kvsketch.make_cache(model, spec), **given)
 
 
+@pytest.mark.parametrize("spec", ["kvzip(keep=0.4, window=0.3)", "keydiff(keep=200, window=0.3, heads='pyramid')"])
+def test_a_window_may_be_a_part_of_what_heads_hold(spec, llama):
+    """Of the mean of all, in every head, whatever it holds besides; and it grows as the text does."""
+    cache, count = read(llama, spec, zoo.tokens(1, 500)), 500
+    keep, budgets = cache.config.keep, set()
+    for more in (0, 9, 100):
+        for _ in range(more):
+            kvsketch.prefill(llama, zoo.tokens(1, 1, seed=count), cache)
+            count += 1
+        mean = keep if isinstance(keep, int) else keep * count
+        latest = 16 + int(0.3 * (mean - (4 + 16 + 8)))
+        entries = torch.tensor([layer.held.count_entries()[0].tolist() for layer in cache.sketch_layers])
+        for layer in cache.sketch_layers:
+            ranks = layer.held.window.columns.ranks[0].tolist()
+            assert ranks[:4] == [0, 1, 2, 3]
+            assert ranks[4:] == list(range(count - len(ranks) + 4, count))
+            assert latest <= len(ranks) - 4 < latest + 8
+        assert entries.min() >= 4 + latest
+        assert mean - 12 <= entries.double().mean() <= mean
+        budgets.add(latest)
+    assert len(set(entries.flatten().tolist())) > 2, "heads hold different numbers"
+    assert len(budgets) == (1 if isinstance(keep, int) else 3)
+
+
 @pytest.mark.parametrize("protect", [[], [(0, 9), (100, 120), (297, 300)]], ids=["", "some are protected"])
 def test_one_threshold_over_all_layers_and_heads(protect, llama):
     """The best scores of all heads are kept, wherever they are; protected tokens do not compete."""
@@ -214,7 +238,12 @@ def test_one_threshold_over_all_layers_and_heads(protect, llama):
     assert sum(counts) == len(kept) * room
 
 
-SPECS = ("kvzip(keep=0.25)", "kvzip(keep=70, heads='equal')", "snapkv(keep=0.25, heads='threshold', residual=0.1)")
+SPECS = (
+    "kvzip(keep=0.25)",
+    "kvzip(keep=70, heads='equal')",
+    "snapkv(keep=0.25, heads='threshold', residual=0.1)",
+    "kvzip(keep=0.4, window=0.3)",
+)
 
 
 def entries(cache, row=0):
@@ -413,6 +442,8 @@ def test_a_second_reading_that_was_interrupted_is_done_when_the_same_is_asked_fo
         ("uniform(heads='threshold')", "uniform has none that can be compared: heads='profile'"),
         ("kvzip(prefill='streaming')", "forgets when a prompt has been read"),
         ("snapkv(pooled=4)", "pooled must be odd"),
+        ("kvzip(window=0)", "window must be"),
+        ("keydiff(window=0.6)", "a part of what a head may hold such as 0.125, at most 0.5, got 0.6"),
         ("snapkv(observed=0)", "observed must be"),
         ("keydiff(weights='some')", "weights must be one of none, mass, spread"),
         ("keydiff(residual=1)", "residual must be a positive number below 1, got 1"),

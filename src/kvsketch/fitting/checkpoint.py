@@ -28,7 +28,7 @@ def train_or_resume(
     show: Callable[[int, float], None],
 ) -> float:
     """Train by the recipe, or go on from the checkpoint at `path`; how many seconds it took in all."""
-    adam = torch.optim.Adam(classifiers.parameters(), lr=recipe.rate)
+    adam = torch.optim.Adam(classifiers.parameters(), lr=recipe.rate, fused=True)
     done, before = _load(path, classifiers, adam, draw)
     begin = saved = time.monotonic()
     losses = train(classifiers, pool.queries, pool.shares, _batches(pool, recipe, draw), recipe.rates(done), adam)

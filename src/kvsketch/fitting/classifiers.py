@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from itertools import repeat
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
@@ -58,17 +59,9 @@ class Classifiers(nn.Module):
         return (x.to(self.products) @ weight.to(self.products)).to(x.dtype) + bias
 
     def _normalized(self, x: Float[Tensor, "l q h"]) -> Float[Tensor, "l q h"]:
-        """Times the gain, and moved by the offset."""
-        if not self.training:
-            return torch.addcmul(self.offset, x - self.mean, self.gain * torch.rsqrt(self.variance + EPSILON))
-        mean = x.mean(1, keepdim=True)
-        centred = x - mean
-        variance = centred.square().mean(1, keepdim=True)
-        with torch.no_grad():
-            count = x.shape[1]
-            self.mean.lerp_(mean, MOMENTUM)
-            self.variance.lerp_(variance * count / max(1, count - 1), MOMENTUM)
-        return torch.addcmul(self.offset, centred, self.gain * torch.rsqrt(variance + EPSILON))
+        """Each lane's by itself, times the gain and moved by the offset."""
+        lanes = zip(x, *(part[:, 0] for part in (self.mean, self.variance, self.gain, self.offset)), strict=True)
+        return torch.stack([F.batch_norm(*lane, self.training, MOMENTUM, EPSILON) for lane in lanes])
 
     @torch.no_grad()
     def begin_at(
@@ -128,7 +121,7 @@ def train(
     Who brings the optimizer can go on where another run was stopped.
     """
     classifiers.train()
-    adam = adam or torch.optim.Adam(classifiers.parameters())
+    adam = adam or torch.optim.Adam(classifiers.parameters(), fused=True)
     rates = repeat(rate) if isinstance(rate, float) else rate
     for batch, now in zip(batches, rates, strict=False):
         for group in adam.param_groups:

@@ -24,7 +24,8 @@ def budget_of(config: MethodConfig, layer_bytes: int | None, entry_bytes: int, r
     given, least = config.budget_given, config.least_entries()
     fixed = fixed_entries(given, layer_bytes, entry_bytes)
     if fixed is None:
-        return Budget(given if isinstance(given, float) else None, None, config.floor(), beside=beside)
+        fraction = given if isinstance(given, float) else None
+        return Budget(fraction, None, config.floor(), beside=beside, latest=config.latest)
     if fixed < least:
         raise ValueError(
             f"keep={given!r} leaves {fixed} entries per row and KV head in each layer, but "
@@ -36,7 +37,7 @@ def budget_of(config: MethodConfig, layer_bytes: int | None, entry_bytes: int, r
             f"keep={given!r} leaves {fixed} entries per row and KV head in each layer, but {beside:,} tokens of a row "
             f"are protected, and {config} needs at least {least} beside them: give more, or protect less"
         )
-    return Budget(None, fixed, least, beside=beside)
+    return Budget(None, fixed, least, beside=beside, latest=config.latest)
 
 
 def budgets_of(budget: Budget, shares: Sequence[float], first: int = 0, heads: int | None = None) -> list[Budget]:

@@ -14,6 +14,7 @@ class Budget:
 
     `share` is its share of what heads have beyond that, in means: the sum over heads is what it is where all have 1.
     So many tokens are held `beside`, and are not among those counted: they belong to the budget, and to all tokens.
+    `latest` is a part of what heads have beyond `least` on the average that every head has, whatever its share.
     """
 
     fraction: float | None  # of the tokens seen
@@ -21,15 +22,23 @@ class Budget:
     least: int
     share: float = 1.0
     beside: int = 0
+    latest: float = 0.0
 
     def entries(self, count: int) -> int:
         """Entries that may be held per row and KV head once `count` tokens were seen."""
         whole = self._mean(count)
-        return int(self.least + self.share * (whole - self.least)) if self.share != 1 else int(whole)
+        if self.share == 1:
+            return int(whole)
+        least = self.least + self.of_all(count)
+        return int(least + self.share * (whole - least))
+
+    def of_all(self, count: int) -> int:
+        """What every head has beyond `least`."""
+        return int(self.latest * (self._mean(count) - self.least)) if self.latest else 0
 
     def beyond(self, count: int) -> float:
-        """What heads have beyond `least` on the average."""
-        return self._mean(count) - self.least
+        """What heads have on the average beyond what every head has."""
+        return self._mean(count) - self.least - self.of_all(count)
 
     def _mean(self, count: int) -> float:
         """What heads have on the average."""

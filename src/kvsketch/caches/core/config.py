@@ -34,6 +34,7 @@ class MethodConfig(ABC):
     looks_ahead: ClassVar[bool] = False  # and for how positions that follow will be rotated
     leaving: ClassVar[int] = BLOCK  # so many tokens leave the window together
     window_by_budget: ClassVar[bool] = False  # whether heads with another budget have another window
+    latest: ClassVar[float] = 0.0  # the part of the mean budget that every head has for its latest tokens
 
     sinks: int = 4
     prefill: str = "exact"
@@ -191,8 +192,12 @@ class WindowedConfig(BudgetedConfig):
     window: int = 64
 
     def __post_init__(self) -> None:
-        check_count("window", self.window, least=1)
+        self.check_window()
         super().__post_init__()
+
+    def check_window(self) -> None:
+        """Refuse a window that is none."""
+        check_count("window", self.window, least=1)
 
     def exact_entries(self) -> int:
         """Entries that sinks and window take at most; the window may run over by one block."""

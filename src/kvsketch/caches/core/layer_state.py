@@ -1,6 +1,7 @@
 """A layer's state: as tensors and JSON, and what it may be when it comes from a file."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -176,7 +177,7 @@ class LayerState:
 def restored_budgets(given: list[list[Any]], config: MethodConfig) -> list[Budget]:
     """The budgets of all heads, which follow from the config but where bytes were divided, or shares were measured."""
     keep, floor, least = config.budget_given, config.floor(), config.least_entries()
-    found = [Budget(*one) for one in given]
+    found = [replace(Budget(*one), latest=config.latest) for one in given]
     if not found:
         raise ValueError("no heads")
     for budget in found:

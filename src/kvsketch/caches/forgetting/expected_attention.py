@@ -33,6 +33,7 @@ class ExpectedAttention(ScoredConfig):
     name: ClassVar[str] = "expected_attention"
     before_rotation: ClassVar[bool] = True
     looks_ahead: ClassVar[bool] = True
+    window_by_share: ClassVar[bool] = False
 
     ahead: int = 512
     epsilon: float | int = 0.01
@@ -97,14 +98,14 @@ class MostExpected(Best):
         """Mean and covariance, twice as wide as entries may be, and the window's queries: some dozens, or hundreds."""
         width, group = new.keys.shape[2], _group(new)
         numbers = 2 * group * (width + width * (width + 1) // 2)
-        numbers += (self.config.window + self.config.leaving) * group * width
+        numbers += (self.config.least_window + self.config.leaving) * group * width
         return math.ceil(numbers / (width + new.values.shape[2]))
 
     # -- scores
 
     def scores(self, pool: Entries, per_lane: dict[str, Tensor], new: Arriving) -> Float[Tensor, "l n"]:
         assert new.notes is not None, "tokens come with notes"
-        turned = self._mean_rotation(new.notes[:, -1, -1] + 1 + self.config.window, new.keys)
+        turned = self._mean_rotation(new.notes[:, -1, -1] + 1 + self.config.least_window, new.keys)
         mean = per_lane["mean"].double() @ turned
         covariance = unpacked(per_lane["covariance"], mean)
         covariance = turned[:, None].mT @ covariance @ turned[:, None]

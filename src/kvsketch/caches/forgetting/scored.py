@@ -5,6 +5,7 @@ queries were answered: such a score stays what it was, and scores of different o
 """
 
 from abc import abstractmethod
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
@@ -23,19 +24,23 @@ from kvsketch.caches.forgetting.dropped import NEAREST, NONE, SPREAD, STANDS, pl
 from kvsketch.caches.forgetting.residual import FIRST, TOKENS, check_means, joined, means_of, tokens_kept
 from kvsketch.kernels.distances import rounded
 
+LATEST, MOST_LATEST = 16, 0.5  # the least window, and the most, where it is a part of the budget
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredConfig(WindowedConfig):
     """The window is short, and leaves in short blocks, for which there is room at any time.
 
+    `window` is a number of tokens; or a part of what heads may hold on the average, of which there are LATEST at least.
     `weights` says what becomes of the weight of tokens that are dropped: it is gone ("none"), or the kept token whose
     key is nearest stands for them too ("mass"), or all kept ones in equal parts ("spread"). Or `residual`, a share of
     the room, holds means of them, each of tokens that follow one another in the text.
     """
 
     leaving: ClassVar[int] = 8
+    window_by_share: ClassVar[bool] = True  # whether the window may be a part of the budget
 
-    window: int = 16
+    window: int | float = 16  # type: ignore[assignment]
     weights: str = NONE
     residual: float | int = 0
 
@@ -50,16 +55,49 @@ class ScoredConfig(WindowedConfig):
                 f"residual={self.residual!r} holds it in entries of their own: leave one of them out"
             )
 
+    def check_window(self) -> None:
+        if not self.window_by_share or not isinstance(self.window, float):
+            super().check_window()
+        elif not 0 < self.window <= MOST_LATEST:
+            raise ValueError(
+                f"window must be a number of tokens such as 16, or a part of what a head may hold such as 0.125, at "
+                f"most {MOST_LATEST}, got {self.window}"
+            )
+
+    @property
+    def latest(self) -> float:  # type: ignore[override]
+        return self.window if isinstance(self.window, float) else 0.0
+
+    @property
+    def least_window(self) -> int:
+        """So many of the latest tokens are held at least."""
+        return LATEST if isinstance(self.window, float) else self.window
+
+    def exact_entries(self) -> int:
+        """Entries that sinks and the least window take at most."""
+        return self.sinks + self.least_window + self.leaving
+
     def floor(self) -> int:
         return self.exact_entries() + (1 if self.residual else 0)  # a mean of all that is dropped
 
     def least_entries(self) -> int:
         return self.floor()
 
+    def window_size(self, budget: Budget, count: int) -> int:
+        return self.least_window + budget.of_all(count)
+
+    def seen_when(self, budget: Budget, left: int) -> int:
+        """How many tokens were seen at least when so many have left the window, with a block that is about to leave."""
+        there = left + self.exact_entries()
+        if budget.fixed is not None or not budget.latest:
+            return there + budget.of_all(0)
+        most = 2 * (there + budget.beside) + 1  # at most half of all is the latest
+        return bisect_left(range(most), there, key=lambda seen: seen - budget.of_all(seen))
+
     def room(self, budget: Budget, count: int) -> int:
         """How many entries of the past the budget leaves when `count` tokens have left the window."""
-        exact = self.exact_entries()
-        return budget.entries(count + exact) - exact
+        seen = self.seen_when(budget, count)
+        return budget.entries(seen) - self.exact_entries() - budget.of_all(seen)
 
     def means(self, room: int, count: int) -> int:
         """How many entries of the room are means of what is dropped: none while all tokens have room."""
@@ -223,10 +261,11 @@ class Noted(ByAttention):
     column = "score"
     shared = ("parts",)
 
-    def parts(self, held: Entries, new: Arriving) -> list[Part]:
+    def parts(self, held: Entries, new: Arriving, budget: Budget) -> list[Part]:
         """What there is to choose from, part by part."""
         parts = [Part(*part) for part in held.numbers.get("parts", [])]
-        long = new.count > self.config.window + self.config.leaving and not new.few
+        window = self.config.seen_when(budget, new.after) - new.after - self.config.sinks
+        long = new.count > window and not new.few
         closed = long or (not new.before and new.count > self.config.leaving)
         if parts and not closed and not parts[-1].closed:
             last = parts.pop()
@@ -234,7 +273,7 @@ class Noted(ByAttention):
         return [*parts, Part(new.count, new.count, closed)]
 
     def rooms(self, held: Entries, new: Arriving, budget: Budget) -> list[tuple[int, int]]:
-        room, parts = self.room(new, budget)[0], self.parts(held, new)
+        room, parts = self.room(new, budget)[0], self.parts(held, new, budget)
         rooms, left = list[tuple[int, int]](), room
         for part in parts[:-1]:
             own = min(part.there, room * part.came // new.after)
@@ -243,7 +282,7 @@ class Noted(ByAttention):
         return [*rooms, (parts[-1].there, left)]
 
     def choose(self, held: Entries, new: Arriving, budget: Budget) -> Kept:
-        parts, rooms = self.parts(held, new), self.rooms(held, new, budget)
+        parts, rooms = self.parts(held, new, budget), self.rooms(held, new, budget)
         now = [[part.came, min(rooms[i]), part.closed] for i, part in enumerate(parts)]
         kept = super().choose(held, new, budget)
         return replace(kept, numbers=kept.numbers | {"parts": now})

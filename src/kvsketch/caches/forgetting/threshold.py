@@ -40,8 +40,11 @@ def shares_of_prompt(
 def _of_row(
     config: NotedConfig, holding: Sequence[LayerCache], budgets: Sequence[Budget], row: int
 ) -> list[list[float]]:
-    scores = [held.part.gather(leaving_scores(config, held, row)) for held in holding]
     budgets = [replace(budget, beside=holding[0].spans[row].beside(config.sinks)) for budget in budgets]
+    scores = [
+        held.part.gather(leaving_scores(config, held, row, budget))
+        for held, budget in zip(holding, budgets, strict=True)
+    ]
     rooms = [config.room(budget, own.shape[1]) for budget, own in zip(budgets, scores, strict=True)]
     chosen = [room - config.means(room, own.shape[1]) for room, own in zip(rooms, scores, strict=True)]
     widths = [held.kind[1] if held.kind is not None else 1 for held in holding]
@@ -54,7 +57,9 @@ def _of_row(
     kept = torch.zeros(len(every), dtype=torch.bool)
     kept[order[sizes[order].cumsum(0) <= total]] = True
     parts = kept.split([own.numel() for own in scores])
-    beyond = [budget.beyond(own.shape[1] + config.exact_entries()) for budget, own in zip(budgets, scores, strict=True)]
+    beyond = [
+        budget.beyond(config.seen_when(budget, own.shape[1])) for budget, own in zip(budgets, scores, strict=True)
+    ]
     least = config.floor() - config.exact_entries()  # of the room, every head has it
     wanted = {
         layer: ((part.view(own.shape).sum(1).double() * (room - least) / best + ROUNDING) / mean).tolist()
@@ -66,9 +71,11 @@ def _of_row(
     return [list(shares) for shares in wanted.values()]
 
 
-def leaving_scores(config: NotedConfig, held: LayerCache, row: int) -> Float[Tensor, "h n"]:
+def leaving_scores(config: NotedConfig, held: LayerCache, row: int, budget: Budget) -> Float[Tensor, "h n"]:
     """Scores of the tokens of a row that leave the window for the past when the prompt has been read."""
-    beyond = max(0, held.lengths[row] - config.sinks - config.window)
+    length = held.lengths[row]
+    window = config.window_size(budget, length - held.spans[row].within(config.sinks, length))
+    beyond = max(0, length - config.sinks - window)
     columns, method = held.window.columns, config.new_method(held.layer)
     ranks, last = columns.ranks[row], config.sinks + beyond // config.leaving * config.leaving
     leaving = (ranks >= config.sinks) & (ranks < last) & ~held.spans[row].among(ranks)
