@@ -366,7 +366,7 @@ def test_a_second_reading_leaves_the_cache_as_it_was(llama):
 
 def test_a_budget_is_enough(llama):
     cache = kvsketch.prefill(llama, zoo.tokens(1, 300), kvsketch.make_cache(llama, keep=0.25))
-    assert str(cache.config) == "kvzip(keep=0.25)"
+    assert str(cache.config) == "kvzip(keep=0.25, window=0.25)"
     report = cache.report()
     assert report.nbytes < 0.35 * report.full_nbytes
     assert all(layer.error is not None for layer in report.layers), "what forgetting did to the last queries is known"
