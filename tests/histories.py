@@ -67,6 +67,7 @@ SPECS = (
     "expected_attention(keep=0.4)",
     "kvzip(keep=0.25)",
     "kvzip(keep=80, heads='equal', residual=0.2)",
+    "kvzip(keep=0.4, window=0.3)",
     "uniform(keep=0.25, window=16, heads='pyramid')",
     f"saap(index='{INDEX}', probes=2, staging=24, {LOOK})",
     f"saap(index='{INDEX}', probes=3, staging=24, estimate=True, prefer='density', visit=0.3, {LOOK})",

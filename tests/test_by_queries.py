@@ -306,8 +306,8 @@ def test_one_reading_notes_what_several_go_by(behind, llama, tmp_path):
         for name in names:
             alone = noted(name, given.get("questions", ()) if name == behind else ())
             for layer, own in zip(cache.sketch_layers, alone.sketch_layers, strict=True):
-                mine, (asking,) = layer.held.config.askings, own.held.config.askings.each
-                assert torch.equal(mine.of(layer.held.window.noted, asking), own.held.window.noted), name
+                mine, other = layer.held.config.askings, own.held.config.askings
+                assert torch.equal(mine.of(layer.held.window.noted, other), own.held.window.noted), name
 
 
 def test_a_method_takes_its_own_notes_of_several(llama):
@@ -316,6 +316,29 @@ def test_a_method_takes_its_own_notes_of_several(llama):
     for spec in ("snapkv(keep=0.25)", "h2o(keep=90)", "tova(keep=0.25)", "kvzip(keep=0.25)", "keydiff(keep=0.25)"):
         own = read(llama, spec, ids)
         assert difference(state_of(several.compress(spec), asked=False), state_of(own, asked=False)) is None, spec
+
+
+def test_notes_go_from_one_exact_cache_to_another(llama):
+    ids = zoo.tokens(1, 260)
+    several = read(llama, "exact(noting='window, second reading')", ids)
+    fewer = several.compress("exact(noting='second reading')")
+    for cache in (several.compress(str(several.config)), fewer):
+        assert (
+            difference(state_of(cache.compress("kvzip"), asked=False), state_of(several.compress("kvzip"), asked=False))
+            is None
+        )
+    with pytest.raises(ValueError, match=r"exact\(noting='second reading, window'\)"):
+        fewer.compress("exact(noting='window')")
+    for cache in (several, fewer):
+        kvsketch.prefill(llama, zoo.tokens(1, 9), cache)
+        with pytest.raises(ValueError, match="compress it before it reads on"):
+            cache.compress("kvzip")
+    own = read(llama, "exact(noting='window')", ids)
+    kvsketch.prefill(llama, zoo.tokens(1, 9), own)
+    assert (
+        difference(state_of(several.compress("snapkv"), asked=False), state_of(own.compress("snapkv"), asked=False))
+        is None
+    )
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -366,7 +389,7 @@ def test_a_second_reading_leaves_the_cache_as_it_was(llama):
 
 def test_a_budget_is_enough(llama):
     cache = kvsketch.prefill(llama, zoo.tokens(1, 300), kvsketch.make_cache(llama, keep=0.25))
-    assert str(cache.config) == "kvzip(keep=0.25, window=0.25)"
+    assert str(cache.config) == "kvzip(keep=0.25)"
     report = cache.report()
     assert report.nbytes < 0.35 * report.full_nbytes
     assert all(layer.error is not None for layer in report.layers), "what forgetting did to the last queries is known"
@@ -443,14 +466,14 @@ def test_a_second_reading_that_was_interrupted_is_done_when_the_same_is_asked_fo
         ("kvzip(prefill='streaming')", "forgets when a prompt has been read"),
         ("snapkv(pooled=4)", "pooled must be odd"),
         ("kvzip(window=0)", "window must be"),
-        ("keydiff(window=0.6)", "a part of what a head may hold such as 0.125, at most 0.5, got 0.6"),
+        ("keydiff(window=0.6)", "a part of what heads may hold such as 0.25, at most 0.5, got 0.6"),
         ("snapkv(observed=0)", "observed must be"),
         ("keydiff(weights='some')", "weights must be one of none, mass, spread"),
         ("keydiff(residual=1)", "residual must be a positive number below 1, got 1"),
         ("keydiff(weights='mass', residual=0.1)", "holds it in entries of their own: leave one of them out"),
         ("streaming_heads(residual=0.1)", "streaming_heads has no option 'residual'"),
         ("exact(noting='all')", "noting must be one of nothing, window, context, last, second reading, questions"),
-        ("exact(noting='window, all')", "noting must be one of nothing, .*got 'all'"),
+        ("exact(noting='window, all')", "or several with commas, .*got 'all'"),
         ("exact(noting='last, last')", "noting names each once"),
         ("exact(noting='last, nothing')", "nothing alone"),
         ("exact(noting='second reading, questions')", "leave one of them out"),

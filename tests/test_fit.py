@@ -9,7 +9,7 @@ import torch
 from fitted import LAYERS, TOKENIZER, fitted, result_of, same, settings, tiny_model, write_corpus
 from kvsketch.algorithms import saap
 from kvsketch.caches.lookup.key_index import read_index
-from kvsketch.files import write_json, write_tensors
+from kvsketch.files import read_json, write_json, write_tensors
 from kvsketch.fitting.checkpoint import train_or_resume
 from kvsketch.fitting.classifiers import train
 from kvsketch.fitting.corpus import read_corpus
@@ -376,6 +376,14 @@ def test_another_fit_in_the_same_folder_is_refused_by_name(tmp_path):
     notes = []
     fitted(tmp_path, chosen=settings(steps=2), note=notes.append)
     assert "finished already" in notes[-1]
+    about = tmp_path / "index" / "index.json"
+    known = read_json(about)
+    assert known["settings"]["recipe"].pop("products") == "float32"
+    write_json(about, known)  # as it was before there was a choice
+    fitted(tmp_path, chosen=settings(steps=2), note=notes.append)
+    assert "finished already" in notes[-1]
+    with pytest.raises(ValueError, match=r"another fit: settings.recipe.products 'float32', now 'bfloat16'"):
+        fitted(tmp_path, chosen=settings(steps=2, products="bfloat16"))
     with pytest.raises(ValueError, match=r"holds another fit: settings.recipe.steps 2, now 3. Go on with that, or"):
         fitted(tmp_path, chosen=settings(steps=3))
     with pytest.raises(ValueError, match=r"another fit: model.fingerprint"):

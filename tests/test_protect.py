@@ -38,6 +38,7 @@ SPECS = [
     "snapkv(keep=0.3)",
     "pyramidkv(keep=120, prefill='streaming', chunk=50)",
     "kvzip(keep=0.3)",
+    "kvzip(keep=0.4, window=0.3)",
     "streaming_heads(keep=0.3)",
     "lsh(window=20, bins=6, full_layers=0)",
 ]
@@ -122,7 +123,7 @@ def test_where_there_is_room_for_all_every_token_is_held_once(spec):
     assert cache.nbytes >= 2 * keys.nbytes
 
 
-@pytest.mark.parametrize("spec", ["streaming_llm(keep=0.3)", "clustergen(keep=0.5)"])
+@pytest.mark.parametrize("spec", ["streaming_llm(keep=0.3)", "clustergen(keep=0.5)", "keydiff(keep=0.5, window=0.5)"])
 def test_rows_whose_windows_are_unequal_are_as_if_alone(spec):
     """What is protected leaves the window less where that follows from the budget: in rows of equal lengths too."""
     config, parts = parse_spec(spec), [1, 199, 1, 1, 60, 90]

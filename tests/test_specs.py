@@ -26,8 +26,6 @@ def test_a_spec_shows_the_budget_and_what_differs_from_the_defaults():
 def test_a_budget_alone_is_the_recommended_method():
     assert chosen_method(None, None) == kvsketch.Exact()
     assert chosen_method(None, 0.125) == kvsketch.KVzip(keep=0.125)
-    assert chosen_method(None, 0.3) == kvsketch.KVzip(keep=0.3, window=0.25)
-    assert chosen_method(None, 4096) == kvsketch.KVzip(keep=4096)
     assert chosen_method("uniform(window=16)", "1MB") == Uniform(keep="1MB", window=16)
     assert chosen_method(kvsketch.KeyDiff(heads="pyramid"), 4096) == kvsketch.KeyDiff(heads="pyramid", keep=4096)
     with pytest.raises(ValueError, match=r"exact forgets nothing, so keep=0\.25 has no meaning"):

@@ -74,10 +74,9 @@ def test_a_run_goes_on_and_measures_nothing_twice(tmp_path):
     assert [label for label, _ in seen].count("a.txt, window 1, uniform(keep=0.5)") == 0
 
 
-@pytest.mark.parametrize("spec", ["uniform", "kvzip", "snapkv", "saap_like"])
+@pytest.mark.parametrize("spec", ["uniform", "kvzip", "snapkv", "retrieval(window=32, top=0.1)"])
 def test_windows_together_are_windows_alone(spec, tmp_path):
     """Also where some were done before, so that fewer are left to be read together."""
-    spec = spec if spec != "saap_like" else "retrieval(window=32, top=0.1)"
     alone, together = (Plan(methods=[spec], keeps=[0.25], tokens=300, next=16, windows=5, batch=n) for n in (1, 3))
     found, _ = measured(alone, tmp_path / "alone")
     rows = RowsFile(tmp_path / "together" / "text.jsonl", ABOUT, KEY)

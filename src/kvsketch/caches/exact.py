@@ -1,11 +1,11 @@
 """Exact attention: nothing leaves the window."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar
 
 from kvsketch.caches.core.asking import CONTEXT, LAST, MAX, MEAN, QUESTIONS, SECOND, SUM, WINDOW, Asking, Askings
 from kvsketch.caches.core.budget import Budget
-from kvsketch.caches.core.checks import check_choice
 from kvsketch.caches.core.config import KeepingConfig
 
 NOTHING = "nothing"
@@ -40,8 +40,9 @@ class Exact(KeepingConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         names = _names(self.noting)
-        for name in names:
-            check_choice("noting", name, (NOTHING, *ASKINGS))
+        if unknown := [name for name in names if name not in (NOTHING, *ASKINGS)]:
+            several = ", or several with commas, as in noting='window, context'"
+            raise ValueError(f"noting must be one of {', '.join((NOTHING, *ASKINGS))}{several}; got {unknown[0]!r}")
         if len(set(names)) < len(names) or (NOTHING in names and len(names) > 1):
             raise ValueError(f"noting names each once, and nothing alone, as in noting='window, context'; got {names}")
         if SECOND in names and QUESTIONS in names:
@@ -49,7 +50,7 @@ class Exact(KeepingConfig):
 
     @property
     def askings(self) -> Askings:
-        return Askings(tuple(ASKINGS[name] for name in _names(self.noting) if name != NOTHING))
+        return _askings(self.noting)
 
     @property
     def holds_back(self) -> bool:
@@ -60,6 +61,11 @@ class Exact(KeepingConfig):
 
     def new_method(self, layer: int) -> None:
         """Nothing ever leaves the window."""
+
+
+@cache
+def _askings(noting: str) -> Askings:
+    return Askings(tuple(ASKINGS[name] for name in _names(noting) if name != NOTHING))
 
 
 def _names(noting: Any) -> list[Any]:

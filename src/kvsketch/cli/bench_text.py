@@ -81,6 +81,8 @@ def bench_text(
     )
     inputs = load_inputs(out, model, None, Texts(files=tuple(texts)), dtype, device)
     check_context(inputs.model, plan.tokens + plan.next, "a window and what follows it have")
+    if any(config.askings.behind for config in plan.configs.values()):
+        check_context(inputs.model, 2 * plan.tokens, "a window and its second reading have")
     run(plan, inputs)
 
 

@@ -27,4 +27,6 @@ def restore(model: nn.Module, adam: torch.optim.Adam, tensors: dict[str, Tensor]
     model.load_state_dict({name: tensors[f"model.{name}"] for name in model.state_dict()})
     for name, parameter in parameters.items():
         moments = {moment: tensors[f"{moment}.{name}"] for moment in MOMENTS}
-        adam.state[parameter] = {k: v if k == "step" else v.to(parameter.device) for k, v in moments.items()}
+        # Steps are counted where the parameter is if all is done in one pass, and on the CPU if not.
+        stays = {"step"} if not adam.defaults["fused"] else set()
+        adam.state[parameter] = {k: v if k in stays else v.to(parameter.device) for k, v in moments.items()}

@@ -25,7 +25,7 @@ class Classifiers(nn.Module):
     mean: Tensor
     variance: Tensor
 
-    products: torch.dtype | None = None  # what is multiplied is rounded to, while training
+    products: torch.dtype | None = None  # while training, what a product takes and gives is rounded to it
 
     def __init__(self, lanes: int, width: int, hidden: int, buckets: int, generator: torch.Generator) -> None:
         super().__init__()
@@ -60,8 +60,13 @@ class Classifiers(nn.Module):
 
     def _normalized(self, x: Float[Tensor, "l q h"]) -> Float[Tensor, "l q h"]:
         """Each lane's by itself, times the gain and moved by the offset."""
-        lanes = zip(x, *(part[:, 0] for part in (self.mean, self.variance, self.gain, self.offset)), strict=True)
-        return torch.stack([F.batch_norm(*lane, self.training, MOMENTUM, EPSILON) for lane in lanes])
+        lanes = zip(x, self.mean, self.variance, self.gain, self.offset, strict=True)
+        return torch.stack(
+            [
+                F.batch_norm(own, mean[0], variance[0], gain[0], offset[0], self.training, MOMENTUM, EPSILON)
+                for own, mean, variance, gain, offset in lanes
+            ]
+        )
 
     @torch.no_grad()
     def begin_at(

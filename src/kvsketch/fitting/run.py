@@ -12,6 +12,7 @@ from kvsketch.fitting.corpus import Corpus
 from kvsketch.fitting.settings import FitSettings
 
 STATE = "fit.json"
+EARLIER = {"settings.recipe.products": "float32"}  # what fits were before they could be told
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Run:
     def _check_same(self, path: Path) -> None:
         there = read_json(path)
         new = self.description()
-        earlier, this = _flat({name: there.get(name) for name in new}), _flat(new)
+        earlier, this = EARLIER | _flat({name: there.get(name) for name in new}), _flat(new)
         other = [name for name in {**earlier, **this} if earlier.get(name) != this.get(name)]
         if other:
             named = ", ".join(f"{name} {earlier.get(name)!r}, now {this.get(name)!r}" for name in other[:3])

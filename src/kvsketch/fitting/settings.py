@@ -51,7 +51,7 @@ class Recipe:
     rate: float = 1e-3
     schedule: str = "cosine"  # from the rate down to nothing; or constant
     start: str = "clusters"  # from what k-means says, if the inner layer is twice as wide as a query; or random
-    products: str = "float32"  # numbers that are multiplied; weights, sums and the rest stay float32
+    products: str = "float32"  # what a product takes and gives; weights and all else stay float32
 
     def __post_init__(self) -> None:
         _check(self, steps=1, batch=2)

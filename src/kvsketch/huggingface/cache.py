@@ -228,6 +228,7 @@ class SketchCache(Cache):
         self._settle()
         twin = SketchCache(config, self.model)
         twin.read_by, twin.stack.whole.dtype = self.read_by, self.stack.whole.dtype
+        twin.prompt.noted = self.prompt.noted
         hold_again(config, self.stack, twin.stack)
         return twin
 

@@ -23,14 +23,16 @@ def check_can_become(old: MethodConfig, new: MethodConfig, prompt: Prompt) -> No
             f"{new.name} goes by queries or keys as they are before rotation, and an exact cache holds keys rotated: "
             "have a cache of this method read the text itself"
         )
-    if new.asking is not None and new.asking not in old.askings.each:
-        noting = noting_for(new.asking)
-        how = "" if noting is None else f'read it with make_cache(model, "exact(noting={noting!r})"), or '
+    missing = [asking for asking in new.askings.each if asking not in old.askings.each]
+    if missing:
+        wanted = [noting_for(asking) for asking in (*old.askings.each, *missing)]
+        noting = ", ".join(name for name in wanted if name is not None)
+        how = "" if None in wanted else f'read it with make_cache(model, "exact(noting={noting!r})"), or '
         raise ValueError(
             f"{new} goes by queries that this exact cache took no notes of: {how}have a cache of this method read the "
             "text itself"
         )
-    if new.asking is not None:
+    if new.askings.behind:
         prompt.check_noted()
 
 

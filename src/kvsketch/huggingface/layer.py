@@ -74,8 +74,8 @@ class SketchLayer(CacheLayerMixin):
         columns = exact.held.window.columns
         valid = columns.ranks >= 0 if exact.held.ragged else None
         with without_autocast(columns.keys):
-            asking, there = self.held.config.asking, exact.held.config.askings
-            notes = None if columns.notes is None else there.of(columns.notes, asking)
+            there, own = exact.held.config.askings, self.held.config.askings
+            notes = None if columns.notes is None else there.of(columns.notes, own)
             self.held.hold(NewTokens(columns.keys, columns.values, valid), notes=notes)
         self.held.seen = exact.held.seen  # places where all rows are padded are counted, but not held
         self.positions.copy_from(exact.positions)

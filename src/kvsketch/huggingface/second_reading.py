@@ -27,6 +27,6 @@ def second_reading(
     if ids.ndim != 2 or ids.shape[0] != 1 or ids.shape[1] < 2:
         raise ValueError(f"one text is read twice, ids of shape 1 × tokens, got shape {tuple(ids.shape)}")
     config = Exact(noting=SECOND)
-    (asking, _), *_ = config.askings
+    (asking,) = config.askings.each
     cache = prefill(model, ids, make_cache(model, config), chunk=chunk, progress=progress)
     return {layer.held.layer: asking.score(layer.held.window.noted)[0].float() for layer in cache.sketch_layers}

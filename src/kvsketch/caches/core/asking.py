@@ -102,9 +102,10 @@ class Askings:
         """Notes about tokens that nobody has asked for."""
         return torch.cat([asking.none(keys) for asking in self.each], 3)
 
-    def of(self, notes: Int64[Tensor, "*b n t"], asking: Asking | None) -> Int64[Tensor, "*b n o"] | None:
-        """What is one's own in notes of all; nothing of nobody's."""
-        return next((notes[..., place] for own, place in self if own == asking), None)
+    def of(self, notes: Int64[Tensor, "*b n t"], some: "Askings") -> Int64[Tensor, "*b n o"] | None:
+        """What some of these have in notes of all; None where they are nobody."""
+        places = dict(self)
+        return torch.cat([notes[..., places[own]] for own in some.each], -1) if some else None
 
     def check(self, notes: Int64[Tensor, "b h n t"], keys: Float[Tensor, "b h n d"]) -> None:
         """Refuse what cannot have been noted about tokens with these keys."""

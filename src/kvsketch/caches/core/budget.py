@@ -1,6 +1,8 @@
 """How much a cache may hold: a fraction of the tokens seen, a number of entries, or bytes."""
 
 import re
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -32,9 +34,9 @@ class Budget:
         least = self.least + self.of_all(count)
         return int(least + self.share * (whole - least))
 
-    def of_all(self, count: int) -> int:
+    def of_all(self, count: int) -> float:
         """What every head has beyond `least`."""
-        return int(self.latest * (self._mean(count) - self.least)) if self.latest else 0
+        return self.latest * (self._mean(count) - self.least)
 
     def beyond(self, count: int) -> float:
         """What heads have on the average beyond what every head has."""
@@ -51,6 +53,11 @@ class Budget:
     def capacity(self) -> int | None:
         """Entries that there will ever be, where that is known."""
         return None if self.fixed is None else self.entries(0)
+
+
+def seen_when(left: int, exact: Callable[[int], int], most: int) -> int:
+    """How many tokens were seen at least when so many have left, where `exact(seen)` do not; below `most`."""
+    return bisect_left(range(most), left, key=lambda seen: seen - exact(seen))
 
 
 def check_keep(keep: Keep) -> None:

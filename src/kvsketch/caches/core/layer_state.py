@@ -55,7 +55,7 @@ class LayerState:
         self.spans = [Spans()] * rows if spans is None else list(spans)
         self.streams.begin(self.config, self.layer, self.spans, self.part.first)
         # Where windows follow from budgets, rows that protect unequal numbers have unequal ones.
-        self.ragged = self.config.window_by_budget and len(set(self.spans)) > 1
+        self.ragged = bool(self.config.window_by_budget or self.config.latest) and len(set(self.spans)) > 1
         for stream in self.streams.all:
             stream.window.ragged = self.ragged
 

@@ -3,7 +3,6 @@
 Papers: SubGen (arXiv:2402.06082), section 3.2, and ClusterGen. One head: `algorithms/kcenter.py`.
 """
 
-from bisect import bisect_left
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
@@ -11,7 +10,7 @@ import torch
 from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
-from kvsketch.caches.core.budget import Budget
+from kvsketch.caches.core.budget import Budget, seen_when
 from kvsketch.caches.core.checks import check_choice, check_count, check_number
 from kvsketch.caches.core.chooser import Chooser, Entries, Kept
 from kvsketch.caches.core.config import BLOCK, WEIGHTS, BudgetedConfig
@@ -70,7 +69,7 @@ class ClusterGen(BudgetedConfig):
         if budget.capacity is not None:
             return budget.capacity - self._exact(budget, 0) - BLOCK  # the window may run over by one block
         least = self.sinks + count
-        seen = bisect_left(range(2 * least + budget.least), count, key=lambda n: n - self._exact(budget, n))
+        seen = seen_when(count, lambda seen: self._exact(budget, seen), most=2 * least + budget.least)
         return budget.entries(seen) - self._exact(budget, seen)
 
     def _exact(self, budget: Budget, seen: int) -> int:

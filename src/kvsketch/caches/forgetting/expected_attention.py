@@ -33,7 +33,7 @@ class ExpectedAttention(ScoredConfig):
     name: ClassVar[str] = "expected_attention"
     before_rotation: ClassVar[bool] = True
     looks_ahead: ClassVar[bool] = True
-    window_by_share: ClassVar[bool] = False
+    window_may_be_part: ClassVar[bool] = False  # it holds the window's queries too, whose room must be known
 
     ahead: int = 512
     epsilon: float | int = 0.01

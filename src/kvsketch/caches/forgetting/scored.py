@@ -5,7 +5,6 @@ queries were answered: such a score stays what it was, and scores of different o
 """
 
 from abc import abstractmethod
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
@@ -15,7 +14,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from kvsketch.caches.core.asking import Asking
-from kvsketch.caches.core.budget import Budget
+from kvsketch.caches.core.budget import MOST, Budget, seen_when
 from kvsketch.caches.core.checks import check_choice, check_number
 from kvsketch.caches.core.chooser import Chooser, Entries, Kept
 from kvsketch.caches.core.config import WindowedConfig
@@ -38,7 +37,7 @@ class ScoredConfig(WindowedConfig):
     """
 
     leaving: ClassVar[int] = 8
-    window_by_share: ClassVar[bool] = True  # whether the window may be a part of the budget
+    window_may_be_part: ClassVar[bool] = True  # of the budget
 
     window: int | float = 16  # type: ignore[assignment]
     weights: str = NONE
@@ -56,12 +55,14 @@ class ScoredConfig(WindowedConfig):
             )
 
     def check_window(self) -> None:
-        if not self.window_by_share or not isinstance(self.window, float):
+        if not self.window_may_be_part:
             super().check_window()
-        elif not 0 < self.window <= MOST_LATEST:
+            return
+        part = isinstance(self.window, float)
+        if not (0 < self.window <= MOST_LATEST if part else type(self.window) is int and 0 < self.window <= MOST):
             raise ValueError(
-                f"window must be a number of tokens such as 16, or a part of what a head may hold such as 0.125, at "
-                f"most {MOST_LATEST}, got {self.window}"
+                f"window must be a number of tokens such as 16, or a part of what heads may hold such as 0.25, at most "
+                f"{MOST_LATEST}, got {self.window!r}"
             )
 
     @property
@@ -84,20 +85,23 @@ class ScoredConfig(WindowedConfig):
         return self.floor()
 
     def window_size(self, budget: Budget, count: int) -> int:
-        return self.least_window + budget.of_all(count)
+        return self.least_window + int(budget.of_all(count))
+
+    def exact_at(self, budget: Budget, count: int) -> int:
+        """Entries that sinks and window take at most once so many tokens were seen: a block is about to leave."""
+        return self.sinks + self.window_size(budget, count) + self.leaving
 
     def seen_when(self, budget: Budget, left: int) -> int:
-        """How many tokens were seen at least when so many have left the window, with a block that is about to leave."""
-        there = left + self.exact_entries()
+        """How many tokens were seen at most when so many have left the window."""
         if budget.fixed is not None or not budget.latest:
-            return there + budget.of_all(0)
-        most = 2 * (there + budget.beside) + 1  # at most half of all is the latest
-        return bisect_left(range(most), there, key=lambda seen: seen - budget.of_all(seen))
+            return left + self.exact_at(budget, 0)
+        most = 2 * (left + self.exact_entries() + budget.beside) + 1  # at most half of all is the latest
+        return seen_when(left, lambda seen: self.exact_at(budget, seen), most)
 
     def room(self, budget: Budget, count: int) -> int:
         """How many entries of the past the budget leaves when `count` tokens have left the window."""
         seen = self.seen_when(budget, count)
-        return budget.entries(seen) - self.exact_entries() - budget.of_all(seen)
+        return budget.entries(seen) - self.exact_at(budget, seen)
 
     def means(self, room: int, count: int) -> int:
         """How many entries of the room are means of what is dropped: none while all tokens have room."""

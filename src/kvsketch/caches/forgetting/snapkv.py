@@ -26,7 +26,7 @@ class SnapKV(NotedConfig):
 
     name: ClassVar[str] = "snapkv"
 
-    window: int = 32
+    window: int | float = 32
     observed: int = 32
     pooled: int = 5
 

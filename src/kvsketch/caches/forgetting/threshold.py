@@ -81,7 +81,7 @@ def leaving_scores(config: NotedConfig, held: LayerCache, row: int, budget: Budg
     leaving = (ranks >= config.sinks) & (ranks < last) & ~held.spans[row].among(ranks)
     where = leaving.nonzero()[:, 0]
     assert columns.notes is not None, "there are notes"
-    notes = held.config.askings.of(columns.notes[row], config.asking)
+    notes = held.config.askings.of(columns.notes[row], config.askings)
     assert notes is not None, "among them those that are asked for"
     assert isinstance(method, ByAttention), "scores are made of notes"
     return method.arriving(notes.index_select(1, where)).double().cpu()

@@ -31,24 +31,27 @@ class Reading:
         model: PreTrainedModel,
         prompts: Sequence[Prompt],
         pad: Callable[[list[list[int]]], tuple[Tensor, Tensor]],
-        methods: Sequence[MethodConfig] = (),
+        methods: Sequence[tuple[Asked, MethodConfig]] = (),
     ) -> None:
-        """`methods` are those that will be asked for: they share one reading where they can."""
+        """`methods` are those that will be asked for: those of one mode share a reading where they can."""
         self.model, self.prompts, self.pad, self.methods = model, prompts, pad, methods
         self._exact = dict[tuple[Asked, Exact], SketchCache]()
 
     def begin(self, asked: Asked, config: MethodConfig) -> None:
         """Read what a method can share with others."""
-        shared = readable_for(config, self.methods)
+        shared = self._readable(asked, config)
         if shared is not None:
             self._read_for(asked, shared)
 
     def compressed(self, asked: Asked, config: MethodConfig) -> SketchCache:
         """A cache that has read the documents, and all but the last token of the questions if they are known before."""
-        shared = readable_for(config, self.methods)
+        shared = self._readable(asked, config)
         if shared is not None:
             return self._read_for(asked, shared).compress(config)
         return self._read_whole(asked, config)
+
+    def _readable(self, asked: Asked, config: MethodConfig) -> Exact | None:
+        return readable_for(config, [other for mode, other in self.methods if mode == asked])
 
     def _read_for(self, asked: Asked, config: Exact) -> SketchCache:
         """The exact cache of the documents, and of the questions if they are known before; read once.
@@ -57,7 +60,7 @@ class Reading:
         """
         if (asked, config) not in self._exact:
             for other in [key for key in self._exact if key[1].askings]:
-                del self._exact[other]  # methods of one kind follow one another, and a whole cache for each is much
+                del self._exact[other]  # modes follow one another, and a whole cache with notes for each is much
             if asked == "after" or config.askings:
                 self._exact[asked, config] = self._read_whole(asked, config)
             else:

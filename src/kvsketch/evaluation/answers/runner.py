@@ -59,6 +59,8 @@ class Runner:
         for cell in self.plan.cells():
             self._prompt(cell, 0)  # a length that is too short, or too long, shows now, not after hours
             check_context(model, self._length(cell), "a prompt has")
+            if any(config.askings.behind for config in self.methods.values()):
+                check_context(model, 2 * self._length(cell), "a prompt and its second reading have")
 
     def run(self, done: set[tuple[Any, ...]], key: Callable[[Row], tuple[Any, ...]]) -> Iterator[Step]:
         """Rows, a batch and method at a time; what is done already is passed over without work."""
@@ -101,7 +103,7 @@ class Runner:
 
     def _answer(self, cell: Cell, numbers: range, missing: list[tuple[Asked, str]]) -> Iterator[list[Row]]:
         prompts = [self._prompt(cell, number) for number in numbers]
-        reading = Reading(self.model, prompts, self._pad, [self.methods[name] for _, name in missing])
+        reading = Reading(self.model, prompts, self._pad, [(mode, self.methods[name]) for mode, name in missing])
         for asked, name in missing:
             reading.begin(asked, self.methods[name])  # before the clock starts: the first method would pay for all
             began = time.perf_counter()

@@ -85,6 +85,7 @@ class Case:
             "exact_nbytes": self.exact_nbytes,
             "looked_up": cache.report().looked_up,
             "seconds": round(seconds / len(found), 4),  # to compress, or to read
+            "batch": len(found),
         }
         own = zip(self.exact, found, self.follow, strict=True)
         return [_differences(*window) | shared_by_all for window in own]
