@@ -75,6 +75,13 @@ def test_text_then_question_then_the_same_from_a_saved_cache(book, tmp_path):
     assert run("generate", "--prompt-file", "-", *options, text=TEXT).stdout == first.stdout
 
 
+def test_how_the_cache_is_kept_small_if_nothing_is_said(book):
+    """The latest tokens matter where the text itself goes on."""
+    for more, method in ((["--question", "Which month?"], "kvzip(keep=0.25)"), ([], "kvzip(keep=0.25, window=0.25)")):
+        done = run("generate", "--prompt-file", book, "--max-new-tokens", 2, *more)
+        assert re.search(rf"method +{re.escape(method)} *\n", done.stderr), done.stderr
+
+
 def test_text_alone_is_continued(book):
     done = run("generate", "--prompt-file", book, "--max-new-tokens", 12, "--method", "exact", "--dtype", "float32")
     assert done.returncode == 0, done.stderr

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 import kvsketch
-from kvsketch.caches.recommended import READ_ONCE, RECOMMENDED
+from kvsketch.caches.recommended import GOES_ON, READ_ONCE, RECOMMENDED
 from kvsketch.cli.app import MOST, progress_bar, read_text, size_for_people
 from kvsketch.cli.models import load_model
 from kvsketch.cli.notes import notes, say
@@ -31,7 +31,12 @@ LEAST_TEMPERATURE = 1e-4  # below it, logits divided by it are no numbers any mo
 def generate(
     model: ModelName = None,
     method: Annotated[
-        str | None, typer.Option("--method", "-m", help=f"How the cache is kept small; {RECOMMENDED} if left out.")
+        str | None,
+        typer.Option(
+            "--method",
+            "-m",
+            help=f"How the cache is kept small. Left out: {RECOMMENDED}; or {GOES_ON}, to go on with a text.",
+        ),
     ] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="A text to read; - is standard input.")] = None,
     question: Annotated[str | None, typer.Option(help="Asked after the text, when the cache is compressed.")] = None,
@@ -50,7 +55,8 @@ def generate(
     _check_sources(prompt_file, question, load_cache, save_cache, method)
     if temperature and not LEAST_TEMPERATURE <= temperature < math.inf:
         raise ValueError(f"--temperature must be 0, or a number from {LEAST_TEMPERATURE:g} on, got {temperature}")
-    config, spans = kvsketch.parse_spec(method or RECOMMENDED), _spans(protect, load_cache)
+    usual = GOES_ON if question is None and save_cache is None else RECOMMENDED
+    config, spans = kvsketch.parse_spec(method or usual), _spans(protect, load_cache)
     text = None if prompt_file is None else read_text(prompt_file)
     language_model, tokenizer = load_model(model, dtype, device)
     before, new = _tokens(language_model, tokenizer, text or "", question or "", raw)
@@ -90,7 +96,7 @@ def _as_it_fits(config: "MethodConfig", model: "PreTrainedModel", tokens: int) -
     try:
         check_context(model, 2 * tokens, "a text and its second reading have")
     except ValueError:
-        say(f"the text does not fit into the model's context twice, as {RECOMMENDED} needs: {READ_ONCE} instead")
+        say(f"the text does not fit into the model's context twice, as {config} needs: {READ_ONCE} instead")
         return kvsketch.parse_spec(READ_ONCE)
     return config
 

@@ -1,0 +1,93 @@
+"""Predictions of smollm2 after 4,096 tokens of novels: `python benchmarks/real_text.py [OUT]`.
+
+OUT has rows of `kvsketch bench text smollm2`; those that docs/results/text-smollm2-4096.jsonl does not have are added
+to it. A table and a figure are made of the windows that all methods have.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from common import RESULTS, published
+from kvsketch.caches.registry import parse_spec
+from kvsketch.evaluation.results.names import TEXTS
+from kvsketch.evaluation.results.panels import save
+from kvsketch.evaluation.results.rows import Row, key_of, read_rows, with_checksum
+from kvsketch.evaluation.texts.pictures import divergence_picture
+from kvsketch.evaluation.texts.plan import KEY
+from kvsketch.evaluation.texts.summary import compare, summarise
+
+FILE = RESULTS / "text-smollm2-4096.jsonl"
+KEEPS, BASELINE = (0.5, 0.25, 0.125, 0.0625), "uniform"
+WINDOW = ("text", "start")
+SHOWN = ("uniform", "streaming_llm", "clustergen", "balancekv", "snapkv", "kvzip", "kvzip(window=0.25)")
+
+
+def add(out: Path) -> None:
+    """Rows that are not there yet, each run's once before them."""
+    known = {key_of(row, KEY) for row in read_rows(FILE, KEY)[1]}
+    runs, rows = read_rows(out / TEXTS, KEY)
+    new = [row for row in rows if key_of(row, KEY) not in known]
+    lines = [{"run": run} for run in published(runs)] if new else []
+    with FILE.open("ab") as file:
+        file.write(b"".join(map(with_checksum, [*lines, *new])))
+
+
+def spec_of(family: str, keep: float) -> str:
+    return str(replace(parse_spec(family), keep=keep))
+
+
+def of_all(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
+    """Rows of the windows that every method has, and the methods without their budgets."""
+    windows = dict[str, set[tuple[object, ...]]]()
+    for row in rows:
+        windows.setdefault(row["method"], set()).add(key_of(row, WINDOW))
+    common = set.intersection(*windows.values())
+    plain = spec_of(BASELINE, KEEPS[0])
+    assert plain in windows, "what the others are compared with"
+    families = {str(replace(parse_spec(method), keep=0.25)).replace("keep=0.25, ", "").replace("(keep=0.25)", "")
+                for method in windows}  # fmt: skip
+    return [row for row in rows if key_of(row, WINDOW) in common], sorted(families)
+
+
+def print_table(rows: Sequence[Row], families: Sequence[str]) -> None:
+    """Methods down, by their divergence at a quarter; budgets across: divergence, and its ratio to a sample's."""
+    means = {mean.method: mean for mean in summarise(rows)}
+    print(f"n = {len({key_of(row, WINDOW) for row in rows})}\n| |", " | ".join(f"keep {keep:g}" for keep in KEEPS), "|")
+    print("|---|" + "---|" * len(KEEPS))
+    for family in sorted(families, key=lambda family: means[spec_of(family, 0.25)].kl):
+        cells = []
+        for keep in KEEPS:
+            mean, ratio = means[spec_of(family, keep)], compare(rows, spec_of(family, keep), spec_of(BASELINE, keep))
+            assert ratio is not None, "they have the same windows"
+            ends = (short(number) for number in (ratio.mean, ratio.low, ratio.high))
+            paired = "" if family == BASELINE else " ({} [{}, {}])".format(*ends)
+            cells.append(f"{mean.kl:.3f}".lstrip("0") + paired)
+        print(f"| `{family}` |", " | ".join(cells), "|")
+    for keep in KEEPS:
+        shares = [means[spec_of(family, keep)].share for family in families]
+        print(f"keep {keep:g}: {min(shares):.1%} to {max(shares):.1%} of the bytes")
+
+
+def short(number: float) -> str:
+    """Two figures behind the point below ten, as the tables have them."""
+    return f"{number:.2f}".lstrip("0") if number < 10 else f"{number:.1f}"
+
+
+def main(out: Path | None) -> None:
+    if out is not None:
+        add(out)
+    rows, families = of_all(read_rows(FILE, KEY)[1])
+    print_table(rows, families)
+    wanted = {spec_of(family, keep) for family in SHOWN for keep in KEEPS}
+    shown = [row for row in rows if row["method"] in wanted]
+    count = len({key_of(row, WINDOW) for row in shown})
+    picture = divergence_picture(summarise(shown), f"SmolLM2-135M, 128 tokens after 4,096, {count} windows of 3 novels")
+    save(picture, RESULTS.parent / "figures" / "text-smollm2.png")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path, nargs="?")
+    main(parser.parse_args().out)
