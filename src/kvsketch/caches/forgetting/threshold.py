@@ -57,10 +57,11 @@ def _of_row(
     kept = torch.zeros(len(every), dtype=torch.bool)
     kept[order[sizes[order].cumsum(0) <= total]] = True
     parts = kept.split([own.numel() for own in scores])
-    beyond = [
-        budget.beyond(config.seen_when(budget, own.shape[1])) for budget, own in zip(budgets, scores, strict=True)
-    ]
     least = config.floor() - config.exact_entries()  # of the room, every head has it
+    beyond = [  # never less than the whole entries that are divided
+        max(budget.beyond(config.seen_when(budget, own.shape[1])), room - least)
+        for budget, own, room in zip(budgets, scores, rooms, strict=True)
+    ]
     wanted = {
         layer: ((part.view(own.shape).sum(1).double() * (room - least) / best + ROUNDING) / mean).tolist()
         for layer, (part, own, mean, room, best) in enumerate(zip(parts, scores, beyond, rooms, chosen, strict=True))
