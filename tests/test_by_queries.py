@@ -329,6 +329,8 @@ def test_notes_go_from_one_exact_cache_to_another(llama):
         )
     with pytest.raises(ValueError, match=r"exact\(noting='second reading, window'\)"):
         fewer.compress("exact(noting='window')")
+    with pytest.raises(ValueError, match=r"exact\(noting='window, questions'\)"):
+        several.compress("kvzip(queries='questions')")
     for cache in (several, fewer):
         kvsketch.prefill(llama, zoo.tokens(1, 9), cache)
         with pytest.raises(ValueError, match="compress it before it reads on"):

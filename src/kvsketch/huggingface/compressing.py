@@ -25,7 +25,8 @@ def check_can_become(old: MethodConfig, new: MethodConfig, prompt: Prompt) -> No
         )
     missing = [asking for asking in new.askings.each if asking not in old.askings.each]
     if missing:
-        wanted = [noting_for(asking) for asking in (*old.askings.each, *missing)]
+        beside = [own for own in old.askings.each if not (own.behind and new.askings.behind)]  # one is read behind
+        wanted = [noting_for(asking) for asking in (*beside, *missing)]
         noting = ", ".join(name for name in wanted if name is not None)
         how = "" if None in wanted else f'read it with make_cache(model, "exact(noting={noting!r})"), or '
         raise ValueError(
