@@ -203,8 +203,8 @@ def stream() -> None:
         label = f"{what} (slope {slope:.2f})"
         tokens, values = [row["tokens"] for row in rows_of_line], [unit * row[name] for row in rows_of_line]
         axes.plot(tokens, values, color=colour, marker="o", ms=3, lw=2, label=label)
-    left.set_title("a query (ms)", loc="left", fontsize=10)
-    right.set_title("held (MiB)", loc="left", fontsize=10)
+    left.set_title("a query, or a token taken in (ms)", loc="left", fontsize=10)
+    right.set_title("held (MiB); clusters (number)", loc="left", fontsize=10)
     for axes in (left, right):
         axes.set_xscale("log")
         axes.set_yscale("log")

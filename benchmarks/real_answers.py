@@ -1,13 +1,15 @@
 """What a real language model can do, and what methods cost it: `python benchmarks/real_answers.py OUT BOOK [BOOK ...]`.
 
 Asks `smollm2` the tasks in their official wording, with everything held: longer prompts where it could do shorter ones.
-Then measures methods on single needles in the books, with the question asked after compression. An interrupted run goes
-on in OUT. Means go into docs/results/answers-smollm2.jsonl, pictures into docs/figures; both tables are printed.
+Then measures methods on single needles in the books, with the question asked after compression: some with three
+budgets, every method with a quarter in shorter prompts. An interrupted run goes on in OUT. Means join those that are in
+docs/results/answers-smollm2.jsonl, pictures go to docs/figures; tables are printed.
 """
 
 import argparse
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,7 +18,8 @@ from common import RESULTS, published
 from kvsketch.caches.registry import parse_spec
 from kvsketch.evaluation.answers.pictures import draw_scores
 from kvsketch.evaluation.answers.summary import Mean, summarise
-from kvsketch.evaluation.results.rows import read_rows
+from kvsketch.evaluation.results.names import ANSWERS
+from kvsketch.evaluation.results.rows import Row, read_rows
 from kvsketch.evaluation.tasks import TASKS
 
 SUMMARY = RESULTS / "answers-smollm2.jsonl"
@@ -26,11 +29,24 @@ TOKENS, KEEPS = 2000, (0.5, 0.25, 0.125)
 FORMS = (
     "uniform({})",
     "balancekv(sharpness=1, augmented=False, {})",
-    "balancekv({})",
-    "clustergen({})",
+    "balancekv(sharpness=1, {})",
+    "clustergen(entries='centre', apart=0, {})",
     "streaming_llm({})",
 )
 METHODS = ["exact", *(str(parse_spec(form.format(f"keep={keep}"))) for keep in KEEPS for form in FORMS)]
+SHORT, QUARTER = 1000, "keep=0.25"  # every method, in shorter prompts
+BY_HEAD = ("kvzip({})", "kvzip({}, window=0.25)", "streaming_heads({})")
+BY_PROFILE = ("keydiff", "clustergen", "balancekv", "uniform")
+EQUAL = ("keydiff", "snapkv", "pyramidkv", "h2o", "tova", "clustergen", "balancekv", "uniform", "streaming_llm")
+EVERY = [
+    "exact",
+    *(form.format(QUARTER) for form in BY_HEAD),
+    *(f"{name}({QUARTER}, heads='profile', window=16)" for name in BY_PROFILE),
+    *(f"{name}({QUARTER})" for name in EQUAL),
+    "kvzip(keep=0.125)",
+    "keydiff(keep=0.125, heads='profile')",
+]
+CELL, Cell = ("task", "asked", "length", "method"), tuple[str, str, int, str]
 COMPARED = {"niah_single": ("--max-new-tokens", 16), "number_string": ()}  # a right reply has 9 tokens
 
 
@@ -54,12 +70,11 @@ def _by_command(names: list[str]) -> dict[tuple[str, str], list[str]]:
     return found
 
 
-def methods(out: Path, books: list[Path], samples: int) -> list[Mean]:
-    """The scores of methods, task by task."""
+def methods(out: Path, books: list[Path], samples: int, length: int, specs: Sequence[str]) -> None:
+    """Answers with methods, task by task."""
     for name, limit in COMPARED.items():
-        options = ("--lengths", TOKENS, "--samples", samples, "--batch", 8, "--asked", "after")
-        _bench(TASKS[name].suite, out, books, [name], *options, *limit, "--methods", "; ".join(METHODS))
-    return summarise(read_rows(out / "rows.jsonl")[1])
+        options = ("--lengths", length, "--samples", samples, "--batch", 8, "--asked", "after")
+        _bench(TASKS[name].suite, out, books, [name], *options, *limit, "--methods", "; ".join(specs))
 
 
 def _bench(suite: str, out: Path, books: list[Path], tasks: list[str], *options: object) -> None:
@@ -67,20 +82,38 @@ def _bench(suite: str, out: Path, books: list[Path], tasks: list[str], *options:
     bench(suite, out, MODEL, "--dtype", "float32", "--tasks", ",".join(tasks), *haystack, *options)
 
 
+def known() -> tuple[list[Row], dict[Cell, Row]]:
+    """What docs/results has: the runs, and a line for each cell."""
+    first, *lines = (json.loads(line) for line in SUMMARY.read_text(encoding="utf-8").splitlines())
+    return first["runs"], {cell_of(line): line for line in lines}
+
+
+def cell_of(line: Row) -> Cell:
+    return tuple(line[name] for name in CELL)
+
+
 def sum_up(out: Path) -> None:
-    """Means of both parts, those of more prompts where both have a cell; pictures of the methods."""
-    (held_runs, held_rows), (runs, rows) = (read_rows(out / part / "rows.jsonl") for part in ("held", "methods"))
-    means = sorted([*summarise(held_rows), *summarise(rows)], key=lambda mean: mean.count)
-    by_cell = {(mean.task, mean.asked, mean.length, mean.method): mean for mean in means}
-    found = sorted(by_cell.values(), key=lambda mean: (list(TASKS).index(mean.task), mean.length))
-    lines: list[dict] = [{"runs": published([*held_runs, *runs])}]
-    lines += [asdict(mean) | {"quarters": quarters(rows, mean.task, mean.method)} for mean in found]
-    SUMMARY.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for picture in draw_scores([mean for mean in found if mean.task in COMPARED and mean.length == TOKENS], out):
+    """Means of what OUT has join those that are known, where they are of as many prompts; pictures of the methods."""
+    runs, lines = known()
+    for part in ("held", "methods", "every"):
+        if (out / part / ANSWERS).is_file():
+            made, rows = read_rows(out / part / ANSWERS)
+            runs += [run for run in published(made) if run not in runs]
+            for mean in summarise(rows):
+                line = asdict(mean) | {"quarters": quarters(rows, mean)}
+                if mean.count >= lines.get(cell_of(line), {"count": 0})["count"]:
+                    lines[cell_of(line)] = line
+    found = sorted(lines.values(), key=lambda line: (list(TASKS).index(line["task"]), line["length"]))
+    text = [{"runs": runs}, *found]
+    SUMMARY.write_text("".join(json.dumps(line) + "\n" for line in text), encoding="utf-8")
+    means = [Mean(**{name: value for name, value in line.items() if name != "quarters"}) for line in found]
+    compared = [mean for mean in means if mean.task in COMPARED and mean.length == TOKENS]
+    for picture in draw_scores([mean for mean in compared if mean.method in METHODS], out):
         picture.path.rename(FIGURES / f"answers-{MODEL}-{picture.path.name}")
-    print_held([mean for mean in found if mean.method == "exact"])
-    print_methods([mean for mean in found if mean.length == TOKENS])
-    print_depths(rows)
+    print_held([mean for mean in means if mean.method == "exact"])
+    print_methods([mean for mean in means if mean.length == TOKENS], METHODS)
+    print_methods([mean for mean in means if mean.length == SHORT], [str(parse_spec(spec)) for spec in EVERY])
+    print_depths([line for line in found if line["length"] == TOKENS])
 
 
 def print_held(means: list[Mean]) -> None:
@@ -91,34 +124,34 @@ def print_held(means: list[Mean]) -> None:
         print(f"| `{task}` |", " | ".join(by_length.get(length, "") for length in LENGTHS), "|")
 
 
-def print_methods(means: list[Mean]) -> None:
+def print_methods(means: list[Mean], specs: Sequence[str]) -> None:
     """Methods down, tasks across."""
     tasks = [task for task in COMPARED if any(mean.task == task and mean.method != "exact" for mean in means)]
     counts = {task: sorted({mean.count for mean in means if mean.task == task}) for task in tasks}
     heads = [f"`{task}`, n = {' to '.join(map(str, {counts[task][0]: 0, counts[task][-1]: 0}))}" for task in tasks]
     print("\n| | bytes, of full |", " | ".join(heads), "|\n|---|---|" + "---|" * len(tasks))
-    for spec in METHODS:
+    for spec in specs:
         found = {mean.task: mean for mean in means if mean.method == spec}
         if found:
             share = next(iter(found.values())).share
             print(f"| `{spec}` | {share:.3f} |", " | ".join(f"{found.get(task, '')}" for task in tasks), "|")
 
 
-def quarters(rows: list[dict], task: str, method: str) -> list[tuple[float, int]]:
+def quarters(rows: list[Row], mean: Mean) -> list[tuple[float, int]]:
     """How many needles were found in each quarter of the texts, and how many there were."""
-    here = [row for row in rows if row["task"] == task and row["method"] == method and row["at"] is not None]
+    about = ("task", "length", "method")
+    here = [row for row in rows if all(row[name] == getattr(mean, name) for name in about) and row["at"] is not None]
     parts = [[row["score"] for row in here if min(3, int(4 * row["at"])) == part] for part in range(4)]
     return [(sum(part), len(part)) for part in parts]
 
 
-def print_depths(rows: list[dict]) -> None:
+def print_depths(lines: list[Row]) -> None:
     """Methods down, quarters of the text across."""
-    names = {row["method"] for row in rows}
-    for task in dict.fromkeys(row["task"] for row in rows):
+    for task in COMPARED:
         print(f"\n| `{task}`, found in the | first quarter | second | third | last |\n|---|---|---|---|---|")
-        for spec in (spec for spec in METHODS if spec in names):
-            cells = [f"{found:.0f} of {count}" for found, count in quarters(rows, task, spec)]
-            print(f"| `{spec}` |", " | ".join(cells), "|")
+        here = {line["method"]: line["quarters"] for line in lines if line["task"] == task}
+        for spec in (spec for spec in METHODS if spec in here):
+            print(f"| `{spec}` |", " | ".join(f"{found:.0f} of {count}" for found, count in here[spec]), "|")
 
 
 if __name__ == "__main__":
@@ -129,5 +162,6 @@ if __name__ == "__main__":
     given = parser.parse_args()
     if given.books:
         able_tasks(given.out / "held", given.books)
-        methods(given.out / "methods", given.books, given.samples)
+        methods(given.out / "methods", given.books, given.samples, TOKENS, METHODS)
+        methods(given.out / "every", given.books, given.samples, SHORT, EVERY)
     sum_up(given.out)

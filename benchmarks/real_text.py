@@ -21,7 +21,10 @@ from kvsketch.evaluation.texts.summary import compare, summarise
 FILE = RESULTS / "text-smollm2-4096.jsonl"
 KEEPS, BASELINE = (0.5, 0.25, 0.125, 0.0625), "uniform"
 WINDOW = ("text", "start")
-SHOWN = ("uniform", "streaming_llm", "clustergen", "balancekv", "snapkv", "kvzip", "kvzip(window=0.25)")
+SHOWN = (
+    "uniform", "streaming_llm", "clustergen", "balancekv", "snapkv", "keydiff(heads='profile', window=0.25)", "kvzip",
+    "kvzip(window=0.25)",
+)  # fmt: skip
 
 
 def add(out: Path) -> None:

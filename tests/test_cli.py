@@ -5,11 +5,13 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from safetensors import safe_open
@@ -18,6 +20,7 @@ import kvsketch
 import zoo
 from commands import SOURCE, finished, process, refused, run
 from kvsketch.cli.ending import ending, stop_at_once, stop_in_order
+from kvsketch.editions import EDITIONS, EMBEDDED
 from kvsketch.evaluation.embedded import load_embedded
 from kvsketch.evaluation.embedded.training.tokenizer import build_tokenizer
 from kvsketch.evaluation.results.rows import RowsFile, read_rows
@@ -26,6 +29,7 @@ from kvsketch.evaluation.tasks import TASKS, Setting
 TEXT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 20
 LATIN = "caf\u00e9 ".encode("latin-1") * 40
 BOOK = "{book}"
+ASSETS = Path(kvsketch.__file__).parent / "assets"
 
 
 def count(text):
@@ -80,6 +84,16 @@ def test_how_the_cache_is_kept_small_if_nothing_is_said(book):
     for more, method in ((["--question", "Which month?"], "kvzip(keep=0.25)"), ([], "kvzip(keep=0.25, window=0.25)")):
         done = run("generate", "--prompt-file", book, "--max-new-tokens", 2, *more)
         assert re.search(rf"method +{re.escape(method)} *\n", done.stderr), done.stderr
+
+
+def test_a_text_that_fits_into_the_context_once_only(small_model, tmp_path):
+    """By profile, where there is one: the embedded model has one, whatever its context is said to be."""
+    known = shutil.copytree(ASSETS / EDITIONS[EMBEDDED], tmp_path / "known")
+    config = json.loads((known / "config.json").read_text())
+    (known / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
+    for folder, method in ((known, "keydiff(keep=0.25, heads='profile')"), (small_model, "keydiff(keep=0.25)")):
+        done = run("generate", folder, "--prompt-file", "-", "--question", "?", "--max-new-tokens", 2, text=2 * TEXT)
+        assert re.search(rf"twice, as kvzip.*: {re.escape(method)} instead", " ".join(done.stderr.split())), done.stderr
 
 
 def test_text_alone_is_continued(book):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvsketch.evaluation.results.rows import Row
     from kvsketch.evaluation.texts.plan import Plan
 
-METHODS = "uniform; balancekv(sharpness=1, augmented=False); balancekv; clustergen; subgen; streaming_llm"
+METHODS = "uniform; streaming_llm; clustergen; balancekv; kvzip; kvzip(window=0.25)"
 KEEPS, TOKENS, NEXT, CALL, WINDOWS = "0.5,0.25,0.125,0.0625", 2048, 128, 16, 20
 WIDEST = 22  # letters of a method, before it goes on in the next line
 BASELINE = "uniform"  # with whose divergence others are compared, at the same budget

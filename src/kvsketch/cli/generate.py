@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 import kvsketch
-from kvsketch.caches.recommended import GOES_ON, READ_ONCE, RECOMMENDED
+from kvsketch.caches.recommended import GOES_ON, READ_ONCE, READ_ONCE_WITHOUT_PROFILE, RECOMMENDED
 from kvsketch.cli.app import MOST, progress_bar, read_text, size_for_people
 from kvsketch.cli.models import load_model
 from kvsketch.cli.notes import notes, say
@@ -96,9 +96,18 @@ def _as_it_fits(config: "MethodConfig", model: "PreTrainedModel", tokens: int) -
     try:
         check_context(model, 2 * tokens, "a text and its second reading have")
     except ValueError:
-        say(f"the text does not fit into the model's context twice, as {config} needs: {READ_ONCE} instead")
-        return kvsketch.parse_spec(READ_ONCE)
+        once = _read_once(model)
+        say(f"the text does not fit into the model's context twice, as {config} needs: {once} instead")
+        return once
     return config
+
+
+def _read_once(model: "PreTrainedModel") -> "MethodConfig":
+    """The usual method for a text that is read once: by profile, if there is one of this model."""
+    try:
+        return kvsketch.make_cache(model, READ_ONCE).config
+    except ValueError:
+        return kvsketch.parse_spec(READ_ONCE_WITHOUT_PROFILE)
 
 
 def _loaded_or_filled(

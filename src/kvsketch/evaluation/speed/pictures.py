@@ -36,9 +36,9 @@ def speed_picture(rows: Sequence[Row], title: str) -> Figure:
             left.vlines(
                 x, [1e3 * row["low"] for row in here], [1e3 * row["high"] for row in here], look["color"], lw=0.8
             )
-        right.plot(x, [row["share"] for row in here], **look)
-    _finish(left, "a step of one layer (ms)", found)
-    _finish(right, "bytes read / time, of the speed of a memory read", found)
+        right.plot(x, [100 * row["share"] for row in here], **look)
+    _finish(left, "a step of one layer (ms; bars: 5th to 95th percentile)", found)
+    _finish(right, "bytes read / time, in % of the speed of a memory read", found)
     figure.suptitle(plain(title), x=0.02, ha="left", fontsize=10)
     figure.legend(
         *left.get_legend_handles_labels(), fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1, 0.95)
@@ -56,7 +56,11 @@ def _finish(axes: Axes, title: str, rows: Sequence[Row]) -> None:
     lengths = sorted({_tokens(row) for row in rows})
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xticks(lengths, [f"{tokens / 1000:g}k" if tokens >= 1000 else str(tokens) for tokens in lengths])
+    axes.set_xticks(lengths, [f"{tokens:,}" for tokens in lengths])
+    low, high = axes.get_ylim()
+    ticks = [tick for power in range(-3, 6) for tick in (10.0**power, 2 * 10.0**power, 5 * 10.0**power)]
+    ticks = [tick for tick in ticks if low <= tick <= high]
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
     axes.set_xlabel("tokens in context")
     axes.set_title(title, loc="left", fontsize=10)
