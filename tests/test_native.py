@@ -84,8 +84,8 @@ def test_attention_is_that_of_the_definition(shape, dtype):
 
 
 @needs_c
-@pytest.mark.parametrize("queries", [1, 3])
-def test_everything_that_a_query_reads_is_read_in_one_call(queries):
+@pytest.mark.parametrize(("queries", "lists"), [(1, 1), (3, 3), (3, 1)])
+def test_everything_that_a_query_reads_is_read_in_one_call(queries, lists):
     """A window of all lanes, bundles of some lanes with other numbers of entries, and runs: as one by one in torch."""
     torch.manual_seed(1)
     rows, heads, width, scale = 2, 3, 16, 0.25
@@ -101,16 +101,17 @@ def test_everything_that_a_query_reads_is_read_in_one_call(queries):
         Entries(entries(3, 30), torch.tensor([0, 5, 2])),  # and nothing of lane 3
     )
     pairs = torch.randn(1, rows * heads, 900, 2 * width)
-    begin = torch.tensor([0, 50, 50, 300]).expand(1, rows * heads, queries, 4).clone()
+    begin = torch.tensor([0, 50, 50, 300]).expand(1, rows * heads, lists, 4).clone()  # each query's, or that of all
     length = torch.randint(0, 50, begin.shape)
     length[..., 1], length[:, 2] = 0, 0  # empty runs, and a lane that reads none
-    runs = Entries(
-        WeightedTokens(pairs[..., :width], pairs[..., width:]), segments=Segments(begin, length), pairs=pairs
+    own = Segments(*(x.expand(-1, -1, queries, -1) for x in (begin, length)))  # which is what torch is told
+    runs, alike = (
+        Entries(WeightedTokens(pairs[..., :width], pairs[..., width:]), segments=segments, pairs=pairs)
+        for segments in (Segments(begin, length), own)
     )
-    sources = [(window,), bundles, (runs,)]
-    together = read(query, sources, heads, scale)
+    together = read(query, [(window,), bundles, (runs,)], heads, scale)
     with native.off():
-        apart = read(query, sources, heads, scale)
+        apart = read(query, [(window,), bundles, (alike,)], heads, scale)
     torch.testing.assert_close(together.out, apart.out)
     torch.testing.assert_close(together.lse, apart.lse)
 
@@ -216,7 +217,8 @@ def test_the_buckets_visited_are_those_of_torch(limits):
 def check_visits(visit, limits, device):
     """A kernel visits the buckets that torch does."""
     lanes, queries, buckets, runs, rows = 6, 2, 50, 3, 2000
-    scores = torch.softmax(2 * torch.randn(lanes, queries, buckets), 2)
+    scores = 2 * torch.randn(lanes, queries, buckets)  # as products are; or probabilities
+    scores = torch.softmax(scores, 2) if limits.mass or limits.per_token else scores
     lengths = torch.randint(0, 12, (lanes, runs, buckets))
     edges = torch.cat([torch.zeros(lanes, runs, 1, dtype=torch.int64), lengths.cumsum(2)], 2)
     edges += torch.cat([torch.zeros(lanes, 1, dtype=torch.int64), lengths.sum(2).cumsum(1)[:, :-1]], 1)[..., None]
@@ -245,6 +247,17 @@ def test_a_damaged_library_is_made_anew(fresh):
     path.write_bytes(path.read_bytes()[:-100])
     assert build.built() == path
     assert native.name().startswith("C (")
+
+
+@needs_c
+def test_files_of_all_in_a_group_are_no_hindrance(fresh):
+    """Where new files are open to the user's group, what is made here is not."""
+    before = os.umask(0o002)
+    try:
+        assert native.name().startswith("C (")
+        assert not any(path.stat().st_mode & 0o022 for path in (fresh, *fresh.rglob("*")))
+    finally:
+        os.umask(before)
 
 
 @needs_c
@@ -328,6 +341,14 @@ if child == 0:
     os._exit(0 if torch.equal(ask(), here) else 1)
 assert os.waitpid(child, 0)[1] == 0
 assert torch.equal(ask(), here)
+torch.set_num_threads(4)
+little = [Entries(WeightedTokens(*torch.randn(2, 1, 2, 500, 64).unbind()))]  # for two of them
+known = None
+for turn in range(20):
+    ask(), kernel.attend(query, little, 2, 0.125)
+    threads = set(os.listdir("/proc/self/task"))
+    known = threads if turn == 3 else known
+    assert known is None or threads == known, "threads end, and others begin"
 """
 
 

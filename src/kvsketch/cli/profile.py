@@ -125,10 +125,11 @@ def _measure(
 ) -> "Parts":
     """The means over all pieces, with a bar; rows beside the file remember those that were read already."""
     from kvsketch.evaluation.results.rows import RowsFile, key_of, read_rows
+    from kvsketch.files import ready
     from kvsketch.fitting.profiling import mean_parts, parts_of
     from kvsketch.huggingface.second_reading import second_reading
 
-    path.parent.mkdir(parents=True, exist_ok=True)
+    ready(path.parent)
     work = path.with_suffix(".work.jsonl")
     rows = RowsFile(work, inputs.about, KEY)
     with progress_bar() as bar:

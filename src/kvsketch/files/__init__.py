@@ -11,7 +11,7 @@ Nothing that was read is a view of a file: what happens to a file later does not
 
 from kvsketch.files.atomic import UNFINISHED, replacing
 from kvsketch.files.description import DamagedError, digest_of, read_json, write_json
-from kvsketch.files.folders import making, nearest, user_cache
+from kvsketch.files.folders import making, nearest, private, ready, user_cache
 from kvsketch.files.tensors import (
     BEGIN,
     BLANK,
@@ -40,10 +40,12 @@ __all__ = [
     "making",
     "name_of",
     "nearest",
+    "private",
     "read_about",
     "read_file",
     "read_json",
     "read_tensors",
+    "ready",
     "replacing",
     "user_cache",
     "write_json",

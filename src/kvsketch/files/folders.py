@@ -27,6 +27,21 @@ def user_cache() -> Path:
     return (Path(common) if common else Path.home() / ".cache") / "kvsketch"
 
 
+def private(folder: Path) -> Path:
+    """A folder that is there from now on; it, and those above it that were not, for the user alone, whatever the umask."""
+    for place in reversed([place for place in (folder, *folder.absolute().parents) if not place.exists()]):
+        place.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def ready(folder: Path) -> Path:
+    """A folder that is there from now on, with those above it; private in the user's cache, where kernels lie too."""
+    if folder.absolute().is_relative_to(user_cache().absolute()):
+        return private(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 @contextmanager
 def making(folder: str | Path) -> Iterator[Path]:
     """A folder to fill, which becomes `folder` when all is there; if anything fails, nothing has changed.
@@ -37,7 +52,7 @@ def making(folder: str | Path) -> Iterator[Path]:
     target = Path(os.path.realpath(folder))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{folder} {TAKEN}")
-    target.parent.mkdir(parents=True, exist_ok=True)
+    ready(target.parent)
     prefix = f"{UNFINISHED}{hashlib.sha256(target.name.encode()).hexdigest()[:12]}-folder-"
     for path in target.parent.glob(f"{prefix}*"):
         _remove_left_over(path)

@@ -22,6 +22,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NOT_INTERPRETED = torch.bfloat16  # products of these come out wrong there
 NOT_COMPILED = "PassManager::run failed"  # so begins what Triton's compiler says of a kernel
 MOST_WIDTH = 256  # of keys and of values
+MOST_SINGLE_ROWS, MOST_SINGLE_WIDTH = 16, 128  # of tiles in float32
 NOT_TRITON = "torch's own kernels are used, not those in Triton, which are faster"
 OLDEST = (8, 0)  # compute capability: bfloat16 in products
 
@@ -101,6 +102,11 @@ def can_read(device: torch.device, *tensors: Tensor) -> bool:
     if not all(type(x) is Tensor and x.dtype in DTYPES and x.device == device for x in tensors):
         return False
     return device.type != "cpu" or all(x.dtype != NOT_INTERPRETED for x in tensors)
+
+
+def spills(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> bool:
+    """Whether tiles of so many rows are more than a GPU's registers hold: those of float32 that are high or wide."""
+    return device.type == "cuda" and dtype == torch.float32 and (rows > MOST_SINGLE_ROWS or width > MOST_SINGLE_WIDTH)
 
 
 def power_of_two(count: int, least: int = 1) -> int:

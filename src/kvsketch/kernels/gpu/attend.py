@@ -123,11 +123,15 @@ def _part(
     log_mass += row * _plain(mass_row) + head * _plain(mass_head)
     log_value += row * _plain(extra_row) + head * _plain(extra_head)
     runs = _runs(slot, step, sizes)
+    # Places in runs are found a round ahead, so that keys and values are on their way while others are worked on.
+    ahead = start + tl.arange(0, AT_ONCE)
+    if search >= 0:
+        ahead = _place(ahead, begins + runs, ends + runs, _plain(sizes[2]), ahead < stop, search)
     for begin in tl.range(start, stop, AT_ONCE):
-        at = begin + tl.arange(0, AT_ONCE)
-        ok = at < stop
+        at, ok = ahead, begin + tl.arange(0, AT_ONCE) < stop
+        ahead = begin + AT_ONCE + tl.arange(0, AT_ONCE)
         if search >= 0:
-            at = _place(at, begins + runs, ends + runs, _plain(sizes[2]), ok, search)
+            ahead = _place(ahead, begins + runs, ends + runs, _plain(sizes[2]), ahead < stop, search)
         key, value, of_mass, of_value, ok = entries(
             keys, values, log_mass, log_value, key_step, value_step, at, ok,
             HAS, WIDTH, VALUE_WIDTH, KEY_BLOCK, VALUE_BLOCK,

@@ -19,6 +19,7 @@ MOST_ROWS = 128  # of a group's queries together
 MOST_SPLITS = 64
 MOST_PARTS = 4  # each is code of its own in the kernel
 PROGRAMS = 2  # for each processor
+HALVINGS = 3  # of a list of runs come together: for each number of them there is a kernel
 NOTED = "triton"  # under this name parts carry their description
 Description = tuple[
     tuple[Any, ...], tuple[int, ...], tuple[int, ...], int
@@ -38,6 +39,9 @@ def attend(
     if not 0 < queries * group <= MOST_ROWS or max(width, value_width) > gpu.MOST_WIDTH or query.stride(3) != 1:
         return None
     if not gpu.can_read(query.device, query) or not all(_can_read(part, query.device) for part in parts):
+        return None
+    together = 1 if any(_by_query(part) for part in parts) else queries
+    if gpu.spills(query.device, query.dtype, together * group, max(width, value_width)):
         return None
     kinds = {part.tokens.keys.dtype for part in parts}
     if len(parts) > MOST_PARTS or not all(gpu.works(WHAT, query.device, kind, _check) for kind in kinds):
@@ -127,6 +131,11 @@ def _can_read(part: Entries, device: torch.device) -> bool:
     return can_read_tokens(part.tokens, device) and (part.segments is None or part.segments.begin.shape[3] > 0)
 
 
+def _by_query(part: Entries) -> bool:
+    """Whether each query reads other entries."""
+    return part.segments is not None and part.segments.begin.shape[2] > 1
+
+
 def _described(part: Entries, lanes: int) -> Description:
     """Where the entries lie, as the kernel takes it; noted, for what is held is read again and again."""
     if NOTED in part.noted:
@@ -152,7 +161,7 @@ def _description(part: Entries, lanes: int) -> Description:
     if part.segments is not None:
         begins, ends = part.segments.begin.contiguous(), part.segments.length.cumsum(-1)
         by_query, runs = begins.shape[2:]
-        halvings = runs.bit_length()
+        halvings = -(-runs.bit_length() // HALVINGS) * HALVINGS
     return (
         (keys, tokens.values, mass[0], extra[0], slots, begins, ends),
         (*keys.stride()[:3], *tokens.values.stride()[:3], *map(_odd, (*mass[1], *extra[1]))),

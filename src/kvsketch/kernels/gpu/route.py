@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 NOTHING = tl.constexpr(float("-inf"))
+LEAST = tl.constexpr(-(1 << 63))  # behind everything, whatever it is worth
 
 
 @triton.jit
@@ -92,12 +93,15 @@ def visit(
     size = tl.load(sizes + lane * BUCKETS + every, mask=there, other=0)
     each = tl.div_rn(score, tl.maximum(size, 1).to(tl.float32)) if PER_TOKEN else score  # as torch rounds it
     worth = tl.where(size > 0, each, 0.0) if PER_TOKEN else score
-    # Larger first, of equal ones the earlier: a probability's bits are in the order of its size.
-    order = (worth.to(tl.int32, bitcast=True).to(tl.int64) << 32) + (BUCKET_BLOCK - 1 - every)
-    order = tl.where(there, order, -1)
+    # Larger first, of equal ones the earlier: the bits of numbers from 0 on are in the order of their size, those of
+    # numbers below 0 in the other.
+    bits = tl.where(worth == 0.0, 0.0, worth).to(tl.int32, bitcast=True)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    order = (bits.to(tl.int64) << 32) + (BUCKET_BLOCK - 1 - every)
+    order = tl.where(there, order, LEAST)
     ranked = tl.sort(order, descending=True)
     bucket = BUCKET_BLOCK - 1 - (ranked & 0xFFFFFFFF)
-    taken = (every < PROBES) & (ranked >= 0)
+    taken = every < PROBES  # there are as many
     bucket = tl.where(taken, bucket, 0)
     tokens = tl.load(sizes + lane * BUCKETS + bucket, mask=taken, other=0)
     if LIMITS & 3:
@@ -107,6 +111,8 @@ def visit(
         expected = tl.load(scores + number * BUCKETS + bucket, mask=every < PROBES, other=0.0)
         taken &= (tl.cumsum(expected, 0) - expected < mass) | (every == 0)
 
+    # see `attend.py`: no kernels anew as these grow
+    runs, staged_from, staged = (runs - 3) // 2, (staged_from - 3) // 2, (staged - 3) // 2
     width = PROBES * runs + 1
     begin += number * width
     length += number * width
@@ -116,7 +122,6 @@ def visit(
         stop = tl.load(edge + 1, mask=taken, other=0)
         tl.store(begin + run * PROBES + every, start, mask=every < PROBES)
         tl.store(length + run * PROBES + every, tl.where(taken, stop - start, 0), mask=every < PROBES)
-    staged_from, staged = (staged_from - 3) // 2, (staged - 3) // 2  # see `attend.py`: no kernels anew as they grow
     tl.store(begin + width - 1, staged_from)
     tl.store(length + width - 1, staged)
     tl.store(read + number, tl.sum(tl.where(taken, tokens, 0), 0) + staged)

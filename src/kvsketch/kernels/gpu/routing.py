@@ -20,6 +20,8 @@ def classify(
     _, query_heads, count, width = query.shape
     there = [*(inner or ()), *last]
     rows, buckets = count * (query_heads // heads), there[-1].shape[-1]
+    if gpu.spills(query.device, there[-1].dtype, rows, width):
+        return None
     if not 0 < rows <= MOST_ROWS or width > gpu.MOST_WIDTH or buckets > MOST_BUCKETS or query.stride(3) != 1:
         return None
     if not gpu.can_read(query.device, query, *there) or not all(x.is_contiguous() for x in there):
@@ -89,7 +91,7 @@ def _visited(
     with gpu.current(device):
         kernel[(lanes * queries,)](
             *(scores, sizes, edges, begin, length, read, scores if others is None else others),
-            *(queries, runs, 2 * staged[0] + 3, 2 * staged[1] + 3),
+            *(queries, 2 * runs + 3, 2 * staged[0] + 3, 2 * staged[1] + 3),
             *(float(limits.visit or 0.0), float(limits.mass or 0.0)),
             PROBES=probes, BUCKETS=buckets, BUCKET_BLOCK=gpu.power_of_two(buckets), PER_TOKEN=limits.per_token,
             LIMITS=kinds, LEFT=left, num_warps=4,
@@ -114,10 +116,11 @@ def _check(device: torch.device, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.double(), right, rtol=most, atol=most * float(right.max()))
     sizes = torch.randint(0, 9, (2, 300), generator=draw, device="cpu").to(device)
     edges = F.pad(sizes.cumsum(1), (1, 0))[:, None].contiguous()
-    scores = right[0].float().contiguous()
-    runs, read, left = _visited(scores, sizes, edges, Limits(20), (2600, 3), left=True)
-    best = scores[:, 0].topk(20).indices
-    assert torch.equal(runs.begin[0, :, 0, :20], edges[:, 0].gather(1, best)), "the largest come first"
-    assert torch.equal(read[0, :, 0], sizes.gather(1, best).sum(1) + 3), "as many as there are"
-    others = sizes.float().log().scatter(1, best, -float("inf"))
-    torch.testing.assert_close(left, others[:, None])
+    for middle in (0.0, right.median()):  # probabilities, and numbers of which half are below 0
+        scores = (right[0] - middle).float().contiguous()
+        runs, read, left = _visited(scores, sizes, edges, Limits(200), (2600, 3), left=True)
+        best = scores[:, 0].topk(200).indices
+        assert torch.equal(runs.begin[0, :, 0, :200], edges[:, 0].gather(1, best)), "the largest come first"
+        assert torch.equal(read[0, :, 0], sizes.gather(1, best).sum(1) + 3), "as many as there are"
+        others = sizes.float().log().scatter(1, best, -float("inf"))
+        torch.testing.assert_close(left, others[:, None])

@@ -168,6 +168,11 @@ static void take_entries(struct work *work, const struct source *in, int64_t lan
     }
 }
 
+// Where a lane's list of runs begins: each query has its own, or all have one.
+INLINE int64_t list_of(const struct source *in, int64_t lane, int64_t query) {
+    return (lane * in->by_query + (in->by_query > 1 ? query : 0)) * in->segments;
+}
+
 // Where the queries of a piece lie, one behind the other in groups: row r is query r % asked of head r / asked.
 static void widen_queries(const struct shape *of, const void *queries, const struct piece *piece, float *to) {
     int64_t row = piece->target / of->heads, head = piece->target % of->heads;
@@ -191,7 +196,7 @@ static void work_off(const struct shape *of, const void *queries, const struct s
     widen_queries(of, queries, piece, room);
     for (int64_t r = 0; r < piece->rows; r++) piece->sums.most[r] = NOWHERE, piece->sums.mass[r] = 0;
     memset(piece->sums.out, 0, sizeof(float) * piece->rows * of->value_width);
-    int64_t first = (piece->lane * in->by_query + piece->query) * in->segments, seen = 0;
+    int64_t seen = 0, first = list_of(in, piece->lane, piece->query);
     if (!in->begin) take_entries(&work, in, piece->lane, piece->from, piece->to);
     for (int64_t s = first; in->begin && s < first + in->segments && seen < piece->to; seen += in->length[s++]) {
         int64_t from = piece->from > seen ? piece->from - seen : 0, to = piece->to - seen;
@@ -214,7 +219,7 @@ static int64_t cut(const struct shape *of, const struct source *sources, int64_t
             for (int64_t query = 0; query < blocks; query++) {
                 int64_t all = in->count;
                 if (in->begin) {
-                    const int64_t *length = in->length + (lane * in->by_query + query) * in->segments;
+                    const int64_t *length = in->length + list_of(in, lane, query);
                     all = 0;
                     for (int64_t s = 0; s < in->segments; s++) all += length[s];
                 }

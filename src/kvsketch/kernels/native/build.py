@@ -20,7 +20,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kvsketch.files import replacing, user_cache
+from kvsketch.files import private, replacing, user_cache
 
 HERE = Path(__file__).parent
 SOURCE = HERE / "kernels.c"
@@ -109,7 +109,7 @@ def build_into(folder: Path, march: str = "native") -> Path:
 def _compile(compiler: list[str], folder: Path, march: str) -> None:
     """Write the library and its digest; each appears whole, whoever else does the same at the same time."""
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        private(folder)
         if open_to_others := _open_to_others(folder):
             raise CannotBuildError(f"others can write to {open_to_others}: make it yours alone (chmod go-w)")
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
@@ -122,6 +122,7 @@ def _compile(compiler: list[str], folder: Path, march: str) -> None:
         digest, sources = hashlib.sha256(content).hexdigest(), _digest_of_sources()
         for name, whole in ((LIBRARY, content), (DIGEST, digest.encode()), (SOURCES, sources.encode())):
             with replacing(folder / name) as file:
+                os.fchmod(file.fileno(), 0o644)
                 file.write(whole)
     except (OSError, subprocess.SubprocessError) as error:
         raise CannotBuildError(f"the kernels cannot be compiled into {folder}: {error}") from error

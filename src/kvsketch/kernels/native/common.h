@@ -4,6 +4,7 @@
 #define KVS_COMMON
 
 #include <math.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -167,23 +168,46 @@ INLINE vf sums_of(const vf *a) {
 }
 
 // A process that was forked has none of its parent's threads, and its runtime does not know: it works alone.
+// All threads or none: where a team is smaller than the one before, the runtime ends those that are left over, and the
+// next call, of torch perhaps, has to make them anew.
 static int alone = 0;
 __attribute__((unused)) static int use_threads(int64_t wanted, int64_t work) {
-    if (alone || wanted < 2 || work < 2) return 1;
-    return (int)(work < wanted ? work : wanted);
+    return alone || wanted < 2 || work < 2 ? 1 : (int)wanted;
 }
 
-// Memory that a thread keeps from call to call: fresh memory costs more than some of the arithmetic. NULL: none left.
-__attribute__((unused)) static void *kept_memory(int place, size_t bytes) {
-    static _Thread_local void *memory[4];
-    static _Thread_local size_t size[4];
-    if (size[place] < bytes) {
-        free(memory[place]);
-        size[place] = (bytes + bytes / 4 + 4095) & ~(size_t)4095;
-        memory[place] = aligned_alloc(4096, size[place]);
-        if (!memory[place]) size[place] = 0;
+// Memory that a thread keeps from call to call: fresh memory costs more than some of the arithmetic. It goes when the
+// thread ends.
+#define KEPT 4
+struct kept {
+    void *memory[KEPT];
+    size_t size[KEPT];
+};
+static pthread_key_t kept_key;
+static pthread_once_t kept_once = PTHREAD_ONCE_INIT;
+static int kept_by_key = 0;
+
+static void give_back(void *of_thread) {
+    struct kept *kept = of_thread;
+    for (int place = 0; place < KEPT; place++) {
+        free(kept->memory[place]);
+        kept->memory[place] = NULL, kept->size[place] = 0;
     }
-    return memory[place];
+}
+
+static void make_kept_key(void) { kept_by_key = !pthread_key_create(&kept_key, give_back); }
+
+// NULL: there is none left.
+__attribute__((unused)) static void *kept_memory(int place, size_t bytes) {
+    static _Thread_local struct kept kept;
+    if (kept.size[place] < bytes) {
+        pthread_once(&kept_once, make_kept_key);
+        if (kept_by_key) pthread_setspecific(kept_key, &kept);
+        free(kept.memory[place]);
+        kept.size[place] = (bytes + bytes / 4 + 4095) & ~(size_t)4095;
+        kept.memory[place] = aligned_alloc(4096, kept.size[place]);
+        if (!kept.memory[place]) kept.size[place] = 0;
+    }
+    return kept.memory[place];
 }
 
 #endif
