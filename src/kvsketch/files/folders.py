@@ -28,7 +28,7 @@ def user_cache() -> Path:
 
 
 def private(folder: Path) -> Path:
-    """A folder that is there from now on; it, and those above it that were not, for the user alone, whatever the umask."""
+    """A folder that is there from now on; what was not there of the way to it is the user's alone."""
     for place in reversed([place for place in (folder, *folder.absolute().parents) if not place.exists()]):
         place.mkdir(mode=0o700, exist_ok=True)
     return folder
