@@ -65,8 +65,7 @@ def detach(model: nn.Module) -> None:
         # Not noted down where a model that shares this config was attached instead.
         usual = "sdpa" if getattr(inner, "_supports_sdpa", False) else "eager"
         _set_attention(inner, text, next((getattr(m, BEFORE) for m in modules if hasattr(m, BEFORE)), usual))
-    if _own_watch(modules):
-        getattr(modules[0], WATCH).close()
+    stop_watching(inner)
     decoder = _decoder_of(inner, modules)
     if decoder is not None and hasattr(decoder, CALLS):
         for hook in getattr(decoder, CALLS):
@@ -76,6 +75,20 @@ def detach(model: nn.Module) -> None:
         for note in (BEFORE, GUARD, WATCH):
             if hasattr(module, note):
                 delattr(module, note)
+
+
+def is_watched(model: nn.Module) -> bool:
+    """Whether queries and keys are noted before they are rotated."""
+    return _own_watch(list(attention_modules(unwrapped(model))))
+
+
+def stop_watching(model: nn.Module) -> None:
+    """Note queries and keys no more."""
+    modules = list(attention_modules(unwrapped(model)))
+    if _own_watch(modules):
+        getattr(modules[0], WATCH).close()
+        for module in modules:
+            delattr(module, WATCH)
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def check_tokens(decoder: Any, new: Tensor) -> None:
 def check_places(first: SketchLayer, new: Tensor, mask: Tensor | None, positions: Tensor | None) -> None:
     """Refuse a mask and positions by which new tokens do not follow on what the first of our layers has read."""
     rows, count = new.shape[:2]
-    valid = None
+    first.positions.checked, valid = False, None
     if mask is not None:
         first.positions.check_mask(mask, count, first.held.seen)
         valid = mask[:, -count:].bool()

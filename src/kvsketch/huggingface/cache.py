@@ -43,7 +43,7 @@ class SketchCache(Cache):
 
     def reset(self) -> None:
         """Forget everything, a call that failed half-way included."""
-        self.underway = False  # a call has begun
+        self.underway, self.seen_before = False, 0  # a call has begun, with so many tokens seen
         self.read_by: str | None = None  # the fingerprint of the model whose keys are held, taken when the first came
         # New layers: stock ones do not always forget that they recorded, or their length.
         self.stack = LayerStack(self.config, self.model, self.protect)
@@ -54,6 +54,7 @@ class SketchCache(Cache):
 
     def begin_call(self, module: nn.Module, given: Mapping[str, Any]) -> None:
         """Refuse what cannot be read, before any layer takes a part of it; the decoder tells what it was given."""
+        self.underway = False  # an interruption may have left it
         new = given.get("input_ids")
         new = given.get("inputs_embeds") if new is None else new
         if not isinstance(new, Tensor):
@@ -70,6 +71,7 @@ class SketchCache(Cache):
             check_mask(mask, rows, count, self.stack.seen)
         if not torch.compiler.is_compiling():  # which cannot trace what looks at numbers
             check_numbers(self.stack, module, given, new)
+            self.seen_before = self.stack.seen
         self._recognise()
         for layer in self.stack.summing:
             stock.make_writable(layer)
@@ -83,6 +85,8 @@ class SketchCache(Cache):
             for layer in self.stack.summing:
                 stock.release_history(layer)
             self.stack.touched = False
+        elif begun:
+            self.stack.forget_refused(self.seen_before)
         self.prompt.call_ended(self, begun=begun, failed=failed)
 
     def _check_call(self, rows: int, count: int) -> None:
@@ -284,7 +288,10 @@ class SketchCache(Cache):
         self._settle()
         read_by = check_same_weights(self.read_by, self.model)
         model_type, dtype = self.model.config.model_type, self.stack.whole.dtype
-        write_cache(path, self.config, self.layers, model_type=model_type, read_by=read_by, dtype=dtype)
+        write_cache(
+            path, self.config, self.layers,
+            model_type=model_type, read_by=read_by, dtype=dtype, noted=self.prompt.noted,
+        )  # fmt: skip
 
     def _end_prompt(self) -> None:
         """What was read of a prompt is all of it."""

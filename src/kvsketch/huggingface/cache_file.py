@@ -38,8 +38,12 @@ def write_cache(
     model_type: str,
     read_by: str,
     dtype: torch.dtype | None,
+    noted: int | None,
 ) -> None:
-    """Write the layers of a cache that the model with the fingerprint `read_by` has filled."""
+    """Write the layers of a cache that the model with the fingerprint `read_by` has filled.
+
+    Of `noted` tokens there are notes of what was read behind them.
+    """
     tensors: dict[str, Tensor] = {}
     described: list[dict[str, Any]] = []
     for index, layer in enumerate(layers):
@@ -54,6 +58,7 @@ def write_cache(
         "model_type": model_type,
         "fingerprint": read_by,
         "dtype": None if dtype is None else DTYPE_NAMES[dtype],
+        "noted": noted,
         "layers": described,
     }
     write_tensors(path, tensors, description)
@@ -86,6 +91,9 @@ def read_description(file: TensorFile) -> dict[str, Any]:
     for name, kind in KINDS.items():
         if name not in known or not isinstance(known[name], kind):
             raise ValueError(f"{file.path} does not describe a cache: its {name} is {known.get(name)!r:.60}")
+    noted = known.setdefault("noted", None)  # earlier files do not say it
+    if noted is not None and (type(noted) is not int or noted < 0):
+        raise ValueError(f"{file.path} does not describe a cache: it has notes of {noted!r:.60} tokens")
     if known["dtype"] not in (None, *DTYPES):
         raise ValueError(f"{file.path} does not describe a cache: its dtype is {known['dtype']!r:.60}")
     for layer in known["layers"]:

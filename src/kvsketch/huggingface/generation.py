@@ -13,6 +13,7 @@ from kvsketch.caches.core.spans import Given, read_spans
 from kvsketch.caches.core.tokens import chunks
 from kvsketch.caches.registry import chosen_method
 from kvsketch.huggingface.attaching import attach
+from kvsketch.huggingface.before_call import check_tokens
 from kvsketch.huggingface.cache import SketchCache
 from kvsketch.huggingface.identity import fitted
 from kvsketch.huggingface.prompt import NO_QUESTIONS
@@ -42,6 +43,8 @@ def make_cache(
     asked, protected = checked_questions(config, questions), read_spans(protect)
     check_room(config, protected)
     config = fitted(config, unwrapped(model))
+    for ids in asked:
+        check_tokens(unwrapped(model), ids)
     return SketchCache(config, attach(model, before_rotation=config.before_rotation), asked, protected)
 
 

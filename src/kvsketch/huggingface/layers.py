@@ -115,6 +115,12 @@ class LayerStack:
                 "This cache cannot be used further; reset() it, or go on with a copy made before that call"
             )
 
+    def forget_refused(self, seen: int) -> None:
+        """A call has failed that began at so many tokens: if the first layer refused it, nothing has moved."""
+        first = self.counting[0]
+        if isinstance(first, SketchLayer) and first.held.seen == seen and not first.broken and not self.summing:
+            first.pending, self.touched = 0, False
+
     def check_alike(self, layer: SketchLayer) -> None:
         """Refuse a layer that has read other tokens than the first one."""
         ours, first = layer.held, self.sketch[0].held

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from kvsketch.files import DTYPES, TensorFile
 from kvsketch.huggingface import stock
-from kvsketch.huggingface.attaching import attach, detach, is_attached
+from kvsketch.huggingface.attaching import attach, detach, is_attached, is_watched, stop_watching
 from kvsketch.huggingface.cache import SketchCache
 from kvsketch.huggingface.cache_file import config_for, read_description
 from kvsketch.huggingface.layer import SketchLayer
@@ -32,7 +32,7 @@ def load_cache(model: nn.Module, path: str | Path) -> SketchCache:
     with TensorFile(path) as file:
         known = read_description(file)
         config = config_for(known, inner, file.path)
-        was_attached = is_attached(inner)
+        was_attached, was_watched = is_attached(inner), is_watched(inner)
         try:
             link = attach(inner, before_rotation=config.before_rotation)
             link.check_in_one("a cache from a file")
@@ -41,6 +41,8 @@ def load_cache(model: nn.Module, path: str | Path) -> SketchCache:
         except BaseException:
             if not was_attached:
                 detach(inner)
+            elif not was_watched:
+                stop_watching(inner)
             raise
     return cache
 
@@ -71,7 +73,7 @@ def _restore(
         except NOT_POSSIBLE as error:
             what = f"{file.path} holds a state of layer {index} that {cache.config} cannot be in"
             raise ValueError(f"{what}: {error!r:.200}") from error
-    cache.read_by = known["fingerprint"]
+    cache.read_by, cache.prompt.noted = known["fingerprint"], known["noted"]
     cache.stack.whole.dtype = None if known["dtype"] is None else DTYPES[known["dtype"]]
     cache.stack.check_whole()
 

@@ -55,7 +55,9 @@ class Positions:
             first = positions.gather(1, valid.long().argmax(1, keepdim=True))[:, 0].tolist()
             begun = valid.any(1).tolist()
         offsets = [place - length for place, length in zip(first, lengths, strict=True)]
-        before = self.offsets or offsets
+        before = (
+            self.offsets if self.offsets and any(lengths) else offsets
+        )  # of a call that was refused there may be some
         for row, (offset, known, real) in enumerate(zip(offsets, before, begun, strict=True)):
             if real and lengths[row] and offset != known:
                 raise ValueError(

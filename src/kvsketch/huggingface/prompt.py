@@ -68,6 +68,7 @@ class Prompt:
     def reading(self) -> Iterator[None]:
         """All calls in here are one prompt; after an interruption the next call, or more in here, completes it."""
         self.begin()
+        self._drop_unread()
         self.open, self.latest = True, len(self.texts)
         try:
             yield
@@ -105,9 +106,15 @@ class Prompt:
     def note(self, decoder: nn.Module, given: Mapping[str, Any]) -> None:
         """The call is read now."""
         if self.held and not self.again:
+            self._drop_unread()
             ids = given.get("input_ids")
             self.texts.append(ids if isinstance(ids, Tensor) else torch.empty(0))
             self.decoder = weakref.ref(decoder)
+
+    def _drop_unread(self) -> None:
+        """Forget the text of a call that was interrupted before any layer took it: nobody says so of a Ctrl-C."""
+        while self.texts and sum(ids.shape[-1] for ids in self.texts) > self.stack.seen:
+            self.texts.pop()
 
     def call_ended(self, cache: Any, *, begun: bool, failed: bool) -> None:
         """It was read, and is all of the prompt unless more is said to come; or it failed."""
@@ -218,8 +225,9 @@ class Prompt:
         texts = [(ids := one.to(own.device).expand(len(own), -1), torch.ones_like(ids)) for one in self.questions]
         if not texts:
             texts = [_without_padding(own, self.stack.sketch[0].positions.real)]
-        self.again, before = True, own.shape[1]
+        before = own.shape[1]
         try:
+            self.again = True
             read_behind(
                 self.stack,
                 self.config.askings,

@@ -37,6 +37,8 @@ def read_behind(
     """
     done, before, offsets = 0, stack.sketch[0].positions.real, stack.sketch[0].positions.offsets
     for ids, real in texts:
+        if not ids.shape[1]:  # of nothing but padding
+            continue
         first = (
             torch.ones(len(ids), stack.seen, dtype=real.dtype, device=ids.device) if before is None else before.to(real)
         )
@@ -67,10 +69,10 @@ def _note(askings: Askings, held: LayerCache, count: int, asked: Query, whole: P
 @contextmanager
 def _watched(stack: LayerStack, note: Callable[..., None]) -> Iterator[None]:
     """Have a layer's queries and answers noted, with how many columns it has now."""
-    for layer in stack.sketch:
-        layer.watcher = partial(note, layer.held, layer.held.window.length)
-        layer.held.notes_calls = False
     try:
+        for layer in stack.sketch:
+            layer.watcher = partial(note, layer.held, layer.held.window.length)
+            layer.held.notes_calls = False
         yield
     finally:
         for layer in stack.sketch:
@@ -90,10 +92,9 @@ def _put_back(stack: LayerStack) -> Iterator[None]:
     try:
         yield
     finally:
+        stack.touched = True  # until all of them are back
         for layer, state in zip(stack.layers, saved, strict=True):
             vars(layer).update(state)
         for layer in stack.sketch:
-            seen, lengths = before[layer.held.layer]
-            more = [now - then for now, then in zip(layer.held.lengths, lengths, strict=True)]
-            layer.held.crop(layer.held.seen - seen, more)
+            layer.held.go_back(*before[layer.held.layer])
         stack.touched = touched

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvsketch.caches.core.spans import Protected
 from kvsketch.huggingface import stock
 from kvsketch.huggingface.layers import LayerStack
 
@@ -49,3 +50,5 @@ def _move_rows(stack: LayerStack, indices: Tensor, move: Callable[[Any], None]) 
     with stack.changing():
         for layer in stack.layers:
             move(layer)
+        if stack.sketch and not stack.whole.protected.alike:
+            stack.whole.protected = Protected(tuple(stack.sketch[0].held.spans), alike=False)

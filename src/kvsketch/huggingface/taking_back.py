@@ -35,14 +35,15 @@ def check_can_record(stack: LayerStack, config: MethodConfig) -> None:
 
 def end_recording(stack: LayerStack) -> None:
     """Compress what assisted decoding held back, now that it has ended."""
-    for layer in stack.layers:
-        if isinstance(layer, SketchLayer):
-            layer.settle(recording=False)
-        elif getattr(layer, "record_past", False):
-            if stack.seen:
-                layer.crop(0)  # back to the size of its window
-            layer.record_past = False
-            stock.pad_convolutions(layer)
+    with stack.changing():
+        for layer in stack.layers:
+            if isinstance(layer, SketchLayer):
+                layer.settle(recording=False)
+            elif getattr(layer, "record_past", False):
+                if stack.seen:
+                    layer.crop(0)  # back to the size of its window
+                layer.record_past = False
+                stock.pad_convolutions(layer)
 
 
 def crop(stack: LayerStack, tokens_to_remove: int | Tensor, end_prompt: Callable[[], None]) -> None:

@@ -41,6 +41,10 @@ class Growing:
 
     def resize(self, length: int, like: Tensor, most: int | None = None) -> None:
         """Have `length` places shaped as those of `like`; new ones are not filled. Room is never made beyond `most`."""
+        self._make_room(length, like, most)
+        self.length = length
+
+    def _make_room(self, length: int, like: Tensor, most: int | None = None) -> None:
         if self.buffer is None or length > self.buffer.shape[self.dim]:
             room = length + self._spare(length)
             shape = list(like.shape)
@@ -50,11 +54,14 @@ class Growing:
                 grown.narrow(self.dim, 0, self.length).copy_(self.view)
             self.buffer = grown
         self.make_writable()
-        self.length = length
 
     def append(self, new: Tensor) -> None:
-        """Add places at the end."""
-        self._add_places(new).copy_(new)
+        """Add places at the end; an interruption leaves none that are not filled."""
+        start, stop = self.length, self.length + new.shape[self.dim]
+        self._make_room(stop, new)
+        assert self.buffer is not None, "there is room"
+        self.buffer.narrow(self.dim, start, stop - start).copy_(new)
+        self.length = stop
 
     def append_beside(self, *parts: Tensor) -> None:
         """Add places at the end that are made of these side by side, in their last dimension."""
@@ -120,6 +127,11 @@ class Window:
         return self.ranks.length
 
     @property
+    def not_noted(self) -> int:
+        """Number of columns about which nothing was noted yet."""
+        return self.length - (0 if self.notes is None else self.notes.length)
+
+    @property
     def columns(self) -> Columns:
         """All columns, as views."""
         notes = None if self.notes is None else self.notes.view
@@ -166,7 +178,10 @@ class Window:
         self.ranks.view.masked_fill_(leaving, -1)
 
     def crop(self, lengths: Sequence[int]) -> None:
-        """Take back all tokens of each row but the first so many."""
+        """Take back all tokens of each row but the first so many, and parts of columns that an interruption left."""
+        whole = min(grown.length for grown in self._all)
+        for grown in self._all:
+            grown.remove(whole, grown.length)
         kept = self.ranks.view < torch.tensor(lengths, device=self.ranks.view.device)[:, None]
         if self.ragged:
             self.take_out(~kept)

@@ -159,11 +159,15 @@ class LayerCache(LayerState):
         return notes
 
     def _remember(self, asked: Query, new: NewTokens) -> None:
-        """Keep the last queries of a prompt that is held back, for `settle` to say what forgetting did to them."""
-        there = new.valid is None or bool(new.valid[:, -PROBES:].all())
-        if self.recording and self.config.holds_back and not self.keeps_all:
-            last = asked.part(-PROBES, asked.queries.shape[2])
-            self.last_asked = replace(last, queries=last.queries.detach(), in_full=False) if there else None
+        """Keep the last queries of a prompt that is held back, for `settle` to say what forgetting did to them.
+
+        Not those of what is read behind it; and copies, for a view would keep all queries of the call.
+        """
+        if self.recording and self.notes_calls and self.config.holds_back and not self.keeps_all:
+            there = new.valid is None or bool(new.valid[:, -PROBES:].all())
+            self.last_asked = (
+                replace(asked.part(-PROBES, asked.queries.shape[2]).copied(), in_full=False) if there else None
+            )
 
     def _asking_now(self) -> Iterator[tuple[Asking, slice]]:
         """Who asks by queries as they come: of a prompt not those that wait for what is read behind it."""
@@ -284,6 +288,12 @@ class LayerCache(LayerState):
         if count > self.seen or any(less > most for less, most in zip(dropped, there, strict=True)):
             most = min(there, default=0)
             raise ValueError(f"cannot take back {count} tokens: only the last {most} of {self.seen} are uncompressed")
+
+    def go_back(self, seen: int, lengths: Sequence[int]) -> None:
+        """Be where so many tokens had been seen, none of which has left; whatever an interruption left here."""
+        self.seen, self.lengths = seen, list(lengths)
+        for stream in self.streams.all:
+            stream.crop(self.lengths)
 
     def crop(self, count: int, dropped: Sequence[int] | None = None) -> None:
         """Take back the last `count` columns; in each row so many of them were tokens, all where nothing is said."""

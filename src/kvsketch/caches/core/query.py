@@ -37,6 +37,12 @@ class Query:
         ranks = None if self.ranks is None else self.ranks[:, start:stop]
         return replace(self, queries=self.queries[:, :, start:stop], unrotated=unrotated, ranks=ranks)
 
+    def copied(self) -> "Query":
+        """The same, and nothing of it a view of a larger tensor or a part of a graph."""
+        queries = self.queries.detach().clone()
+        unrotated, ranks = (None if x is None else x.detach().clone() for x in (self.unrotated, self.ranks))
+        return replace(self, queries=queries, unrotated=unrotated, ranks=ranks)
+
 
 @dataclass(frozen=True)
 class Answer:

@@ -135,8 +135,9 @@ class Stream:
     def take_notes(self) -> None:
         """Have notes about all columns: one by one costs more."""
         if self.waiting and self.method is not None:
-            seen, self.waiting = Seen.joined(self.waiting), []
-            self.window.append_notes(self.method.note(seen))
+            if self.window.not_noted:  # an interruption may have left them waiting though it was done
+                self.window.append_notes(self.method.note(Seen.joined(self.waiting)))
+            self.waiting = []
 
     def hold(
         self, new: Columns, seen: Seen, lengths: Sequence[int], came: Sequence[int], *, leave: bool = True
@@ -281,6 +282,8 @@ class Stream:
         self.left = numbers["left"]
         if self.method is not None and self.method.takes_notes:
             self.method.check_notes(tensors["notes"])
+            if tensors["notes"].shape[:3] != tensors["keys"].shape[:3]:
+                raise ValueError(f"notes of {tuple(tensors['notes'].shape[:3])} for {tuple(tensors['keys'].shape[:3])}")
         if self.askings:
             self.askings.check(tensors["notes"], tensors["keys"])
         if self.past is not None:

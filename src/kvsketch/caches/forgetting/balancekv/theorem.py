@@ -11,7 +11,7 @@ level first, so that any budget is used and nothing is halved that fits.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -145,14 +145,18 @@ class TheoremHolding(Holding):
     def answer(self, query: Query, asked: Tensor | None) -> Answer:
         """The ratio of both sums, not longer than the longest value: the true answer is a mean of values."""
         assert self.sets is not None, "tokens came"
-        found = weighted_attention(query.queries, self.tokens(), query.scale, softcap=query.softcap)
+        dtype, tokens = query.queries.dtype, self.tokens()
+        if dtype == torch.float16:  # which has no number for what is far too long
+            wide = tokens.keys.float(), tokens.values.float()
+            tokens, query = replace(tokens, keys=wide[0], values=wide[1]), replace(query, queries=query.queries.float())
+        found = weighted_attention(query.queries, tokens, query.scale, softcap=query.softcap)
         group = query.queries.shape[1] // len(self.sets.keys)
         longest = self.sets.radii[None, :, 1].repeat_interleave(group, 1)[..., None, None]
         size = found.out.abs().amax(3, keepdim=True).clamp_min(1e-30)  # squares of what exploded would be no numbers
         direction = found.out / size
         lengths = direction.norm(dim=3, keepdim=True) * size
         out = torch.where(lengths > longest, direction * (longest * size / lengths), found.out)
-        return Answer(Partial(out, found.lse))
+        return Answer(Partial(out.to(dtype), found.lse))
 
     def tokens(self) -> WeightedTokens:
         """The tokens held, with the log of what they count in each sum."""
