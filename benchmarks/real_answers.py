@@ -148,8 +148,10 @@ def quarters(rows: list[Row], mean: Mean) -> list[tuple[float, int]]:
 def print_depths(lines: list[Row]) -> None:
     """Methods down, quarters of the text across."""
     for task in COMPARED:
-        print(f"\n| `{task}`, found in the | first quarter | second | third | last |\n|---|---|---|---|---|")
         here = {line["method"]: line["quarters"] for line in lines if line["task"] == task}
+        if here.keys() <= {"exact"}:
+            continue
+        print(f"\n| `{task}`, found in the | first quarter | second | third | last |\n|---|---|---|---|---|")
         for spec in (spec for spec in METHODS if spec in here):
             print(f"| `{spec}` |", " | ".join(f"{found:.0f} of {count}" for found, count in here[spec]), "|")
 

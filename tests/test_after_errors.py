@@ -190,7 +190,7 @@ def test_a_file_that_is_refused_leaves_a_model_as_it_was(tmp_path):
     about["layers"][1]["state"]["seen"] += 1
     write_tensors(tmp_path / "cache", tensors, about)
     kvsketch.attach(own)
-    with pytest.raises(ValueError, match="a state of layer 1 that .* cannot be in"):
+    with pytest.raises(ValueError, match=r"a state of layer 1 that .* cannot be in"):
         kvsketch.load_cache(own, tmp_path / "cache")
     assert is_attached(own)
     assert not is_watched(own)
