@@ -55,9 +55,8 @@ class Positions:
             first = positions.gather(1, valid.long().argmax(1, keepdim=True))[:, 0].tolist()
             begun = valid.any(1).tolist()
         offsets = [place - length for place, length in zip(first, lengths, strict=True)]
-        before = (
-            self.offsets if self.offsets and any(lengths) else offsets
-        )  # of a call that was refused there may be some
+        there = self.offsets if any(lengths) else None  # before anything was read they are of a call that was refused
+        before = there or offsets
         for row, (offset, known, real) in enumerate(zip(offsets, before, begun, strict=True)):
             if real and lengths[row] and offset != known:
                 raise ValueError(
