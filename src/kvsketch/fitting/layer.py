@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.caches.lookup.key_index import LayerIndex, layer_file
-from kvsketch.files import read_about, read_tensors, write_tensors
+from kvsketch.files import read_about, read_tensors, ready, write_tensors
 from kvsketch.fitting.checkpoint import train_or_resume
 from kvsketch.fitting.classifiers import Classifiers
 from kvsketch.fitting.measure import measure
@@ -53,7 +53,7 @@ class LayerFit:
 
     def _fit(self, layer: int, path: Path) -> None:
         settings, device, seconds = self.settings, self.device, dict[str, float]()
-        self.work.mkdir(parents=True, exist_ok=True)
+        ready(self.work)
 
         def made_once(kind: type[T], name: str, make: Callable[[], T]) -> T:
             self.show(layer, 0, name)

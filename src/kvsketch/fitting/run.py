@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsketch.caches.lookup.key_index import DESCRIPTION, write_index
-from kvsketch.files import UNFINISHED, read_json, write_json
+from kvsketch.files import UNFINISHED, read_json, ready, write_json
 from kvsketch.fitting.corpus import Corpus
 from kvsketch.fitting.settings import FitSettings
 
@@ -40,7 +40,7 @@ class Run:
             path.is_file() and not path.name.startswith(UNFINISHED) for path in self.out.rglob("*")
         ):
             raise ValueError(f"{self.out} has files in it, and none of a fit: name a new folder, or that of a fit")
-        self.work.mkdir(parents=True, exist_ok=True)
+        ready(self.work)
         write_json(self.work / STATE, self.description())
         return False
 

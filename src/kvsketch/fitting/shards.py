@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvsketch.files import read_about, read_tensors, write_tensors
+from kvsketch.files import read_about, read_tensors, ready, write_tensors
 from kvsketch.fitting.corpus import Text
 from kvsketch.fitting.settings import ShardSettings, generator
 from kvsketch.huggingface.capture import Captured, capture
@@ -75,7 +75,7 @@ class Shards:
             heads = chosen["query_heads"][chosen["query_is_far"]]
             far = torch.bincount(heads, minlength=len(seen.keys)).tolist()
             layers[str(seen.layer)] = {"scale": seen.scale, "softcap": seen.softcap, "long_range": far}
-        self.folder.mkdir(parents=True, exist_ok=True)
+        ready(self.folder)
         write_tensors(self.path(text), tensors, {**self._about(text), "tokens": len(text.ids), "seen": layers})
 
     def _about(self, text: Text) -> dict[str, Any]:

@@ -300,10 +300,7 @@ class LayerCache(LayerState):
         dropped = [count] * len(self.lengths) if dropped is None else dropped
         self.check_crop(count, dropped)
         if count:
-            self.lengths = [length - less for length, less in zip(self.lengths, dropped, strict=True)]
-            self.seen -= count
-            for stream in self.streams.all:
-                stream.crop(self.lengths)
+            self.go_back(self.seen - count, [n - less for n, less in zip(self.lengths, dropped, strict=True)])
 
 
 def _whole(answer: Answer) -> Partial | None:

@@ -89,7 +89,7 @@ def _attended(query: Tensor, parts: Sequence[Entries], heads: int, scale: float,
     group, value_width = query_heads // heads, parts[0].tokens.values.shape[3]
     lanes, device = rows * heads, query.device
     described = [_described(part, lanes) for part in parts]
-    by_query = any(sizes[3] > 1 for _, _, sizes, _ in described)
+    by_query = any(_by_query(part) for part in parts)
     programs, each = (lanes * queries, group) if by_query else (lanes, group * queries)
     single = [part.tokens.keys.dtype == torch.float32 for part in parts]
     small = max(width, value_width) <= 128 and any(single) == all(single)
