@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Int64
@@ -29,7 +29,6 @@ from kvsketch.huggingface import SketchCache, attach, detach, make_cache
 from kvsketch.huggingface.identity import describe_model
 from kvsketch.huggingface.modules import heads_of
 
-ROOM = 6  # times the bytes of a whole cache: exact's, the other one, what making it takes, what was read
 Prompt = dict[str, float]  # seconds of reading, and of compressing
 
 
@@ -76,11 +75,12 @@ def run(
     yield what, len(plan.ways) - len(missing)
     if not missing:
         return
-    if without := no_room(ROOM * subject.full_bytes):
+    kind = Filled if subject.prompt is None else Read
+    if without := no_room(kind.room * subject.full_bytes):
         say(f"{what} are left out: {without}")
         yield what, len(missing)
         return
-    source = Filled(subject) if subject.prompt is None else Read(subject)
+    source = kind(subject)
     yield f"{what}, {STOCK}", 0
     error, exact, stock = _steps(source, STOCK, STOCK)
     right = error < plan.apart
@@ -100,7 +100,9 @@ def run(
 
 
 class Source(ABC):
-    """Where caches come from."""
+    """Where caches come from. `room`: memory that this takes, in times the bytes of a whole cache."""
+
+    room: ClassVar[int]
 
     def __init__(self, subject: Subject) -> None:
         self.model, self.subject = subject.model, subject
@@ -119,7 +121,9 @@ class Source(ABC):
 
 
 class Filled(Source):
-    """Caches that were given random keys and values."""
+    """Caches that were given random keys and values: exact's, the other one, and a layer that is being made."""
+
+    room: ClassVar[int] = 3
 
     def cache(self, way: str, config: MethodConfig | str) -> Cache:
         layers, heads, _, width = self.subject.shape
@@ -135,7 +139,9 @@ class Filled(Source):
 
 
 class Read(Source):
-    """Caches that have read a prompt, each as it reads one; what several have in common is read once."""
+    """Caches that have read a prompt, each as it reads one; what several have in common is read once, and stays."""
+
+    room: ClassVar[int] = 6
 
     def __init__(self, subject: Subject) -> None:
         super().__init__(subject)
