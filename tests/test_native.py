@@ -185,7 +185,9 @@ def test_places_beyond_two_to_the_31(tmp_path):
 @needs_c
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize(
-    "shape", [(1, 2, 4, 1, 64, 256, 300), (2, 3, 2, 2, 20, 37, 50), (1, 4, 1, 1, 32, 0, 64)], ids=str
+    "shape",
+    [(1, 2, 4, 1, 64, 256, 300), (2, 3, 2, 2, 20, 37, 50), (1, 4, 1, 1, 32, 0, 64), (1, 1, 5, 1, 64, 64, 2080)],
+    ids=str,
 )
 def test_the_classifier_is_that_of_torch(shape, dtype):
     rows, heads, group, queries, width, hidden, buckets = shape

@@ -1,7 +1,7 @@
 // Which buckets queries visit: the classifier's two layers, softmax, the mean over a group, and the runs of entries.
 #include "common.h"
 
-#define COLUMNS 512  // that are worked on together
+#define COLUMNS 512  // that are worked on together; twice as many where there are heads for all threads
 
 struct layer {  // of the classifier: [heads, inner, columns] and [heads, columns]; NULL: there is none
     const void *weights, *bias;
@@ -45,32 +45,109 @@ INLINE void add_rows(const void *weights, int64_t columns, const float *from, in
         four_rows(weights, columns, from + r * stride, stride, to + r * to_stride, to_stride, first, last, 1, kind);
 }
 
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#define TWICE (2 * W)  // columns that are worked on together; two rows of weights lie there in turns, in two vectors
+#define DEEP 8         // rows of weights that are worked on together; those behind the next eight are asked for
+
+// Eight rows of weights times `rb` rows of numbers, added up for some columns. Of every TWICE columns those come first
+// that `unpacklo` takes: `in_order` puts that right at the end.
+INLINE void eight_rows(const uint16_t *weights, int64_t columns, const uint16_t *from, int64_t stride, float *to,
+                       int64_t to_stride, int64_t first, int64_t last, const int rb) {
+    __m512bh two[4][DEEP / 2];
+    UNROLL for (int r = 0; r < rb; r++)
+        UNROLL for (int k = 0; k < DEEP / 2; k++) {
+            int both;
+            memcpy(&both, from + r * stride + 2 * k, sizeof both);
+            two[r][k] = (__m512bh)_mm512_set1_epi32(both);
+        }
+    for (int64_t c = first; c < last; c += TWICE) {
+        __m512 low[4], high[4];
+        UNROLL for (int r = 0; r < rb; r++)
+            low[r] = _mm512_loadu_ps(to + r * to_stride + c), high[r] = _mm512_loadu_ps(to + r * to_stride + c + W);
+        UNROLL for (int k = 0; k < DEEP; k += 2) {
+            const uint16_t *at = weights + k * columns + c;
+            __m512i a = _mm512_loadu_si512(at), b = _mm512_loadu_si512(at + columns);
+            __builtin_prefetch(at + 2 * DEEP * columns, 0, 2);
+            __builtin_prefetch(at + (2 * DEEP + 1) * columns, 0, 2);
+            __m512bh those = (__m512bh)_mm512_unpacklo_epi16(a, b), others = (__m512bh)_mm512_unpackhi_epi16(a, b);
+            UNROLL for (int r = 0; r < rb; r++) {
+                low[r] = _mm512_dpbf16_ps(low[r], two[r][k / 2], those);
+                high[r] = _mm512_dpbf16_ps(high[r], two[r][k / 2], others);
+            }
+        }
+        UNROLL for (int r = 0; r < rb; r++)
+            _mm512_storeu_ps(to + r * to_stride + c, low[r]), _mm512_storeu_ps(to + r * to_stride + c + W, high[r]);
+    }
+}
+
+INLINE void in_order(float *at) {
+    __m512 low = _mm512_loadu_ps(at), high = _mm512_loadu_ps(at + W);
+    __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+    _mm512_storeu_ps(at, _mm512_permutex2var_ps(low, first, high));
+    _mm512_storeu_ps(at + W, _mm512_permutex2var_ps(low, second, high));
+}
+
+// to[r] += from[r] · weights in products of pairs of bfloat16. 0: the layer has no such shape, or there is no memory.
+static int times_pairs(const uint16_t *weights, const struct layer *layer, const float *from, int64_t stride, float *to,
+                       int64_t to_stride, int64_t rows, int64_t first, int64_t last) {
+    int64_t deep = layer->inner, wide = layer->columns, r = 0;
+    if (deep % W || wide % TWICE) return 0;
+    uint16_t *own = kept_memory(3, sizeof(uint16_t) * rows * deep);
+    if (!own) return 0;
+    for (; r < rows; r++)
+        for (int64_t i = 0; i < deep; i += W) {
+            __m256bh rounded = _mm512_cvtneps_pbh(_mm512_loadu_ps(from + r * stride + i));
+            memcpy(own + r * deep + i, &rounded, sizeof rounded);
+        }
+    for (int64_t i = 0; i < deep; i += DEEP, weights += DEEP * wide) {
+        for (r = 0; r + 4 <= rows; r += 4)
+            eight_rows(weights, wide, own + r * deep + i, deep, to + r * to_stride, to_stride, first, last, 4);
+        for (; r < rows; r++)
+            eight_rows(weights, wide, own + r * deep + i, deep, to + r * to_stride, to_stride, first, last, 1);
+    }
+    for (r = 0; r < rows; r++)
+        for (int64_t c = first; c < last; c += TWICE) in_order(to + r * to_stride + c);
+    return 1;
+}
+#else
+#define times_pairs(...) 0
+#endif
+
 // to[r] = bias + from[r] · weights, for some columns; with `cut` what is negative is 0.
 static void times(const struct layer *layer, int kind, int64_t head, const float *from, int64_t stride, float *to,
                   int64_t to_stride, int64_t rows, int64_t first, int64_t last, int cut) {
     int64_t wide = layer->columns, i = 0;
     const char *weights = (const char *)layer->weights + head * layer->inner * wide * bytes_of(kind);
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t c = first; c < last; c++) to[r * to_stride + c] = read_one(layer->bias, kind, head * wide + c);
-    for (; i + 4 <= layer->inner; i += 4, weights += 4 * wide * bytes_of(kind)) {
-        if (kind == F32) add_rows(weights, wide, from + i, stride, to, to_stride, rows, first, last, F32);
-        else if (kind == BF16) add_rows(weights, wide, from + i, stride, to, to_stride, rows, first, last, BF16);
-        else add_rows(weights, wide, from + i, stride, to, to_stride, rows, first, last, F16);
+    for (int64_t r = 0; r < rows; r++) memset(to + r * to_stride + first, 0, sizeof(float) * (last - first));
+    const uint16_t *halves = (const uint16_t *)weights;
+    if (kind != BF16 || !times_pairs(halves, layer, from, stride, to, to_stride, rows, first, last)) {
+        for (; i + 4 <= layer->inner; i += 4, weights += 4 * wide * bytes_of(kind)) {
+            if (kind == F32) add_rows(weights, wide, from + i, stride, to, to_stride, rows, first, last, F32);
+            else if (kind == BF16) add_rows(weights, wide, from + i, stride, to, to_stride, rows, first, last, BF16);
+            else add_rows(weights, wide, from + i, stride, to, to_stride, rows, first, last, F16);
+        }
+        for (; i < layer->inner; i++, weights += wide * bytes_of(kind))
+            for (int64_t r = 0; r < rows; r++)
+                for (int64_t c = first; c < last; c++)
+                    to[r * to_stride + c] += from[r * stride + i] * read_one(weights, kind, c);
     }
-    for (; i < layer->inner; i++, weights += wide * bytes_of(kind))
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t c = first; c < last; c++) to[r * to_stride + c] += from[r * stride + i] * read_one(weights, kind, c);
-    for (int64_t r = 0; cut && r < rows; r++)
-        for (int64_t c = first; c < last; c++)
-            if (to[r * to_stride + c] < 0) to[r * to_stride + c] = 0;
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = first; c < last; c++) {
+            float x = to[r * to_stride + c] + read_one(layer->bias, kind, head * wide + c);
+            to[r * to_stride + c] = cut && x < 0 ? 0 : x;
+        }
 }
 
 // Probabilities of a query's columns, added up with a share to the group's.
 static void add_softmax(float *logits, int64_t columns, float share, float *sum) {
     float most = -INFINITY, mass = 0;
-    for (int64_t c = 0; c < columns; c++) most = logits[c] > most ? logits[c] : most;
     int64_t c = 0;
-    vf masses = SPLAT(0.0f);
+    vf top = SPLAT(-INFINITY), masses = SPLAT(0.0f);
+    for (; c + W <= columns; c += W) top = larger(top, load_f32(logits + c));
+    for (; c < columns; c++) most = logits[c] > most ? logits[c] : most;
+    for (int i = 0; i < W; i++) most = top[i] > most ? top[i] : most;
+    c = 0;
     for (; c + W <= columns; c += W) {
         vf x = exp_of(load_f32(logits + c) - SPLAT(most));
         masses += x;
@@ -103,13 +180,14 @@ int kvs_classify(const struct asked *of, const struct layer *layers, float *scor
     int64_t stride = of->width;
     for (const struct layer *layer = first ? first : last; layer <= last; layer++) {
         float *to = layer == last ? logits : inner;
-        int64_t blocks = (layer->columns + COLUMNS - 1) / COLUMNS, wide = layer->columns;
+        int64_t together = of->heads < threads ? COLUMNS : 2 * COLUMNS, wide = layer->columns;
+        int64_t blocks = (wide + together - 1) / together;
         int used = use_threads(threads, wide * layer->inner * every * of->heads < (1 << 18) ? 1 : of->heads * blocks);
         PRAGMA(omp parallel for schedule(dynamic) num_threads(used) if (used > 1))
         for (int64_t n = 0; n < of->heads * blocks; n++) {
-            int64_t h = n / blocks, begin = n % blocks * COLUMNS, end = begin + COLUMNS < wide ? begin + COLUMNS : wide;
-            times(layer, (int)of->kind, h, from + h * every * stride, stride, to + h * every * wide, wide, every, begin, end,
-                  layer != last);
+            int64_t h = n / blocks, begin = n % blocks * together, end = begin + together;
+            times(layer, (int)of->kind, h, from + h * every * stride, stride, to + h * every * wide, wide, every, begin,
+                  end < wide ? end : wide, layer != last);
         }
         from = to, stride = wide;
     }
