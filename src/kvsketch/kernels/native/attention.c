@@ -89,17 +89,52 @@ static void to_shares(float *logits, const struct tile *tile, const struct shape
     *mass += sum_of(sum);
 }
 
+// scores[r][j] = scale · ⟨query r, key j⟩ in products of pairs of bfloat16, from queries as they came.
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#define IN_PAIRS(of) ((of)->kind == BF16 && (of)->key_width % (2 * W) == 0)
+INLINE void scores_of_pairs(const uint16_t *query, const struct shape *of, const uint16_t *const *keys, int count,
+                            float (*scores)[TILE], const int rb, const void *const *ahead) {
+    const int kb = W / rb;
+    for (int j = 0; j < count; j += kb) {
+        vf sums[W];
+        const uint16_t *at[W];
+        UNROLL for (int i = 0; i < W; i++) sums[i] = SPLAT(0.0f);
+        UNROLL for (int k = 0; k < kb; k++) {
+            at[k] = keys[j + k < count ? j + k : count - 1];
+            if (ahead) ask_for(ahead[j + k < count ? j + k : count - 1], sizeof(uint16_t) * of->value_width);
+        }
+        for (int64_t i = 0; i < of->width; i += 2 * W) {
+            __m512bh asked[W];
+            UNROLL for (int r = 0; r < rb; r++) asked[r] = (__m512bh)_mm512_loadu_si512(query + r * of->width + i);
+            UNROLL for (int k = 0; k < kb; k++) {
+                __m512bh key = (__m512bh)_mm512_loadu_si512(at[k] + i);
+                UNROLL for (int r = 0; r < rb; r++)
+                    sums[r * kb + k] = (vf)_mm512_dpbf16_ps((__m512)sums[r * kb + k], asked[r], key);
+            }
+        }
+        vf found = sums_of(sums) * SPLAT(of->scale);
+        UNROLL for (int r = 0; r < rb; r++) memcpy(&scores[r][j], (const float *)&found + r * kb, sizeof(float) * kb);
+    }
+}
+#else
+#define IN_PAIRS(of) 0
+#define scores_of_pairs(...)
+#endif
+
 #define KIND f32
 #define NUMBER float
 #define LOAD load_f32
+#define PAIRS 0
 #include "tile.inc"
 #define KIND bf16
 #define NUMBER uint16_t
 #define LOAD load_bf16
+#define PAIRS 1
 #include "tile.inc"
 #define KIND f16
 #define NUMBER uint16_t
 #define LOAD load_f16
+#define PAIRS 0
 #include "tile.inc"
 
 // Numbers of an entry as whole vectors of float32.
@@ -119,8 +154,9 @@ struct work {
     const struct shape *of;
     struct sums sums;
     int rows, kind;
-    const float *query;
-    float *room;  // for a tile as whole vectors of float32
+    const float *query;      // times the scale
+    const uint16_t *halves;  // as they came, where products of pairs take them; else NULL
+    float *room;             // for a tile as whole vectors of float32
     struct tile tiles[2], *filling, *ready;
 };
 
@@ -140,9 +176,9 @@ static void turn(struct work *work) {
         kind = F32;
     }
     if (!tile->count) {}
-    else if (kind == F32) answer_tile_f32(work->query, of, tile, next, work->sums, work->rows);
-    else if (kind == BF16) answer_tile_bf16(work->query, of, tile, next, work->sums, work->rows);
-    else answer_tile_f16(work->query, of, tile, next, work->sums, work->rows);
+    else if (kind == F32) answer_tile_f32(work->query, NULL, of, tile, next, work->sums, work->rows);
+    else if (kind == BF16) answer_tile_bf16(work->query, work->halves, of, tile, next, work->sums, work->rows);
+    else answer_tile_f16(work->query, work->halves, of, tile, next, work->sums, work->rows);
     tile->count = 0;
     work->ready = next, work->filling = tile;
 }
@@ -174,26 +210,29 @@ INLINE int64_t list_of(const struct source *in, int64_t lane, int64_t query) {
 }
 
 // Where the queries of a piece lie, one behind the other in groups: row r is query r % asked of head r / asked.
-static void widen_queries(const struct shape *of, const void *queries, const struct piece *piece, float *to) {
+static void widen_queries(const struct shape *of, const void *queries, const struct piece *piece, float *to,
+                          uint16_t *halves) {
     int64_t row = piece->target / of->heads, head = piece->target % of->heads;
     for (int64_t r = 0; r < piece->rows; r++) {
         int64_t at = row * of->query_row + (head * of->group + r / piece->asked) * of->query_head +
                      (piece->query + r % piece->asked) * of->query_step;
         widen(to + r * of->width, (const char *)queries + at * bytes_of(of->kind), of->kind, of->key_width, of->width);
         for (int64_t i = 0; i < of->width; i++) to[r * of->width + i] *= of->scale;
+        if (halves) memcpy(halves + r * of->width, (const uint16_t *)queries + at, sizeof(uint16_t) * of->width);
     }
 }
 
 static void work_off(const struct shape *of, const void *queries, const struct source *in, const struct piece *piece,
                      float *room) {
-    struct work work = {of, piece->sums, (int)piece->rows, (int)in->kind, room, room + piece->rows * of->width,
-                        {{0}}, NULL, NULL};
+    float *tile = room + piece->rows * of->width;
+    uint16_t *halves = IN_PAIRS(of) ? (uint16_t *)(tile + TILE * (of->width + of->value_width)) : NULL;
+    struct work work = {of, piece->sums, (int)piece->rows, (int)in->kind, room, halves, tile, {{0}}, NULL, NULL};
     work.filling = work.tiles, work.ready = work.tiles + 1;
     for (int i = 0; i < 2; i++) {
         work.tiles[i].weighted = in->log_mass || in->log_value;
         work.tiles[i].apart = in->log_value != NULL;
     }
-    widen_queries(of, queries, piece, room);
+    widen_queries(of, queries, piece, room, halves);
     for (int64_t r = 0; r < piece->rows; r++) piece->sums.most[r] = NOWHERE, piece->sums.mass[r] = 0;
     memset(piece->sums.out, 0, sizeof(float) * piece->rows * of->value_width);
     int64_t seen = 0, first = list_of(in, piece->lane, piece->query);
@@ -287,7 +326,7 @@ int kvs_attend(const struct shape *given, const struct source *sources, int64_t 
         next += own * (of.value_width + 2);
     }
     int failed = 0, used = use_threads(threads, work * (of.width + of.value_width) < SMALL ? 1 : found);
-    size_t scratch = sizeof(float) * (of.width + of.value_width) * (TILE + of.group * of.queries);
+    size_t scratch = sizeof(float) * ((of.width + of.value_width) * TILE + 2 * of.width * of.group * of.queries);
     PRAGMA(omp parallel for schedule(dynamic) num_threads(used) reduction(|:failed) if (used > 1))
     for (int64_t i = 0; i < found; i++) {
         float *own = kept_memory(2, scratch);

@@ -120,8 +120,8 @@ static void times(const struct layer *layer, int kind, int64_t head, const float
     int64_t wide = layer->columns, i = 0;
     const char *weights = (const char *)layer->weights + head * layer->inner * wide * bytes_of(kind);
     for (int64_t r = 0; r < rows; r++) memset(to + r * to_stride + first, 0, sizeof(float) * (last - first));
-    const uint16_t *halves = (const uint16_t *)weights;
-    if (kind != BF16 || !times_pairs(halves, layer, from, stride, to, to_stride, rows, first, last)) {
+    if (kind != BF16 ||
+        !times_pairs((const uint16_t *)weights, layer, from, stride, to, to_stride, rows, first, last)) {
         for (; i + 4 <= layer->inner; i += 4, weights += 4 * wide * bytes_of(kind)) {
             if (kind == F32) add_rows(weights, wide, from + i, stride, to, to_stride, rows, first, last, F32);
             else if (kind == BF16) add_rows(weights, wide, from + i, stride, to, to_stride, rows, first, last, BF16);
