@@ -47,8 +47,8 @@ EVERY = [
     "keydiff(keep=0.125, heads='profile')",
 ]
 CELL, Cell = ("task", "asked", "length", "method"), tuple[str, str, int, str]
-COMPARED = {"niah_single": ("--max-new-tokens", 16), "passkey": (), "number_string": ()}  # 9 tokens are a right reply
-ONLY_SHORT = ("passkey",)  # is lost in longer prompts with everything held
+COMPARED = {"niah_single": ("--max-new-tokens", 16), "passkey": (), "number_string": ()}  # a right number has 9 tokens
+ONLY_SHORT = ("passkey",)  # in longer prompts it is lost with everything held
 
 
 def able_tasks(out: Path, books: list[Path]) -> list[Mean]:

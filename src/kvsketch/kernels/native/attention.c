@@ -178,7 +178,7 @@ static void turn(struct work *work) {
     if (!tile->count) {}
     else if (kind == F32) answer_tile_f32(work->query, NULL, of, tile, next, work->sums, work->rows);
     else if (kind == BF16) answer_tile_bf16(work->query, work->halves, of, tile, next, work->sums, work->rows);
-    else answer_tile_f16(work->query, work->halves, of, tile, next, work->sums, work->rows);
+    else answer_tile_f16(work->query, NULL, of, tile, next, work->sums, work->rows);
     tile->count = 0;
     work->ready = next, work->filling = tile;
 }
