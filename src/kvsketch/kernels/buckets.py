@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvsketch.algorithms.saap import APART, LONG_RANGE, to_learn_from
 from kvsketch.attention import NO_MASS
+from kvsketch.kernels.groups import sums_of_groups
 
 PRODUCTS_AT_ONCE = 1 << 24  # of keys with centroids: 64 MiB of float32
 
@@ -35,7 +36,7 @@ def spherical_k_means(
     for _ in range(iterations):
         buckets = assign(keys, centroids)
         index = buckets[..., None].expand_as(keys)
-        sums = torch.zeros_like(centroids).scatter_add_(1, index, keys)
+        sums = sums_of_groups(keys, buckets, count)
         sizes = torch.zeros(lanes, count, dtype=torch.int64, device=keys.device)
         empty = sizes.scatter_add_(1, buckets, torch.ones_like(buckets)) == 0
         if bool(empty.any()):

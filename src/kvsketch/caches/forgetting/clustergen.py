@@ -17,6 +17,7 @@ from kvsketch.caches.core.config import BLOCK, WEIGHTS, BudgetedConfig
 from kvsketch.caches.core.storage import chosen, in_front
 from kvsketch.caches.core.tokens import Arriving
 from kvsketch.caches.forgetting.apart import towards
+from kvsketch.kernels.groups import sums_of_groups
 from kvsketch.kernels.kcenter import k_center
 from kvsketch.kernels.pairs import cheapest_pairs
 
@@ -195,8 +196,7 @@ def means(
     """Of each owner's vectors, each as often as its size; in float32 at least. One of its own stays what it is."""
     precise = torch.promote_types(x.dtype, torch.float32)
     shares = (sizes / total.gather(1, owner)).to(precise)
-    sums = x.new_zeros(*total.shape, x.shape[2], dtype=precise)
-    return sums.scatter_add(1, owner[..., None].expand_as(x), x * shares[..., None]).to(x.dtype)
+    return sums_of_groups(x * shares[..., None], owner, total.shape[1]).to(x.dtype)
 
 
 def _joined(clusters: Clusters, count: int) -> Clusters:

@@ -19,6 +19,7 @@ from kvsketch.caches.core.storage import storage_bytes
 from kvsketch.caches.lookup.config import BucketedConfig
 from kvsketch.caches.lookup.store import Index, Lookup, Store
 from kvsketch.kernels import routes
+from kvsketch.kernels.groups import sums_of_groups
 from kvsketch.kernels.sources import Entries, Limits, Segments
 
 
@@ -144,8 +145,7 @@ class Buckets(Index):
         means = list[Tensor]()
         for number, held in enumerate((store.keys, store.values)):
             x = held[:, start:stop].float()
-            total = x.new_zeros(*new.shape, x.shape[2])
-            total.scatter_add_(1, labels[..., None].expand_as(x), x)
+            total = sums_of_groups(x, labels, self.number)
             before = torch.zeros_like(total) if self.means is None else self.means[number]
             means.append(before + (total / new.clamp_min(1)[..., None] - before) * share)
         self.means = (means[0], means[1])
