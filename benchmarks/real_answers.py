@@ -47,8 +47,14 @@ EVERY = [
     "keydiff(keep=0.125, heads='profile')",
 ]
 CELL, Cell = ("task", "asked", "length", "method"), tuple[str, str, int, str]
-COMPARED = {"niah_single": ("--max-new-tokens", 16), "passkey": (), "number_string": ()}  # a right number has 9 tokens
-ONLY_SHORT = ("passkey",)  # in longer prompts it is lost with everything held
+COMPARED = {  # with limits: a right number has 9 tokens, a UUID 37
+    "niah_single": ("--max-new-tokens", 16),
+    "needle": (),
+    "niah_single_uuid": ("--max-new-tokens", 56),
+    "number_string": (),
+    "passkey": (),
+}
+ONLY_SHORT = ("needle", "niah_single_uuid", "passkey")  # the first as a number; others are lost in longer prompts
 
 
 def able_tasks(out: Path, books: list[Path]) -> list[Mean]:

@@ -44,10 +44,12 @@ class Bundle:
 
     def of(self, x: Tensor) -> Tensor:
         """The part [l, …] of something [b, h, …] that belongs to these lanes."""
-        if not self.whole:
-            rows, heads, _ = self._index(x.device)
-            x = x[rows, heads]
-        return x.flatten(0, 1)
+        if self.whole:
+            return x.flatten(0, 1)
+        if len(self.rows) == 1 and self.heads == [*range(self.heads[0], self.heads[-1] + 1)]:
+            return x[self.rows[0], self.heads[0] : self.heads[-1] + 1]  # where they lie, without a copy
+        rows, heads, _ = self._index(x.device)
+        return x[rows, heads].flatten(0, 1)
 
     def query(self, query: Query, heads: int) -> Query:
         """What these lanes are asked: as queries of one row, whose KV heads they are."""
