@@ -135,6 +135,7 @@ def print_held(means: list[Mean]) -> None:
 
 def print_methods(means: list[Mean], specs: Sequence[str]) -> None:
     """Methods down, tasks across."""
+    means = [mean for mean in means if mean.method in specs]
     tasks = [task for task in COMPARED if any(mean.task == task and mean.method != "exact" for mean in means)]
     counts = {task: sorted({mean.count for mean in means if mean.task == task}) for task in tasks}
     heads = [f"`{task}`, n = {' to '.join(map(str, {counts[task][0]: 0, counts[task][-1]: 0}))}" for task in tasks]

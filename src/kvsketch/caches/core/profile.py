@@ -111,7 +111,7 @@ def _read(path: Path, changed: int, size: int) -> Profile:
     try:
         known = read_json(path)
     except DamagedError as error:
-        raise ValueError(f"{error}. Measure the profile again, or put back what was there") from error
+        raise ValueError(f"{error}. Put back the profile that was there. {HOW}") from error
     if known.get("format") != FORMAT or known.get("kind") != PROFILE:
         raise ValueError(f"{path} is no profile of format {FORMAT}, the one this version reads. {HOW}")
     if not _describes_a_profile(known):

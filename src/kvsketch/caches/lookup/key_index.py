@@ -22,6 +22,7 @@ from kvsketch.files import DamagedError, TensorFile, digest_of, read_json, user_
 FORMAT = 2
 DESCRIPTION = "index.json"
 SHIPPED = Path(__file__).parent.parent.parent / "assets" / "indexes"
+AGAIN = "Or make one in a new folder: kvsketch fit MODEL --out FOLDER"
 FILE = "file"  # of a layer's part of the description: the digest of its file
 
 
@@ -129,13 +130,13 @@ class KeyIndex:
         """A layer's file, opened; refused if it is not the one that the fit wrote."""
         path = self.folder / layer_file(number)
         if not path.is_file():
-            raise ValueError(f"the index {self.folder} is incomplete: {path.name} is missing")
+            raise ValueError(f"the index {self.folder} is incomplete: {path.name} is missing. Put it back. {AGAIN}")
         file = TensorFile(path)
         if file.digest != self.description["layers"][str(number)].get(FILE):
             file.__exit__()
             raise ValueError(
-                f"the index {self.folder} was changed: {path.name} is not the file that was fitted. Put that back, or "
-                "fit again in a new folder"
+                f"the index {self.folder} was changed: {path.name} is not the file that was fitted. Put that back. "
+                f"{AGAIN}"
             )
         return file
 
