@@ -182,7 +182,7 @@ def test_what_is_no_profile_of_the_model_is_refused(measured, tmp_path):
         with pytest.raises(ValueError, match="does not describe a profile"):
             kvsketch.make_cache(model, changed(path, other, **what))
     other.write_text(path.read_text().replace(str(known["layers"]["1"][0][0]), "NaN", 1))
-    with pytest.raises(ValueError, match=r"cannot be read as what kvsketch wrote.* Put back .* kvsketch profile MODEL --out FILE"):
+    with pytest.raises(ValueError, match=r"cannot be read as what kvsketch wrote.* Put back .* kvsketch profile MODEL"):
         kvsketch.make_cache(model, f"uniform(heads={str(other)!r})")
     with pytest.raises(ValueError, match="heads must be equal, pyramid, profile, threshold, or a file"):
         kvsketch.make_cache(model, "uniform(heads='best')")
