@@ -238,6 +238,30 @@ def test_one_threshold_over_all_layers_and_heads(protect, llama):
     assert sum(counts) == len(kept) * room
 
 
+def test_of_equal_scores_the_lower_layer_comes_first_then_the_lower_head_then_the_earlier_token(llama):
+    ids = zoo.tokens(1, 300)
+    exact = read(llama, "exact(noting='second reading')", ids)
+    for layer in exact.sketch_layers:
+        window = layer.held.window
+        window.renote(torch.zeros_like(window.noted), slice(None))
+    cache = exact.compress("kvzip(keep=0.25)")
+    heads = [
+        (int((own := bundle.holding.entries().keys[lane]).shape[0]), torch.equal(own, keys[head, 4 : 4 + len(own)]))
+        for whole, layer in zip(exact.sketch_layers, cache.sketch_layers, strict=True)
+        for keys in [whole.held.window.columns.keys[0]]
+        for head, bundle, lane in sorted(
+            ((head, bundle, lane) for bundle in layer.held.past.bundles for lane, head in enumerate(bundle.heads)),
+            key=lambda one: one[0],
+        )
+    ]
+    counts = [count for count, _ in heads]
+    left = cache.sketch_layers[0].held.left[0]
+    assert all(earlier for _, earlier in heads)
+    full = counts.count(left)
+    assert 0 < full < len(counts) - 1, (counts, left)
+    assert counts == [*[left] * full, counts[full], *[0] * (len(counts) - full - 1)]
+
+
 SPECS = (
     "kvzip(keep=0.25)",
     "kvzip(keep=70, heads='equal')",

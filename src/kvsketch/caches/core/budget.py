@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 Keep = float | int | str
+LOOSEST = 1.5
 MOST = 1 << 40  # entries; and bytes times a million: more than there is memory for anywhere
 
 
@@ -53,6 +54,15 @@ class Budget:
     def capacity(self) -> int | None:
         """Entries that there will ever be, where that is known."""
         return None if self.fixed is None else self.entries(0)
+
+
+def most_share(keep: Keep) -> float:
+    """The largest share that a head may have; of a number of entries, or of bytes, any.
+
+    What all heads hold in any case comes off their mean, and counts little in a long text: there a head that holds
+    everything has 1 / keep of what is left, in a short one more. Not much more, or room is wasted as a text goes on.
+    """
+    return LOOSEST / keep if isinstance(keep, float) else float(MOST)
 
 
 def seen_when(left: int, exact: Callable[[int], int], most: int) -> int:

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from kvsketch.caches.core.allocation import budgets_of
-from kvsketch.caches.core.budget import MOST, Budget
+from kvsketch.caches.core.budget import MOST, Budget, most_share
 from kvsketch.caches.core.buffers import Window
 from kvsketch.caches.core.config import BudgetedConfig, MethodConfig, equal_until_read
 from kvsketch.caches.core.lanes import Lanes
@@ -182,12 +182,12 @@ def restored_budgets(given: list[list[Any]], config: MethodConfig) -> list[Budge
         raise ValueError("no heads")
     for budget in found:
         if isinstance(keep, float):
-            right, most = (budget.fraction, budget.fixed, budget.least) == (keep, None, floor), 1 / keep
+            right = (budget.fraction, budget.fixed, budget.least) == (keep, None, floor)
         else:
             right = budget.fraction is None and type(budget.fixed) is int
             right = right and least == budget.least <= (budget.fixed or 0) <= MOST
-            right, most = right and (isinstance(keep, str) or budget.fixed == keep), MOST
-        right = right and type(budget.share) is float and 0 <= budget.share <= most * (1 + 1e-9)
+            right = right and (isinstance(keep, str) or budget.fixed == keep)
+        right = right and type(budget.share) is float and 0 <= budget.share <= most_share(keep) * (1 + 1e-9)
         if not right or (budget.share != 1 and equal_until_read(config)):
             raise ValueError(f"a budget of {budget!s:.80} for {config!s:.80}")
     return found
@@ -209,7 +209,7 @@ def restored_spans(numbers: dict[str, Any], budgets: list[Budget], sinks: int) -
 def checked_shares(given: Any, config: MethodConfig, rows: int, heads: int) -> list[list[float]]:
     """Shares that a prompt can have set."""
     keep = config.budget_given
-    most = (1 / keep if isinstance(keep, float) else MOST) * (1 + 1e-9)
+    most = most_share(keep) * (1 + 1e-9)
     right = isinstance(config, BudgetedConfig) and config.heads == THRESHOLD and isinstance(given, list)
     right = right and len(given) == rows and all(isinstance(row, list) and len(row) == heads for row in given)
     if not right or not all(type(share) is float and 0 <= share <= most for row in given for share in row):

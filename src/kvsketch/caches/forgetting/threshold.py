@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvsketch.caches.core.budget import MOST, Budget
+from kvsketch.caches.core.budget import Budget, most_share
 from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.shares import THRESHOLD, filled
@@ -66,7 +66,7 @@ def _of_row(
         layer: ((part.view(own.shape).sum(1).double() * (room - least) / best + ROUNDING) / mean).tolist()
         for layer, (part, own, mean, room, best) in enumerate(zip(parts, scores, beyond, rooms, chosen, strict=True))
     }
-    most = 1 / config.keep if isinstance(config.keep, float) else MOST
+    most = most_share(config.keep)
     if any(share > most for shares in wanted.values() for share in shares):
         wanted = dict(filled(wanted, most, dict(enumerate(widths))))
     return [list(shares) for shares in wanted.values()]
