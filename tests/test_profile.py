@@ -1,7 +1,6 @@
 """Profiles: a second reading's scores are largest attention weights, parts add up, and budgets follow them."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +10,7 @@ import zoo
 from commands import refused
 from commands import run as command
 from kvsketch.caches.core.budget import Budget
-from kvsketch.caches.core.profile import read_profile, write_profile
-from kvsketch.files import read_json
+from kvsketch.caches.core.profile import read_profile
 from kvsketch.fitting.profiling import SINKS, WINDOW, mean_parts, parts_of
 from kvsketch.huggingface.second_reading import second_reading
 from uneven import made_profile
@@ -67,33 +65,17 @@ def test_of_equal_scores_the_lower_layer_head_and_earlier_token_come_first():
 
 
 def test_budgets_follow_the_profile_between_the_keeps_measured(tmp_path):
-    model, long = zoo.build("llama"), 10**9  # what all heads hold in any case is nothing then
-    profile = read_profile(made_profile(tmp_path / "p.json", model, keeps=(0.4, 0.1), tokens=long))
+    model = zoo.build("llama")
+    profile = read_profile(made_profile(tmp_path / "p.json", model, keeps=(0.4, 0.1)))
     for keep in (0.4, 0.2, 0.1, 0.8):
         shares = [share for heads in profile.shares(Budget(keep, None, 52)).values() for share in heads]
         assert sum(shares) == pytest.approx(len(shares))
-        assert max(shares) <= 1 / keep * (1 + 1e-6)
+        assert max(shares) <= 1 / keep + 1e-9
     between, *measured = (profile.shares(Budget(keep, None, 52))[3][0] for keep in (0.2, 0.4, 0.1))
     halfway = (0.4 * measured[0] + 0.1 * measured[1]) / (0.4 + 0.1)
     assert between == pytest.approx(halfway, rel=1e-6), "by the logarithm"
-    fixed = profile.shares(Budget(None, 80, 52))
-    assert fixed[3] == pytest.approx(profile.shares(Budget(0.25, None, 52))[3]), "of whatever length"
+    assert profile.shares(Budget(None, 80, 52)) == profile.shares(Budget(0.25, None, 52)), "of whatever length"
     assert set(profile.shares(Budget(1.0, None, 52))[0]) == {1.0}
-
-
-@pytest.mark.parametrize("spec", ["keydiff(keep=0.25", "keydiff(keep=0.25, window=0.25"])
-def test_a_head_that_needs_everything_holds_everything(spec, tmp_path):
-    """In a text as long as those of the profile; all heads together hold no more than the budget."""
-    model, ids = zoo.build("llama"), zoo.tokens(1, 600)
-    path = Path(made_profile(tmp_path / "p.json", model, keeps=(0.25, 0.1), tokens=600))
-    profile = read_json(path)
-    whole = [[[0.0, 0.0]] * len(heads) for heads in profile["layers"].values()]
-    whole[-1][-1], whole[0][0] = [1.0, 1.0], [0.02, 0.001]
-    write_profile(path, profile | {"layers": {str(layer): heads for layer, heads in enumerate(whole)}})
-    cache = kvsketch.prefill(model, ids, kvsketch.make_cache(model, f"{spec}, heads={str(path)!r})"))
-    entries = torch.tensor([layer.entries for layer in cache.report().layers], dtype=torch.float64)
-    assert entries[-1].max() > 590
-    assert entries.mean() <= 150
 
 
 @pytest.mark.parametrize(

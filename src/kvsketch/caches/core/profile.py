@@ -7,12 +7,12 @@ decides over all heads. `kvsketch profile` measures it; `heads="profile"` and `h
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from kvsketch.caches.core.budget import Budget, Keep, most_share
+from kvsketch.caches.core.budget import Budget, Keep
 from kvsketch.caches.core.shares import Shares, filled
 from kvsketch.files import DamagedError, read_json, user_cache, write_json
 
@@ -29,17 +29,12 @@ class Profile:
 
     path: Path
     model: Mapping[str, Any]  # what there is to know about the model
-    tokens: int  # of the texts that it was measured on
     keeps: Sequence[float]  # from the largest to the smallest
     parts: Mapping[int, Sequence[Sequence[float]]]  # of each layer's heads, for each of these
 
     def shares(self, budget: Budget) -> Shares:
-        """Of a budget of this mean; between what was measured they are interpolated by the logarithm.
-
-        A head that holds everything can do so in texts as long as those that were measured.
-        """
-        part = self._part_of(budget)
-        keep, keeps = max(part, self.keeps[-1]), (1.0, *self.keeps)  # with room for all, every head holds all
+        """Of a budget of this mean; between what was measured they are interpolated by the logarithm."""
+        keep, keeps = self._keep_of(budget), (1.0, *self.keeps)  # with room for all, every head holds all
         every = {layer: [(1.0, *head) for head in heads] for layer, heads in self.parts.items()}
         place = next(i for i in range(1, len(keeps)) if keeps[i] <= keep)
         above, below = keeps[place - 1], keeps[place]
@@ -50,21 +45,14 @@ class Profile:
         }
         widths = self.model["head_width"]
         sizes = {layer: widths[layer] for layer in wanted} if isinstance(widths, list) else None
-        return filled(wanted, 1 / part, sizes)  # above, there are not so many tokens
+        return filled(wanted, 1 / keep, sizes)  # above, there are not so many tokens
 
-    def _part_of(self, budget: Budget) -> float:
-        """For which part of what is between sinks and window heads are taken.
-
-        What all heads hold in any case is a part of the budget, so it is less than the whole fraction. Of how much a
-        number of entries will be a part is not known.
-        """
+    def _keep_of(self, budget: Budget) -> float:
+        """For which fraction heads are taken: of how much a number of entries will be a part is not known."""
         if budget.fraction is None:
             return max(UNKNOWN, self.keeps[-1])
         self.check_keep(budget.fraction)
-        alone = replace(budget, beside=0)
-        between = self.tokens - alone.least - alone.of_all(self.tokens)
-        part = alone.beyond(self.tokens) / between if between > 0 else 0.0
-        return min(budget.fraction, max(part, 1 / most_share(budget.fraction)))
+        return budget.fraction
 
     def check_keep(self, keep: Keep) -> None:
         """Refuse a fraction smaller than all that were measured."""
@@ -129,7 +117,7 @@ def _read(path: Path, changed: int, size: int) -> Profile:
     if not _describes_a_profile(known):
         raise ValueError(f"{path} does not describe a profile: for each head parts from 0 to 1 by keep. {HOW}")
     parts = {int(layer): heads for layer, heads in known["layers"].items()}
-    return Profile(path, known["model"], known["tokens"], tuple(known["keeps"]), parts)
+    return Profile(path, known["model"], tuple(known["keeps"]), parts)
 
 
 def _describes_a_profile(about: Mapping[str, Any]) -> bool:
