@@ -26,11 +26,16 @@ Specs = Callable[[str, str], list[str]]  # those of a part of the tasks, and a p
 
 
 def measured(path: Path, tasks: list[str]) -> Path:
-    """A profile from documents of these tasks; one that is there is used."""
+    """A profile of the embedded model, from documents of these tasks."""
+    return profile_of(path, "embedded", "--tasks", ",".join(tasks))
+
+
+def profile_of(path: Path, model: str, *options: object) -> Path:
+    """A profile; one that is there is used."""
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
-        options = ("profile", "--tasks", ",".join(tasks), "--out", path)
-        subprocess.run([sys.executable, "-m", "kvsketch", *map(str, options)], check=True, stdout=subprocess.DEVNULL)
+        command = [sys.executable, "-m", "kvsketch", "profile", model, "--out", path, *options]
+        subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL)
     return path
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-TOKENS, KEEP, SINKS = 1000, 0.25, 4
+TOKENS, KEEP = 1000, 0.25
 OURS = {  # by the press that is to do the same
     "KeyDiffPress": "keydiff(keep={})",
     "SnapKVPress": "snapkv(keep={})",
@@ -136,7 +136,7 @@ def _shared(held: list[Tensor], theirs: list[Tensor]) -> Tensor:
 
 
 def _towards(keys: Tensor, between: Tensor) -> Tensor:
-    """How far each key points away from the mean direction of these."""
+    """How far each key points away from the mean direction of these, as kvpress writes it: not by our own code."""
     directions = torch.nn.functional.normalize(keys.double(), dim=2)
     return -(directions * directions[:, between].mean(1, keepdim=True)).sum(2)
 

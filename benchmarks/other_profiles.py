@@ -3,20 +3,19 @@
 A method divides its budget by profiles of documents like those that are asked about, of other tasks, of novels and of
 programs, by one that is wrong (every head has what another one needs), and equally. Then by one of short documents in
 longer ones, beside a profile of documents as long. With books and programs, `smollm2` is asked too: about needles in
-novels. Rows go to OUT, where an interrupted run goes on; means to docs/results/other-profiles.jsonl, and tables are
-printed.
+novels. Rows go to OUT, where an interrupted run goes on; means to docs/results/other-profiles-*.jsonl, and tables
+are printed.
 """
 
 import argparse
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from answers import bench, write_means
-from by_head import NEEDLES, RECORDS, measured
+from by_head import NEEDLES, RECORDS, measured, profile_of
 from common import RESULTS
+from kvsketch.caches.core.profile import SHIPPED
 from kvsketch.evaluation.answers.summary import Mean, summarise
 from kvsketch.evaluation.results.rows import read_rows
 from kvsketch.files import read_json, write_json
@@ -88,9 +87,8 @@ def real(out: Path, books: Path, code: Path) -> Iterator[Mean]:
     """Needles in novels, by profiles of other novels and of programs."""
     programs = [part for path in sorted(code.glob("*.txt")) for part in ("--texts", path)]
     by_code = profile_of(out / "code.json", REAL, *programs, "--dtype", "float32")
-    shipped = Path(sys.modules["kvsketch"].__file__ or "").parent / "assets" / "profiles" / f"{REAL}.json"
     copied = out / "novels.json"
-    write_json(copied, read_json(shipped))
+    write_json(copied, read_json(SHIPPED / f"{REAL}.json"))
     every = {"novels": copied, "programs": by_code, "wrong": wrong(copied), "equal": None}
     hay = [part for name in NOVELS for part in ("--haystack", books / f"{name}.txt")]
     given = ("--dtype", "float32", *hay, "--max-new-tokens", 16)
@@ -99,15 +97,6 @@ def real(out: Path, books: Path, code: Path) -> Iterator[Mean]:
     yield from asked(out / "real", *task, every, *given, *samples, "--lengths", REAL_TOKENS)
     few = {f"novels, of {TOKENS}": copied, "equal": None}
     yield from asked(out / "real-longer", *task, few, *given, "--samples", 16, "--batch", 1, "--lengths", REAL_LONGER)
-
-
-def profile_of(path: Path, model: str, *options: object) -> Path:
-    """A profile; one that is there is used."""
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "kvsketch", "profile", model, "--out", path, *options]
-        subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL)
-    return path
 
 
 def print_table(name: str, means: list[Mean]) -> None:

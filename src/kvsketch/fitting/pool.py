@@ -10,6 +10,7 @@ from torch import Tensor
 from kvsketch.fitting.settings import FitSettings, generator
 from kvsketch.fitting.shards import ShardLayer, long_range_queries, read_layer
 from kvsketch.kernels.buckets import assign, bucket_shares, spherical_k_means
+from kvsketch.kernels.groups import sums_of_groups
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,11 @@ def cluster(paths: list[Path], lengths: list[int], layer: int, settings: FitSett
     centroids, rotated = (spherical_k_means(keys.to(device), start, settings.iterations) for keys in (before, after))
     buckets = assign(before.to(device), centroids).cpu()
     sizes = torch.zeros(lanes, settings.buckets).scatter_add_(1, buckets, torch.ones(lanes, count))
-    sums = torch.zeros(centroids.shape).scatter_add_(1, buckets[..., None].expand_as(before), before)
-    means = sums / sizes.clamp_min(1)[..., None] * read_layer(paths[0], layer).scale
+    means = (
+        sums_of_groups(before, buckets, settings.buckets)
+        / sizes.clamp_min(1)[..., None]
+        * read_layer(paths[0], layer).scale
+    )
     shares = sizes.clamp_min(0.5) / count  # an empty bucket is not impossible
     return Clusters(centroids, rotated, means.transpose(1, 2).to(device), shares.log()[:, None].to(device))
 
