@@ -11,7 +11,7 @@ from accelerate import cpu_offload, disk_offload, dispatch_model
 import kvsketch
 import zoo
 from kvsketch.huggingface.identity import describe_model
-from kvsketch.huggingface.weights import devices_of_layers, fingerprint_of_weights
+from kvsketch.huggingface.weights import devices_of_layers, sample_weights
 from made_index import make_index
 
 pytestmark = [
@@ -52,24 +52,26 @@ def away(request, tmp_path):
 
 def test_offloaded_weights_count_in_a_fingerprint(away):
     for rounded in (True, False):
-        at_home = fingerprint_of_weights(zoo.build("llama"), rounded=rounded)
-        assert fingerprint_of_weights(away(zoo.build("llama")), rounded=rounded) == at_home
+        at_home = sample_weights(zoo.build("llama")).fingerprint(rounded=rounded)
+        assert sample_weights(away(zoo.build("llama"))).fingerprint(rounded=rounded) == at_home
     other = zoo.build("llama")
     with torch.no_grad():
         other.model.layers[3].mlp.up_proj.weight.add_(1e-2)  # of a layer that is away
-    assert fingerprint_of_weights(away(other), rounded=True) != fingerprint_of_weights(zoo.build("llama"), rounded=True)
+    assert sample_weights(away(other)).fingerprint(rounded=True) != sample_weights(zoo.build("llama")).fingerprint(
+        rounded=True
+    )
 
 
 @pytest.mark.parametrize("rounded", [True, False])
 def test_the_sample_of_a_matrix_is_not_one_of_its_columns(rounded):
     """64 numbers at equal steps of a matrix of 64 columns are."""
     model = zoo.build("llama")
-    before = fingerprint_of_weights(model, rounded=rounded)
+    before = sample_weights(model).fingerprint(rounded=rounded)
     for lines in ((slice(None), slice(1, None)), (slice(1, None), slice(None))):
         other = zoo.build("llama")
         with torch.no_grad():
             other.model.layers[0].self_attn.o_proj.weight[:, :64][lines].add_(1)
-        assert fingerprint_of_weights(other, rounded=rounded) != before
+        assert sample_weights(other).fingerprint(rounded=rounded) != before
 
 
 def test_a_cache_of_an_offloaded_model_is_loaded_to_where_its_layers_compute(away, tmp_path):
@@ -132,9 +134,9 @@ def test_packed_weights_are_weights(tmp_path):
 
 def test_what_is_no_weight_does_not_count():
     model = zoo.build("llama")
-    before = fingerprint_of_weights(model, rounded=False)
+    before = sample_weights(model).fingerprint(rounded=False)
     model.note = torch.nn.Dropout(0.5)
-    assert fingerprint_of_weights(model, rounded=False) == before
+    assert sample_weights(model).fingerprint(rounded=False) == before
 
 
 # -- changes after make_cache

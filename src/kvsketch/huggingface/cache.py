@@ -107,8 +107,10 @@ class SketchCache(Cache):
     def _recognise(self) -> None:
         """Note down which weights make the first keys, and refuse a method that does not fit them."""
         if self.stack.seen == 0 and not torch.compiler.is_compiling():
-            self.model.fitted(self.config)
-            self.read_by = self.model.fingerprint()
+            now = self.model.now()
+            if now is not None:
+                now.fitted(self.config)
+                self.read_by = now.fingerprint
 
     def _check_begun(self) -> None:
         """What stock layers take cannot be taken back, so nothing may come there that was not looked at before."""

@@ -13,7 +13,7 @@ from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.registry import METHODS
 from kvsketch.files import DTYPE_NAMES, DTYPES, TensorFile, write_tensors
 from kvsketch.huggingface import stock
-from kvsketch.huggingface.identity import fingerprint, fitted
+from kvsketch.huggingface.identity import Identity, fingerprint
 from kvsketch.huggingface.layer import SketchLayer
 from kvsketch.huggingface.model import ModelLink
 
@@ -140,7 +140,7 @@ def _with_its_source(
 ) -> MethodConfig:
     """The config for the model; refuses one that now takes something else from outside than when a cache was saved."""
     try:
-        config = fitted(config, model, held=True)
+        config = Identity(model).fitted(config, held=True)
         now = config.source_digest()
     except ValueError as error:
         raise ValueError(f"{path} holds a cache of {config}: {error}") from error

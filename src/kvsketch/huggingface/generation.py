@@ -15,7 +15,7 @@ from kvsketch.caches.registry import chosen_method
 from kvsketch.huggingface.attaching import attach
 from kvsketch.huggingface.before_call import check_tokens
 from kvsketch.huggingface.cache import SketchCache
-from kvsketch.huggingface.identity import fitted
+from kvsketch.huggingface.identity import Identity
 from kvsketch.huggingface.prompt import NO_QUESTIONS
 from kvsketch.huggingface.protecting import check_room, lengths_of, protecting
 from kvsketch.huggingface.supported import unwrapped
@@ -42,7 +42,7 @@ def make_cache(
     config = chosen_method(method, keep)
     asked, protected = checked_questions(config, questions), read_spans(protect)
     check_room(config, protected)
-    config = fitted(config, unwrapped(model))
+    config = Identity(unwrapped(model)).fitted(config)
     for ids in asked:
         check_tokens(unwrapped(model), ids)
     return SketchCache(config, attach(model, before_rotation=config.before_rotation), asked, protected)

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import weakref
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -9,7 +11,7 @@ from transformers import PreTrainedModel
 from kvsketch.caches.core.config import MethodConfig
 from kvsketch.huggingface.frequencies import changing_frequencies
 from kvsketch.huggingface.modules import config_value, heads_of
-from kvsketch.huggingface.weights import fingerprint_of_weights
+from kvsketch.huggingface.weights import SampledWeights, sample_weights
 
 ARCHITECTURE = (
     "model_type",
@@ -25,45 +27,68 @@ ARCHITECTURE = (
 )  # what keys depend on beside the weights
 
 
+class Identity:
+    """Which model one was when it was looked at: its weights are sampled once, and only if somebody asks."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = weakref.ref(model)  # which this does not keep alive
+        self.text = model.config.get_text_config(decoder=True)
+
+    @cached_property
+    def weights(self) -> SampledWeights:
+        """A sample of them."""
+        model = self.model()
+        if model is None:
+            raise ValueError("the model that this cache was made for is gone")
+        return sample_weights(model)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of the architecture and of a sample of every weight."""
+        known = {name: config_value(self.text, name) for name in ARCHITECTURE}
+        plain = {name: value for name, value in known.items() if value is not None}
+        digest = hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode())
+        digest.update(self.weights.fingerprint(rounded=False).encode())
+        return digest.hexdigest()
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """What an index or a profile must fit: shape, rotation and weights, the same in every precision.
+
+        But for a checkpoint in float32: what is loaded from it in float16 was rounded otherwise, and counts as another.
+        """
+        kv_heads, width = heads_of(self.text)
+        found = {
+            "model_type": self.text.model_type,
+            "layers": self.text.num_hidden_layers,
+            "heads": self.text.num_attention_heads,
+            "kv_heads": kv_heads,
+            "head_width": width,
+            "rope": getattr(self.text, "rope_parameters", None),
+            "fingerprint": self.weights.fingerprint(rounded=True),
+        }
+        plain: dict[str, Any] = json.loads(json.dumps(found, default=str))
+        return plain
+
+    def fitted(self, config: MethodConfig, *, held: bool = False) -> MethodConfig:
+        """A method for this model; refuses one that rests on something learnt from another.
+
+        `held`: a cache of it comes from a file.
+        """
+        rope = changing_frequencies(self.text) if config.looks_ahead else None
+        if rope is not None:
+            raise ValueError(
+                f"{config.name} goes by how what follows will be rotated, and this model rotates otherwise once a text "
+                f"is longer than {rope.limit} tokens: use a method that does not look ahead, such as keydiff"
+            )
+        return config.for_model(lambda: self.facts, held=held)
+
+
 def fingerprint(model: PreTrainedModel) -> str:
-    """A hash of the architecture and of a sample of every weight as it is now."""
-    text = model.config.get_text_config(decoder=True)
-    known = {name: config_value(text, name) for name in ARCHITECTURE}
-    plain = {name: value for name, value in known.items() if value is not None}
-    digest = hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode())
-    digest.update(fingerprint_of_weights(model, rounded=False).encode())
-    return digest.hexdigest()
+    """A hash of what a model is now."""
+    return Identity(model).fingerprint
 
 
 def describe_model(model: PreTrainedModel) -> dict[str, Any]:
-    """What an index must fit: shape, rotation and weights, the same in whichever precision a checkpoint is loaded.
-
-    But for a checkpoint in float32: what is loaded from it in float16 was rounded otherwise, and counts as another.
-    """
-    text = model.config.get_text_config(decoder=True)
-    kv_heads, width = heads_of(text)
-    found = {
-        "model_type": text.model_type,
-        "layers": text.num_hidden_layers,
-        "heads": text.num_attention_heads,
-        "kv_heads": kv_heads,
-        "head_width": width,
-        "rope": getattr(text, "rope_parameters", None),
-        "fingerprint": fingerprint_of_weights(model, rounded=True),
-    }
-    plain: dict[str, Any] = json.loads(json.dumps(found, default=str))
-    return plain
-
-
-def fitted(config: MethodConfig, model: PreTrainedModel, *, held: bool = False) -> MethodConfig:
-    """A method for this model; refuses one that rests on something learnt from another.
-
-    `held`: a cache of it comes from a file.
-    """
-    rope = changing_frequencies(model.config.get_text_config(decoder=True)) if config.looks_ahead else None
-    if rope is not None:
-        raise ValueError(
-            f"{config.name} goes by how what follows will be rotated, and this model rotates otherwise once a text is "
-            f"longer than {rope.limit} tokens: use a method that does not look ahead, such as keydiff"
-        )
-    return config.for_model(lambda: describe_model(model), held=held)
+    """What an index or a profile must fit."""
+    return Identity(model).facts

@@ -11,12 +11,12 @@ from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.core.part import HeadPart
 from kvsketch.huggingface.attention import ATTENTION_NAME
 from kvsketch.huggingface.frequencies import ChangingFrequencies, DropGuard
-from kvsketch.huggingface.identity import describe_model, fingerprint, fitted
+from kvsketch.huggingface.identity import Identity
 from kvsketch.huggingface.modules import heads_of
 from kvsketch.huggingface.spread import TENSOR_PARALLEL, Division, part_of
 
 
-@dataclass(frozen=True)
+@dataclass
 class ModelLink:
     """The model that a cache was made for. Copies of the cache share it."""
 
@@ -27,14 +27,21 @@ class ModelLink:
     guard: DropGuard | None
     model: "weakref.ref[PreTrainedModel]"  # not held: a cache does not keep its model alive
     divisions: tuple[Division, ...] = ()  # over which processes it is spread
+    looked_at: Identity | None = None  # when a cache was last made or began to read
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModelLink":
         return self
 
+    def now(self) -> Identity | None:
+        """The model as it is now; None if it is gone. Layers that begin go by this."""
+        model = self.model()
+        self.looked_at = None if model is None else Identity(model)
+        return self.looked_at
+
     def fingerprint(self) -> str | None:
         """Of the model as it is now; None if it is gone."""
-        model = self.model()
-        return None if model is None else fingerprint(model)
+        now = self.now()
+        return None if now is None else now.fingerprint
 
     def part_of(self, layer: int, heads: int) -> HeadPart:
         """Which of a layer's KV heads are here, where keys of so many came."""
@@ -52,16 +59,16 @@ class ModelLink:
             raise ValueError(f"{what} needs all heads in one process, and this model is spread over several")
 
     def facts(self) -> dict[str, Any]:
-        """What there is to know about the model as it is now."""
-        model = self.model()
-        if model is None:
+        """What there is to know about the model, as it was when it was last looked at."""
+        known = self.looked_at or self.now()
+        if known is None:
             raise ValueError("the model that this cache was made for is gone")
-        return describe_model(model)
+        return known.facts
 
     def fitted(self, config: MethodConfig) -> MethodConfig:
         """A method for the model as it is now; refuses one that does not fit it."""
-        model = self.model()
-        return config if model is None else fitted(config, model)
+        now = self.now()
+        return config if now is None else now.fitted(config)
 
     def check_attached(self) -> None:
         """Refuse to work for a model whose attention is not ours."""

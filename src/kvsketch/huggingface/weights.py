@@ -8,7 +8,8 @@ import hashlib
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,26 +29,49 @@ NO_MATTER = ("path", "dropout", "init", "inference_mode", "task_type", "revision
 ADAPTER = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")  # what a peft layer computes by
 
 
-def fingerprint_of_weights(model: PreTrainedModel, *, rounded: bool) -> str:
-    """A hash of a sample of every weight, and of what adapters do.
+@dataclass(frozen=True)
+class SampledWeights:
+    """A few numbers of every weight, and what adapters do, at one moment."""
 
-    `rounded`: to bfloat16, with tiny numbers as zeros, so that it is the same in whatever precision a checkpoint is
-    loaded; otherwise the precision counts as well.
-    """
-    samples = dict[str, Tensor]()
-    digest, weights = hashlib.sha256(), dict(_weights(model))
+    shapes: Mapping[str, tuple[int, ...]]  # of the weights, by name
+    numbers: Mapping[str, Tensor]  # on the CPU
+    adapters: Sequence[str]
+
+    def fingerprint(self, *, rounded: bool) -> str:
+        """A hash of them.
+
+        `rounded`: to bfloat16, with tiny numbers as zeros, so that it is the same in whatever precision a checkpoint is
+        loaded; otherwise the precision counts as well.
+        """
+        digest = hashlib.sha256()
+        for name, shape in self.shapes.items():
+            digest.update(f"{name} {shape} {'' if rounded else self.numbers[name].dtype}".encode())
+        for sample in self.numbers.values():
+            digest.update(_bytes_of(_rounded(sample) if rounded else sample).numpy().tobytes())
+        for said in self.adapters:
+            digest.update(said.encode())
+        return digest.hexdigest()
+
+
+def sample_weights(model: PreTrainedModel) -> SampledWeights:
+    """Of the model as it is now."""
+    weights, samples = dict(_weights(model)), dict[str, Tensor]()
     for name, tensor in weights.items():
-        digest.update(f"{name} {tuple(tensor.shape)} {'' if rounded else tensor.dtype}".encode())
-        samples[name] = _sample(tensor, rounded)
-    for content in _on_cpu(samples, groups_of(weights.values())).values():
-        digest.update(content.numpy().tobytes())
+        samples[name] = _sample(tensor)
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    return SampledWeights(shapes, _on_cpu(samples, groups_of(weights.values())), _adapters(model))
+
+
+def _adapters(model: PreTrainedModel) -> list[str]:
+    """Which there are, and what they do."""
+    found = list[str]()
     for name, module in model.named_modules():
         if isinstance(getattr(type(module), "active_adapters", None), property):  # models have methods of that name
             _refuse_adapters_by_row(name, module)
-            digest.update(f"{name} {[repr(getattr(module, what, None)) for what in ADAPTER]}".encode())
+            found.append(f"{name} {[repr(getattr(module, what, None)) for what in ADAPTER]}")
     for name, adapter in sorted(getattr(model, "peft_config", {}).items()):
-        digest.update(f"{name} {json.dumps(_computed_by(adapter), sort_keys=True, default=str)}".encode())
-    return digest.hexdigest()
+        found.append(f"{name} {json.dumps(_computed_by(adapter), sort_keys=True, default=str)}")
+    return found
 
 
 def _computed_by(adapter: Any) -> dict[str, Any]:
@@ -67,26 +91,35 @@ def _refuse_adapters_by_row(name: str, module: nn.Module) -> None:
             )
 
 
-def _sample(tensor: Tensor, rounded: bool) -> Tensor:
-    """The bytes of a few numbers of a tensor, evenly from all of it."""
+def _sample(tensor: Tensor) -> Tensor:
+    """A few numbers of a tensor, evenly from all of it."""
     count = tensor.numel()
-    sample = numbers_at(tensor, (PLACES * (count / SAMPLED)).long() if count > SAMPLED else None).contiguous()
-    if rounded and sample.is_floating_point():
-        sample = sample.to(torch.bfloat16)
-        sample = sample.where(sample.abs() >= TINY, 0)
+    return numbers_at(tensor, (PLACES * (count / SAMPLED)).long() if count > SAMPLED else None).contiguous()
+
+
+def _rounded(sample: Tensor) -> Tensor:
+    """As it is where a checkpoint is loaded in the precision that has the fewest bits."""
+    if not sample.is_floating_point():
+        return sample
+    sample = sample.to(torch.bfloat16)
+    return sample.where(sample.abs() >= TINY, 0)
+
+
+def _bytes_of(sample: Tensor) -> Tensor:
     return sample.view(torch.uint8)
 
 
 def _on_cpu(samples: dict[str, Tensor], groups: Sequence[Any]) -> dict[str, Tensor]:
-    """Bytes of all tensors, fetched from each device at once, and from the processes that have parts of them."""
+    """Numbers of all tensors, fetched from each device at once, and from the processes that have parts of them."""
     by_device = defaultdict[torch.device, list[str]](list)
     for name, sample in samples.items():
         by_device[sample.device].append(name)
     found = dict[str, Tensor]()
     for names in by_device.values():
-        together = combined(torch.cat([samples[name] for name in names]), groups).cpu()
-        found |= dict(zip(names, together.split([samples[name].numel() for name in names]), strict=True))
-    return {name: found[name] for name in samples}
+        each = [_bytes_of(samples[name]) for name in names]
+        together = combined(torch.cat(each), groups).cpu()
+        found |= dict(zip(names, together.split([part.numel() for part in each]), strict=True))
+    return {name: found[name].clone().view(samples[name].dtype) for name in samples}
 
 
 def _weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

@@ -10,7 +10,8 @@ from kvsketch.caches.core.config import BudgetedConfig, MethodConfig
 from kvsketch.caches.exact import Exact
 from kvsketch.caches.registry import parse_spec
 from kvsketch.evaluation.answers.reading import readable_for
-from kvsketch.huggingface import SketchCache, identity, make_cache, prefill
+from kvsketch.huggingface import SketchCache, make_cache, prefill
+from kvsketch.huggingface.identity import Identity
 
 TRIES = 8
 PLACES = 4  # of a fraction
@@ -41,7 +42,7 @@ class Fitter:
             keep = round(keep * min(0.99, config.keep / share), PLACES)
             try:
                 given = replace(given, keep=keep)
-                identity.fitted(given, self.model)
+                Identity(self.model).fitted(given)
             except ValueError:  # nothing would be kept, or a profile does not cover so little
                 break
         return spec
