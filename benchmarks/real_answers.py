@@ -53,8 +53,9 @@ COMPARED = {  # with limits: a right number has 9 tokens, a UUID 37
     "niah_single_uuid": ("--max-new-tokens", 56),
     "number_string": (),
     "passkey": (),
+    "niah_multivalue": (),
 }
-ONLY_SHORT = ("needle", "niah_single_uuid", "passkey")  # the first as a number; others are lost in longer prompts
+ONLY_SHORT = ("needle", "niah_single_uuid", "passkey", "niah_multivalue")
 
 
 def able_tasks(out: Path, books: list[Path]) -> list[Mean]:

@@ -1,7 +1,6 @@
 """Tokens that methods set apart: those whose keys point away from all others, which is where queries look."""
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -12,8 +11,7 @@ LEAST = 1e-12  # what a key of length zero is divided by
 def towards(keys: Float[Tensor, "l n d"], mean: Float[Tensor, "l d"]) -> Float[Tensor, "l n"]:
     """⟨k, mean⟩ / ‖k‖ for the mean of all keys, or any multiple of it: the least ones point away."""
     strips = (part.double() for part in keys.split(AT_ONCE, dim=1))
-    found = [torch.einsum("lnd,ld->ln", part, mean) / part.norm(dim=2).clamp_min(LEAST) for part in strips]
-    return torch.cat(found, 1)
+    return torch.cat([(part @ mean.unsqueeze(2)).squeeze(2) / _divisors(part) for part in strips], 1)
 
 
 def lengths(x: Float[Tensor, "l n d"]) -> Float[Tensor, "l n"]:
@@ -23,4 +21,9 @@ def lengths(x: Float[Tensor, "l n d"]) -> Float[Tensor, "l n"]:
 
 def sum_of_directions(keys: Float[Tensor, "l n d"]) -> Float[Tensor, "l d"]:
     """The sum of all keys, each of length 1."""
-    return torch.stack([F.normalize(part.double(), dim=2).sum(1) for part in keys.split(AT_ONCE, dim=1)]).sum(0)
+    strips = (part.double() for part in keys.split(AT_ONCE, dim=1))
+    return torch.stack([(_divisors(part).reciprocal().unsqueeze(1) @ part).squeeze(1) for part in strips]).sum(0)
+
+
+def _divisors(keys: Float[Tensor, "l n d"]) -> Float[Tensor, "l n"]:
+    return keys.norm(dim=2).clamp_min(LEAST)
