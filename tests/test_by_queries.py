@@ -29,9 +29,26 @@ def all_weights(query, keys):
     return logits.masked_fill(~torch.ones(count, count, dtype=torch.bool).tril(), -torch.inf).softmax(3)
 
 
-def snapkv(weights):
-    """Mean over group and last 32 queries, then over five neighbours of those that leave."""
+def pooled(leaving):
+    """Means over five neighbours of those that leave together."""
+    return torch.nn.functional.pad(leaving, (2, 2)).unfold(0, 5, 1).mean(1)
+
+
+def mean_of_last(weights):
     return weights[:, :, -32:].mean((1, 2))
+
+
+def mean_of_all(weights):
+    """Over the queries that saw a token: itself, and those after it."""
+    return weights.mean(1).sum(1) / torch.arange(weights.shape[3], 0, -1)
+
+
+def largest_of_all(weights):
+    return weights.amax((1, 2))
+
+
+def largest_of_eight(weights):
+    return weights[:, :, -8:].amax((1, 2))
 
 
 def h2o(weights):
@@ -48,10 +65,21 @@ def best(score, count):
     return sorted(order[:count])
 
 
-@pytest.mark.parametrize(("spec", "scores"), [("snapkv", snapkv), ("h2o", h2o), ("tova", tova)])
+@pytest.mark.parametrize(
+    ("spec", "scores"),
+    [
+        ("snapkv", mean_of_last),
+        ("snapkv, queries='context'", mean_of_all),
+        ("kvzip, heads='equal', queries='context'", largest_of_all),
+        ("kvzip, heads='equal', queries='window', observed=8", largest_of_eight),
+        ("h2o", h2o),
+        ("tova", tova),
+    ],
+)
 @pytest.mark.parametrize("keep", [0.25, 90])
 def test_a_prompt_is_kept_by_the_definition(spec, scores, keep):
-    config = parse_spec(f"{spec}(keep={keep})")
+    name, _, options = spec.partition(", ")
+    config = parse_spec(f"{name}(keep={keep}, {options})")
     query, keys, values = (
         normal(1, HEADS * GROUP, 400, WIDTH),
         normal(1, HEADS, 400, WIDTH, seed=1),
@@ -63,8 +91,8 @@ def test_a_prompt_is_kept_by_the_definition(spec, scores, keep):
     assert left == (400 - 4 - config.window) // 8 * 8
     for head in range(HEADS):
         leaving = found[head, 4 : 4 + left]
-        if spec == "snapkv":
-            leaving = torch.nn.functional.pad(leaving, (2, 2)).unfold(0, 5, 1).mean(1)
+        if name == "snapkv":
+            leaving = pooled(leaving)
         expected = [4 + i for i in best(leaving, config.room(cache.budgets[0], left))]
         assert torch.equal(entries_of(cache.past).keys[0, head], keys[0, head, expected])
 
@@ -237,6 +265,31 @@ def test_one_threshold_over_all_layers_and_heads(protect, llama):
     assert float(held.min()) >= float(gone.max()) * (1 - 2**-15)
     room = cache.config.room(Budget(0.25, None, cache.config.floor(), beside=28 if protect else 0), len(there))
     assert sum(counts) == len(kept) * room
+
+
+@pytest.mark.parametrize(
+    ("spec", "taken"),
+    [
+        ("snapkv(keep=0.25, pooled=1, queries='second reading')", lambda weights: weights.mean(1)),
+        ("kvzip(keep=0.25, heads='equal')", lambda weights: weights.amax(1)),
+    ],
+)
+def test_a_second_reading_is_the_same_text_behind_itself(spec, taken, llama):
+    """What heads keep got more of its queries' attention, in a model that is plainly given the text twice."""
+    ids = zoo.tokens(1, 200)
+    cache, exact = read(llama, spec, ids), read(llama, "exact", ids)
+    plain = zoo.build("llama", layers=3)
+    plain.set_attn_implementation("eager")
+    with torch.no_grad():
+        twice = plain(torch.cat([ids, ids], 1), output_attentions=True).attentions
+    left = cache.sketch_layers[0].held.left[0]
+    for layer in tokens_of_layers(exact, cache):
+        scores = taken(twice[layer.layer][0, :, 200:, :200].unflatten(0, (2, -1)).flatten(1, 2))[:, 4 : 4 + left]
+        kept = layer.held[:, 4 : 4 + left]
+        assert len(set(kept.sum(1).tolist())) == 1
+        for score, own in zip(scores, kept, strict=True):
+            assert 0 < own.sum() < left / 2
+            assert float(score[own].min()) >= float(score[~own].max()) * (1 - 2**-12)
 
 
 def test_of_equal_scores_the_lower_layer_comes_first_then_the_lower_head_then_the_earlier_token(llama):
@@ -484,6 +537,8 @@ def test_a_second_reading_that_was_interrupted_is_done_when_the_same_is_asked_fo
         ("kvzip(window=0)", "window must be"),
         ("keydiff(window=0.6)", "a part of what heads may hold such as 0.25, at most 0.5, got 0.6"),
         ("snapkv(observed=0)", "observed must be"),
+        ("kvzip(queries='all')", "queries must be one of window, context, second reading, questions, got 'all'"),
+        ("snapkv(queries='second reading', prefill='streaming')", "forgets when a prompt has been read"),
         ("keydiff(weights='some')", "weights must be one of none, mass, spread"),
         ("keydiff(residual=1)", "residual must be a positive number below 1, got 1"),
         ("keydiff(weights='mass', residual=0.1)", "holds it in entries of their own: leave one of them out"),

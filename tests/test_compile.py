@@ -79,7 +79,11 @@ def run(script, *given):
 def test_a_decode_step_has_no_graph_break():
     every = [f"llama: {spec}" for spec in ("exact", "uniform(keep=0.5, window=16)", "streaming_llm(keep=128)")]
     unequal = "heads='PROFILE'"
-    every += [f"llama: uniform(keep=160, window=16, {unequal})", f"llama: streaming_llm(keep=128, {unequal})"]
+    every += [
+        f"llama: uniform(keep=160, window=16, {unequal})",
+        f"llama: streaming_llm(keep=128, {unequal})",
+        "llama: kvzip(keep=160)",
+    ]
     run(STEP, *every, *(f"{family}: uniform(keep=0.5)" for family in ("qwen3", "gemma2", "gpt_oss", "lfm2")))
 
 

@@ -170,7 +170,8 @@ def test_a_cache_by_profile_is_saved_and_loaded_without_the_profile(tmp_path):
         kvsketch.make_cache(model, spec)
 
 
-def test_beams_over_unequal_heads_follow_their_rows(tmp_path):
+@pytest.mark.parametrize("spec", ["uniform(keep=0.4, window=16, heads='PROFILE')", "kvzip(keep=0.4)"])
+def test_beams_over_unequal_heads_follow_their_rows(spec, tmp_path):
     """In a padded batch every prompt gives what it gives alone."""
     model = zoo.build("llama", layers=2)
     profile = made_profile(tmp_path / "profile.json", model)
@@ -179,7 +180,7 @@ def test_beams_over_unequal_heads_follow_their_rows(tmp_path):
     mask[0, :60] = 0
 
     def beams(ids, mask=None):
-        cache = kvsketch.make_cache(model, f"uniform(keep=0.4, window=16, heads={profile!r})")
+        cache = kvsketch.make_cache(model, spec.replace("PROFILE", profile))
         return model.generate(
             ids, attention_mask=mask, past_key_values=cache, num_beams=3, max_new_tokens=20, do_sample=False
         )
@@ -187,6 +188,31 @@ def test_beams_over_unequal_heads_follow_their_rows(tmp_path):
     together = beams(ids, mask)
     for row, skip in enumerate((60, 0)):
         assert torch.equal(together[row, 220:], beams(ids[row : row + 1, skip:])[0, 220 - skip :])
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "olmo2", "lfm2", "falcon_h1", "qwen3_next"])
+def test_in_every_kind_of_model_a_padded_row_by_profile_is_the_row_alone(family, tmp_path):
+    """Layers that slide or sum up have no share, and heads of the others have theirs."""
+    model = zoo.build(family)
+    spec = f"keydiff(keep=0.3, heads={made_profile(tmp_path / 'profile.json', model)!r})"
+    ids, mask = zoo.tokens(2, 220), torch.ones(2, 220, dtype=torch.long)
+    mask[0, :60] = 0
+
+    def read(ids, mask):
+        cache, steps = kvsketch.prefill(model, ids, kvsketch.make_cache(model, spec), attention_mask=mask), []
+        for token in zoo.tokens(1, 12, seed=3).expand(len(ids), -1).split(1, 1):
+            inputs = cache.new_tokens(token)
+            inputs["position_ids"] = inputs["attention_mask"].cumsum(1)[:, -1:] - 1
+            with torch.no_grad():
+                steps.append(model(**inputs, past_key_values=cache).logits)
+        return [layer.held.count_entries() for layer in cache.sketch_layers], torch.cat(steps, 1)
+
+    entries, logits = read(ids, mask)
+    assert max(len(set(layer[1].tolist())) for layer in entries) > 1, "heads hold different numbers"
+    for row, skip in enumerate((60, 0)):
+        own, expected = read(ids[row : row + 1, skip:], None)
+        assert [layer[row].tolist() for layer in entries] == [layer[0].tolist() for layer in own]
+        torch.testing.assert_close(logits[row], expected[0], rtol=1e-4, atol=1e-4)
 
 
 # -- a method that asks what entries got of the attention

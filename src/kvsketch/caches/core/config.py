@@ -156,8 +156,8 @@ class BudgetedConfig(MethodConfig):
             )
         if self.holds_back and self.prefill != "exact":
             raise ValueError(
-                f"{self.name} with heads={self.heads!r} forgets when a prompt has been read, and "
-                f"prefill={self.prefill!r} while it is read: use heads={PROFILE!r} with a method that reads it once"
+                f"{self} forgets when a prompt has been read, and not while it is read: use prefill='exact', or "
+                f"heads={PROFILE!r} with a method that reads it once"
             )
         self.check_entries(self.keep if isinstance(self.keep, int) else None)
 

@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from kvsketch.caches.core.asking import Asking
+from kvsketch.caches.core.asking import CONTEXT, QUESTIONS, SECOND, WINDOW, Asking
 from kvsketch.caches.core.budget import MOST, Budget, seen_when
-from kvsketch.caches.core.checks import check_choice, check_number
+from kvsketch.caches.core.checks import check_choice, check_count, check_number
 from kvsketch.caches.core.chooser import Chooser, Entries, Kept
 from kvsketch.caches.core.config import WindowedConfig
 from kvsketch.caches.core.tokens import Arriving
@@ -212,6 +212,29 @@ class NotedConfig(ScoredConfig):
     """A method that goes by what queries gave tokens of their attention."""
 
     comparable: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueriesConfig(NotedConfig):
+    """One that any queries can be asked for: which is an option, apart from what it makes of their attention."""
+
+    noted: ClassVar[str]  # of all weights that a token gets
+
+    queries: str = WINDOW
+    observed: int = 32
+
+    def __post_init__(self) -> None:
+        check_choice("queries", self.queries, (WINDOW, CONTEXT, SECOND, QUESTIONS))
+        check_count("observed", self.observed, least=1)
+        super().__post_init__()
+
+    @property
+    def asking(self) -> Asking:
+        return Asking(self.queries, self.noted, self.observed if self.queries == WINDOW else 0)
+
+    @property
+    def holds_back(self) -> bool:
+        return self.asking.behind or super().holds_back
 
 
 class Part(NamedTuple):

@@ -7,39 +7,35 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from kvsketch.caches.core.asking import MEAN, WINDOW, Asking
+from kvsketch.caches.core.asking import MEAN
 from kvsketch.caches.core.checks import check_count
 from kvsketch.caches.core.chooser import Chooser
 from kvsketch.caches.core.shares import PYRAMID
-from kvsketch.caches.forgetting.scored import Noted, NotedConfig
+from kvsketch.caches.forgetting.scored import Noted, QueriesConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class SnapKV(NotedConfig):
+class SnapKV(QueriesConfig):
     """Keeps sinks, window and the tokens that the last queries of a prompt look at most, with their neighbours.
 
     A token's score is its mean weight over the last `observed` queries of a call (of a chunk, where a prompt is read in
     chunks; of a shorter one, over all of its own) and the query heads of its group, averaged with those beside it,
     `pooled` tokens in all. Of text that comes token by token: over all queries while it is in the window. The paper
-    forgets nothing of such text.
+    forgets nothing of such text. `queries` has others asked: all of the prompt's ("context"), those of its second
+    reading, or questions.
     """
 
     name: ClassVar[str] = "snapkv"
+    noted: ClassVar[str] = MEAN
 
     window: int | float = 32
-    observed: int = 32
     pooled: int = 5
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("observed", self.observed, least=1)
         check_count("pooled", self.pooled, least=1)
         if self.pooled % 2 == 0:
             raise ValueError(f"pooled must be odd, a token and as many on each side, got {self.pooled}")
-
-    @property
-    def asking(self) -> Asking:
-        return Asking(WINDOW, MEAN, self.observed)
 
     def new_method(self, layer: int) -> Chooser:
         return Observed(self)
