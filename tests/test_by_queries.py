@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 
 import kvsketch
 import zoo
@@ -11,7 +12,9 @@ from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.tokens import NewTokens
 from kvsketch.caches.forgetting import dropped
 from kvsketch.caches.registry import parse_spec
+from kvsketch.evaluation.board.peak import peak_bytes
 from kvsketch.evaluation.inspection.kept import held_tokens as tokens_of_layers
+from kvsketch.huggingface import rereading
 from lanes import entries_of
 from states import difference, state_of
 
@@ -456,6 +459,52 @@ def test_a_second_reading_leaves_the_cache_as_it_was(llama):
     assert torch.equal(*answers)
 
 
+def test_a_text_is_read_again_piece_by_piece_where_it_does_not_fit_twice(llama):
+    """Each behind the text, after the tokens that lead up to it; as a model does that is plainly given both."""
+    ids, mask = zoo.tokens(2, 700), torch.ones(2, 700, dtype=torch.long)
+    mask[1, :140] = 0
+    heard = []
+    cache = read(llama, "exact(noting='second reading')", ids, attention_mask=mask, progress=heard.append)
+    assert heard == [700, 960, 1220, 1400], "three pieces"
+    plain = zoo.build("llama", layers=3)
+    plain.set_attn_implementation("eager")
+    for row, count in enumerate((700, 560)):
+        own, largest = ids[row : row + 1, -count:], [torch.zeros(2, count)] * 3
+        for start in range(0, count, 1024 - 700 - rereading.LEAD):
+            lead = min(start, rereading.LEAD)
+            piece = own[:, start - lead : start + 1024 - 700 - rereading.LEAD]
+            with torch.no_grad():
+                found = plain(torch.cat([own, piece], 1), output_attentions=True).attentions
+            asked = [one[0, :, count + lead :, :count].amax(1).unflatten(0, (2, -1)).amax(1) for one in found]
+            largest = [torch.maximum(*both) for both in zip(largest, asked, strict=True)]
+        for layer, expected in zip(cache.sketch_layers, largest, strict=True):
+            columns = layer.held.window.columns
+            noted = columns.notes[row, :, columns.ranks[row] >= 0].view(torch.float64)[..., 0]
+            torch.testing.assert_close(noted.float(), expected, rtol=1e-3, atol=1e-6)
+
+
+def test_what_is_held_at_most_while_a_prompt_is_read():
+    """The full cache, one layer while layers forget, and of a second reading one piece."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=64, max_position_embeddings=1220,
+    )  # fmt: skip
+    model, ids = transformers.LlamaForCausalLM(config).eval(), zoo.tokens(1, 900)
+    token = 2 * 4 * 64 * 4  # bytes of one layer
+    caches = {spec: kvsketch.make_cache(model, spec) for spec in ("exact", "snapkv(heads='threshold')", "kvzip")}
+
+    def peak_of(spec, chunk):
+        return peak_bytes(lambda: kvsketch.prefill(model, ids, caches[spec], chunk=chunk), torch.device("cpu"))[0]
+
+    exact, forgetting = (peak_of(spec, 300) for spec in ("exact", "snapkv(heads='threshold')"))
+    assert forgetting <= exact + 900 * token
+    assert caches["snapkv(heads='threshold')"].nbytes < 0.3 * caches["exact"].nbytes
+    held = list[int]()
+    kvsketch.prefill(model, ids, caches["kvzip"], chunk=300, progress=lambda _: held.append(caches["kvzip"].nbytes))
+    assert 6 * 900 * token < max(held) <= 1.04 * 6 * 1220 * (token + 4 * 8)  # 8 bytes of notes a head
+
+
 def test_a_budget_is_enough(llama):
     cache = kvsketch.prefill(llama, zoo.tokens(1, 300), kvsketch.make_cache(llama, keep=0.25))
     assert str(cache.config) == "kvzip(keep=0.25)"
@@ -478,8 +527,8 @@ def test_what_cannot_be_read_twice_is_refused_before_it_is_read(llama):
     embeddings = llama.get_input_embeddings()(zoo.tokens(1, 30))
     with pytest.raises(ValueError, match="embeddings came instead of token ids"):
         llama(inputs_embeds=embeddings, past_key_values=cache)
-    with pytest.raises(ValueError, match="a prompt and its second reading have 1,200 tokens, and the context of"):
-        kvsketch.prefill(llama, zoo.tokens(1, 600), cache, chunk=100)
+    with pytest.raises(ValueError, match="a prompt and what is read again of it at a time have 1,120 tokens"):
+        kvsketch.prefill(llama, zoo.tokens(1, 800), cache, chunk=100)
     llama.train()
     with pytest.raises(ValueError, match=r"call model.eval\(\) first"):
         llama(input_ids=zoo.tokens(1, 30), past_key_values=cache)

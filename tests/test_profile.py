@@ -206,5 +206,5 @@ def test_bad_input_to_the_command_is_one_sentence(options, message, tmp_path, mo
 
 
 def test_a_text_whose_second_reading_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="a prompt and its second reading have 1,200 tokens, and the context"):
-        second_reading(zoo.build("llama"), zoo.tokens(1, 600))
+    with pytest.raises(ValueError, match="a prompt and what is read again of it at a time have 1,120 tokens"):
+        second_reading(zoo.build("llama"), zoo.tokens(1, 800))

@@ -19,8 +19,8 @@ from kvsketch.caches.forgetting.threshold import sets_shares, shares_of_prompt
 from kvsketch.huggingface.frequencies import ChangingFrequencies
 from kvsketch.huggingface.layers import LayerStack
 from kvsketch.huggingface.protecting import check_protected, lengths_of
-from kvsketch.huggingface.rereading import read_behind
-from kvsketch.huggingface.supported import check_context
+from kvsketch.huggingface.rereading import Behind, pieces, read_behind, room_behind
+from kvsketch.huggingface.supported import check_context, context_of
 
 NO_QUESTIONS = (
     "{} goes by questions, and there are none: kvsketch.make_cache(model, method, questions=[ids, ...]), token ids of "
@@ -166,13 +166,18 @@ class Prompt:
         if not self.held or not self.read_more:
             return
         count += self.stack.seen
-        more, what = count, "a prompt and its second reading have"
+        more, what = room_behind(count), "a prompt and what is read again of it at a time have"
         if self.questions:
             more, what = max(ids.shape[1] for ids in self.questions), "a prompt and the longest question have"
         once = f"{self.config.name} reads more than the prompt: methods that read it once, as keydiff, have all of it"
         check_context(decoder, count + more, what, once)
         if self.rope is not None:
             self.rope.check_can_follow(count, more)
+
+    def _room(self, decoder: Any, count: int) -> int | None:
+        """For how many tokens the model has place behind so many; None: for any."""
+        most = context_of(decoder) if self.rope is None else self.rope.limit
+        return None if most is None or (self.rope is not None and count > most) else most - count
 
     def _say_if_short(self, rows: int, count: int, decoder: Any) -> None:
         whole, dtype = self.stack.whole, self.stack.whole.dtype or decoder.dtype
@@ -222,9 +227,10 @@ class Prompt:
 
     def _read_behind(self, cache: Any, decoder: Any, progress: Callable[[int], None] | None) -> None:
         own = torch.cat(self.texts, 1)
-        texts = [(ids := one.to(own.device).expand(len(own), -1), torch.ones_like(ids)) for one in self.questions]
+        texts = [Behind(ids := one.to(own.device).expand(len(own), -1), torch.ones_like(ids)) for one in self.questions]
         if not texts:
-            texts = [_without_padding(own, self.stack.sketch[0].positions.real)]
+            again = _without_padding(own, self.stack.sketch[0].positions.real)
+            texts = pieces(*again, self._room(decoder, self.stack.seen))
         before = own.shape[1]
         try:
             self.again = True

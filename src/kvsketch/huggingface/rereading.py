@@ -3,9 +3,11 @@
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
+from jaxtyping import Int64
 from torch import Tensor
 
 from kvsketch.attention import Partial
@@ -16,54 +18,92 @@ from kvsketch.caches.core.tokens import chunks
 from kvsketch.huggingface.layer import SketchLayer
 from kvsketch.huggingface.layers import LayerStack
 
-CHUNK = 1024  # tokens read at a time
-
+CHUNK = 1024  # tokens of a call
+PIECE, LEAD = 2048, 64  # tokens of a text that are behind it at a time; and of those before them, which lead up to them
+LEAST = 256  # tokens of a piece, where the context has no room for more
 
 Give = Callable[[dict[str, Tensor | None]], object]
+
+
+@dataclass(frozen=True)
+class Behind:
+    """A text that is read behind the one a cache holds: its tokens, which are real, and from which one on they ask."""
+
+    ids: Int64[Tensor, "b n"]
+    real: Int64[Tensor, "b n"]
+    lead: int = 0
+
+
+def room_behind(count: int) -> int:
+    """Tokens that a second reading of so many has behind them at least."""
+    return min(count, LEAST + LEAD)
+
+
+def pieces(ids: Int64[Tensor, "b n"], real: Int64[Tensor, "b n"], room: int | None) -> list[Behind]:
+    """A text as it is read again: whole, or piece by piece, each behind the text and after the tokens that lead to it.
+
+    `room` is for how many tokens the context has place.
+    """
+    count, most = ids.shape[1], PIECE + LEAD if room is None else min(PIECE + LEAD, room)
+    if count <= min(PIECE, most):
+        return [Behind(ids, real)]
+    starts = range(0, count, most - LEAD)
+    leads = [min(LEAD, start) for start in starts]
+    parts = [slice(start - lead, start + most - LEAD) for start, lead in zip(starts, leads, strict=True)]
+    return [Behind(ids[:, part], real[:, part], lead) for part, lead in zip(parts, leads, strict=True)]
 
 
 @torch.no_grad()
 def read_behind(
     stack: LayerStack,
     askings: Askings,
-    texts: Sequence[tuple[Tensor, Tensor]],
+    texts: Sequence[Behind],
     give: Give,
     progress: Callable[[int], None],
 ) -> None:
     """Have a model read each of some texts behind the one that layers hold whole, and note what is looked at of that.
 
-    Texts come with which of their tokens are real. `give` gives the model inputs of a call that goes on from the
-    cache; `progress` hears how many tokens were read here.
+    `give` gives the model inputs of a call that goes on from the cache; `progress` hears how many tokens were read.
     """
     done, before, offsets = 0, stack.sketch[0].positions.real, stack.sketch[0].positions.offsets
-    for ids, real in texts:
-        if not ids.shape[1]:  # of nothing but padding
+    for text in texts:
+        count, real = text.ids.shape[1], text.real
+        if not count:  # of nothing but padding
             continue
-        first = (
-            torch.ones(len(ids), stack.seen, dtype=real.dtype, device=ids.device) if before is None else before.to(real)
-        )
-        with _put_back(stack), _watched(stack, partial(_note, askings)):
-            for start, stop in chunks(ids.shape[1], CHUNK):
+        first = real.new_ones(len(real), stack.seen) if before is None else before.to(real)
+        spans = [(text.lead + start, text.lead + stop) for start, stop in chunks(count - text.lead, CHUNK)]
+        noting = _Noting(askings)
+        with _put_back(stack), _watched(stack, noting):
+            for start, stop in [(0, text.lead)] * (text.lead > 0) + spans:
+                noting.on = start >= text.lead
                 mask = torch.cat([first, real[:, :stop]], 1)
                 positions = (mask.cumsum(1) - 1).clamp_min(0)[:, start - stop :]
                 if offsets is not None:
-                    positions = positions + torch.tensor(offsets, device=ids.device)[:, None]
+                    positions = positions + torch.tensor(offsets, device=real.device)[:, None]
                 whole = None if bool(mask.all()) else mask
-                give({"input_ids": ids[:, start:stop], "attention_mask": whole, "position_ids": positions})
-                progress(done + stop)
-        done += ids.shape[1]
+                give({"input_ids": text.ids[:, start:stop], "attention_mask": whole, "position_ids": positions})
+                if noting.on:
+                    progress(done + stop - text.lead)
+        done += count - text.lead
 
 
-def _note(askings: Askings, held: LayerCache, count: int, asked: Query, whole: Partial) -> None:
-    """Note what a layer's first `count` columns got from a call: before it is taken back, which moves columns."""
-    columns = held.window.columns.part(0, count)
-    assert columns.notes is not None, "notes are made with the tokens"
-    real = None if asked.ranks is None else asked.ranks >= 0
-    ranks = columns.ranks if held.ragged else None
-    for asking, place in askings:
-        if asking.behind:
-            more = attention_got(asking, asked, whole.lse, columns.keys, ranks, real)
-            held.window.renote(asking.with_more(columns.notes[..., place], more), place)
+class _Noting:
+    """Notes what a layer's first `count` columns got from a call: before it is taken back, which moves columns."""
+
+    def __init__(self, askings: Askings) -> None:
+        self.askings, self.on = askings, True
+
+    def __call__(self, held: LayerCache, count: int, asked: Query, whole: Partial) -> None:
+        if not self.on:
+            return
+        columns = held.window.columns.part(0, count)
+        assert columns.notes is not None, "notes are made with the tokens"
+        real = None if asked.ranks is None else asked.ranks >= 0
+        ranks = columns.ranks if held.ragged else None
+        for asking, place in self.askings:
+            if asking.behind:
+                more = attention_got(asking, asked, whole.lse, columns.keys, ranks, real)
+                held.window.renote(asking.with_more(columns.notes[..., place], more), place)
 
 
 @contextmanager

@@ -56,11 +56,17 @@ def check_supported(model: PreTrainedModel) -> Any:
     return text
 
 
+def context_of(model: PreTrainedModel) -> int | None:
+    """How many tokens a model was made to read; None where that is not said, or it rotates otherwise beyond them."""
+    text = model.config.get_text_config(decoder=True)
+    most: int | None = getattr(text, "max_position_embeddings", None)
+    return most if changing_frequencies(text) is None else None
+
+
 def check_context(model: PreTrainedModel, tokens: int, what: str, advice: str = "") -> None:
     """Refuse to read more tokens than a model was made for: what it says after those is noise."""
-    text = model.config.get_text_config(decoder=True)
-    most = getattr(text, "max_position_embeddings", None)
-    if most is not None and tokens > most and changing_frequencies(text) is None:
+    most = context_of(model)
+    if most is not None and tokens > most:
         raise ValueError(
             f"{what} {tokens:,} tokens, and the context of {type(model).__name__} is {most:,}: give it less to read, "
             f"or choose a model with a longer context{'. ' * bool(advice)}{advice}"
