@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -170,11 +171,20 @@ def test_a_file_that_cannot_be_read_is_refused_and_leaves_nothing(damage, said, 
 
 
 def test_no_room_and_no_package_are_said_before_any_work(whole, tmp_path, monkeypatch):
+    (tmp_path / "wheel").mkdir()
+    (tmp_path / "wheel" / packaged.FILE).write_bytes(whole.read_bytes())
+    found = SimpleNamespace(submodule_search_locations=[str(tmp_path / "wheel")])
+    monkeypatch.setattr(packaged, "find_spec", lambda _: found)
+    monkeypatch.setenv("KVSKETCH_CACHE", str(tmp_path / "cache"))
     free = gguf.shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(gguf.shutil, "disk_usage", lambda _: free)
     with pytest.raises(ValueError, match=r"needs about .* GB, and 0.0 GB are free there"):
         import_gguf(whole, tmp_path / "model")
+    with pytest.raises(ValueError, match=r"make room, or set KVSKETCH_CACHE to a folder elsewhere$"):
+        smollm2_folder()
     monkeypatch.setattr(gguf, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=r"pip install 'kvsketch\[gguf\]'$"):
+        smollm2_folder()
     with pytest.raises(ValueError, match=r"pip install 'kvsketch\[gguf\]'"):
         import_gguf(whole, tmp_path / "model")
     assert not (tmp_path / "model").exists()

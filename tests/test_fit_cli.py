@@ -11,7 +11,8 @@ from kvsketch.caches.lookup.key_index import read_index
 from kvsketch.evaluation.embedded import load_embedded
 from kvsketch.huggingface.identity import describe_model
 
-SMALL = ("--buckets", 8, "--hidden", 10, "--apart", 24, "--away", 12, "--tokens", 120, "--pool", 100, "--held-out", 0.3)
+WITHOUT_TOKENS = ("--buckets", 8, "--hidden", 10, "--apart", 24, "--away", 12, "--pool", 100, "--held-out", 0.3)
+SMALL = (*WITHOUT_TOKENS, "--tokens", 120)
 
 
 @pytest.fixture
@@ -36,10 +37,21 @@ def test_a_model_is_fitted_and_what_was_found_is_shown(saved, tmp_path):
     measured = next(row for row in index.description["layers"]["1"]["held_out"]["classifier"] if row["probes"] == 2)
     assert f"{measured['recall']:.3f} / {measured['selectivity']:.3f}" in done.stdout
     again = run(
-        "fit", saved, "--corpus", tmp_path / "corpus.jsonl", "-o", out, *SMALL, "--steps", 21, "--layers", "1,2"
+        "fit",
+        saved,
+        "--corpus",
+        tmp_path / "corpus.jsonl",
+        "-o",
+        out,
+        *WITHOUT_TOKENS,
+        "--steps",
+        21,
+        "--layers",
+        "1,2",
     )
     assert again.returncode == 2
     assert "settings.recipe.steps 20, now 21" in again.stderr
+    assert "settings.tokens 120, now 1024" in again.stderr, "pieces are as long as the context, if nobody says"
 
 
 def test_the_embedded_model_is_fitted_to_its_own_tasks(tmp_path):

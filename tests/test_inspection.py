@@ -89,6 +89,8 @@ def test_wrong_layers_and_texts_are_refused():
         capture(model, zoo.tokens(1, 20), [7])
     with pytest.raises(ValueError, match=r"one text, ids of shape 1 × tokens, got shape \(2, 20\)"):
         capture(model, zoo.tokens(2, 20))
+    with pytest.raises(ValueError, match="a text has 1,100 tokens, and the context of LlamaForCausalLM is 1,024"):
+        capture(model, zoo.tokens(1, 1100))
 
 
 @pytest.mark.parametrize("delta", [0.3, 1.0, 10.0])

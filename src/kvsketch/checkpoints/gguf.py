@@ -41,11 +41,16 @@ class Imported:
 
 
 def import_gguf(
-    path: str | Path, folder: str | Path, dtype: str = "float32", say: Callable[[str], None] = lambda _: None
+    path: str | Path,
+    folder: str | Path,
+    dtype: str = "float32",
+    say: Callable[[str], None] = lambda _: None,
+    elsewhere: str = "choose another folder, or 16 bits (--dtype bfloat16)",
 ) -> Imported:
     """Make the folder of a GGUF file, in one piece or not at all; a folder that is there and whole stays as it is.
 
     In float32 the weights are exactly those that transformers makes of the file; 16 bits take half the room.
+    `elsewhere` is said where there is none.
     """
     path, folder = Path(path), Path(folder)
     if dtype not in PRECISIONS:
@@ -55,7 +60,7 @@ def import_gguf(
     if imported(folder) == record:
         say(f"{folder} holds {path.name} already")
         return record
-    _check_room(folder, parameters * PRECISIONS[dtype].itemsize + SPARE)
+    _check_room(folder, parameters * PRECISIONS[dtype].itemsize + SPARE, elsewhere)
     try:
         with making(folder) as unfinished:
             say(f"reading {path.name}: {parameters:,} numbers")
@@ -122,12 +127,12 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _check_room(folder: Path, needed: int) -> None:
+def _check_room(folder: Path, needed: int, elsewhere: str) -> None:
     free = shutil.disk_usage(nearest(folder)).free
     if free < needed:
         raise ValueError(
-            f"{folder} needs about {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free there: make room, choose "
-            "another folder, or 16 bits (--dtype bfloat16)"
+            f"{folder} needs about {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free there: make room, or "
+            f"{elsewhere}"
         )
 
 

@@ -26,8 +26,8 @@ def smollm2_folder(say: Callable[[str], None] = lambda _: None) -> Path:
             raise ValueError(f"{SMOLLM2} is not installed: {COMMAND}")
         say(f"{SMOLLM2} is made ready, once, in {folder}")
         try:
-            import_gguf(path, folder, say=say)
+            import_gguf(path, folder, say=say, elsewhere="set KVSKETCH_CACHE to a folder elsewhere")
         except ValueError as error:
             if imported(folder) is None:  # else another process has just made it
-                raise ValueError(f"{error}. To begin anew, remove {folder}") from error
+                raise ValueError(f"{error}{f'. To begin anew, remove {folder}' * folder.exists()}") from error
     return folder

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvsketch.fitting.settings import FitSettings
 
 SHOWN_PROBES = 32
+PIECES = 16384  # tokens
 
 
 Files = Annotated[
@@ -40,7 +41,9 @@ Hidden = Annotated[int, typer.Option(help="Width of the classifiers' inner layer
 Layers = Annotated[
     str | None, typer.Option(help="These layers, with commas; left out, all with queries that look far.")
 ]
-Tokens = Annotated[int, typer.Option(help="Cut texts into pieces of so many tokens.")]
+Tokens = Annotated[
+    int | None, typer.Option(help=f"Cut texts into pieces of so many tokens; {PIECES}, or the model's context.")
+]
 Apart = Annotated[
     int, typer.Option(help="The window: queries learn from keys farther away. Texts must be longer than this.")
 ]
@@ -93,7 +96,7 @@ def fit(
     buckets: Buckets = 1024,
     hidden: Hidden = 1024,
     layers: Layers = None,
-    tokens: Tokens = 16384,
+    tokens: Tokens = None,
     apart: Apart = 2047,
     away: Away = 1024,
     queries: Queries = 512,
@@ -121,12 +124,14 @@ def fit(
     """
     if out is not None:
         check_folder("--out", out)
-    given = {"apart": apart, "away": away, "queries": queries, "tokens": tokens, "buckets": buckets, "hidden": hidden}
+    given = {"apart": apart, "away": away, "queries": queries, "tokens": tokens or PIECES}
+    given |= {"buckets": buckets, "hidden": hidden}
     given |= _without_corpus(context, model, corpus) | {"keys_at_most": keys_at_most, "pool": pool, "seed": seed}
     settings = _settings(
         recipe, layers, {"steps": steps, "batch": batch, "rate": rate, "products": products}, given, held_out
     )
-    _fit(model, dtype, device, corpus, out, settings, shards, ray, ray_address, keep=keep, save_every=save_every)
+    whole = tokens is None  # pieces may be as long as the model's context
+    _fit(model, dtype, device, corpus, out, settings, shards, ray, ray_address, whole, keep=keep, save_every=save_every)
 
 
 def _without_corpus(context: typer.Context, model: str | None, corpus: list[Path] | None) -> dict[str, int]:
@@ -159,7 +164,7 @@ def _settings(
 def _fit(
     model: str | None, dtype: str, device: str | None, corpus: list[Path] | None, out: Path | None,
     settings: "FitSettings",
-    shards: Path | None, ray: bool, ray_address: str, **options: Any,
+    shards: Path | None, ray: bool, ray_address: str, whole: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Load the model and fit to it, here or on a Ray cluster, with a bar for each part; then show what was learnt."""
     from kvsketch.caches.lookup.key_index import own_index
@@ -168,10 +173,13 @@ def _fit(
     from kvsketch.fitting.fit import fit as run
     from kvsketch.fitting.spread import RayCluster
     from kvsketch.huggingface.identity import describe_model
+    from kvsketch.huggingface.supported import context_of
 
     load = partial(model_on, name=model, dtype=dtype)
     cluster = RayCluster(ray_address, load, device) if ray else None
     language_model, tokenizer = load_model(model, dtype, device if cluster is None else "cpu")
+    if whole:
+        settings = replace(settings, tokens=min(settings.tokens, context_of(language_model) or settings.tokens))
     found = out is None
     out = own_index(describe_model(language_model)) if out is None else out
     with progress_bar(transient=False) as bar, TemporaryDirectory() as folder:

@@ -30,6 +30,7 @@ def show_heads(
     from kvsketch.evaluation.answers.reading import readable_for
     from kvsketch.evaluation.inspection.kept import held_tokens, token_texts, write_kept_page
     from kvsketch.evaluation.results.provenance import provenance
+    from kvsketch.huggingface.supported import check_context
 
     exact = readable_for(config)
     if exact is None:
@@ -41,6 +42,7 @@ def show_heads(
     read = made_text("lines", tokens, "inspect", tokenizer) if text is None else text
     found = tokenizer(read, return_tensors="pt", return_offsets_mapping=True)
     ids = found["input_ids"][:, :tokens].to(language_model.device)
+    check_context(language_model, ids.shape[1], "a text has")
     with progress_bar() as bar:
         task = bar.add_task(f"reading {ids.shape[1]:,} tokens", total=None)
         whole = kvsketch.make_cache(language_model, exact)

@@ -17,6 +17,7 @@ from kvsketch.huggingface import SketchCache, detach, make_cache, prefill
 from kvsketch.huggingface.attaching import is_attached
 from kvsketch.huggingface.layer import SketchLayer
 from kvsketch.huggingface.rotation import BeforeRotation
+from kvsketch.huggingface.supported import check_context
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ def capture(
     """
     if ids.ndim != 2 or ids.shape[0] != 1:
         raise ValueError(f"capture reads one text, ids of shape 1 × tokens, got shape {tuple(ids.shape)}")
+    check_context(model, ids.shape[1], "a text has")
     attached_before = is_attached(model)
     cache = make_cache(model, "exact")
     try:
