@@ -10,9 +10,9 @@ ONES = 0.025  # weight of the denominator beside the numerator, as in the author
 def products(keys: Float[Tensor, "l n d"], values: Float[Tensor, "l n e"], scale: float) -> Float[Tensor, "l n n"]:
     """exp⟨k_i, k_j⟩ · (⟨v_i, v_j⟩ + 0.025) in every block, on the mean of the diagonal.
 
-    Keys are shifted by their mean, which changes all tokens' weights for a query by one factor, and the largest
-    exponent is taken off, so nothing overflows; both leave the signs alone. The small constant balances the
-    denominator too: it is a value coordinate that all tokens share.
+    Keys are shifted by their mean, which changes all tokens' weights for a query by one factor: what they have in
+    common would outweigh all else in the products. The largest exponent is taken off, so nothing overflows; that leaves
+    the signs alone. The small constant balances the denominator too: it is a value coordinate that all tokens share.
     """
     precise = torch.float64 if keys.dtype == torch.float64 else torch.float32
     keys, values = keys.to(precise), values.to(precise)
