@@ -1,5 +1,7 @@
 """Methods that go by queries keep what their definitions keep: written plainly, for one head, from all weights."""
 
+import warnings
+
 import pytest
 import torch
 import transformers
@@ -14,7 +16,7 @@ from kvsketch.caches.forgetting import dropped
 from kvsketch.caches.registry import parse_spec
 from kvsketch.evaluation.board.peak import peak_bytes
 from kvsketch.evaluation.inspection.kept import held_tokens as tokens_of_layers
-from kvsketch.huggingface import rereading
+from kvsketch.huggingface import prompt, rereading
 from lanes import entries_of
 from states import difference, state_of
 
@@ -503,6 +505,18 @@ def test_what_is_held_at_most_while_a_prompt_is_read():
     held = list[int]()
     kvsketch.prefill(model, ids, caches["kvzip"], chunk=300, progress=lambda _: held.append(caches["kvzip"].nbytes))
     assert 6 * 900 * token < max(held) <= 1.04 * 6 * 1220 * (token + 4 * 8)  # 8 bytes of notes a head
+
+
+def test_who_has_no_room_for_the_whole_prompt_hears_of_it_before_it_is_read(llama, monkeypatch, tmp_path):
+    monkeypatch.setattr(prompt, "MEMORY", tmp_path / "meminfo")
+    token = 3 * 2 * 2 * 16 * 4  # layers, keys and values, heads, width, bytes
+    for spec, tokens in (("kvzip", 400), ("snapkv(heads='threshold')", 200)):
+        for free, short in ((tokens * token - 1024, True), (tokens * token + 1024, False)):
+            (tmp_path / "meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable: {free // 1024} kB\n")
+            with warnings.catch_warnings(record=True) as heard:
+                warnings.simplefilter("always")
+                read(llama, spec, zoo.tokens(1, 200))
+            assert any("are free. With heads=" in str(one.message) for one in heard) == short
 
 
 def test_a_budget_is_enough(llama):

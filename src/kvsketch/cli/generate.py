@@ -178,11 +178,10 @@ def _ids(tokenizer: "PreTrainedTokenizerBase", text: str, model: "PreTrainedMode
 
 
 def _read_with_bar(model: "PreTrainedModel", ids: "Tensor", cache: Any, chunk: int | None) -> "Timing":
-    from kvsketch.caches.core.asking import SECOND
     from kvsketch.evaluation.answers.session import read_prompt
 
     count = ids.shape[1]
-    twice = any(asking.queries == SECOND for asking in cache.config.askings.each)
+    twice = cache.config.askings.second
     in_one_call = chunk is None and cache.config.prefill == "exact"  # then the bar can only show that it is at work
     with progress_bar() as bar:
         task = bar.add_task(f"reading {count:,} tokens", total=None if in_one_call else count * (1 + twice))

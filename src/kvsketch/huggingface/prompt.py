@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from kvsketch.caches.forgetting.threshold import sets_shares, shares_of_prompt
 from kvsketch.huggingface.frequencies import ChangingFrequencies
 from kvsketch.huggingface.layers import LayerStack
 from kvsketch.huggingface.protecting import check_protected, lengths_of
-from kvsketch.huggingface.rereading import Behind, pieces, read_behind, room_behind
+from kvsketch.huggingface.rereading import LEAD, PIECE, Behind, pieces, read_behind, room_behind
 from kvsketch.huggingface.supported import check_context, context_of
 
+MEMORY = Path("/proc/meminfo")
 NO_QUESTIONS = (
     "{} goes by questions, and there are none: kvsketch.make_cache(model, method, questions=[ids, ...]), token ids of "
     "each, as the prompt goes on with them; kvsketch.study(model, tokenizer, text) writes some"
@@ -181,12 +183,14 @@ class Prompt:
 
     def _say_if_short(self, rows: int, count: int, decoder: Any) -> None:
         whole, dtype = self.stack.whole, self.stack.whole.dtype or decoder.dtype
-        needed = rows * count * sum(whole.token_bytes(layer.held.layer, dtype) for layer in self.stack.sketch)
-        needed //= whole.model.parts
+        again = min(count, PIECE + LEAD) if self.config.askings.second else 0
+        token = sum(whole.token_bytes(layer.held.layer, dtype) for layer in self.stack.sketch)
+        needed = rows * (count + again) * token // whole.model.parts
         free = _free_memory(decoder.device)
         if free is not None and needed > free:
+            told = f", and {again:,} that are read again," if again else ""
             warnings.warn(
-                f"{self.config} holds all {count:,} tokens until they are read: {needed / 1e9:.1f} GB, and "
+                f"{self.config} holds all {count:,} tokens{told} until they are read: {needed / 1e9:.1f} GB, and "
                 f'{free / 1e9:.1f} GB are free. With heads="profile" and a method that reads a prompt once only one '
                 "layer is held whole",
                 stacklevel=2,
@@ -263,7 +267,7 @@ def _free_memory(device: torch.device) -> int | None:
     if device.type != "cpu":
         return None
     try:  # on Linux; elsewhere nothing is said
-        with open("/proc/meminfo") as file:
+        with MEMORY.open() as file:
             lines = dict(line.split(":", 1) for line in file)
         return int(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):

@@ -94,6 +94,11 @@ class Askings:
         return any(asking.behind for asking in self.each)
 
     @property
+    def second(self) -> bool:
+        """Whether that is the prompt again."""
+        return any(asking.queries == SECOND for asking in self.each)
+
+    @property
     def by_questions(self) -> bool:
         """Whether it is questions that are read there."""
         return any(asking.queries == QUESTIONS for asking in self.each)
