@@ -1,6 +1,7 @@
 """Methods that go by queries keep what their definitions keep: written plainly, for one head, from all weights."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from kvsketch.caches.core.lanes import Lanes
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.tokens import NewTokens
 from kvsketch.caches.forgetting import dropped
+from kvsketch.caches.forgetting.threshold import shares_of_prompt
 from kvsketch.caches.registry import parse_spec
 from kvsketch.evaluation.board.peak import peak_bytes
 from kvsketch.evaluation.inspection.kept import held_tokens as tokens_of_layers
@@ -295,6 +297,35 @@ def test_a_second_reading_is_the_same_text_behind_itself(spec, taken, llama):
         for score, own in zip(scores, kept, strict=True):
             assert 0 < own.sum() < left / 2
             assert float(score[own].min()) >= float(score[~own].max()) * (1 - 2**-12)
+
+
+def test_where_layers_differ_in_width_it_is_bytes_that_one_threshold_divides():
+    """The best scores are kept until their bytes are what a quarter of all heads would have; some would have fewer."""
+    config, layers = parse_spec("snapkv(keep=0.25, heads='threshold', window=16, pooled=1)"), []
+    for number, width in enumerate((8, 24)):
+        cache = LayerCache(config, number)
+        cache.recording = True
+        keys, values = normal(1, HEADS, 400, width, seed=number), normal(1, HEADS, 400, width, seed=9)
+        cache.read((number + 1) * normal(1, HEADS * GROUP, 400, width, seed=5), NewTokens(keys, values), SCALE)
+        layers.append(cache)
+    budgets = [cache.budgets[0] for cache in layers]
+    shares = shares_of_prompt(config, layers, budgets)
+    noted = [cache.window.noted.view(torch.float64)[0] for cache in layers]
+    scores = [(x[:, 4:380, 0] / x[:, 4:380, 1]) for x in noted]  # what leaves by eights
+    room, widths = config.room(budgets[0], 376), (8, 24)
+    every = [(-float(x), n, w) for n, (own, w) in enumerate(zip(scores, widths, strict=True)) for x in own.flatten()]
+    left, kept = room * HEADS * sum(widths), [0, 0]
+    for _, layer, size in sorted(every):
+        if (left := left - size) < 0:
+            break
+        kept[layer] += 1
+    held = [
+        sum(replace(budget, share=share).entries(config.seen_when(budget, 376)) - budget.least for share in rows[0])
+        for budget, rows in zip(budgets, shares, strict=True)
+    ]
+    assert kept[0] != kept[1], "else nothing is seen of widths"
+    assert held == kept
+    assert sum(n * w for n, w in zip(held, widths, strict=True)) <= room * HEADS * sum(widths)
 
 
 def test_of_equal_scores_the_lower_layer_comes_first_then_the_lower_head_then_the_earlier_token(llama):
