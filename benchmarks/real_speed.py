@@ -22,6 +22,8 @@ METHODS = (
     "uniform(keep=0.25)",
     "clustergen(keep=0.25)",
     "balancekv(keep=0.25)",
+    "keydiff(keep=0.25, heads='profile')",
+    "kvzip(keep=0.25)",
 )
 
 

@@ -86,14 +86,16 @@ def test_how_the_cache_is_kept_small_if_nothing_is_said(book):
         assert re.search(rf"method +{re.escape(method)} *\n", done.stderr), done.stderr
 
 
-def test_a_text_that_fits_into_the_context_once_only(small_model, tmp_path):
+def test_a_text_that_leaves_no_room_to_read_it_again(small_model, tmp_path):
     """By profile, where there is one: the embedded model has one, whatever its context is said to be."""
     known = shutil.copytree(ASSETS / EDITIONS[EMBEDDED], tmp_path / "known")
     config = json.loads((known / "config.json").read_text())
     (known / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
     for folder, method in ((known, "keydiff(keep=0.25, heads='profile')"), (small_model, "keydiff(keep=0.25)")):
         done = run("generate", folder, "--prompt-file", "-", "--question", "?", "--max-new-tokens", 2, text=2 * TEXT)
-        assert re.search(rf"twice, as kvzip.*: {re.escape(method)} instead", " ".join(done.stderr.split())), done.stderr
+        assert re.search(rf"again, as kvzip.* does: {re.escape(method)} instead", " ".join(done.stderr.split())), (
+            done.stderr
+        )
 
 
 def test_text_alone_is_continued(book):

@@ -29,5 +29,6 @@ def smollm2_folder(say: Callable[[str], None] = lambda _: None) -> Path:
             import_gguf(path, folder, say=say, elsewhere="set KVSKETCH_CACHE to a folder elsewhere")
         except ValueError as error:
             if imported(folder) is None:  # else another process has just made it
-                raise ValueError(f"{error}{f'. To begin anew, remove {folder}' * folder.exists()}") from error
+                anew = f". To begin anew, remove {folder}" if folder.exists() else ""
+                raise ValueError(f"{error}{anew}") from error
     return folder

@@ -68,7 +68,7 @@ def bench_text(
     cache?
     """
     from kvsketch.evaluation.texts.plan import Plan
-    from kvsketch.huggingface.rereading import room_behind
+    from kvsketch.huggingface.rereading import check_room_behind
     from kvsketch.huggingface.supported import check_context
 
     plan = Plan(
@@ -83,8 +83,7 @@ def bench_text(
     inputs = load_inputs(out, model, None, Texts(files=tuple(texts)), dtype, device)
     check_context(inputs.model, plan.tokens + plan.next, "a window and what follows it have")
     if any(config.askings.behind for config in plan.configs.values()):
-        again = plan.tokens + room_behind(plan.tokens)
-        check_context(inputs.model, again, "a window and what is read again of it at a time have")
+        check_room_behind(inputs.model, plan.tokens, "a window")
     run(plan, inputs)
 
 

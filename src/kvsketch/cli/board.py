@@ -141,14 +141,13 @@ class Board:
     def _check_lengths(self) -> None:
         """Refuse to read more than the model was made for."""
         from kvsketch.caches.registry import parse_spec
-        from kvsketch.huggingface.rereading import room_behind
+        from kvsketch.huggingface.rereading import check_room_behind
         from kvsketch.huggingface.supported import check_context
 
         longest = max(self.given.lengths)
         check_context(self.model, longest + NEXT, "a prompt and what follows it have")
         if any(config.askings.behind for config in map(parse_spec, self.chosen.specs)):
-            again = longest + room_behind(longest)
-            check_context(self.model, again, "a prompt and what is read again of it at a time have")
+            check_room_behind(self.model, longest, "a prompt")
 
     def _fitted(self) -> dict[str, float | None]:
         """Specs that hold what their budget says, each with that budget."""

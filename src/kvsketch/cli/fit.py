@@ -124,7 +124,7 @@ def fit(
     """
     if out is not None:
         check_folder("--out", out)
-    given = {"apart": apart, "away": away, "queries": queries, "tokens": tokens or PIECES}
+    given = {"apart": apart, "away": away, "queries": queries, "tokens": PIECES if tokens is None else tokens}
     given |= {"buckets": buckets, "hidden": hidden}
     given |= _without_corpus(context, model, corpus) | {"keys_at_most": keys_at_most, "pool": pool, "seed": seed}
     settings = _settings(

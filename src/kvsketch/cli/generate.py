@@ -91,11 +91,10 @@ def _tokens(
 
 def _as_it_fits(config: "MethodConfig", model: "PreTrainedModel", tokens: int) -> "MethodConfig":
     """The usual method, or another where the model's context has no room for a text and its second reading."""
-    from kvsketch.huggingface.rereading import room_behind
-    from kvsketch.huggingface.supported import check_context
+    from kvsketch.huggingface.rereading import check_room_behind
 
     try:
-        check_context(model, tokens + room_behind(tokens), "a text and what is read again of it at a time have")
+        check_room_behind(model, tokens, "a text")
     except ValueError:
         once = _read_once(model)
         say(f"the text leaves no room in the model's context to read it again, as {config} does: {once} instead")

@@ -28,7 +28,7 @@ ARCHITECTURE = (
 
 
 class Identity:
-    """Which model one was when it was looked at: its weights are sampled once, and only if somebody asks."""
+    """Which model one is: its weights are sampled when somebody first asks for them, and once."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = weakref.ref(model)  # which this does not keep alive

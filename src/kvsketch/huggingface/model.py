@@ -16,7 +16,7 @@ from kvsketch.huggingface.modules import heads_of
 from kvsketch.huggingface.spread import TENSOR_PARALLEL, Division, part_of
 
 
-@dataclass
+@dataclass(eq=False)
 class ModelLink:
     """The model that a cache was made for. Copies of the cache share it."""
 
@@ -27,7 +27,7 @@ class ModelLink:
     guard: DropGuard | None
     model: "weakref.ref[PreTrainedModel]"  # not held: a cache does not keep its model alive
     divisions: tuple[Division, ...] = ()  # over which processes it is spread
-    looked_at: Identity | None = None  # when a cache was last made or began to read
+    looked_at: Identity | None = None  # as it was when it was last asked for: as a cache begins to read, and for files
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModelLink":
         return self

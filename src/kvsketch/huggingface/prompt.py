@@ -1,7 +1,7 @@
 """A prompt that layers hold whole until all of it is read: what is chosen then may follow from all layers.
 
 It is read a second time where the method asks for that, shares are set where the prompt itself sets them, and layers
-forget one after another: the most that is ever held is the exact cache and one layer.
+forget one after another: the most that is ever held is the exact cache, one layer, and what is read again at a time.
 """
 
 import warnings
@@ -20,7 +20,7 @@ from kvsketch.caches.forgetting.threshold import sets_shares, shares_of_prompt
 from kvsketch.huggingface.frequencies import ChangingFrequencies
 from kvsketch.huggingface.layers import LayerStack
 from kvsketch.huggingface.protecting import check_protected, lengths_of
-from kvsketch.huggingface.rereading import LEAD, PIECE, Behind, pieces, read_behind, room_behind
+from kvsketch.huggingface.rereading import Behind, check_room_behind, most_behind, pieces, read_behind
 from kvsketch.huggingface.supported import check_context, context_of
 
 MEMORY = Path("/proc/meminfo")
@@ -168,11 +168,12 @@ class Prompt:
         if not self.held or not self.read_more:
             return
         count += self.stack.seen
-        more, what = room_behind(count), "a prompt and what is read again of it at a time have"
-        if self.questions:
-            more, what = max(ids.shape[1] for ids in self.questions), "a prompt and the longest question have"
         once = f"{self.config.name} reads more than the prompt: methods that read it once, as keydiff, have all of it"
-        check_context(decoder, count + more, what, once)
+        if self.questions:
+            more = max(ids.shape[1] for ids in self.questions)
+            check_context(decoder, count + more, "a prompt and the longest question have", once)
+        else:
+            more = check_room_behind(decoder, count, "a prompt", once)
         if self.rope is not None:
             self.rope.check_can_follow(count, more)
 
@@ -183,14 +184,14 @@ class Prompt:
 
     def _say_if_short(self, rows: int, count: int, decoder: Any) -> None:
         whole, dtype = self.stack.whole, self.stack.whole.dtype or decoder.dtype
-        again = min(count, PIECE + LEAD) if self.config.askings.second else 0
+        again = most_behind(self.stack.seen + count) if self.config.askings.second else 0
         token = sum(whole.token_bytes(layer.held.layer, dtype) for layer in self.stack.sketch)
         needed = rows * (count + again) * token // whole.model.parts
         free = _free_memory(decoder.device)
         if free is not None and needed > free:
-            told = f", and {again:,} that are read again," if again else ""
+            told = f" and {again:,} that are read again" if again else ""
             warnings.warn(
-                f"{self.config} holds all {count:,} tokens{told} until they are read: {needed / 1e9:.1f} GB, and "
+                f"{self.config} holds all {count:,} tokens{told} until that is done: {needed / 1e9:.1f} GB, and "
                 f'{free / 1e9:.1f} GB are free. With heads="profile" and a method that reads a prompt once only one '
                 "layer is held whole",
                 stacklevel=2,

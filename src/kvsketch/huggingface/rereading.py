@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from jaxtyping import Int64
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvsketch.attention import Partial
 from kvsketch.caches.core.asking import Askings, attention_got
@@ -17,6 +18,7 @@ from kvsketch.caches.core.query import Query
 from kvsketch.caches.core.tokens import chunks
 from kvsketch.huggingface.layer import SketchLayer
 from kvsketch.huggingface.layers import LayerStack
+from kvsketch.huggingface.supported import check_context
 
 CHUNK = 1024  # tokens of a call
 PIECE, LEAD = 2048, 64  # tokens of a text that are behind it at a time; and of those before them, which lead up to them
@@ -34,15 +36,23 @@ class Behind:
     lead: int = 0
 
 
-def room_behind(count: int) -> int:
-    """Tokens that a second reading of so many has behind them at least."""
-    return min(count, LEAST + LEAD)
+def check_room_behind(model: PreTrainedModel, count: int, what: str, advice: str = "") -> int:
+    """How many tokens a second reading of so many has behind them at least; refuses a text that leaves no room."""
+    least = min(count, LEAST + LEAD)
+    check_context(model, count + least, f"{what} and what is read again of it at a time have", advice)
+    return least
+
+
+def most_behind(count: int) -> int:
+    """Tokens that a second reading of so many has behind them at most."""
+    return count if count <= PIECE else PIECE + LEAD
 
 
 def pieces(ids: Int64[Tensor, "b n"], real: Int64[Tensor, "b n"], room: int | None) -> list[Behind]:
     """A text as it is read again: whole, or piece by piece, each behind the text and after the tokens that lead to it.
 
-    `room` is for how many tokens the context has place.
+    `room` is for how many tokens the context has place: where that is little, pieces of a row beside a longer one are
+    shorter than those of the row alone.
     """
     count, most = ids.shape[1], PIECE + LEAD if room is None else min(PIECE + LEAD, room)
     if count <= min(PIECE, most):
@@ -66,6 +76,11 @@ def read_behind(
     `give` gives the model inputs of a call that goes on from the cache; `progress` hears how many tokens were read.
     """
     done, before, offsets = 0, stack.sketch[0].positions.real, stack.sketch[0].positions.offsets
+    for layer in stack.sketch:  # a reading that was interrupted has left notes
+        window = layer.held.window
+        for asking, place in askings:
+            if asking.behind:
+                window.renote(asking.none(window.columns.keys), place)
     for text in texts:
         count, real = text.ids.shape[1], text.real
         if not count:  # of nothing but padding

@@ -17,7 +17,7 @@ from kvsketch.caches.core.query import Query
 from kvsketch.kernels.weighted_attention.reference import LOGITS_AT_ONCE
 
 WINDOW, CONTEXT, SECOND, QUESTIONS = "window", "context", "second reading", "questions"
-IN_CACHE = 1 << 21  # logits: they are gone over several times, and larger strips take twice as long on a CPU
+IN_CACHE, FEW = 1 << 21, 16  # logits of a strip on a CPU, which are gone over several times; but so many queries
 SUM, MEAN, MAX, LAST = "sum", "mean", "max", "last"
 Notes = Int64[Tensor, "b h n t"]  # the bits of float64: what was noted, and of a mean the number of weights in it
 Weights = Float[Tensor, "b h n t"]
@@ -168,14 +168,19 @@ def log_weights(
     log_mass: Float[Tensor, "b h n"] | None = None,
 ) -> Iterator[tuple[int, Query, Float[Tensor, "b h gq n"]]]:
     """Logs of the weights that tokens get from queries, some of these at a time: the first one's number, and they."""
-    most = IN_CACHE if keys.device.type == "cpu" else LOGITS_AT_ONCE
-    strip = max(1, most // max(1, len(keys) * query.queries.shape[1] * keys.shape[2]))
+    strip = _strip(len(keys) * query.queries.shape[1] * keys.shape[2], keys.device)
     for start in range(0, query.queries.shape[2], strip):
         part = query.part(start, start + strip)
         logs = logits_of(part.queries, keys, part.scale, part.softcap)
         if log_mass is not None:
             logs = logs + log_mass[:, :, None]
         yield start, part, logs.sub_(fold_groups(lse[:, :, start : start + strip, None], keys.shape[1]))
+
+
+def _strip(logits: int, device: torch.device) -> int:
+    """How many queries at a time, of so many logits each."""
+    strip = max(1, LOGITS_AT_ONCE // max(1, logits))
+    return min(strip, max(FEW, IN_CACHE // max(1, logits))) if device.type == "cpu" else strip
 
 
 def _seen(

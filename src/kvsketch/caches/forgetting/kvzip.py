@@ -13,9 +13,9 @@ from kvsketch.caches.forgetting.scored import Noted, QueriesConfig
 class KVzip(QueriesConfig):
     """Keeps sinks, window and the tokens that are looked at when the model reads the prompt again, behind itself.
 
-    A token's score is the largest weight that it gets from any query of the second reading, of both readings' tokens
-    together. Of later text: from any query while it is in the window. Deviation from the paper: the text is read
-    again as it is, without a prompt that asks to repeat it. `queries` has others asked: questions, those given to
+    A token's score is the largest weight that it gets from any query of the second reading, of all that this sees. Of
+    later text: from any query while it is in the window. Deviation from the paper: the text is read again as it is, in
+    pieces, without a prompt that asks to repeat it. `queries` has others asked: questions, those given to
     `make_cache`; or the prompt's own, all of them ("context") or the last `observed` ("window").
     """
 

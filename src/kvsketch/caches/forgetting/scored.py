@@ -23,6 +23,7 @@ from kvsketch.caches.forgetting.dropped import NEAREST, NONE, SPREAD, STANDS, pl
 from kvsketch.caches.forgetting.residual import FIRST, TOKENS, check_means, joined, means_of, tokens_kept
 from kvsketch.kernels.distances import rounded
 
+OBSERVED = 32  # queries of a call, if it is its last ones that are asked
 LATEST, MOST_LATEST = 16, 0.5  # the least window, and the most, where it is a part of the budget
 
 
@@ -221,11 +222,16 @@ class QueriesConfig(NotedConfig):
     noted: ClassVar[str]  # of all weights that a token gets
 
     queries: str = WINDOW
-    observed: int = 32
+    observed: int = OBSERVED
 
     def __post_init__(self) -> None:
         check_choice("queries", self.queries, (WINDOW, CONTEXT, SECOND, QUESTIONS))
         check_count("observed", self.observed, least=1)
+        if self.queries != WINDOW and self.observed != OBSERVED:
+            raise ValueError(
+                f"observed={self.observed} says how many of the last queries are asked, and queries={self.queries!r} "
+                f"asks others: leave it out, or say queries={WINDOW!r}"
+            )
         super().__post_init__()
 
     @property

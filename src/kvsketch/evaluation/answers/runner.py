@@ -25,7 +25,7 @@ from kvsketch.evaluation.tasks import Sample, Setting, Task
 from kvsketch.evaluation.tasks.haystack import Haystack
 from kvsketch.evaluation.tasks.length import Fitter
 from kvsketch.huggingface import make_cache
-from kvsketch.huggingface.rereading import room_behind
+from kvsketch.huggingface.rereading import check_room_behind
 from kvsketch.huggingface.supported import check_context
 from kvsketch.huggingface.templates import split_prompt, uses_template
 
@@ -61,10 +61,7 @@ class Runner:
             self._prompt(cell, 0)  # a length that is too short, or too long, shows now, not after hours
             check_context(model, self._length(cell), "a prompt has")
             if any(config.askings.behind for config in self.methods.values()):
-                behind = room_behind(self._length(cell))
-                check_context(
-                    model, self._length(cell) + behind, "a prompt and what is read again of it at a time have"
-                )
+                check_room_behind(model, self._length(cell), "a prompt")
 
     def run(self, done: set[tuple[Any, ...]], key: Callable[[Row], tuple[Any, ...]]) -> Iterator[Step]:
         """Rows, a batch and method at a time; what is done already is passed over without work."""
