@@ -11,7 +11,7 @@ from pathlib import Path
 
 from common import RESULTS, published
 from kvsketch.caches.registry import parse_spec
-from kvsketch.evaluation.results.names import TEXTS, family
+from kvsketch.evaluation.results.names import TEXTS
 from kvsketch.evaluation.results.panels import save
 from kvsketch.evaluation.results.rows import Row, key_of, read_rows, with_checksum
 from kvsketch.evaluation.texts.pictures import divergence_picture
@@ -50,12 +50,12 @@ def of_all(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
     return [row for row in rows if key_of(row, WINDOW) in common], sorted(families)
 
 
-def print_table(rows: Sequence[Row], families: Sequence[str]) -> None:
-    """Methods down, by their divergence at a quarter; budgets across: divergence, and its ratio to a sample's."""
+def print_table(rows: Sequence[Row], names: Sequence[str]) -> None:
+    """Methods down, budgets across: divergence, and its ratio to a sample's."""
     means = {mean.method: mean for mean in summarise(rows)}
     print(f"n = {len({key_of(row, WINDOW) for row in rows})}\n| |", " | ".join(f"keep {keep:g}" for keep in KEEPS), "|")
     print("|---|" + "---|" * len(KEEPS))
-    for name in sorted(families, key=lambda name: means[spec_of(name, 0.25)].kl):
+    for name in names:
         cells = []
         for keep in KEEPS:
             mean, ratio = means[spec_of(name, keep)], compare(rows, spec_of(name, keep), spec_of(BASELINE, keep))
@@ -65,21 +65,15 @@ def print_table(rows: Sequence[Row], families: Sequence[str]) -> None:
             cells.append(f"{mean.kl:.3f}".lstrip("0") + paired)
         print(f"| `{name}` |", " | ".join(cells), "|")
     for keep in KEEPS:
-        shares = [means[spec_of(name, keep)].share for name in families]
+        shares = [means[spec_of(name, keep)].share for name in names]
         print(f"keep {keep:g}: {min(shares):.1%} to {max(shares):.1%} of the bytes")
 
 
-def by_divergence(means: Sequence[Mean]) -> list[str]:
-    """Names of methods, from the least divergence at a quarter."""
-    quarter = {family(mean.method): mean.kl for mean in means if mean.method == spec_of(mean.method, 0.25)}
-    return sorted(quarter, key=lambda name: quarter[name])
-
-
-def print_words(means: Sequence[Mean], families: Sequence[str]) -> None:
+def print_words(means: Sequence[Mean], names: Sequence[str]) -> None:
     """How often the likeliest token is the full cache's, and the perplexity of the text, budgets across."""
     found = {mean.method: mean for mean in means}
     print(f"perplexity with everything held: {means[0].exact_perplexity:.2f}\n|" + " |" * (len(KEEPS) + 1))
-    for name in sorted(families, key=lambda name: found[spec_of(name, 0.25)].kl):
+    for name in names:
         here = [found[spec_of(name, keep)] for keep in KEEPS]
         cells = (f"{f'{mean.agree:.3f}'.lstrip('0')}, {mean.perplexity:.2f}" for mean in here)
         print(f"| `{name}` |", " | ".join(cells), "|")
@@ -93,11 +87,12 @@ def short(number: float) -> str:
 def main(out: Path | None) -> None:
     if out is not None:
         add(out)
-    rows, families = of_all(read_rows(FILE, KEY)[1])
-    print_table(rows, families)
-    means = summarise(rows)
-    print_words(means, families)
-    shown = sorted(means, key=lambda mean: by_divergence(means).index(family(mean.method)))
+    rows, names = of_all(read_rows(FILE, KEY)[1])
+    means = {mean.method: mean for mean in summarise(rows)}
+    names.sort(key=lambda name: means[spec_of(name, 0.25)].kl)  # from the least divergence at a quarter
+    print_table(rows, names)
+    print_words(list(means.values()), names)
+    shown = [means[spec_of(name, keep)] for name in names for keep in KEEPS]
     count = len({key_of(row, WINDOW) for row in rows})
     picture = divergence_picture(shown, f"SmolLM2-135M, 128 tokens after 4,096, {count} windows of 3 novels")
     save(picture, RESULTS.parent / "figures" / "text-smollm2.png")

@@ -2,7 +2,7 @@
 
 A model that reads what it has just read looks up what comes next: so the tokens that matter get much of somebody's
 attention, whatever will be asked later. The largest weight that a token gets, from any query of a KV head, is its
-score; the weights are over the text and the second reading together.
+score; the weights are over the text and what is read again at a time.
 """
 
 from collections.abc import Callable
