@@ -91,7 +91,7 @@ def test_one_run_makes_one_page_and_goes_on_where_it_stopped(small):
         (["--tasks", "niah"], "unknown task 'niah'"),
         (["--tasks", "lines", "--haystack", "{book}"], "none of lines hides anything in a text: leave out --haystack"),
         (["--texts", "{book}"], "book.txt has 882 tokens, and a window needs 2,128"),
-        (["--lengths", "20000"], "a prompt and what is read again of it at a time have 20,320 tokens"),
+        (["--lengths", "32600"], "a prompt and what is read again of it at a time have 32,920 tokens"),
         (["--beside", "nowhere"], "--beside must name a folder with rows.jsonl of another package, got nowhere"),
         (["-m", "keydiff; keydiff(keep=0.25)", "--quick"], "keydiff(keep=0.25) is named twice"),
     ],

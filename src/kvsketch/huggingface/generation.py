@@ -18,7 +18,7 @@ from kvsketch.huggingface.cache import SketchCache
 from kvsketch.huggingface.identity import Identity
 from kvsketch.huggingface.prompt import NO_QUESTIONS
 from kvsketch.huggingface.protecting import check_room, lengths_of, protecting
-from kvsketch.huggingface.supported import unwrapped
+from kvsketch.huggingface.supported import check_supported, unwrapped
 
 
 def make_cache(
@@ -42,9 +42,11 @@ def make_cache(
     config = chosen_method(method, keep)
     asked, protected = checked_questions(config, questions), read_spans(protect)
     check_room(config, protected)
-    config = Identity(unwrapped(model)).fitted(config)
+    inner = unwrapped(model)
+    check_supported(inner)
+    config = Identity(inner).fitted(config)
     for ids in asked:
-        check_tokens(unwrapped(model), ids)
+        check_tokens(inner, ids)
     return SketchCache(config, attach(model, before_rotation=config.before_rotation), asked, protected)
 
 
