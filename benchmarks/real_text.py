@@ -5,7 +5,7 @@ to it. A table and a figure are made of the windows that all methods have.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,9 +50,8 @@ def of_all(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
     return [row for row in rows if key_of(row, WINDOW) in common], sorted(families)
 
 
-def print_table(rows: Sequence[Row], names: Sequence[str]) -> None:
+def print_table(rows: Sequence[Row], means: Mapping[str, Mean], names: Sequence[str]) -> None:
     """Methods down, budgets across: divergence, and its ratio to a sample's."""
-    means = {mean.method: mean for mean in summarise(rows)}
     print(f"n = {len({key_of(row, WINDOW) for row in rows})}\n| |", " | ".join(f"keep {keep:g}" for keep in KEEPS), "|")
     print("|---|" + "---|" * len(KEEPS))
     for name in names:
@@ -69,12 +68,12 @@ def print_table(rows: Sequence[Row], names: Sequence[str]) -> None:
         print(f"keep {keep:g}: {min(shares):.1%} to {max(shares):.1%} of the bytes")
 
 
-def print_words(means: Sequence[Mean], names: Sequence[str]) -> None:
+def print_words(means: Mapping[str, Mean], names: Sequence[str]) -> None:
     """How often the likeliest token is the full cache's, and the perplexity of the text, budgets across."""
-    found = {mean.method: mean for mean in means}
-    print(f"perplexity with everything held: {means[0].exact_perplexity:.2f}\n|" + " |" * (len(KEEPS) + 1))
+    plain = means[spec_of(BASELINE, KEEPS[0])].exact_perplexity
+    print(f"perplexity with everything held: {plain:.2f}\n|" + " |" * (len(KEEPS) + 1))
     for name in names:
-        here = [found[spec_of(name, keep)] for keep in KEEPS]
+        here = [means[spec_of(name, keep)] for keep in KEEPS]
         cells = (f"{f'{mean.agree:.3f}'.lstrip('0')}, {mean.perplexity:.2f}" for mean in here)
         print(f"| `{name}` |", " | ".join(cells), "|")
 
@@ -90,8 +89,8 @@ def main(out: Path | None) -> None:
     rows, names = of_all(read_rows(FILE, KEY)[1])
     means = {mean.method: mean for mean in summarise(rows)}
     names.sort(key=lambda name: means[spec_of(name, 0.25)].kl)  # from the least divergence at a quarter
-    print_table(rows, names)
-    print_words(list(means.values()), names)
+    print_table(rows, means, names)
+    print_words(means, names)
     shown = [means[spec_of(name, keep)] for name in names for keep in KEEPS]
     count = len({key_of(row, WINDOW) for row in rows})
     picture = divergence_picture(shown, f"SmolLM2-135M, 128 tokens after 4,096, {count} windows of 3 novels")

@@ -20,20 +20,12 @@ from common import RESULTS
 from kvsketch.cli.models import load_model
 from kvsketch.evaluation.results.provenance import provenance
 from kvsketch.huggingface.capture import Captured, capture
-from kvsketch.kernels.balanced_walk.reference import ONES, halving_signs
+from kvsketch.kernels.balanced_walk.reference import halving_signs, products_as_they_are
 
 MODEL, LAYERS, TOKENS, BLOCK, SEEDS = "smollm2", (0, 1, 3, 6, 10, 14, 20, 25), 2048, 128, 3
 PART = slice(200_000, 260_000)  # of a book's letters
 FIRST, LAST, ASKING = 4, 252, 64  # so that 14 blocks are between them
 SHIFTS, SHARPNESS, HALVINGS, GREEDY = ("block", "text", "none"), (1.0, 0.25), (1, 2), 1e6
-
-
-def signs(keys: Tensor, values: Tensor, scale: float, uniforms: Tensor, gain: float) -> Tensor:
-    """Of every block, from keys that are shifted already; what multiplies all products of a block does not count."""
-    logits = torch.bmm(keys, keys.mT) * scale
-    found = (logits - logits.amax((1, 2), keepdim=True)).exp() * (torch.bmm(values, values.mT) + ONES)
-    mean = found.diagonal(dim1=1, dim2=2).mean(1)[:, None, None].clamp_min(torch.finfo(found.dtype).tiny)
-    return halving_signs(found / mean, uniforms, gain)
 
 
 def kept(seen: Captured, shift: str | None, sharpness: float, halvings: int, seed: int) -> Tensor:
@@ -50,8 +42,8 @@ def kept(seen: Captured, shift: str | None, sharpness: float, halvings: int, see
         elif shift == "text":
             keys = keys - seen.keys.double().mean(1).repeat_interleave(blocks.shape[1], 0)[:, None]
         uniforms = torch.rand(keys.shape[:2], generator=draw, dtype=torch.float64)
-        found = signs(keys, values, sharpness / math.sqrt(keys.shape[2]), uniforms, GREEDY if shift else 0.0)
-        chosen = (found < 0).view(heads, -1)
+        found = products_as_they_are(keys, values, sharpness / math.sqrt(keys.shape[2]))
+        chosen = (halving_signs(found, uniforms, GREEDY if shift else 0.0) < 0).view(heads, -1)
         there = there[chosen].view(heads, -1)
     return there
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from kvsketch.fitting.settings import FitSettings
 
 SHOWN_PROBES = 32
-PIECES = 16384  # tokens
 
 
 Files = Annotated[
@@ -42,7 +41,7 @@ Layers = Annotated[
     str | None, typer.Option(help="These layers, with commas; left out, all with queries that look far.")
 ]
 Tokens = Annotated[
-    int | None, typer.Option(help=f"Cut texts into pieces of so many tokens; {PIECES}, or the model's context.")
+    int | None, typer.Option(help="Cut texts into pieces of so many tokens; 16384, or the model's context.")
 ]
 Apart = Annotated[
     int, typer.Option(help="The window: queries learn from keys farther away. Texts must be longer than this.")
@@ -124,8 +123,8 @@ def fit(
     """
     if out is not None:
         check_folder("--out", out)
-    given = {"apart": apart, "away": away, "queries": queries, "tokens": PIECES if tokens is None else tokens}
-    given |= {"buckets": buckets, "hidden": hidden}
+    given = {"apart": apart, "away": away, "queries": queries, "buckets": buckets, "hidden": hidden}
+    given |= {} if tokens is None else {"tokens": tokens}
     given |= _without_corpus(context, model, corpus) | {"keys_at_most": keys_at_most, "pool": pool, "seed": seed}
     settings = _settings(
         recipe, layers, {"steps": steps, "batch": batch, "rate": rate, "products": products}, given, held_out

@@ -18,7 +18,7 @@ from kvsketch.huggingface.cache import SketchCache
 from kvsketch.huggingface.identity import Identity
 from kvsketch.huggingface.prompt import NO_QUESTIONS
 from kvsketch.huggingface.protecting import check_room, lengths_of, protecting
-from kvsketch.huggingface.supported import check_supported, unwrapped
+from kvsketch.huggingface.supported import unwrapped
 
 
 def make_cache(
@@ -43,7 +43,6 @@ def make_cache(
     asked, protected = checked_questions(config, questions), read_spans(protect)
     check_room(config, protected)
     inner = unwrapped(model)
-    check_supported(inner)
     config = Identity(inner).fitted(config)
     for ids in asked:
         check_tokens(inner, ids)

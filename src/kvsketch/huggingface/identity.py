@@ -27,6 +27,9 @@ ARCHITECTURE = (
 )  # what keys depend on beside the weights
 
 
+GONE = "the model that this cache was made for is gone"
+
+
 class Identity:
     """Which model one is: its weights are sampled when somebody first asks for them, and once."""
 
@@ -39,7 +42,7 @@ class Identity:
         """A sample of them."""
         model = self.model()
         if model is None:
-            raise ValueError("the model that this cache was made for is gone")
+            raise ValueError(GONE)
         return sample_weights(model)
 
     @cached_property

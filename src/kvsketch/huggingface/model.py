@@ -11,7 +11,7 @@ from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.core.part import HeadPart
 from kvsketch.huggingface.attention import ATTENTION_NAME
 from kvsketch.huggingface.frequencies import ChangingFrequencies, DropGuard
-from kvsketch.huggingface.identity import Identity
+from kvsketch.huggingface.identity import GONE, Identity
 from kvsketch.huggingface.modules import heads_of
 from kvsketch.huggingface.spread import TENSOR_PARALLEL, Division, part_of
 
@@ -62,7 +62,7 @@ class ModelLink:
         """What there is to know about the model, as it was when it was last looked at."""
         known = self.looked_at or self.now()
         if known is None:
-            raise ValueError("the model that this cache was made for is gone")
+            raise ValueError(GONE)
         return known.facts
 
     def fitted(self, config: MethodConfig) -> MethodConfig:

@@ -15,8 +15,10 @@ from kvsketch.huggingface.modules import OURS
 def unwrapped(model: nn.Module) -> Any:
     """The transformers model itself, where adapters (peft) or the compiler are wrapped around it."""
     inner: Any = getattr(model, "_orig_mod", model)
-    if isinstance(inner, PreTrainedModel) or not hasattr(inner, "get_base_model"):
+    if isinstance(inner, PreTrainedModel):
         return inner
+    if not hasattr(inner, "get_base_model"):
+        raise ValueError(f"expected a transformers model, got {type(inner).__name__}")
     for name, adapter in getattr(inner, "peft_config", {}).items():
         if getattr(adapter, "is_prompt_learning", False):
             raise ValueError(
@@ -28,8 +30,6 @@ def unwrapped(model: nn.Module) -> Any:
 
 def check_supported(model: PreTrainedModel) -> Any:
     """The text model's config, if kvsketch can serve the model."""
-    if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"expected a transformers model, got {type(model).__name__}")
     name = type(model).__name__
     if type(model).__module__.startswith("transformers_modules"):
         raise ValueError(f"{name} is remote code: kvsketch serves only models that are part of transformers")

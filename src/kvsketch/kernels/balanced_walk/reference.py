@@ -16,7 +16,13 @@ def products(keys: Float[Tensor, "l n d"], values: Float[Tensor, "l n e"], scale
     """
     precise = torch.float64 if keys.dtype == torch.float64 else torch.float32
     keys, values = keys.to(precise), values.to(precise)
-    keys = keys - keys.mean(1, keepdim=True)
+    return products_as_they_are(keys - keys.mean(1, keepdim=True), values, scale)
+
+
+def products_as_they_are(
+    keys: Float[Tensor, "l n d"], values: Float[Tensor, "l n e"], scale: float
+) -> Float[Tensor, "l n n"]:
+    """The same of keys that are shifted already, or are not to be."""
     logits = torch.bmm(keys, keys.transpose(1, 2)).mul_(scale)
     logits -= logits.amax((1, 2), keepdim=True)
     found = logits.exp_().mul_(torch.bmm(values, values.transpose(1, 2)).add_(ONES))
