@@ -9,9 +9,11 @@ import transformers
 
 import kvsketch
 import zoo
+from kvsketch.caches.core import asking
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.lanes import Lanes
 from kvsketch.caches.core.layer import LayerCache
+from kvsketch.caches.core.query import Query
 from kvsketch.caches.core.tokens import NewTokens
 from kvsketch.caches.forgetting import dropped
 from kvsketch.caches.forgetting.threshold import shares_of_prompt
@@ -888,3 +890,20 @@ def test_weights_are_left_in_strips(monkeypatch):
         cache.hold(NewTokens(keys, values))
         found.append(entries_of(cache.past).log_mass)
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_many_queries_ask_in_strips(dtype, softcap, monkeypatch):
+    monkeypatch.setattr(asking, "IN_CACHE", 1)  # of 16 queries; the last one has 8
+    queries, keys = normal(2, HEADS * GROUP, 40, WIDTH).to(dtype), 3 * normal(2, HEADS, 50, WIDTH, seed=1).to(dtype)
+    mass = normal(2, HEADS, 50, seed=2)
+    mass[:, :, 7] = -torch.inf
+    logits = queries.double().unflatten(1, (HEADS, GROUP)) @ keys.double()[:, :, None].mT * SCALE
+    logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) + mass[:, :, None, None]
+    lse, precise = logits.logsumexp(4), torch.promote_types(dtype, torch.float32)
+    strips = asking.log_weights(Query(queries, SCALE, softcap), lse.flatten(1, 2).to(precise), keys, mass)
+    found = [logs.unflatten(2, (GROUP, -1)).clone() for _, _, logs in strips]
+    assert [logs.shape[3] for logs in found] == [16, 16, 8]
+    tolerance = 1e-9 if dtype == torch.float64 else 2e-5
+    torch.testing.assert_close(torch.cat(found, 3).double(), logits - lse[..., None], rtol=0, atol=tolerance)

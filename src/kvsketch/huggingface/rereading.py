@@ -95,7 +95,8 @@ def read_behind(
                 positions = (mask.cumsum(1) - 1).clamp_min(0)[:, start - stop :]
                 if offsets is not None:
                     positions = positions + torch.tensor(offsets, device=real.device)[:, None]
-                whole = None if bool(mask.all()) else mask
+                noting.padded = not bool(mask.all())
+                whole = mask if noting.padded else None
                 give({"input_ids": text.ids[:, start:stop], "attention_mask": whole, "position_ids": positions})
                 if noting.on:
                     progress(done + stop - text.lead)
@@ -106,14 +107,14 @@ class _Noting:
     """Notes what a layer's first `count` columns got from a call: before it is taken back, which moves columns."""
 
     def __init__(self, askings: Askings) -> None:
-        self.askings, self.on = askings, True
+        self.askings, self.on, self.padded = askings, True, True
 
     def __call__(self, held: LayerCache, count: int, asked: Query, whole: Partial) -> None:
         if not self.on:
             return
         columns = held.window.columns.part(0, count)
         assert columns.notes is not None, "notes are made with the tokens"
-        real = None if asked.ranks is None else asked.ranks >= 0
+        real = None if asked.ranks is None or not self.padded else asked.ranks >= 0
         ranks = columns.ranks if held.ragged else None
         for asking, place in self.askings:
             if asking.behind:

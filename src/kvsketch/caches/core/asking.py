@@ -167,14 +167,48 @@ def log_weights(
     keys: Float[Tensor, "b h n d"],
     log_mass: Float[Tensor, "b h n"] | None = None,
 ) -> Iterator[tuple[int, Query, Float[Tensor, "b h gq n"]]]:
-    """Logs of the weights that tokens get from queries, some of these at a time: the first one's number, and they."""
+    """Logs of the weights that tokens get from queries, some of these at a time: the first one's number, and they.
+
+    What one strip gives is overwritten by the next.
+    """
+    count = query.queries.shape[2]
     strip = _strip(len(keys) * query.queries.shape[1] * keys.shape[2], keys.device)
-    for start in range(0, query.queries.shape[2], strip):
+    product = None if query.softcap is not None or count < FEW else _Product(keys, log_mass)
+    for start in range(0, count, strip):
         part = query.part(start, start + strip)
+        less = fold_groups(lse[:, :, start : start + strip, None], keys.shape[1])
+        if product is not None:
+            yield start, part, product.log_weights(part, less)
+            continue
         logs = logits_of(part.queries, keys, part.scale, part.softcap)
-        if log_mass is not None:
-            logs = logs + log_mass[:, :, None]
-        yield start, part, logs.sub_(fold_groups(lse[:, :, start : start + strip, None], keys.shape[1]))
+        yield start, part, (logs if log_mass is None else logs + log_mass[:, :, None]).sub_(less)
+
+
+class _Product:
+    """Logs of weights as one product of matrices: below keys stand a one and the log of a token's mass.
+
+    What is added to logits is added in the product, and what it gives always goes to the same place: to go over all
+    that once more, or to fresh memory, takes as long as the product.
+    """
+
+    @torch.no_grad()
+    def __init__(self, keys: Float[Tensor, "b h n d"], log_mass: Float[Tensor, "b h n"] | None) -> None:
+        precise = keys.to(torch.promote_types(keys.dtype, torch.float32)).transpose(-1, -2)
+        mass = precise.new_zeros(keys.shape[:3]) if log_mass is None else log_mass.to(precise.dtype)
+        self.keys = torch.cat([precise, precise.new_ones(*mass.shape[:2], 1, mass.shape[2]), mass[:, :, None]], 2)
+        self.room = self.keys.new_empty(0)
+
+    @torch.no_grad()
+    def log_weights(self, query: Query, less: Float[Tensor, "b h gq 1"]) -> Float[Tensor, "b h gq n"]:
+        """Of these queries, whose log denominators are `less`."""
+        rows, heads, count, _ = less.shape
+        asked = fold_groups(query.queries, heads).to(self.keys.dtype) * query.scale
+        asked = torch.cat([asked, -less.to(asked.dtype), torch.ones_like(asked[..., :1])], 3)
+        if not self.room.numel():
+            self.room = self.keys.new_empty(rows * heads, count, self.keys.shape[3])
+        found = self.room[:, :count]
+        torch.bmm(asked.flatten(0, 1), self.keys.flatten(0, 1), out=found)
+        return found.unflatten(0, (rows, heads))
 
 
 def _strip(logits: int, device: torch.device) -> int:
