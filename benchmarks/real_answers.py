@@ -2,14 +2,14 @@
 
 Asks `smollm2` the tasks in their official wording, with everything held: longer prompts where it could do shorter ones.
 Then measures methods on single needles in the books, with the question asked after compression: some with three
-budgets, every method with a quarter in shorter prompts. An interrupted run goes on in OUT. Means join those that are in
-docs/results/answers-smollm2.jsonl, pictures go to docs/figures; tables are printed.
+budgets, every method with a quarter in shorter prompts, and with four budgets on one task. An interrupted run goes on
+in OUT. Means join those in docs/results/answers-smollm2.jsonl, pictures go to docs/figures; tables are printed.
 """
 
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -46,6 +46,12 @@ EVERY = [
     "kvzip(keep=0.125)",
     "keydiff(keep=0.125, heads='profile')",
 ]
+ALL_KEEPS, ON_ONE = (0.5, 0.25, 0.125, 0.0625), "niah_single"  # every method with every budget, on this task alone
+ALL_FORMS = (
+    *BY_HEAD,
+    *(f"{name}({{}}, heads='profile', window=16)" for name in BY_PROFILE),
+    *(f"{name}({{}})" for name in (*EQUAL, "subgen", "expected_attention")),
+)
 CELL, Cell = ("task", "asked", "length", "method"), tuple[str, str, int, str]
 COMPARED = {  # with limits: a right number has 9 tokens, a UUID 37
     "niah_single": ("--max-new-tokens", 16),
@@ -78,13 +84,15 @@ def _by_command(names: list[str]) -> dict[tuple[str, str], list[str]]:
     return found
 
 
-def methods(out: Path, books: list[Path], samples: int, length: int, specs: Sequence[str]) -> None:
+def methods(
+    out: Path, books: list[Path], samples: int, length: int, specs: Sequence[str], tasks: Iterable[str] = COMPARED
+) -> None:
     """Answers with methods, task by task."""
-    for name, limit in COMPARED.items():
+    for name in tasks:
         if name in ONLY_SHORT and length > SHORT:
             continue
         options = ("--lengths", length, "--samples", samples, "--batch", 8, "--asked", "after")
-        _bench(TASKS[name].suite, out, books, [name], *options, *limit, "--methods", "; ".join(specs))
+        _bench(TASKS[name].suite, out, books, [name], *options, *COMPARED[name], "--methods", "; ".join(specs))
 
 
 def _bench(suite: str, out: Path, books: list[Path], tasks: list[str], *options: object) -> None:
@@ -123,6 +131,7 @@ def sum_up(out: Path) -> None:
     print_held([mean for mean in means if mean.method == "exact"])
     print_methods([mean for mean in means if mean.length == TOKENS], METHODS)
     print_methods([mean for mean in means if mean.length == SHORT], [str(parse_spec(spec)) for spec in EVERY])
+    print_keeps([mean for mean in means if mean.length == SHORT and mean.task == ON_ONE])
     print_depths([line for line in found if line["length"] == TOKENS])
 
 
@@ -146,6 +155,21 @@ def print_methods(means: list[Mean], specs: Sequence[str]) -> None:
         if found:
             share = next(iter(found.values())).share
             print(f"| `{spec}` | {share:.3f} |", " | ".join(f"{found.get(task, '')}" for task in tasks), "|")
+
+
+def print_keeps(means: list[Mean]) -> None:
+    """Methods down, budgets across: how many of a hundred are answered, and the bytes held of a full cache's."""
+    found = {mean.method: mean for mean in means}
+    print(f"\n| `{ON_ONE}` |", " | ".join(f"{keep:g}" for keep in ALL_KEEPS), "|\n|---|" + "---|" * len(ALL_KEEPS))
+    for form in ALL_FORMS:
+        of_keep = [found.get(spec_of(form, keep)) for keep in ALL_KEEPS]
+        cells = ["" if mean is None else f"{100 * mean.score:.0f} ({100 * mean.share:.0f} %)" for mean in of_keep]
+        print(f"| `{form}` |", " | ".join(cells), "|")
+
+
+def spec_of(form: str, keep: float) -> str:
+    """A method's spec with this budget."""
+    return str(parse_spec(form.format(f"keep={keep}")))
 
 
 def quarters(rows: list[Row], mean: Mean) -> list[tuple[float, int]]:
@@ -177,4 +201,6 @@ if __name__ == "__main__":
         able_tasks(given.out / "held", given.books)
         methods(given.out / "methods", given.books, given.samples, TOKENS, METHODS)
         methods(given.out / "every", given.books, given.samples, SHORT, EVERY)
+        more = [spec_of(form, keep) for keep in ALL_KEEPS for form in ALL_FORMS]
+        methods(given.out / "every", given.books, given.samples, SHORT, more, [ON_ONE])
     sum_up(given.out)

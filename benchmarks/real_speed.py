@@ -1,8 +1,8 @@
 """Prompt and decode speed on smollm2 beside stock transformers, in turns: `python benchmarks/real_speed.py TEXT`.
 
 Every way reads the first tokens of TEXT again and again; then each decodes the same tokens after its prompt, one step
-each in turn, so that a busy moment hits all. A wrong answer of `exact` ends it before a time is printed. Writes
-docs/results/real-speed.jsonl.
+each in turn, so that a busy moment hits all. A wrong answer of `exact` ends it before a time is printed. With
+`--reread` the second reading alone, that `kvzip` goes by, beside the first. Writes docs/results/real-speed.jsonl.
 """
 
 import argparse
@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median, quantiles
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache, PreTrainedModel
 
 import kvsketch
 from common import seconds, write_row
@@ -25,6 +25,8 @@ METHODS = (
     "keydiff(keep=0.25, heads='profile')",
     "kvzip(keep=0.25)",
 )
+
+READ, READ_AGAIN = "exact", "exact(noting='second reading')"
 
 
 def new_cache(model, way: str) -> Cache:
@@ -76,12 +78,29 @@ def said(part: str, times: dict[str, list[float]], tokens: int) -> list[dict]:
     return rows
 
 
-@torch.inference_mode()
-def main(text: str, count: int, dtype: str, index: str | None, repeats: int, decoded: int) -> None:
+def loaded(text: str, least: int, dtype: str) -> tuple[PreTrainedModel, torch.Tensor]:
+    """The model, and a text of at least so many tokens."""
     folder = smollm2_folder()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     ids = AutoTokenizer.from_pretrained(folder)(Path(text).read_text(), return_tensors="pt").input_ids
-    assert ids.shape[1] >= count + decoded + 2, f"{text} has {ids.shape[1]} tokens; give a longer text"
+    assert ids.shape[1] >= least, f"{text} has {ids.shape[1]} tokens; give a longer text"
+    return model, ids
+
+
+@torch.inference_mode()
+def reread(text: str, count: int, dtype: str, repeats: int) -> None:
+    """How many times as long as the first reading the second one takes."""
+    model, ids = loaded(text, count, dtype)
+    times, _ = prompts(model, ids[:, :count], [READ, READ_AGAIN], repeats)
+    alone = [both / first - 1 for first, both in zip(times[READ], times[READ_AGAIN], strict=True)]
+    row = {"part": "second reading", "n": count, "model": "smollm2", "dtype": dtype, "text": Path(text).name}
+    row |= {"seconds": median(times[READ]), "times_first": median(alone), "range": [min(alone), max(alone)]}
+    write_row("real-speed", row | {"turns": repeats})
+
+
+@torch.inference_mode()
+def main(text: str, count: int, dtype: str, index: str | None, repeats: int, decoded: int) -> None:
+    model, ids = loaded(text, count + decoded + 2, dtype)
     ways = ["stock", *METHODS] + ([f"saap(index={index!r}, estimate=True, prefer='density')"] if index else [])
     times, caches = prompts(model, ids[:, :count], ways, repeats)
     about = {"n": count, "model": "smollm2", "dtype": dtype, "text": Path(text).name}
@@ -103,6 +122,10 @@ if __name__ == "__main__":
     parser.add_argument("--index", help="a fitted index of smollm2, for saap")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--reread", action="store_true", help="time the second reading instead")
     given = parser.parse_args()
     for dtype in given.dtype:
-        main(given.text, given.tokens, dtype, given.index, given.repeats, given.steps)
+        if given.reread:
+            reread(given.text, given.tokens, dtype, given.repeats)
+        else:
+            main(given.text, given.tokens, dtype, given.index, given.repeats, given.steps)
