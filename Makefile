@@ -78,13 +78,20 @@ needle: $(VENV)/ready ## the needle map of the README
 answers: $(VENV)/ready ## all tasks, methods and lengths on the embedded model: an hour and a half on two cores
 	$(BIN)/python benchmarks/answers.py answers-report
 
-board: $(VENV)/ready ## a leaderboard of the embedded model on one page: answers at equal bytes, memory and speed; hours
-	$(BIN)/kvsketch bench all embedded --out board-report
+BOARD := --asked after --keep 0.25,0.125 --fit
+HIDDEN_IN = --haystack $(BOOKS)/valid/mary-shelley_frankenstein.txt \
+	--haystack $(BOOKS)/valid/robert-louis-stevenson_treasure-island.txt
+board: $(VENV)/ready real ## leaderboards of two models, a page each: answers at equal bytes, memory, speed; BOOKS has valid/*.txt; two hours
+	$(BIN)/kvsketch bench all embedded $(BOARD) --out board-report
+	$(BIN)/kvsketch bench all smollm2 --dtype float32 $(BOARD) --lengths 1000 --samples 25 \
+		--tasks niah_single,number_string $(HIDDEN_IN) --turns 0 --out smollm2-board-report
+	cp board-report/board.html docs/boards/embedded.html
+	cp smollm2-board-report/board.html docs/boards/smollm2.html
 
 KVPRESS := .venv-kvpress
 kvpress: $(KVPRESS)/ready ## kvpress beside that, with the transformers that it needs, and the page anew; hours
 	PYTHONPATH=src $(KVPRESS)/bin/python benchmarks/kvpress_board.py board-report src/kvsketch/assets/second --out kvpress-report
-	$(BIN)/kvsketch bench all embedded --out board-report --beside kvpress-report
+	$(BIN)/kvsketch bench all embedded $(BOARD) --out board-report --beside kvpress-report
 
 clustering: $(VENV)/ready ## what SubGen and ClusterGen do: theorem, a long stream, k-center's time, which tokens are kept, and needles
 	$(BIN)/python benchmarks/theorem.py

@@ -164,7 +164,10 @@ def print_keeps(means: list[Mean]) -> None:
     for form in ALL_FORMS:
         of_keep = [found.get(spec_of(form, keep)) for keep in ALL_KEEPS]
         cells = ["" if mean is None else f"{100 * mean.score:.0f} ({100 * mean.share:.0f} %)" for mean in of_keep]
-        print(f"| `{form}` |", " | ".join(cells), "|")
+        name = f"`{form.replace('{}, ', '').replace('({})', '')}`".replace(
+            "(heads='profile', window=16)`", "` by profile"
+        )
+        print(f"| {name} |", " | ".join(cells), "|")
 
 
 def spec_of(form: str, keep: float) -> str:
