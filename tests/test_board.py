@@ -132,14 +132,16 @@ def test_every_method_has_every_way_to_share_that_it_can_have():
     )
 
 
-def test_a_method_is_given_what_holds_its_budget():
-    """And not much less; one that cannot hold so little stays as it is."""
-    model, ids = zoo.build("llama"), zoo.tokens(1, 800, seed=3)
-    fitter = Fitter(model, ids)
-    whole = kvsketch.prefill(model, ids, kvsketch.make_cache(model)).nbytes
+@pytest.mark.parametrize("shorter", [[0], [0, 5, 11]])
+def test_a_method_is_given_what_holds_its_budget(shorter):
+    """And not much less; one that cannot hold so little stays as it is. Rows of unequal lengths hold more than one."""
+    model, ids = zoo.build("llama"), zoo.tokens(1, 800, seed=3).repeat(len(shorter), 1)
+    fitter = Fitter(model, ids[:1], len(shorter))
+    real = torch.stack([torch.arange(800) >= less for less in shorter]).long()
+    whole = kvsketch.prefill(model, ids, kvsketch.make_cache(model), attention_mask=real).nbytes
     for spec in ("uniform(keep=0.5)", "tova(keep=0.25)"):
         found = fitter.fitted(spec)
-        held = kvsketch.prefill(model, ids, kvsketch.make_cache(model, found)).nbytes / whole
+        held = kvsketch.prefill(model, ids, kvsketch.make_cache(model, found), attention_mask=real).nbytes / whole
         line = line_of(found, budget=line_of(spec).keep)
         assert (line.keep, line.given) == (line_of(spec).keep, line_of(found).keep)
         assert 0.95 * line.keep < held <= line.keep

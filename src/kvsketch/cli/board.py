@@ -151,11 +151,13 @@ class Board:
 
     def _fitted(self) -> dict[str, float | None]:
         """Specs that hold what their budget says, each with that budget."""
+        from kvsketch.evaluation.answers.runner import read_together
         from kvsketch.evaluation.board.equal import Fitter
         from kvsketch.evaluation.board.lines import line_of
 
         found: dict[str, float | None] = {"exact": None}
-        fitter = Fitter(self.model, self.document[:, : self.given.timed.tokens])
+        rows = min(read_together(self.model, self.given.batch), self.given.samples)
+        fitter = Fitter(self.model, self.document[:, : self.given.timed.tokens], rows)
         with progress_bar(MofNCompleteColumn()) as bar:
             for spec in bar.track(self.chosen.specs, description="bytes held"):
                 found[fitter.fitted(spec)] = line_of(spec).keep

@@ -33,6 +33,12 @@ from kvsketch.huggingface.templates import split_prompt, uses_template
 GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 
 
+def read_together(model: PreTrainedModel, batch: int) -> int:
+    """How many of a batch's prompts: stock's sliding layers count padding before a shorter question as tokens."""
+    exact = make_cache(model, Exact())
+    return batch if len(exact.sketch_layers) == len(exact.layers) else 1
+
+
 @dataclass(frozen=True)
 class Step:
     """What was just done: the rows it gave, and how many answers it settles."""
@@ -50,10 +56,8 @@ class Runner:
         self.methods = {str(config): config for config in map(parse_spec, plan.methods)}
         if len(self.methods) < len(plan.methods):
             raise ValueError(f"a method is named twice in {'; '.join(plan.methods)}")
-        exact = make_cache(model, Exact())
-        self.fingerprint = str(exact.model.fingerprint())  # what tells this model from others
-        # Stock's sliding layers count the padding between a document and a shorter question as tokens.
-        self.batch = plan.batch if len(exact.sketch_layers) == len(exact.layers) else 1
+        self.fingerprint = str(make_cache(model, Exact()).model.fingerprint())  # what tells this model from others
+        self.batch = read_together(model, plan.batch)
         self.template = uses_template(tokenizer, plan.raw)
         self._fitters = dict[tuple[str, str], Fitter]()
         self._longest: int | None = None

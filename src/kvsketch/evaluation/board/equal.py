@@ -10,18 +10,22 @@ from kvsketch.caches.core.config import BudgetedConfig, MethodConfig
 from kvsketch.caches.exact import Exact
 from kvsketch.caches.registry import parse_spec
 from kvsketch.evaluation.answers.reading import readable_for
+from kvsketch.evaluation.answers.session import padded
 from kvsketch.huggingface import SketchCache, make_cache, prefill
 from kvsketch.huggingface.identity import Identity
 
 TRIES = 8
 PLACES = 4  # of a fraction
+UNEVEN = 0.02  # of a prompt: by so much those that are read together differ, and caches of such rows hold more
 
 
 class Fitter:
-    """One text, and what caches of it hold."""
+    """One text, in as many rows as prompts are read together, and what caches of it hold."""
 
-    def __init__(self, model: PreTrainedModel, ids: Int64[Tensor, "1 n"]) -> None:
-        self.model, self.ids = model, ids
+    def __init__(self, model: PreTrainedModel, ids: Int64[Tensor, "1 n"], rows: int = 1) -> None:
+        shorter = [round(UNEVEN * ids.shape[1] * row / rows) for row in range(rows)]
+        self.model = model
+        self.ids, self.real = padded([ids[0, : ids.shape[1] - less].tolist() for less in shorter], 0)
         self.read = dict[MethodConfig, SketchCache]()
         self.whole = self._cache(Exact()).nbytes
 
@@ -56,4 +60,5 @@ class Fitter:
         return self.read[shared].compress(config).nbytes / self.whole
 
     def _cache(self, config: MethodConfig) -> SketchCache:
-        return prefill(self.model, self.ids, make_cache(self.model, config))
+        ids, real = self.ids.to(self.model.device), self.real.to(self.model.device)
+        return prefill(self.model, ids, make_cache(self.model, config), attention_mask=real)
