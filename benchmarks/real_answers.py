@@ -33,25 +33,23 @@ FORMS = (
     "clustergen(entries='centre', apart=0, {})",
     "streaming_llm({})",
 )
-METHODS = ["exact", *(str(parse_spec(form.format(f"keep={keep}"))) for keep in KEEPS for form in FORMS)]
 SHORT, QUARTER = 1000, "keep=0.25"  # every method, in shorter prompts
 BY_HEAD = ("kvzip({})", "kvzip({}, window=0.25)", "streaming_heads({})")
 BY_PROFILE = ("keydiff", "clustergen", "balancekv", "uniform")
 EQUAL = ("keydiff", "snapkv", "pyramidkv", "h2o", "tova", "clustergen", "balancekv", "uniform", "streaming_llm")
+USUAL = (
+    *BY_HEAD,
+    *(f"{name}({{}}, heads='profile', window=16)" for name in BY_PROFILE),
+    *(f"{name}({{}})" for name in EQUAL),
+)
 EVERY = [
     "exact",
-    *(form.format(QUARTER) for form in BY_HEAD),
-    *(f"{name}({QUARTER}, heads='profile', window=16)" for name in BY_PROFILE),
-    *(f"{name}({QUARTER})" for name in EQUAL),
+    *(form.format(QUARTER) for form in USUAL),
     "kvzip(keep=0.125)",
     "keydiff(keep=0.125, heads='profile')",
 ]
 ALL_KEEPS, ON_ONE = (0.5, 0.25, 0.125, 0.0625), "niah_single"  # every method with every budget, on this task alone
-ALL_FORMS = (
-    *BY_HEAD,
-    *(f"{name}({{}}, heads='profile', window=16)" for name in BY_PROFILE),
-    *(f"{name}({{}})" for name in (*EQUAL, "subgen", "expected_attention")),
-)
+ALL_FORMS = (*USUAL, "subgen({})", "expected_attention({})")
 CELL, Cell = ("task", "asked", "length", "method"), tuple[str, str, int, str]
 COMPARED = {  # with limits: a right number has 9 tokens, a UUID 37
     "niah_single": ("--max-new-tokens", 16),
@@ -62,6 +60,14 @@ COMPARED = {  # with limits: a right number has 9 tokens, a UUID 37
     "niah_multivalue": (),
 }
 ONLY_SHORT = ("needle", "niah_single_uuid", "passkey", "niah_multivalue")
+
+
+def spec_of(form: str, keep: float) -> str:
+    """A method's spec with this budget."""
+    return str(parse_spec(form.format(f"keep={keep}")))
+
+
+METHODS = ["exact", *(spec_of(form, keep) for keep in KEEPS for form in FORMS)]
 
 
 def able_tasks(out: Path, books: list[Path]) -> list[Mean]:
@@ -168,11 +174,6 @@ def print_keeps(means: list[Mean]) -> None:
             "(heads='profile', window=16)`", "` by profile"
         )
         print(f"| {name} |", " | ".join(cells), "|")
-
-
-def spec_of(form: str, keep: float) -> str:
-    """A method's spec with this budget."""
-    return str(parse_spec(form.format(f"keep={keep}")))
 
 
 def quarters(rows: list[Row], mean: Mean) -> list[tuple[float, int]]:

@@ -154,9 +154,10 @@ class Board:
         from kvsketch.evaluation.answers.runner import read_together
         from kvsketch.evaluation.board.equal import Fitter
         from kvsketch.evaluation.board.lines import line_of
+        from kvsketch.huggingface import make_cache
 
         found: dict[str, float | None] = {"exact": None}
-        rows = min(read_together(self.model, self.given.batch), self.given.samples)
+        rows = min(read_together(make_cache(self.model), self.given.batch), self.given.samples)
         fitter = Fitter(self.model, self.document[:, : self.given.timed.tokens], rows)
         with progress_bar(MofNCompleteColumn()) as bar:
             for spec in bar.track(self.chosen.specs, description="bytes held"):

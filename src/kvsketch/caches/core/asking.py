@@ -173,7 +173,8 @@ def log_weights(
     """
     count = query.queries.shape[2]
     strip = _strip(len(keys) * query.queries.shape[1] * keys.shape[2], keys.device)
-    product = None if query.softcap is not None or count < FEW else _Product(keys, log_mass)
+    rows = min(strip, count) * query.queries.shape[1] // keys.shape[1]
+    product = None if query.softcap is not None or count < FEW else _Product(keys, log_mass, rows)
     for start in range(0, count, strip):
         part = query.part(start, start + strip)
         less = fold_groups(lse[:, :, start : start + strip, None], keys.shape[1])
@@ -192,11 +193,12 @@ class _Product:
     """
 
     @torch.no_grad()
-    def __init__(self, keys: Float[Tensor, "b h n d"], log_mass: Float[Tensor, "b h n"] | None) -> None:
+    def __init__(self, keys: Float[Tensor, "b h n d"], log_mass: Float[Tensor, "b h n"] | None, most: int) -> None:
+        """`most`: rows of queries at a time."""
         precise = keys.to(torch.promote_types(keys.dtype, torch.float32)).transpose(-1, -2)
         mass = precise.new_zeros(keys.shape[:3]) if log_mass is None else log_mass.to(precise.dtype)
         self.keys = torch.cat([precise, precise.new_ones(*mass.shape[:2], 1, mass.shape[2]), mass[:, :, None]], 2)
-        self.room = self.keys.new_empty(0)
+        self.room = self.keys.new_empty(mass.shape[0] * mass.shape[1], most, mass.shape[2])
 
     @torch.no_grad()
     def log_weights(self, query: Query, less: Float[Tensor, "b h gq 1"]) -> Float[Tensor, "b h gq n"]:
@@ -204,8 +206,6 @@ class _Product:
         rows, heads, count, _ = less.shape
         asked = fold_groups(query.queries, heads).to(self.keys.dtype) * query.scale
         asked = torch.cat([asked, -less.to(asked.dtype), torch.ones_like(asked[..., :1])], 3)
-        if not self.room.numel():
-            self.room = self.keys.new_empty(rows * heads, count, self.keys.shape[3])
         found = self.room[:, :count]
         torch.bmm(asked.flatten(0, 1), self.keys.flatten(0, 1), out=found)
         return found.unflatten(0, (rows, heads))

@@ -24,7 +24,7 @@ from kvsketch.evaluation.results.rows import Row
 from kvsketch.evaluation.tasks import Sample, Setting, Task
 from kvsketch.evaluation.tasks.haystack import Haystack
 from kvsketch.evaluation.tasks.length import Fitter
-from kvsketch.huggingface import make_cache
+from kvsketch.huggingface import SketchCache, make_cache
 from kvsketch.huggingface.rereading import check_room_behind
 from kvsketch.huggingface.supported import check_context
 from kvsketch.huggingface.templates import split_prompt, uses_template
@@ -33,9 +33,8 @@ from kvsketch.huggingface.templates import split_prompt, uses_template
 GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 
 
-def read_together(model: PreTrainedModel, batch: int) -> int:
+def read_together(exact: SketchCache, batch: int) -> int:
     """How many of a batch's prompts: stock's sliding layers count padding before a shorter question as tokens."""
-    exact = make_cache(model, Exact())
     return batch if len(exact.sketch_layers) == len(exact.layers) else 1
 
 
@@ -56,8 +55,9 @@ class Runner:
         self.methods = {str(config): config for config in map(parse_spec, plan.methods)}
         if len(self.methods) < len(plan.methods):
             raise ValueError(f"a method is named twice in {'; '.join(plan.methods)}")
-        self.fingerprint = str(make_cache(model, Exact()).model.fingerprint())  # what tells this model from others
-        self.batch = read_together(model, plan.batch)
+        exact = make_cache(model, Exact())
+        self.fingerprint = str(exact.model.fingerprint())  # what tells this model from others
+        self.batch = read_together(exact, plan.batch)
         self.template = uses_template(tokenizer, plan.raw)
         self._fitters = dict[tuple[str, str], Fitter]()
         self._longest: int | None = None

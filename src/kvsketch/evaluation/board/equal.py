@@ -25,7 +25,8 @@ class Fitter:
     def __init__(self, model: PreTrainedModel, ids: Int64[Tensor, "1 n"], rows: int = 1) -> None:
         shorter = [round(UNEVEN * ids.shape[1] * row / rows) for row in range(rows)]
         self.model = model
-        self.ids, self.real = padded([ids[0, : ids.shape[1] - less].tolist() for less in shorter], 0)
+        together = padded([ids[0, : ids.shape[1] - less].tolist() for less in shorter], 0)
+        self.ids, self.real = (x.to(model.device) for x in together)
         self.read = dict[MethodConfig, SketchCache]()
         self.whole = self._cache(Exact()).nbytes
 
@@ -60,5 +61,4 @@ class Fitter:
         return self.read[shared].compress(config).nbytes / self.whole
 
     def _cache(self, config: MethodConfig) -> SketchCache:
-        ids, real = self.ids.to(self.model.device), self.real.to(self.model.device)
-        return prefill(self.model, ids, make_cache(self.model, config), attention_mask=real)
+        return prefill(self.model, self.ids, make_cache(self.model, config), attention_mask=self.real)
