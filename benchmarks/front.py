@@ -8,22 +8,23 @@ from dataclasses import fields
 
 from common import RESULTS
 from figures import OTHERS, OURS, STOCK, label_ends, plain_axes, save
+from kvsketch.caches.registry import chosen_method
 from kvsketch.evaluation.answers.summary import Mean
 
-CURVES = {  # name, methods as rows have them, colour
-    "kvzip (recommended)": (("kvzip(keep={})",), OURS),
-    "keydiff, shares by profile": (("keydiff(keep={}, heads='profile')",), OTHERS[2]),
-    "the latest tokens": (("streaming_llm(keep={})",), STOCK),
-    "balancekv, equal shares": (("balancekv(keep={})", "balancekv(keep={}, augmented=True)"), OTHERS[1]),
-    "a random sample": (("uniform(keep={})",), OTHERS[0]),
+CURVES = {  # name, method (None: the recommended one), colour
+    "kvzip (recommended)": (None, OURS),
+    "keydiff, shares by profile": ("keydiff(heads='profile')", OTHERS[2]),
+    "the latest tokens": ("streaming_llm", STOCK),
+    "balancekv, equal shares": ("balancekv", OTHERS[1]),
+    "a random sample": ("uniform", OTHERS[0]),
 }
-KEEPS, FILES = (0.0625, 0.125, 0.25, 0.5), ("answers-smollm2", "by-queries-smollm2")
-TASK, LENGTH = "niah_single", 2000
+KEEPS, FILE = (0.0625, 0.125, 0.25, 0.5), RESULTS / "answers-smollm2.jsonl"
+TASK, LENGTH = "niah_single", 1000
 
 
 def found() -> dict[str, Mean]:
-    """For each method its mean, that of the later file if both have it."""
-    lines = [json.loads(line) for name in FILES for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
+    """The mean of each method."""
+    lines = [json.loads(line) for line in FILE.read_text().splitlines()]
     rows = [row for row in lines if row.get("task") == TASK and row["length"] == LENGTH and row["asked"] == "after"]
     names = [field.name for field in fields(Mean)]
     return {row["method"]: Mean(**{name: row[name] for name in names}) for row in rows}
@@ -33,26 +34,28 @@ def front() -> None:
     means = found()
     figure, axes = plain_axes(height=3.8)
     ends, shown = [], list[Mean]()
-    for name, (forms, colour) in CURVES.items():
-        own = [next((means[f.format(k)] for f in forms if f.format(k) in means), None) for k in KEEPS]
-        points = [mean for mean in own if mean is not None]
+    for name, (method, colour) in CURVES.items():
+        points = [means[str(chosen_method(method, keep))] for keep in KEEPS]
         shown += points
         x, y = [100 * mean.share for mean in points], [100 * mean.score for mean in points]
         ranges = zip(*(mean.interval for mean in points), strict=True)
         errors = [[abs(100 * end - score) for end, score in zip(own_ends, y, strict=True)] for own_ends in ranges]
         axes.errorbar(x, y, yerr=errors, color=colour, marker="o", ms=5, lw=2, elinewidth=1, capsize=2)
         ends.append((x[-1], y[-1], name, colour))
-    full, used = means["exact"], [mean.count for mean in shown]
-    counts = f"{min(used)} to {max(used)}"
+    full, counts = means["exact"], sorted({mean.count for mean in shown})
     axes.axhline(100 * full.score, color="#bbbbbb", ls=":", lw=1)
-    axes.text(62, 100 * full.score - 2, "everything held", color="#777777", va="top", fontsize=8)
+    axes.text(79, 100 * full.score - 1, "everything held", color="#777777", ha="right", va="top", fontsize=8)
     axes.set_xlim(0, 80)
     axes.set_ylim(-2, 106)
     label_ends(axes, ends)
     axes.set_xlabel("bytes held, in percent of a full cache")
     axes.set_ylabel("answers found, percent")
     what = "A number hidden in a novel, asked for after the cache was compressed"
-    axes.set_title(f"{what}\n(SmolLM2-135M, 2,000 tokens, {counts} prompts, 95 % intervals)", loc="left", fontsize=10)
+    axes.set_title(
+        f"{what}\n(SmolLM2-135M, {LENGTH:,} tokens, {' to '.join(map(str, counts))} prompts, 95 % intervals)",
+        loc="left",
+        fontsize=10,
+    )
     save(figure, "front")
 
 

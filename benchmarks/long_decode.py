@@ -21,6 +21,7 @@ from kvsketch.evaluation.tasks.length import Fitter
 
 PROMPT, QUESTIONS, PART = 4000, 20, 1000
 SPECS = (
+    "kvzip(keep=0.25, window=0.25)",
     "kvzip(keep=0.25)",
     "kvzip(keep=1024)",
     "keydiff(keep=0.25, heads='profile')",

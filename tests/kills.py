@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 import kvsketch
 from fitted import fitted, result_of, same, settings, tiny_model, write_corpus
@@ -20,7 +21,9 @@ from histories import model
 from kvsketch.caches.lookup.key_index import DESCRIPTION, read_index
 from kvsketch.evaluation.answers.plan import Plan
 from kvsketch.evaluation.answers.runner import Runner
+from kvsketch.evaluation.embedded.training.recipe import Recipe
 from kvsketch.evaluation.embedded.training.tokenizer import build_tokenizer
+from kvsketch.evaluation.embedded.training.train import train
 from kvsketch.evaluation.results.rows import RowsFile, key_of, read_rows
 from kvsketch.files import UNFINISHED
 from states import difference, state_of
@@ -133,9 +136,29 @@ def benches(folder, times):
     return count
 
 
+def trains(folder, times):
+    """A training that is killed again and again ends with the weights of one that was not, and with its log."""
+    recipe = Recipe(tokens=2000, batch=192, finish=0.0)
+    began = time.monotonic()
+    train(folder / "whole", recipe)
+    seconds, count, out = time.monotonic() - began, 0, folder / "killed"
+    while count < times:
+        count += killed(partial(train, out, recipe, save_every=0.0), seconds)
+        if (out / "model").exists() and count < times:
+            out = folder / f"killed {count}"
+    train(out, recipe)
+    whole, again = (load_file(each / "model" / "model.safetensors") for each in (folder / "whole", out))
+    assert whole.keys() == again.keys()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in whole.items())
+    assert (folder / "whole" / "log.jsonl").read_text() == (out / "log.jsonl").read_text()
+    assert {path.name for path in out.iterdir()} == {path.name for path in (folder / "whole").iterdir()}
+    return count
+
+
 def main():
     torch.set_num_threads(1)
-    folder, parts = Path(sys.argv[1]), {"save": (saves, 30), "fit": (fits, 10), "bench": (benches, 10)}
+    parts = {"save": (saves, 24), "fit": (fits, 10), "bench": (benches, 10), "train": (trains, 6)}
+    folder = Path(sys.argv[1])
     found = {}
     for name, (work, times) in parts.items():
         (folder / name).mkdir()

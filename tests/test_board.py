@@ -110,9 +110,11 @@ def test_every_method_has_every_way_to_share_that_it_can_have():
     facts = describe_model(zoo.build("llama"))
     found = chosen(Choice(keeps=(0.25,), heads=("equal", "threshold")), lambda: facts)
     lines = {(line.name, line.heads) for line in map(line_of, found.specs)}
-    assert {name for name, _ in lines} == {
-        name for name, config in METHODS.items() if hasattr(config, "heads") and name != "streaming_heads"
-    }
+    methods = {name for name, config in METHODS.items() if hasattr(config, "heads") and name != "streaming_heads"}
+    assert {name for name, _ in lines} == methods | {"kvzip(window=0.25)"}  # which is recommended for a quarter
+    little = [line_of(spec).name for spec in chosen(Choice(keeps=(0.125,), heads=("threshold",)), lambda: facts).specs]
+    assert little.count("kvzip") == 1
+    assert "kvzip(window=0.25)" not in little
     assert {heads for name, heads in lines if name == "snapkv"} == {"equal", "threshold"}
     assert {heads for name, heads in lines if name == "keydiff"} == {"equal"}  # scores that cannot be compared
     assert {heads for name, heads in lines if name == "pyramidkv"} == {"pyramid"}  # else it is snapkv

@@ -80,10 +80,9 @@ def test_text_then_question_then_the_same_from_a_saved_cache(book, tmp_path):
 
 
 def test_how_the_cache_is_kept_small_if_nothing_is_said(book):
-    """The latest tokens matter where the text itself goes on."""
-    for more, method in ((["--question", "Which month?"], "kvzip(keep=0.25)"), ([], "kvzip(keep=0.25, window=0.25)")):
+    for more in (["--question", "Which month?"], []):
         done = run("generate", "--prompt-file", book, "--max-new-tokens", 2, *more)
-        assert re.search(rf"method +{re.escape(method)} *\n", done.stderr), done.stderr
+        assert re.search(r"method +kvzip\(keep=0\.25, window=0\.25\) *\n", done.stderr), done.stderr
 
 
 def test_a_text_that_leaves_no_room_to_read_it_again(small_model, tmp_path):

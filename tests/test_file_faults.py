@@ -198,7 +198,7 @@ def test_a_damaged_line_is_named_and_its_row_is_made_again(tmp_path):
 
 
 def test_fifty_kills_cost_nothing_and_leave_nothing(tmp_path):
-    """Of saving, fitting and measuring; in a process that may fork, for this one may have threads."""
+    """Of saving, fitting, measuring and training; in a process that may fork, for this one may have threads."""
     here = Path(__file__).parent
     environment = os.environ | {
         "PYTHONPATH": f"{SOURCE}{os.pathsep}{here}", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",

@@ -25,7 +25,11 @@ def test_a_spec_shows_the_budget_and_what_differs_from_the_defaults():
 
 def test_a_budget_alone_is_the_recommended_method():
     assert chosen_method(None, None) == kvsketch.Exact()
-    assert chosen_method(None, 0.125) == kvsketch.KVzip(keep=0.125)
+    assert [chosen_method(None, keep) for keep in (0.5, 0.25)] == [
+        kvsketch.KVzip(keep=keep, window=0.25) for keep in (0.5, 0.25)
+    ]
+    for little in (0.24, 0.125, 4096, "512MB"):
+        assert chosen_method(None, little) == kvsketch.KVzip(keep=little)
     assert chosen_method("uniform(window=16)", "1MB") == Uniform(keep="1MB", window=16)
     assert chosen_method(kvsketch.KeyDiff(heads="pyramid"), 4096) == kvsketch.KeyDiff(heads="pyramid", keep=4096)
     with pytest.raises(ValueError, match=r"exact forgets nothing, so keep=0\.25 has no meaning"):

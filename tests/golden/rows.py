@@ -88,6 +88,7 @@ NAMED = (
     "kvzip(keep=0.125, heads='equal')",
     "kvzip(keep=0.125, residual=0.1)",
     "kvzip(keep=0.25, window=0.25)",
+    "kvzip(keep=0.125, window=0.25)",
     "keydiff(keep=0.25, heads='profile', window=0.25)",
     "streaming_heads(keep=0.25, heads='profile')",
     "exact(noting='second reading')",

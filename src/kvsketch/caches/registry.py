@@ -25,7 +25,7 @@ from kvsketch.caches.lookup.lsh import LSH
 from kvsketch.caches.lookup.random_buckets import RandomBuckets
 from kvsketch.caches.lookup.retrieval import Retrieval
 from kvsketch.caches.lookup.saap import Saap
-from kvsketch.caches.recommended import RECOMMENDED
+from kvsketch.caches.recommended import recommended
 
 METHODS: dict[str, type[MethodConfig]] = {
     "exact": Exact,
@@ -76,7 +76,7 @@ def chosen_method(method: str | MethodConfig | None, keep: Keep | None) -> Metho
     """The method a user means: exact without a word, the recommended one with a budget alone, or this one with it."""
     if keep is None:
         return parse_spec("exact" if method is None else method)
-    config = parse_spec(RECOMMENDED if method is None else method)
+    config = parse_spec(recommended(keep) if method is None else method)
     if not isinstance(config, BudgetedConfig):
         raise ValueError(f"{config} forgets nothing, so keep={keep!r} has no meaning: leave it out, or name a method")
     return replace(config, keep=keep)

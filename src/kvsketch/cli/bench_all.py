@@ -35,7 +35,10 @@ QUICK = Sizes(lengths="1000", samples=4, keep="0.25", windows=2, turns=2, steps=
 
 Out = Annotated[Path, typer.Option("--out", "-o", help="Rows and the page go to this folder.")]
 Methods = Annotated[
-    str | None, typer.Option("--methods", "-m", help="Specs, with ; between; all that forget if left out.")
+    str | None,
+    typer.Option(
+        "--methods", "-m", help="Specs, with ; between; all that forget, and the recommended ones, if left out."
+    ),
 ]
 Heads = Annotated[str, typer.Option(help="How heads share a budget, with commas; for specs that do not say.")]
 Keeps = Annotated[str | None, typer.Option("--keep", help=f"Fractions of a full cache; {USUAL.keep} if left out.")]

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 import kvsketch
-from kvsketch.caches.recommended import GOES_ON, READ_ONCE, READ_ONCE_WITHOUT_PROFILE, RECOMMENDED
+from kvsketch.caches.recommended import FOR_BOTH, READ_ONCE, READ_ONCE_WITHOUT_PROFILE
 from kvsketch.cli.app import MOST, progress_bar, read_text, size_for_people
 from kvsketch.cli.models import load_model
 from kvsketch.cli.notes import notes, say
@@ -35,7 +35,7 @@ def generate(
         typer.Option(
             "--method",
             "-m",
-            help=f"How the cache is kept small. Left out: {RECOMMENDED}; or {GOES_ON}, to go on with a text.",
+            help=f"How the cache is kept small; {FOR_BOTH} if left out.",
         ),
     ] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="A text to read; - is standard input.")] = None,
@@ -55,8 +55,7 @@ def generate(
     _check_sources(prompt_file, question, load_cache, save_cache, method)
     if temperature and not LEAST_TEMPERATURE <= temperature < math.inf:
         raise ValueError(f"--temperature must be 0, or a number from {LEAST_TEMPERATURE:g} on, got {temperature}")
-    usual = GOES_ON if question is None and save_cache is None else RECOMMENDED
-    config, spans = kvsketch.parse_spec(method or usual), _spans(protect, load_cache)
+    config, spans = kvsketch.parse_spec(method or FOR_BOTH), _spans(protect, load_cache)
     text = None if prompt_file is None else read_text(prompt_file)
     language_model, tokenizer = load_model(model, dtype, device)
     before, new = _tokens(language_model, tokenizer, text or "", question or "", raw)

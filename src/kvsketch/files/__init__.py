@@ -11,7 +11,7 @@ Nothing that was read is a view of a file: what happens to a file later does not
 
 from kvsketch.files.atomic import UNFINISHED, replacing
 from kvsketch.files.description import DamagedError, digest_of, read_json, write_json
-from kvsketch.files.folders import making, nearest, private, ready, user_cache
+from kvsketch.files.folders import holds_files, making, nearest, private, ready, user_cache
 from kvsketch.files.tensors import (
     BEGIN,
     BLANK,
@@ -36,6 +36,7 @@ __all__ = [
     "TensorFile",
     "as_text",
     "digest_of",
+    "holds_files",
     "is_text",
     "making",
     "name_of",

@@ -42,6 +42,11 @@ def ready(folder: Path) -> Path:
     return folder
 
 
+def holds_files(folder: Path) -> bool:
+    """Whether there are files in a folder, or in those within it, beside what a writer has left who was killed."""
+    return any(path.is_file() and not path.name.startswith(UNFINISHED) for path in folder.rglob("*"))
+
+
 @contextmanager
 def making(folder: str | Path) -> Iterator[Path]:
     """A folder to fill, which becomes `folder` when all is there; if anything fails, nothing has changed.

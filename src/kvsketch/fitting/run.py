@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsketch.caches.lookup.key_index import DESCRIPTION, write_index
-from kvsketch.files import UNFINISHED, read_json, ready, write_json
+from kvsketch.files import holds_files, read_json, ready, write_json
 from kvsketch.fitting.corpus import Corpus
 from kvsketch.fitting.settings import FitSettings
 
@@ -36,9 +36,7 @@ class Run:
             if path.is_file():
                 self._check_same(path)
                 return path.name == DESCRIPTION
-        if self.out.is_file() or any(
-            path.is_file() and not path.name.startswith(UNFINISHED) for path in self.out.rglob("*")
-        ):
+        if self.out.is_file() or holds_files(self.out):
             raise ValueError(f"{self.out} has files in it, and none of a fit: name a new folder, or that of a fit")
         ready(self.work)
         write_json(self.work / STATE, self.description())

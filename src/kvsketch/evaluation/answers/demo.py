@@ -18,7 +18,7 @@ EXACT_PARTS = "window=255, staging=64"  # of the look-up: the index was fitted f
 METHODS: Mapping[str, str] = {
     "exact": "everything held, everything read",
     "streaming_llm(keep=0.25)": "the latest tokens, a quarter",
-    "kvzip(keep=0.25)": "recommended, a quarter",
+    "kvzip(keep=0.25, window=0.25)": "recommended, a quarter",
     "kvzip(keep=0.125)": "recommended, an eighth",
     "kvzip(keep=0.0625)": "too little: a sixteenth",
     f"saap(probes=64, visit=0.08, estimate=True, prefer='density', {EXACT_PARTS})": "everything held, a tenth read",

@@ -8,7 +8,7 @@ from kvsketch.caches.core.config import BudgetedConfig
 from kvsketch.caches.core.profile import PROFILE
 from kvsketch.caches.core.shares import EQUAL, PYRAMID, THRESHOLD
 from kvsketch.caches.exact import Exact
-from kvsketch.caches.registry import METHODS, parse_spec, read_call
+from kvsketch.caches.registry import METHODS, chosen_method, parse_spec, read_call
 
 HEADS = (EQUAL, PROFILE, THRESHOLD)
 LOOKED_UP = (
@@ -21,7 +21,7 @@ LOOKED_UP = (
 class Choice:
     """What is to be compared. A method named with a budget, or with shares, has just those."""
 
-    methods: Sequence[str] = ()  # all that forget, if none is named
+    methods: Sequence[str] = ()  # all that forget, if none is named, and what is recommended for each budget
     heads: Sequence[str] = HEADS
     keeps: Sequence[float] = (0.5, 0.25, 0.125, 0.0625)
     index: str | None = None  # of Saap, where tokens are to be looked up too
@@ -69,6 +69,9 @@ def chosen(choice: Choice, facts: Callable[[], Mapping[str, Any]]) -> Chosen:
                 found.left_out.append(str(variant))
             else:
                 found.specs.append(str(variant))
+    if not choice.methods:
+        recommended = [str(chosen_method(None, keep)) for keep in choice.keeps]
+        found.specs.extend(spec for spec in recommended if spec not in found.specs)
     if choice.index is not None:
         parts = [form.format(index=choice.index, part=keep) for keep in choice.keeps for form in LOOKED_UP]
         found.specs.extend(str(parse_spec(part)) for part in parts)

@@ -38,13 +38,13 @@ from kvsketch.evaluation.embedded.training.recipe import (
 from kvsketch.evaluation.embedded.training.start import Shape, start_model
 from kvsketch.evaluation.embedded.training.tokenizer import build_tokenizer
 from kvsketch.evaluation.tasks.haystack import Haystack, names_of
-from kvsketch.files import read_json, read_tensors, replacing, write_json, write_tensors
+from kvsketch.files import holds_files, making, read_json, read_tensors, replacing, write_json, write_tensors
 from kvsketch.fitting import adam
 
 PROSE_WEIGHT = 0.1  # of the text itself, beside replies
 # Why a run may not go on though it is the same command.
 ANOTHER = {"beginnings": "another kvsketch, torch or kind of processor began it: "}
-STATE, WEIGHTS, LOG = "state.json", "checkpoint.safetensors", "log.jsonl"
+STATE, WEIGHTS, LOG, MODEL = "state.json", "checkpoint.safetensors", "log.jsonl", "model"
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def train(
     What is lost when the process dies is at most `save_every` seconds and one step.
     """
     names = names_of(haystacks)
-    if folder.exists() and not (folder / STATE).is_file() and any(folder.iterdir()):
+    if not (folder / STATE).is_file() and holds_files(folder):
         raise ValueError(f"{folder} has files in it, and none of a training run: name a new folder, or that of a run")
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer()
@@ -99,14 +99,17 @@ def train(
                 _save(folder, begun, progress, model, optimizer)
                 saved = time.monotonic()
     _save(folder, begun, progress, model, optimizer)
-    return save_model(folder / "model", model, tokenizer)
+    finished = folder / MODEL
+    if not finished.exists():  # it is there if this run had ended before
+        with making(finished) as unfinished:
+            save_model(unfinished, model, tokenizer)
+    return finished
 
 
-def save_model(folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> Path:
+def save_model(folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
     """The finished model in bfloat16 with its tokenizer, as any Hugging Face checkpoint."""
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return folder
 
 
 def logits_of(model: LlamaForCausalLM, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
