@@ -24,7 +24,7 @@ OURS = {  # by the press that is to do the same
     "ObservedAttentionPress": "h2o(keep={})",
     "TOVAPress": "tova(keep={})",
     "ExpectedAttentionPress": "expected_attention(keep={})",
-    "KVzipPress": "kvzip(keep={}, heads='equal')",
+    "KVzipPress": "kvzip(keep={}, heads='equal', pooled=1)",
 }
 LIKE_OURS = {  # what is taken away
     "KeyDiffPress": "anchor of the tokens chosen from",

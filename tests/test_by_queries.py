@@ -43,6 +43,11 @@ def pooled(leaving):
     return torch.nn.functional.pad(leaving, (2, 2)).unfold(0, 5, 1).mean(1)
 
 
+def told_apart(leaving):
+    """Weights from .7 on by the mean over five."""
+    return leaving.where(leaving < 0.7, 0.7 + 0.3 * pooled(leaving))
+
+
 def mean_of_last(weights):
     return weights[:, :, -32:].mean((1, 2))
 
@@ -80,6 +85,7 @@ def best(score, count):
         ("snapkv", mean_of_last),
         ("snapkv, queries='context'", mean_of_all),
         ("kvzip, heads='equal', queries='context'", largest_of_all),
+        ("kvzip, heads='equal', queries='context', pooled=1", largest_of_all),
         ("kvzip, heads='equal', queries='window', observed=8", largest_of_eight),
         ("h2o", h2o),
         ("tova", tova),
@@ -102,6 +108,8 @@ def test_a_prompt_is_kept_by_the_definition(spec, scores, keep):
         leaving = found[head, 4 : 4 + left]
         if name == "snapkv":
             leaving = pooled(leaving)
+        if name == "kvzip" and config.pooled > 1:
+            leaving = told_apart(leaving)
         expected = [4 + i for i in best(leaving, config.room(cache.budgets[0], left))]
         assert torch.equal(entries_of(cache.past).keys[0, head], keys[0, head, expected])
 
@@ -280,7 +288,7 @@ def test_one_threshold_over_all_layers_and_heads(protect, llama):
     ("spec", "taken"),
     [
         ("snapkv(keep=0.25, pooled=1, queries='second reading')", lambda weights: weights.mean(1)),
-        ("kvzip(keep=0.25, heads='equal')", lambda weights: weights.amax(1)),
+        ("kvzip(keep=0.25, heads='equal', pooled=1)", lambda weights: weights.amax(1)),
     ],
 )
 def test_a_second_reading_is_the_same_text_behind_itself(spec, taken, llama):
@@ -557,7 +565,7 @@ def test_who_has_no_room_for_the_whole_prompt_hears_of_it_before_it_is_read(llam
 
 def test_a_budget_is_enough(llama):
     cache = kvsketch.prefill(llama, zoo.tokens(1, 300), kvsketch.make_cache(llama, keep=0.25))
-    assert str(cache.config) == "kvzip(keep=0.25)"
+    assert str(cache.config) == "kvzip(keep=0.25, window=0.25)"
     report = cache.report()
     assert report.nbytes < 0.35 * report.full_nbytes
     assert all(layer.error is not None for layer in report.layers), "what forgetting did to the last queries is known"
@@ -635,6 +643,7 @@ def test_a_second_reading_that_was_interrupted_is_done_when_the_same_is_asked_fo
         ("uniform(heads='threshold')", "uniform has none that can be compared: heads='profile'"),
         ("kvzip(prefill='streaming')", "forgets when a prompt has been read"),
         ("snapkv(pooled=4)", "pooled must be odd"),
+        ("kvzip(pooled=0)", "pooled must be a whole number of at least 1"),
         ("kvzip(window=0)", "window must be"),
         ("keydiff(window=0.6)", "a part of what heads may hold such as 0.25, at most 0.5, got 0.6"),
         ("snapkv(observed=0)", "observed must be"),

@@ -3,10 +3,15 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from jaxtyping import Float, Int64
+from torch import Tensor
+
 from kvsketch.caches.core.asking import MAX, SECOND
 from kvsketch.caches.core.chooser import Chooser
 from kvsketch.caches.core.shares import THRESHOLD
-from kvsketch.caches.forgetting.scored import Noted, QueriesConfig
+from kvsketch.caches.forgetting.scored import Noted, QueriesConfig, check_pooled, pooled_scores
+
+TELLS = 0.7  # a weight below that says how much a token matters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,9 +19,11 @@ class KVzip(QueriesConfig):
     """Keeps sinks, window and the tokens that are looked at when the model reads the prompt again, behind itself.
 
     A token's score is the largest weight that it gets from any query of the second reading, of all that this sees. Of
-    later text: from any query while it is in the window. Deviation from the paper: the text is read again as it is, in
-    pieces, without a prompt that asks to repeat it. `queries` has others asked: questions, those given to
-    `make_cache`; or the prompt's own, all of them ("context") or the last `observed` ("window").
+    later text: from any query while it is in the window. Deviations from the paper: the text is read again as it is, in
+    pieces, without a prompt that asks to repeat it. And a weight of TELLS or more, which most tokens get where a text is
+    copied word by word, says no more than that: such tokens are told apart by the mean over those beside them, `pooled`
+    in all (1: as published). `queries` has others asked: questions, those given to `make_cache`; or the prompt's own,
+    all of them ("context") or the last `observed` ("window").
     """
 
     name: ClassVar[str] = "kvzip"
@@ -24,6 +31,25 @@ class KVzip(QueriesConfig):
 
     heads: str = THRESHOLD
     queries: str = SECOND
+    pooled: int = 5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_pooled(self.pooled)
 
     def new_method(self, layer: int) -> Chooser:
-        return Noted(self)
+        return LookedAt(self)
+
+
+class LookedAt(Noted):
+    """By the largest weight; where that does not tell tokens apart, by what they and their neighbours have."""
+
+    def __init__(self, config: KVzip) -> None:
+        super().__init__(config)
+        self.pooled = config.pooled
+
+    def arriving(self, notes: Int64[Tensor, "*l n t"]) -> Float[Tensor, "*l n"]:
+        own = super().arriving(notes)
+        return (
+            own if self.pooled == 1 else own.where(own < TELLS, TELLS + (1 - TELLS) * pooled_scores(own, self.pooled))
+        )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
@@ -241,6 +242,18 @@ class QueriesConfig(NotedConfig):
     @property
     def holds_back(self) -> bool:
         return self.asking.behind or super().holds_back
+
+
+def check_pooled(pooled: int) -> None:
+    """Refuse a number of neighbours that no token can be in the middle of."""
+    check_count("pooled", pooled, least=1)
+    if pooled % 2 == 0:
+        raise ValueError(f"pooled must be odd, a token and as many on each side, got {pooled}")
+
+
+def pooled_scores(scores: Float[Tensor, "*l n"], pooled: int) -> Float[Tensor, "*l n"]:
+    """The mean over each token and those beside it, so many in all, of those that leave the window together."""
+    return F.avg_pool1d(scores, pooled, stride=1, padding=pooled // 2) if scores.shape[-1] else scores
 
 
 class Part(NamedTuple):

@@ -3,15 +3,13 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
 from kvsketch.caches.core.asking import MEAN
-from kvsketch.caches.core.checks import check_count
 from kvsketch.caches.core.chooser import Chooser
 from kvsketch.caches.core.shares import PYRAMID
-from kvsketch.caches.forgetting.scored import Noted, QueriesConfig
+from kvsketch.caches.forgetting.scored import Noted, QueriesConfig, check_pooled, pooled_scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +31,7 @@ class SnapKV(QueriesConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("pooled", self.pooled, least=1)
-        if self.pooled % 2 == 0:
-            raise ValueError(f"pooled must be odd, a token and as many on each side, got {self.pooled}")
+        check_pooled(self.pooled)
 
     def new_method(self, layer: int) -> Chooser:
         return Observed(self)
@@ -49,8 +45,7 @@ class Observed(Noted):
         self.pooled = config.pooled
 
     def arriving(self, notes: Int64[Tensor, "*l n t"]) -> Float[Tensor, "*l n"]:
-        own = super().arriving(notes)
-        return F.avg_pool1d(own, self.pooled, stride=1, padding=self.pooled // 2) if own.shape[-1] else own
+        return pooled_scores(super().arriving(notes), self.pooled)
 
 
 @dataclass(frozen=True, kw_only=True)
