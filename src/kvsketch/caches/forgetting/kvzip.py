@@ -20,10 +20,10 @@ class KVzip(QueriesConfig):
 
     A token's score is the largest weight that it gets from any query of the second reading, of all that this sees. Of
     later text: from any query while it is in the window. Deviations from the paper: the text is read again as it is, in
-    pieces, without a prompt that asks to repeat it. And a weight of TELLS or more, which most tokens get where a text is
-    copied word by word, says no more than that: such tokens are told apart by the mean over those beside them, `pooled`
-    in all (1: as published). `queries` has others asked: questions, those given to `make_cache`; or the prompt's own,
-    all of them ("context") or the last `observed` ("window").
+    pieces, without a prompt that asks to repeat it. And a weight of TELLS or more, which most tokens have where a text
+    is copied word by word, says no more than that: such tokens are told apart by the mean over those beside them,
+    `pooled` in all (1: as published). `queries` has others asked: questions, those given to `make_cache`; or the
+    prompt's own, all of them ("context") or the last `observed` ("window").
     """
 
     name: ClassVar[str] = "kvzip"
