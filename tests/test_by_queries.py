@@ -94,7 +94,10 @@ def best(score, count):
 @pytest.mark.parametrize("keep", [0.25, 90])
 def test_a_prompt_is_kept_by_the_definition(spec, scores, keep):
     name, _, options = spec.partition(", ")
-    config = parse_spec(f"{name}(keep={keep}, {options})")
+    check_kept(parse_spec(f"{name}(keep={keep}, {options})"), scores)
+
+
+def check_kept(config, scores):
     query, keys, values = (
         normal(1, HEADS * GROUP, 400, WIDTH),
         normal(1, HEADS, 400, WIDTH, seed=1),
@@ -106,12 +109,23 @@ def test_a_prompt_is_kept_by_the_definition(spec, scores, keep):
     assert left == (400 - 4 - config.window) // 8 * 8
     for head in range(HEADS):
         leaving = found[head, 4 : 4 + left]
-        if name == "snapkv":
+        if config.name == "snapkv":
             leaving = pooled(leaving)
-        if name == "kvzip" and config.pooled > 1:
+        if config.name == "kvzip" and config.pooled > 1:
             leaving = told_apart(leaving)
         expected = [4 + i for i in best(leaving, config.room(cache.budgets[0], left))]
         assert torch.equal(entries_of(cache.past).keys[0, head], keys[0, head, expected])
+    return entries_of(cache.past).keys
+
+
+def test_neighbours_decide_where_weights_saturate_and_there_alone():
+    """Some fifteen tokens of each head have .7 and more: there is room for eight of them, or for all."""
+    for keep, alike in ((36, False), (90, True)):
+        kept = [
+            check_kept(parse_spec(f"kvzip(keep={keep}, heads='equal', queries='context', pooled={n})"), largest_of_all)
+            for n in (5, 1)
+        ]
+        assert torch.equal(*kept) == alike
 
 
 def stepwise(spec, steps, keep=0.5):
