@@ -44,8 +44,8 @@ def pooled(leaving):
 
 
 def told_apart(leaving):
-    """Weights from .7 on by the mean over five."""
-    return leaving.where(leaving < 0.7, 0.7 + 0.3 * pooled(leaving))
+    """Weights from .7 on by the mean over five, or as many as there are."""
+    return leaving.where(leaving < 0.7, 0.7 + 0.3 * pooled(leaving) / pooled(torch.ones_like(leaving)))
 
 
 def mean_of_last(weights):

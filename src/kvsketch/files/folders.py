@@ -43,8 +43,10 @@ def ready(folder: Path) -> Path:
 
 
 def holds_files(folder: Path) -> bool:
-    """Whether there are files in a folder, or in those within it, beside what a writer has left who was killed."""
-    return any(path.is_file() and not path.name.startswith(UNFINISHED) for path in folder.rglob("*"))
+    """Whether this is a file, or there are some in the folder, beside what a writer has left who was killed."""
+    return folder.is_file() or any(
+        path.is_file() and not path.name.startswith(UNFINISHED) for path in folder.rglob("*")
+    )
 
 
 @contextmanager

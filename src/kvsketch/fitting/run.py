@@ -36,7 +36,7 @@ class Run:
             if path.is_file():
                 self._check_same(path)
                 return path.name == DESCRIPTION
-        if self.out.is_file() or holds_files(self.out):
+        if holds_files(self.out):
             raise ValueError(f"{self.out} has files in it, and none of a fit: name a new folder, or that of a fit")
         ready(self.work)
         write_json(self.work / STATE, self.description())

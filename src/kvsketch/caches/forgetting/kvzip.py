@@ -50,6 +50,6 @@ class LookedAt(Noted):
 
     def arriving(self, notes: Int64[Tensor, "*l n t"]) -> Float[Tensor, "*l n"]:
         own = super().arriving(notes)
-        return (
-            own if self.pooled == 1 else own.where(own < TELLS, TELLS + (1 - TELLS) * pooled_scores(own, self.pooled))
-        )
+        if self.pooled == 1:
+            return own
+        return own.where(own < TELLS, TELLS + (1 - TELLS) * pooled_scores(own, self.pooled, zeros=False))

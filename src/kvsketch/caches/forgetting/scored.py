@@ -251,9 +251,14 @@ def check_pooled(pooled: int) -> None:
         raise ValueError(f"pooled must be odd, a token and as many on each side, got {pooled}")
 
 
-def pooled_scores(scores: Float[Tensor, "*l n"], pooled: int) -> Float[Tensor, "*l n"]:
-    """The mean over each token and those beside it, so many in all, of those that leave the window together."""
-    return F.avg_pool1d(scores, pooled, stride=1, padding=pooled // 2) if scores.shape[-1] else scores
+def pooled_scores(scores: Float[Tensor, "*l n"], pooled: int, *, zeros: bool) -> Float[Tensor, "*l n"]:
+    """The mean over each token and those beside it, so many in all, of those that leave the window together.
+
+    Beyond their ends there are zeros, or nothing.
+    """
+    if not scores.shape[-1]:
+        return scores
+    return F.avg_pool1d(scores, pooled, stride=1, padding=pooled // 2, count_include_pad=zeros)
 
 
 class Part(NamedTuple):

@@ -45,7 +45,7 @@ class Observed(Noted):
         self.pooled = config.pooled
 
     def arriving(self, notes: Int64[Tensor, "*l n t"]) -> Float[Tensor, "*l n"]:
-        return pooled_scores(super().arriving(notes), self.pooled)
+        return pooled_scores(super().arriving(notes), self.pooled, zeros=True)
 
 
 @dataclass(frozen=True, kw_only=True)

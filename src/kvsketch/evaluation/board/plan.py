@@ -69,7 +69,7 @@ def chosen(choice: Choice, facts: Callable[[], Mapping[str, Any]]) -> Chosen:
                 found.left_out.append(str(variant))
             else:
                 found.specs.append(str(variant))
-    if not choice.methods:
+    if not choice.methods and THRESHOLD in choice.heads:  # which it goes by
         recommended = [str(chosen_method(None, keep)) for keep in choice.keeps]
         found.specs.extend(spec for spec in recommended if spec not in found.specs)
     if choice.index is not None:
