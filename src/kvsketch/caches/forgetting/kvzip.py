@@ -9,7 +9,7 @@ from torch import Tensor
 from kvsketch.caches.core.asking import MAX, SECOND
 from kvsketch.caches.core.chooser import Chooser
 from kvsketch.caches.core.shares import THRESHOLD
-from kvsketch.caches.forgetting.scored import Noted, QueriesConfig, check_pooled, pooled_scores
+from kvsketch.caches.forgetting.scored import Pooled, QueriesConfig
 
 TELLS = 0.7  # a weight below that says how much a token matters
 
@@ -31,25 +31,16 @@ class KVzip(QueriesConfig):
 
     heads: str = THRESHOLD
     queries: str = SECOND
-    pooled: int = 5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_pooled(self.pooled)
 
     def new_method(self, layer: int) -> Chooser:
         return LookedAt(self)
 
 
-class LookedAt(Noted):
+class LookedAt(Pooled):
     """By the largest weight; where that does not tell tokens apart, by what they and their neighbours have."""
-
-    def __init__(self, config: KVzip) -> None:
-        super().__init__(config)
-        self.pooled = config.pooled
 
     def arriving(self, notes: Int64[Tensor, "*l n t"]) -> Float[Tensor, "*l n"]:
         own = super().arriving(notes)
         if self.pooled == 1:
             return own
-        return own.where(own < TELLS, TELLS + (1 - TELLS) * pooled_scores(own, self.pooled, zeros=False))
+        return own.where(own < TELLS, TELLS + (1 - TELLS) * self.averaged(own, zeros=False))

@@ -224,10 +224,14 @@ class QueriesConfig(NotedConfig):
 
     queries: str = WINDOW
     observed: int = OBSERVED
+    pooled: int = 5  # tokens whose scores are averaged, where neighbours count
 
     def __post_init__(self) -> None:
         check_choice("queries", self.queries, (WINDOW, CONTEXT, SECOND, QUESTIONS))
         check_count("observed", self.observed, least=1)
+        check_count("pooled", self.pooled, least=1)
+        if self.pooled % 2 == 0:
+            raise ValueError(f"pooled must be odd, a token and as many on each side, got {self.pooled}")
         if self.queries != WINDOW and self.observed != OBSERVED:
             raise ValueError(
                 f"observed={self.observed} says how many of the last queries are asked, and queries={self.queries!r} "
@@ -242,23 +246,6 @@ class QueriesConfig(NotedConfig):
     @property
     def holds_back(self) -> bool:
         return self.asking.behind or super().holds_back
-
-
-def check_pooled(pooled: int) -> None:
-    """Refuse a number of neighbours that no token can be in the middle of."""
-    check_count("pooled", pooled, least=1)
-    if pooled % 2 == 0:
-        raise ValueError(f"pooled must be odd, a token and as many on each side, got {pooled}")
-
-
-def pooled_scores(scores: Float[Tensor, "*l n"], pooled: int, *, zeros: bool) -> Float[Tensor, "*l n"]:
-    """The mean over each token and those beside it, so many in all, of those that leave the window together.
-
-    Beyond their ends there are zeros, or nothing.
-    """
-    if not scores.shape[-1]:
-        return scores
-    return F.avg_pool1d(scores, pooled, stride=1, padding=pooled // 2, count_include_pad=zeros)
 
 
 class Part(NamedTuple):
@@ -348,3 +335,17 @@ class Noted(ByAttention):
         tokens = tokens_kept(held)
         if not right or sum(part[0] for part in parts) != count or sum(part[1] for part in parts) != tokens:
             raise ValueError(f"parts {parts!s:.60} of {count} tokens and {held.count} entries")
+
+
+class Pooled(Noted):
+    """A method in which the neighbours of a token count too."""
+
+    def __init__(self, config: QueriesConfig) -> None:
+        super().__init__(config)
+        self.pooled = config.pooled
+
+    def averaged(self, scores: Float[Tensor, "*l n"], *, zeros: bool) -> Float[Tensor, "*l n"]:
+        """Over each token and those beside it, of those that leave together; beyond them are zeros, or nothing."""
+        if not scores.shape[-1]:
+            return scores
+        return F.avg_pool1d(scores, self.pooled, stride=1, padding=self.pooled // 2, count_include_pad=zeros)

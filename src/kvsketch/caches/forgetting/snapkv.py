@@ -9,7 +9,7 @@ from torch import Tensor
 from kvsketch.caches.core.asking import MEAN
 from kvsketch.caches.core.chooser import Chooser
 from kvsketch.caches.core.shares import PYRAMID
-from kvsketch.caches.forgetting.scored import Noted, QueriesConfig, check_pooled, pooled_scores
+from kvsketch.caches.forgetting.scored import Pooled, QueriesConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,25 +27,16 @@ class SnapKV(QueriesConfig):
     noted: ClassVar[str] = MEAN
 
     window: int | float = 32
-    pooled: int = 5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_pooled(self.pooled)
 
     def new_method(self, layer: int) -> Chooser:
         return Observed(self)
 
 
-class Observed(Noted):
-    """With the mean over neighbours that leave the window together."""
-
-    def __init__(self, config: SnapKV) -> None:
-        super().__init__(config)
-        self.pooled = config.pooled
+class Observed(Pooled):
+    """By the mean over neighbours that leave the window together."""
 
     def arriving(self, notes: Int64[Tensor, "*l n t"]) -> Float[Tensor, "*l n"]:
-        return pooled_scores(super().arriving(notes), self.pooled, zeros=True)
+        return self.averaged(super().arriving(notes), zeros=True)
 
 
 @dataclass(frozen=True, kw_only=True)
