@@ -37,7 +37,7 @@ from kvsketch.evaluation.embedded.training.train import _batches, _drawn, logits
 from kvsketch.evaluation.tasks import TASKS, WORDINGS, Question, Setting
 from kvsketch.evaluation.tasks.base import random_uuid
 from kvsketch.evaluation.tasks.haystack import Sentences
-from kvsketch.files import read_json, write_json, write_tensors
+from kvsketch.files import UNFINISHED, read_json, write_json, write_tensors
 
 TOKENIZER = build_tokenizer()
 SMALL = {"tokens": 3_500, "batch": 512, "finish": 5.0}
@@ -368,7 +368,9 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path):
 
         with pytest.raises(KeyboardInterrupt):
             train(parts, recipe, save_every=save_every, show=stop)
+    (parts / f"{UNFINISHED}left").write_text("what a killed run wrote of a checkpoint")
     train(parts, recipe)
+    assert {path.name for path in parts.iterdir()} == {path.name for path in (tmp_path / "whole").iterdir()}
     weights, again = (load_file(folder / "model.safetensors") for folder in (whole, parts / "model"))
     assert weights.keys() == again.keys()
     assert all(torch.equal(tensor, again[name]) for name, tensor in weights.items())

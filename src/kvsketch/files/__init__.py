@@ -9,7 +9,7 @@
 Nothing that was read is a view of a file: what happens to a file later does not reach it.
 """
 
-from kvsketch.files.atomic import UNFINISHED, replacing
+from kvsketch.files.atomic import UNFINISHED, remove_left_over, replacing
 from kvsketch.files.description import DamagedError, digest_of, read_json, write_json
 from kvsketch.files.folders import holds_files, making, nearest, private, ready, user_cache
 from kvsketch.files.tensors import (
@@ -47,6 +47,7 @@ __all__ = [
     "read_json",
     "read_tensors",
     "ready",
+    "remove_left_over",
     "replacing",
     "user_cache",
     "write_json",

@@ -34,7 +34,7 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
         raise ValueError(f"there is no folder {target.parent} to write {target.name} to")
     # The lock is held until the end. A file of this name without a lock is one whose writer was killed.
     prefix = f"{UNFINISHED}{hashlib.sha256(target.name.encode()).hexdigest()[:12]}-"
-    _remove_left_over(target.parent, prefix)
+    remove_left_over(target.parent, prefix)
     handle, unfinished, named = _open_new(target.parent / prefix)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -105,8 +105,8 @@ def lock(handle: int) -> bool:
     return True
 
 
-def _remove_left_over(folder: Path, prefix: str) -> None:
-    """Remove what writers have left who were killed."""
+def remove_left_over(folder: Path, prefix: str = UNFINISHED) -> None:
+    """Remove the files in this folder that writers have left who were killed."""
     for path in folder.glob(f"{prefix}*"):
         with suppress(OSError):
             handle = os.open(path, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0))

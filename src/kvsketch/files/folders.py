@@ -62,7 +62,7 @@ def making(folder: str | Path) -> Iterator[Path]:
     ready(target.parent)
     prefix = f"{UNFINISHED}{hashlib.sha256(target.name.encode()).hexdigest()[:12]}-folder-"
     for path in target.parent.glob(f"{prefix}*"):
-        _remove_left_over(path)
+        _remove_folder(path)
     unfinished = target.parent / (prefix + secrets.token_hex(8))
     unfinished.mkdir()
     handle = os.open(unfinished, os.O_RDONLY)
@@ -79,7 +79,8 @@ def making(folder: str | Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _remove_left_over(path: Path) -> None:
+def _remove_folder(path: Path) -> None:
+    """Unless somebody is writing to it."""
     try:
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_DIRECTORY", 0))
     except OSError:

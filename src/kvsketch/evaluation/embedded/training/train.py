@@ -38,7 +38,16 @@ from kvsketch.evaluation.embedded.training.recipe import (
 from kvsketch.evaluation.embedded.training.start import Shape, start_model
 from kvsketch.evaluation.embedded.training.tokenizer import build_tokenizer
 from kvsketch.evaluation.tasks.haystack import Haystack, names_of
-from kvsketch.files import holds_files, making, read_json, read_tensors, replacing, write_json, write_tensors
+from kvsketch.files import (
+    holds_files,
+    making,
+    read_json,
+    read_tensors,
+    remove_left_over,
+    replacing,
+    write_json,
+    write_tensors,
+)
 from kvsketch.fitting import adam
 
 PROSE_WEIGHT = 0.1  # of the text itself, beside replies
@@ -223,6 +232,7 @@ def _resume(folder: Path, begun: Mapping[str, Any], model: LlamaForCausalLM, opt
                 f"{folder} holds a run with other {name}, {state.get(name)}, now {wanted}; {ANOTHER.get(name, '')}"
                 "go on with those, or use another folder"
             )
+    remove_left_over(folder)  # of a checkpoint that was killed; the next one has another name
     progress = Progress(**state["progress"])
     rows = (folder / LOG).read_text(encoding="utf-8").splitlines() if (folder / LOG).is_file() else []
     with replacing(folder / LOG) as log:
