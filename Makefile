@@ -57,11 +57,11 @@ docs: $(VENV)/ready ## the documentation as a site, in site/; links that lead no
 	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-picture: $(VENV)/ready ## the picture of the README: memory while 200,000 tokens are read
+picture: $(VENV)/ready ## the picture of a very long prompt: memory while 200,000 tokens are read
 	$(BIN)/python benchmarks/long_prompt.py
 	$(BIN)/python benchmarks/figures.py
 
-decode: $(VENV)/ready ## the number of the README: decode speed beside stock
+decode: $(VENV)/ready ## decode speed beside stock
 	$(BIN)/python benchmarks/decode.py --tokens 32768 --kv-heads 8
 	$(BIN)/python benchmarks/figures.py
 
@@ -71,7 +71,7 @@ speed: $(VENV)/ready real ## a step of every method and kernel beside exact and 
 gpu: ## kernels on a GPU, checked and timed in less than ten minutes, with the torch of PYTHON
 	PYTHONPATH=src $(PYTHON) benchmarks/gpu.py gpu-report
 
-needle: $(VENV)/ready ## the needle map of the README
+needle: $(VENV)/ready ## the needle map of docs/results.md
 	$(BIN)/kvsketch bench needle --lengths 500,1000,2000,4000 --depths 0,0.125,0.25,0.375,0.5,0.625,0.75,0.875,1 \
 		--samples 8 --asked after --dtype float32 --out needle-report
 

@@ -48,17 +48,17 @@ EVERY = [
     "kvzip(keep=0.125)",
     "keydiff(keep=0.125, heads='profile')",
 ]
-ALL_KEEPS = (0.5, 0.25, 0.125, 0.0625)  # every method with every budget, on these tasks
-OF_KEEPS = ("niah_single", "needle", "number_string")
+ALL_KEEPS = (0.5, 0.25, 0.125, 0.0625)  # every method with every budget, in these tables of tasks
+OF_KEEPS = (("niah_single",), ("needle", "number_string"), ("niah_single_uuid", "niah_multivalue", "passkey"))
 ALL_FORMS = (*USUAL, "subgen({})", "expected_attention({})")
 CELL, Cell = ("task", "asked", "length", "method"), tuple[str, str, int, str]
-COMPARED = {  # with limits: a right number has 9 tokens, a UUID 37
+COMPARED = {  # with limits: a right number has 9 tokens, a UUID 37, a list of four numbers some 40
     "niah_single": ("--max-new-tokens", 16),
     "needle": (),
     "niah_single_uuid": ("--max-new-tokens", 56),
     "number_string": (),
     "passkey": (),
-    "niah_multivalue": (),
+    "niah_multivalue": ("--max-new-tokens", 48),
 }
 ONLY_SHORT = ("needle", "niah_single_uuid", "passkey", "niah_multivalue")
 
@@ -138,8 +138,8 @@ def sum_up(out: Path) -> None:
     print_held([mean for mean in means if mean.method == "exact"])
     print_methods([mean for mean in means if mean.length == TOKENS], METHODS)
     print_methods([mean for mean in means if mean.length == SHORT], [str(parse_spec(spec)) for spec in EVERY])
-    for task in OF_KEEPS:
-        print_keeps(task, [mean for mean in means if mean.length == SHORT and mean.task == task])
+    for tasks in OF_KEEPS:
+        print_keeps(tasks, [mean for mean in means if mean.length == SHORT])
     print_depths([line for line in found if line["length"] == TOKENS])
 
 
@@ -165,13 +165,17 @@ def print_methods(means: list[Mean], specs: Sequence[str]) -> None:
             print(f"| `{spec}` | {share:.3f} |", " | ".join(f"{found.get(task, '')}" for task in tasks), "|")
 
 
-def print_keeps(task: str, means: list[Mean]) -> None:
-    """Methods down, budgets across: how many of a hundred are answered, and the bytes held of a full cache's."""
-    found = {mean.method: mean for mean in means}
-    print(f"\n| `{task}` |", " | ".join(f"{keep:g}" for keep in ALL_KEEPS), "|\n|---|" + "---|" * len(ALL_KEEPS))
+def print_keeps(tasks: Sequence[str], means: list[Mean]) -> None:
+    """Methods down, budgets across: how many of a hundred are answered; of one task also the bytes held, of full."""
+    found = {(mean.task, mean.method): mean for mean in means}
+    print(f"\n| {', '.join(f'`{task}`' for task in tasks)} |", end=" ")
+    print(" | ".join(f"{keep:g}" for keep in ALL_KEEPS), "|\n|---|" + "---|" * len(ALL_KEEPS))
     for form in ALL_FORMS:
-        of_keep = [found.get(spec_of(form, keep)) for keep in ALL_KEEPS]
-        cells = ["" if mean is None else f"{100 * mean.score:.0f} ({100 * mean.share:.0f} %)" for mean in of_keep]
+        of_keep = [[found.get((task, spec_of(form, keep))) for task in tasks] for keep in ALL_KEEPS]
+        cells = [", ".join("" if mean is None else f"{100 * mean.score:.0f}" for mean in cell) for cell in of_keep]
+        if len(tasks) == 1:
+            shares = ["" if mean is None else f" ({100 * mean.share:.0f} %)" for [mean] in of_keep]
+            cells = [cell + share for cell, share in zip(cells, shares, strict=True)]
         name = f"`{form.replace('{}, ', '').replace('({})', '')}`".replace(
             "(heads='profile', window=16)`", "` by profile"
         )
@@ -208,5 +212,6 @@ if __name__ == "__main__":
         methods(given.out / "methods", given.books, given.samples, TOKENS, METHODS)
         methods(given.out / "every", given.books, given.samples, SHORT, EVERY)
         more = [spec_of(form, keep) for keep in ALL_KEEPS for form in ALL_FORMS]
-        methods(given.out / "every", given.books, given.samples, SHORT, more, OF_KEEPS)
+        for tasks in OF_KEEPS:
+            methods(given.out / "every", given.books, given.samples, SHORT, more, tasks)
     sum_up(given.out)
