@@ -68,8 +68,9 @@ decode: $(VENV)/ready ## decode speed beside stock
 speed: $(VENV)/ready real ## a step of every method and kernel beside exact and stock, on an idle machine; hours, and it goes on
 	$(BIN)/kvsketch bench speed --out speed-report
 
-gpu: ## kernels on a GPU, checked and timed in less than ten minutes, with the torch of PYTHON
-	PYTHONPATH=src $(PYTHON) benchmarks/gpu.py gpu-report
+OUT := gpu-report
+gpu: ## kernels on a GPU, checked and timed in less than ten minutes, with the torch of PYTHON; rows go to OUT
+	PYTHONPATH=src $(PYTHON) benchmarks/gpu.py $(OUT)
 
 needle: $(VENV)/ready ## the needle map of docs/results.md
 	$(BIN)/kvsketch bench needle --lengths 500,1000,2000,4000 --depths 0,0.125,0.25,0.375,0.5,0.625,0.75,0.875,1 \

@@ -84,6 +84,9 @@ def _steps() -> dict[str, tuple[torch.Tensor, list[Entries], float | None]]:
         ),
         "two weights, a softcap": (1, [Entries(_entries(half, weights=2))], 30.0),
         "some lanes": (1, [Entries(_entries(half, weights=1, heads=5), lanes=torch.arange(5)), Entries(plain)], None),
+        "heads with four budgets, and a window": (
+            1, [Entries(plain), *(Entries(_entries(half, heads=2), torch.arange(2)) for _ in range(4))], None,
+        ),
         "three queries": (3, [Entries(weighted), Entries(plain)], None),
         "runs of three queries": (3, [Entries(plain, segments=_runs(3)), Entries(plain)], None),
         "thirty queries": (30, [Entries(weighted)], None),

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # on a GPU products are the same every time with it
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # or Triton 3.9 warns, and warnings are errors here
 
 import jaxtyping
 import pytest

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kvsketch.attention import NO_MASS, WeightedTokens, weighted_attention
+from kvsketch.attention import NO_MASS, Partial, WeightedTokens, weighted_attention
 from kvsketch.kernels import gpu
 from kvsketch.kernels import weighted_attention as front
 from kvsketch.kernels.gpu import flash, many_queries
@@ -36,6 +36,40 @@ def test_torchs_flash_attention_takes_what_is_given_and_says_the_denominator():
             found = flash.attended(query, keys, values, 0.1, causal)
             assert (found.out.shape, found.out.dtype) == (query.shape, query.dtype)
             assert (found.lse.shape, found.lse.dtype) == (query.shape[:3], torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "widths", "linear"),
+    [
+        (8, torch.bfloat16, (64, 64), True),
+        (8, torch.float32, (64, 64), False),
+        (8, torch.float16, (64, 48), False),
+        (8, torch.bfloat16, (288, 288), False),
+        (2, torch.float32, (288, 64), True),  # no groups: torch has other kernels
+    ],
+)
+def test_prompts_for_which_torch_makes_a_matrix_of_logits_take_another_way(heads, dtype, widths, linear, monkeypatch):
+    """On a GPU, where that is made in one piece: it would be n² numbers."""
+    called = list[str]()
+
+    def way(name):
+        def attend(query, *given, **named):
+            called.append(name)
+            return Partial(query.new_empty(*query.shape[:3], widths[1]), torch.empty(query.shape[:3], device="cuda"))
+
+        return attend
+
+    monkeypatch.setattr(flash, "attend", lambda *given, **named: None)
+    monkeypatch.setattr(many_queries, "attend", way("another"))
+    monkeypatch.setattr(front, "_answer_alone", way("torch's call"))
+    with FakeTensorMode():
+        query, keys, values = (
+            torch.empty(1, of, 70, width, dtype=dtype, device="cuda")
+            for of, width in ((heads, widths[0]), (2, widths[0]), (2, widths[1]))
+        )
+        causal_attention(query, keys, values, 0.1, lse=False)
+        causal_attention(query, keys, values, 0.1)
+    assert called == ["torch's call" if linear else "another", "another"]
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="there is no GPU")

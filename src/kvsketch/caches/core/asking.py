@@ -174,7 +174,8 @@ def log_weights(
     count = query.queries.shape[2]
     strip = _strip(len(keys) * query.queries.shape[1] * keys.shape[2], keys.device)
     rows = min(strip, count) * query.queries.shape[1] // keys.shape[1]
-    product = None if query.softcap is not None or count < FEW else _Product(keys, log_mass, rows)
+    plain = query.softcap is not None or count < FEW or keys.device.type != "cpu"
+    product = None if plain else _Product(keys, log_mass, rows)
     for start in range(0, count, strip):
         part = query.part(start, start + strip)
         less = fold_groups(lse[:, :, start : start + strip, None], keys.shape[1])
@@ -188,8 +189,9 @@ def log_weights(
 class _Product:
     """Logs of weights as one product of matrices: below keys stand a one and the log of a token's mass.
 
-    What is added to logits is added in the product, and what it gives always goes to the same place: to go over all
-    that once more, or to fresh memory, takes as long as the product.
+    What is added to logits is added in the product, and what it gives always goes to the same place: on a CPU, to go
+    over all that once more, or to fresh memory, takes as long as the product. (On a GPU it does not, and a product may
+    be of fewer bits than what is added to it has.)
     """
 
     @torch.no_grad()

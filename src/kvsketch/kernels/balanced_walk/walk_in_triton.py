@@ -24,7 +24,8 @@ def keep_half(
     blocks, count, width = keys.shape
     if not gpu.can_read(keys.device, keys, values) or keys.dtype != values.dtype:
         return None
-    if blocks * count == 0 or max(width, values.shape[2]) > gpu.MOST_WIDTH:
+    widest = max(width, values.shape[2])
+    if blocks * count == 0 or widest > gpu.MOST_WIDTH or gpu.spills(keys.device, keys.dtype, STRIP, widest):
         return None
     if not gpu.works("BalanceKV's walk", keys.device, keys.dtype, _check):
         return None

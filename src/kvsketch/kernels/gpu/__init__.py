@@ -21,7 +21,9 @@ INTERPRETED = "TRITON_INTERPRET"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NOT_INTERPRETED = torch.bfloat16  # products of these come out wrong there
 NOT_COMPILED = "PassManager::run failed"  # so begins what Triton's compiler says of a kernel
+NO_ROOM = "Triton Error [CUDA]: out of memory"  # and so what it says where a kernel's own memory has no room
 MOST_WIDTH = 256  # of keys and of values
+MOST_ALONG_Y = 65_535  # programs along the second axis of a launch
 MOST_SINGLE_ROWS, MOST_SINGLE_WIDTH = 16, 128  # of tiles in float32
 NOT_TRITON = "torch's own kernels are used, not those in Triton, which are faster"
 OLDEST = (8, 0)  # compute capability: bfloat16 in products
@@ -82,6 +84,8 @@ def _wrong_with(
     except torch.OutOfMemoryError:
         raise  # another time there may be room
     except Exception as error:  # a driver, a compiler or a kernel can fail in any way
+        if str(error).startswith(NO_ROOM):
+            raise
         return f"{check.__module__.removeprefix('kvsketch.')}, {dtype}: {_said(error)}"
     return None
 
@@ -120,13 +124,18 @@ def bits(*things: object | None) -> int:
 
 
 def tried(what: str, device: torch.device, call: Callable[[], T]) -> T | None:
-    """What a kernel says; None where it cannot be made for this GPU, which is said once for each such thing."""
+    """What a kernel says; None where there is no room for it now, or none can be made for this GPU.
+
+    That is said once for each such thing.
+    """
     what = f"{what} on {device}"
     if what in _refused:
         return None
     try:
         return call()
     except Exception as error:
+        if str(error).startswith(NO_ROOM):
+            return None
         if not type(error).__module__.startswith("triton") and not str(error).startswith(NOT_COMPILED):
             raise
         _refused.add(what)

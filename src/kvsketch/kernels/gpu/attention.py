@@ -17,7 +17,7 @@ from kvsketch.kernels.sources import Entries, Segments
 WHAT = "attention of few queries"
 MOST_ROWS = 128  # of a group's queries together
 MOST_SPLITS = 64
-MOST_PARTS = 4  # each is code of its own in the kernel
+MOST_PARTS = 6  # of one launch: each is code of its own in the kernel
 PROGRAMS = 2  # for each processor
 HALVINGS = 3  # of a list of runs come together: for each number of them there is a kernel
 NOTED = "triton"  # under this name parts carry their description
@@ -40,11 +40,15 @@ def attend(
         return None
     if not gpu.can_read(query.device, query) or not all(_can_read(part, query.device) for part in parts):
         return None
+    if len(parts) > MOST_PARTS:
+        some = [parts[start : start + MOST_PARTS] for start in range(0, len(parts), MOST_PARTS)]
+        found = [attend(query, each, heads, scale, softcap) for each in some]
+        return None if any(one is None for one in found) else merge(*(one for one in found if one is not None))
     together = 1 if any(_by_query(part) for part in parts) else queries
     if gpu.spills(query.device, query.dtype, together * group, max(width, value_width)):
         return None
     kinds = {part.tokens.keys.dtype for part in parts}
-    if len(parts) > MOST_PARTS or not all(gpu.works(WHAT, query.device, kind, _check) for kind in kinds):
+    if not all(gpu.works(WHAT, query.device, kind, _check) for kind in kinds):
         return None
     described = [(str(part.tokens.keys.dtype), _has(part), part.segments is not None) for part in parts]
     what = f"attention of {query.dtype} × {width} and {value_width}, {queries} × {group} rows, {softcap}, {described}"

@@ -28,6 +28,8 @@ def attend(
     width, value_width = query.shape[3], tokens.values.shape[3]
     if max(width, value_width) > gpu.MOST_WIDTH or query.stride(3) != 1 or query.numel() == 0:
         return None
+    if query.shape[0] * query.shape[1] > gpu.MOST_ALONG_Y:
+        return None
     if not gpu.can_read(query.device, query) or not can_read_tokens(tokens, query.device):
         return None
     if not gpu.works("attention of many queries", query.device, tokens.keys.dtype, _check):
