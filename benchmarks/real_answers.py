@@ -172,14 +172,18 @@ def print_keeps(tasks: Sequence[str], means: list[Mean]) -> None:
     print(" | ".join(f"{keep:g}" for keep in ALL_KEEPS), "|\n|---|" + "---|" * len(ALL_KEEPS))
     for form in ALL_FORMS:
         of_keep = [[found.get((task, spec_of(form, keep))) for task in tasks] for keep in ALL_KEEPS]
-        cells = [", ".join("" if mean is None else f"{100 * mean.score:.0f}" for mean in cell) for cell in of_keep]
-        if len(tasks) == 1:
-            shares = ["" if mean is None else f" ({100 * mean.share:.0f} %)" for [mean] in of_keep]
-            cells = [cell + share for cell, share in zip(cells, shares, strict=True)]
+        cells = [", ".join(answered(mean, beside_bytes=len(tasks) == 1) for mean in cell) for cell in of_keep]
         name = f"`{form.replace('{}, ', '').replace('({})', '')}`".replace(
             "(heads='profile', window=16)`", "` by profile"
         )
         print(f"| {name} |", " | ".join(cells), "|")
+
+
+def answered(mean: Mean | None, *, beside_bytes: bool) -> str:
+    """How many of a hundred; a dash where nobody was asked."""
+    if mean is None:
+        return "–"
+    return f"{100 * mean.score:.0f}" + (f" ({100 * mean.share:.0f} %)" if beside_bytes else "")
 
 
 def quarters(rows: list[Row], mean: Mean) -> list[tuple[float, int]]:

@@ -41,9 +41,9 @@ def attend(
     if not gpu.can_read(query.device, query) or not all(_can_read(part, query.device) for part in parts):
         return None
     if len(parts) > MOST_PARTS:
-        some = [parts[start : start + MOST_PARTS] for start in range(0, len(parts), MOST_PARTS)]
-        found = [attend(query, each, heads, scale, softcap) for each in some]
-        return None if any(one is None for one in found) else merge(*(one for one in found if one is not None))
+        first = attend(query, parts[:MOST_PARTS], heads, scale, softcap)
+        rest = None if first is None else attend(query, parts[MOST_PARTS:], heads, scale, softcap)
+        return None if first is None or rest is None else merge(first, rest)
     together = 1 if any(_by_query(part) for part in parts) else queries
     if gpu.spills(query.device, query.dtype, together * group, max(width, value_width)):
         return None

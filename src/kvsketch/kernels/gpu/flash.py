@@ -25,16 +25,20 @@ def attend(
     causal: bool = False,
 ) -> Partial | None:
     """Attention over all tokens, or causally among new ones; None where torch has no such kernel."""
-    width = query.shape[3]
-    if query.device.type != "cuda" or query.dtype not in DTYPES or keys.dtype != query.dtype:
+    if query.device.type != "cuda" or not fits(query, values) or keys.dtype != query.dtype:
         return None
-    if width % STEP or width > gpu.MOST_WIDTH or values.shape[3] != width or query.numel() * keys.shape[2] == 0:
+    if query.shape[3] % STEP or query.numel() * keys.shape[2] == 0:
         return None
     if any(x.stride(3) != 1 for x in (query, keys, values)) or not gpu.can_read(query.device, query, keys, values):
         return None
     if not gpu.works(WHAT, query.device, query.dtype, _check, triton=False):
         return None
     return attended(query, keys, values, scale, causal)
+
+
+def fits(query: Tensor, values: Tensor) -> bool:
+    """Whether the kernel is made for such numbers and widths; torch's own call fills widths up to STEP."""
+    return query.dtype in DTYPES and query.shape[3] == values.shape[3] <= gpu.MOST_WIDTH
 
 
 def attended(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvsketch.attention import Partial, WeightedTokens, fold_groups, join_queries, log_of, unfold_groups
 from kvsketch.kernels import few_queries
-from kvsketch.kernels.gpu import MOST_WIDTH, flash, many_queries
+from kvsketch.kernels.gpu import flash, many_queries
 from kvsketch.kernels.sources import Entries
 from kvsketch.kernels.weighted_attention import fused, reference
 from kvsketch.kernels.weighted_attention.reference import log_normalizer
@@ -86,11 +86,9 @@ def causal_attention(
 def _has_kernel(query: Tensor, keys: Tensor, values: Tensor) -> bool:
     """Whether torch has a kernel for this causal call: else it makes a matrix of all logits, on a GPU in one piece.
 
-    There those for groups of queries are of numbers of 16 bits, and not of wide heads.
+    For groups of queries it has the one in flash.py alone there.
     """
-    if query.device.type != "cuda" or query.shape[1] == keys.shape[1]:
-        return True
-    return query.dtype in (torch.float16, torch.bfloat16) and query.shape[3] == values.shape[3] <= MOST_WIDTH
+    return query.device.type != "cuda" or query.shape[1] == keys.shape[1] or flash.fits(query, values)
 
 
 def _answer_alone(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:
