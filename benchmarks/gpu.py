@@ -112,7 +112,6 @@ def held_against(
 ) -> None:
     """Raise an error if an answer is farther from the definition in float64, head by head, than may be."""
     for head in range(HEADS):
-        here = slice(head, head + 1)
         mine = slice(head * GROUP, (head + 1) * GROUP)
         right = merge(
             *(
@@ -121,12 +120,19 @@ def held_against(
                     visible=visible if part.segments is None else part.segments.mask(part.tokens.count)[:, here],
                 )
                 for part in parts
+                for here in places_of(head, part)
             )
         )  # fmt: skip
         error = float((found.out[:, mine].double() - right.out).norm() / right.out.norm())
         assert error < most, f"head {head}: an error of {error:.1e}, and {most:.1e} may be"
         off = float((found.lse[:, mine].double() - right.lse).abs().max())
         assert off < 1e-3, f"head {head}: the logarithm of the denominator is off by {off:.1e}"
+
+
+def places_of(head: int, part: Entries) -> list[slice]:
+    """Where a head's entries are among those of a part: nowhere, or in one place."""
+    lanes = range(HEADS) if part.lanes is None else part.lanes.tolist()
+    return [slice(place, place + 1) for place, lane in enumerate(lanes) if lane == head]
 
 
 def entries(on: Machine, count: int, dtype: torch.dtype, weighted: bool = False) -> WeightedTokens:
@@ -187,15 +193,7 @@ def unequal(on: Machine, count: int) -> Iterator[dict[str, Any]]:
             some = WeightedTokens(tokens.keys[:, own, :budget], tokens.values[:, own, :budget])
             parts.append(Entries(some, torch.arange(own.start, own.stop, device=on.device)))
         copies.append(parts)
-    found = attention.attend(query, copies[-1], HEADS, SCALE)
-    assert found is not None, "no kernel for heads with four budgets"
-    window, *bundles = copies[-1]
-    for place, part in enumerate(bundles):
-        own, asked = (slice(place * size, (place + 1) * size) for size in (each, each * GROUP))
-        seen = in_float64(part.tokens, slice(None)), in_float64(window.tokens, own)
-        right = merge(*(weighted_attention(query[:, asked].double(), tokens, SCALE) for tokens in seen))
-        error = float((found.out[:, asked].double() - right.out).norm() / right.out.norm())
-        assert error < allowed(on.dtype), f"heads with {part.tokens.count} entries: an error of {error:.1e}"
+    held_against(attention.attend(query, copies[-1], HEADS, SCALE), query, copies[-1], allowed(on.dtype))
     taken = on.times([partial(attention.attend, query, parts, HEADS, SCALE) for parts in copies])
     read = (each * sum(budgets) + HEADS * size) * WIDTH * 4
     yield {"what": "dense", "form": "four budgets", "tokens": count, "bytes": read, "us": taken}
