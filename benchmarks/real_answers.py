@@ -49,16 +49,16 @@ EVERY = [
     "keydiff(keep=0.125, heads='profile')",
 ]
 ALL_KEEPS = (0.5, 0.25, 0.125, 0.0625)  # every method with every budget, in these tables of tasks
-OF_KEEPS = (("niah_single",), ("needle", "number_string"), ("niah_single_uuid", "passkey"))
+OF_KEEPS = (("niah_single",), ("needle", "number_string"), ("niah_single_uuid", "passkey"), ("niah_multivalue",))
 ALL_FORMS = (*USUAL, "subgen({})", "expected_attention({})")
 CELL, Cell = ("task", "asked", "length", "method"), tuple[str, str, int, str]
-COMPARED = {  # with limits: a right number has 9 tokens, a UUID 37
+COMPARED = {  # with limits: a right number has 9 tokens, a UUID 37, a list of four numbers 46
     "niah_single": ("--max-new-tokens", 16),
     "needle": (),
     "niah_single_uuid": ("--max-new-tokens", 56),
     "number_string": (),
     "passkey": (),
-    "niah_multivalue": (),
+    "niah_multivalue": ("--max-new-tokens", 48),
 }
 ONLY_SHORT = ("needle", "niah_single_uuid", "passkey", "niah_multivalue")
 

@@ -55,6 +55,30 @@ def test_too_many_rows_at_first_do_not_stay():
     assert difference(state_of(cache), state_of(read("keydiff(keep='20KB')", ids(2, 60), mask))) is None
 
 
+@pytest.mark.parametrize("spec", ["uniform(keep=0.4)", "kvzip(keep=0.4)", "balancekv(keep=0.4, prefill='streaming')"])
+def test_the_same_call_again_completes_a_prompt(spec):
+    prompt, mask = ids(2, 90), torch.ones(2, 90, dtype=torch.long)
+    mask[0, :11] = 0
+    options = {"attention_mask": mask, "chunk": 20, "protect": [(0, 5)]}
+    whole = kvsketch.prefill(model(), prompt, kvsketch.make_cache(model(), spec), **options)
+    cache, read = kvsketch.make_cache(model(), spec), []
+
+    def progress(stop):
+        read.append(stop)
+        if len(read) in (2, 5):  # in its midst, and when all was read
+            raise KeyboardInterrupt
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            kvsketch.prefill(model(), prompt, cache, progress=progress, **options)
+    kvsketch.prefill(model(), prompt, cache, progress=progress, **options)
+    assert read == sorted(set(read)), "each token once"
+    assert read[:5] == [10, 30, 50, 70, 90]
+    assert difference(state_of(cache), state_of(whole)) is None
+    later = kvsketch.prefill(model(), prompt, cache, attention_mask=mask)  # and once more it is text that goes on
+    assert later.seen == 180
+
+
 @pytest.mark.parametrize("again", [False, True], ids=["the first reading", "the second"])
 def test_ctrl_c_before_a_layer_took_anything(again):
     """No hook hears of it: the text of that call is not counted twice, nor is a text that was read forgotten."""

@@ -1,8 +1,10 @@
 """Bad input gets a ValueError that says what was expected, what came and what to do; nothing is lost by it."""
 
 import copy
+import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -84,7 +86,10 @@ def test_a_budget_in_bytes_below_the_sliding_layers_needs_says_so():
 
 WRONG_TYPES = """
 import kvsketch
+import zoo
 from kvsketch.caches.core.spans import read_spans
+model, ids, by_questions = zoo.build("llama"), zoo.tokens(1, 9), "kvzip(queries='questions')"
+cache = kvsketch.make_cache(model)
 for call, message in (
     (lambda: kvsketch.parse_spec("uniform(keep=None)"), "keep must be a fraction"),
     (lambda: kvsketch.parse_spec("uniform(keep=[1])"), "keep must be a fraction"),
@@ -93,6 +98,12 @@ for call, message in (
     (lambda: kvsketch.parse_spec(3), "a spec is text"),
     (lambda: read_spans((0, 20)), "protect is (start, stop) pairs of whole numbers for all rows"),
     (lambda: kvsketch.make_cache("llama"), "expected a transformers model, got str"),
+    (lambda: kvsketch.prefill(model, [[1, 2]], cache), "a prompt is token ids, rows × tokens, got list: tokenizer("),
+    (lambda: kvsketch.prefill(model, ids, None), "prefill fills a cache of kvsketch.make_cache(model, ...), got None"),
+    (lambda: kvsketch.prefill(model, ids, cache, chunk=1.5), "chunk must be a whole number"),
+    (lambda: kvsketch.prefill(model, ids, cache, protect=ids), "protect is (start, stop) pairs of whole numbers"),
+    (lambda: kvsketch.make_cache(model, by_questions, questions=["Who?"]), "a question is token ids, 1 × tokens, got"),
+    (lambda: cache.new_tokens("Who?"), "new tokens are token ids, rows × tokens, got str"),
 ):
     try:
         call()
@@ -105,7 +116,8 @@ for call, message in (
 
 def test_wrong_types_as_a_user_sees_them():
     """In a process of its own: here the run-time checks of the tests would answer first."""
-    done = subprocess.run([sys.executable, "-c", WRONG_TYPES], capture_output=True, text=True, check=False)
+    command, here = [sys.executable, "-c", WRONG_TYPES], Path(__file__).parent
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=here)
     assert done.returncode == 0, done.stderr
 
 
@@ -340,10 +352,25 @@ def test_a_cache_implementation_beside_the_cache(model, filled):
 
 def test_prefill_arguments(model):
     cache = kvsketch.make_cache(model)
-    with pytest.raises(ValueError, match="chunk must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="chunk must be a whole number of at least 1, got 0"):
         kvsketch.prefill(model, zoo.tokens(1, 5), cache, chunk=0)
     with pytest.raises(ValueError, match="attention_mask must cover the new tokens"):
         kvsketch.prefill(model, zoo.tokens(1, 5), cache, attention_mask=torch.ones(1, 4))
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
+def test_a_model_that_leaves_caches_out(model):
+    """In training with gradient checkpointing transformers gives layers none, and says so in the log alone."""
+    model.gradient_checkpointing_enable()
+    model.train()
+    with pytest.raises(ValueError, match=r"leaves caches out: call model.eval\(\) first"):
+        kvsketch.prefill(model, zoo.tokens(1, 50), kvsketch.make_cache(model, COMPRESSED))
+    kvsketch.prefill(model.eval(), zoo.tokens(1, 50), kvsketch.make_cache(model, COMPRESSED))
+
+
+def test_a_cache_is_not_pickled(filled):
+    with pytest.raises(TypeError, match=r"cache.save\(path\) writes it"):
+        pickle.dumps(filled)
 
 
 def test_a_cache_that_the_model_drops_at_its_rotary_switch():

@@ -331,6 +331,26 @@ def test_a_prompt_may_be_read_in_inference_mode_and_answered_outside(name):
 
 
 @pytest.mark.parametrize("name", KINDS)
+def test_what_torch_makes_where_nothing_is_said_does_not_matter(name):
+    """Nor is memory written to that is not there: kernels in C write what they write."""
+    query, keys, values = stream(400)
+    usual, other = LayerCache(small(name), 0), LayerCache(small(name), 0)
+    expected = feed(usual, query, keys, values, [300, 60, *[1] * 40])
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        torch.set_default_device("meta")
+        got = feed(other, query, keys, values, [300, 60, *[1] * 40])
+        (tensors, numbers), (right, others) = held(other), held(usual)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert torch.equal(got, expected)
+    assert (numbers, tensors.keys()) == (others, right.keys())
+    for part, tensor in tensors.items():
+        torch.testing.assert_close(tensor, right[part], rtol=0, atol=0, equal_nan=True, msg=part)
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_reset_forgets_everything(name):
     query, keys, values = stream(400)
     used, fresh = LayerCache(small(name), 0), LayerCache(small(name), 0)

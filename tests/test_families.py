@@ -209,6 +209,45 @@ def test_training_an_attached_model_gives_the_same_gradients(family):
         torch.testing.assert_close(one.grad, other.grad, msg=name)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_attached_it_drops_weights_in_training_and_adds_masks_as_stock_does(family):
+    ids = zoo.tokens(2, 30)
+    added = torch.zeros(2, 1, 30, 30).masked_fill(torch.ones(30, 30).triu(1).bool(), torch.finfo(torch.float32).min)
+    added[..., 3:9] -= 1.5  # a mask may say more than yes or no
+    model = build(family)
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5
+    found = []
+    for change in (lambda: None, lambda: kvsketch.attach(model)):
+        change()
+        model.train()
+        torch.manual_seed(0)
+        found.append([model(ids).logits])
+        model.eval()
+        found[-1] += [model(ids, attention_mask=added).logits, model(ids).logits]
+    for stock, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, stock)
+    assert not torch.allclose(found[1][0], found[1][2], atol=1e-3)
+
+
+@pytest.mark.parametrize("spec", ["exact", "kvzip(keep=1.0)", "retrieval(window=40)"])
+@pytest.mark.parametrize(("family", "count"), [("llama", 7), ("llama", 1), ("gemma3", 1)])
+def test_what_follows_a_prompt_learns_as_with_stock(family, count, spec):
+    """What is held is given; what comes has gradients, though what is held has changed when they are asked for."""
+    stock, ours = build(family), build(family)
+    caches = DynamicCache(config=stock.config), kvsketch.make_cache(ours, spec)
+    for model, cache in zip((stock, ours), caches, strict=True):
+        with torch.inference_mode():
+            model(zoo.tokens(2, 60), past_key_values=cache)
+        answer = model(zoo.tokens(2, count, 7), past_key_values=cache).logits
+        with torch.no_grad():
+            model(zoo.tokens(2, 1, 8), past_key_values=cache)
+        answer.square().mean().backward()
+    for (name, one), (_, other) in zip(stock.named_parameters(), ours.named_parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, msg=name)
+
+
 def test_detach_restores_the_model():
     for family in ("llama", "gemma2", "gpt_oss"):
         model = build(family)
@@ -248,6 +287,15 @@ def test_attaching_twice_keeps_the_first_attention_for_detach():
     model = zoo.build("llama", attention="eager")
     kvsketch.make_cache(model, "uniform")
     kvsketch.make_cache(model, "exact")
+    kvsketch.detach(model)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_detach_gives_back_what_the_user_chose_last():
+    model = zoo.build("llama", attention="sdpa")
+    kvsketch.attach(model)
+    model.set_attn_implementation("eager")
+    kvsketch.attach(model)
     kvsketch.detach(model)
     assert model.config._attn_implementation == "eager"
 

@@ -261,6 +261,27 @@ def test_a_call_that_fails_before_the_first_layer_has_moved_nothing_and_let_nobo
     go_on(model, cache)
 
 
+@pytest.mark.parametrize("family", zoo.HYBRIDS)
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_single_token_that_is_interrupted_has_moved_nothing_or_the_cache_says_so(family, at):
+    """Models change the state of a convolution where it lies, and tell the cache nothing."""
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    model = zoo.build(family)
+    cache = kvsketch.prefill(model, zoo.tokens(2, 60), kvsketch.make_cache(model, COMPRESSED))
+    before = state(cache)
+    hook = model.model.layers[at].register_forward_hook(stop)
+    with pytest.raises(KeyboardInterrupt), torch.no_grad():
+        model(zoo.tokens(2, 1), past_key_values=cache)
+    hook.remove()
+    for use in (cache.fork, lambda: go_on(model, cache)):
+        with pytest.raises(ValueError, match="an earlier call failed half-way"):
+            use()
+    assert before.keys() == state(cache).keys()
+
+
 @pytest.mark.parametrize("family", [*zoo.HYBRIDS, "gemma3", "llama"])
 @pytest.mark.parametrize("count", [1, 60])
 def test_what_is_saved_while_tokens_may_be_taken_back_is_whole(family, count, tmp_path):

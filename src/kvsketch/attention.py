@@ -48,7 +48,7 @@ def log_mass_of(present: Bool[Tensor, "b n"] | None) -> Float[Tensor, "b 1 n"] |
 
 def log_of(present: Bool[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """0 where something is, `-inf` where nothing is."""
-    return torch.zeros(present.shape, device=present.device).masked_fill(~present, NO_MASS)
+    return torch.zeros(present.shape, dtype=torch.float32, device=present.device).masked_fill(~present, NO_MASS)
 
 
 @dataclass(frozen=True)

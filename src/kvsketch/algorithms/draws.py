@@ -17,7 +17,7 @@ def uniforms(*address: int | Int64[Tensor, "..."]) -> Float[Tensor, "..."]:
     """Numbers in [0, 1), one per element of the broadcast address, independent between addresses."""
     state: Tensor | None = None
     for part in address:
-        number = torch.as_tensor(part, dtype=torch.int64)
+        number = part.long() if isinstance(part, Tensor) else torch.tensor(part, dtype=torch.int64, device="cpu")
         state = _scramble(number) if state is None else _scramble(state + number)
     assert state is not None, "an address has at least one part"
     return _shift(state, 11).to(torch.float64) * 2.0**-53

@@ -99,7 +99,7 @@ def clustered(pool: Clusters, count: int, means: bool) -> Clusters:
     sizes = torch.zeros_like(pool.sizes).index_add(0, owner, pool.sizes)
     keys, values = pool.keys, pool.values
     if means:
-        shares = (pool.sizes / sizes[owner])[:, None]
+        shares = (pool.sizes.to(pool.keys.dtype) / sizes[owner])[:, None]
         keys, values = (torch.zeros_like(x).index_add(0, owner, x * shares) for x in (keys, values))
     far = pool.reach + (pool.keys - keys[owner]).norm(dim=1)
     reach = torch.zeros_like(pool.reach).scatter_reduce(0, owner, far, "amax")

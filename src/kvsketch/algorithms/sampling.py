@@ -95,7 +95,7 @@ class Sample:
     @property
     def log_weights(self) -> Float[Tensor, " m"]:
         """Log of how many tokens each entry stands for."""
-        return log_weights(self.plan, torch.tensor(self.seen), self.keys.shape[0])
+        return log_weights(self.plan, torch.tensor(self.seen, device=self.keys.device), self.keys.shape[0])
 
 
 def empty_sample(plan: Plan, key: Float[Tensor, " d"], value: Float[Tensor, " e"]) -> Sample:

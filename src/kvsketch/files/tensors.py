@@ -151,7 +151,7 @@ class TensorFile:
 
     def _tensor(self, name: str) -> Tensor:
         place = self.places[name]
-        found = torch.empty(place.shape, dtype=place.dtype)
+        found = torch.empty(place.shape, dtype=place.dtype, device="cpu")
         room = _bytes_of(found)  # shares its memory
         self._file.seek(self._begin + place.start)
         got = 0

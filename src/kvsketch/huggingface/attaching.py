@@ -117,8 +117,7 @@ def _exchange_attention(model: PreTrainedModel, text: Any, modules: Sequence[nn.
             "AttentionInterface), so kvsketch cannot serve it"
         )
     for module in modules:
-        if not hasattr(module, BEFORE):
-            setattr(module, BEFORE, before)
+        setattr(module, BEFORE, before)
 
 
 def _guard_against_drops(rope: ChangingFrequencies, modules: Sequence[nn.Module]) -> DropGuard:

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
@@ -256,8 +257,35 @@ def _stock_attention(
     if attention_mask is None and causal and queries > 1:
         at = torch.arange(count, device=query.device)
         attention_mask = (at[count - queries :, None] >= at)[None, None]
+    if dropout or (attention_mask is not None and attention_mask.is_floating_point()):
+        return _eager_attention(query, key, value, attention_mask, dropout, scale, softcap, s_aux), None
     part = reference.attend(query, WeightedTokens(key, value), scale, visible=attention_mask, softcap=softcap)
     return _output(_with_sinks(part, s_aux), query), None
+
+
+def _eager_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    scale: float,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """With all weights in memory: where some are dropped, in training, or where a mask is added to logits."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
+    logits = query @ key.transpose(2, 3) * scale
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        logits = logits.masked_fill(~attention_mask, torch.finfo(logits.dtype).min)
+    elif attention_mask is not None:
+        logits = logits + attention_mask
+    if s_aux is not None:
+        logits = torch.cat([logits, s_aux.to(logits.dtype)[None, :, None, None].expand(*logits.shape[:3], 1)], 3)
+    weights = logits.softmax(3, dtype=torch.float32)[..., : key.shape[2]].to(value.dtype)
+    return (F.dropout(weights, dropout) @ value).transpose(1, 2).contiguous()
 
 
 def _mask_of_all_keys(query: Tensor, count: int, padding: Tensor | None) -> Tensor | None:

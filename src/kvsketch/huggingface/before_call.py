@@ -8,13 +8,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from kvsketch.huggingface.attention import autocast_of
 from kvsketch.huggingface.layer import SketchLayer
 from kvsketch.huggingface.layers import LayerStack
 from kvsketch.huggingface.modules import attention_modules
 from kvsketch.huggingface.weights import device_of
+
+# The property's name up to transformers 5.17, and the one since.
+CHECKPOINTING = next(
+    name for name in ("is_activation_checkpointing", "is_gradient_checkpointing") if hasattr(PreTrainedModel, name)
+)
 
 
 def check_numbers(stack: LayerStack, decoder: Any, given: Mapping[str, Any], new: Tensor) -> None:
@@ -24,6 +30,13 @@ def check_numbers(stack: LayerStack, decoder: Any, given: Mapping[str, Any], new
     if stack.sketch:
         check_places(stack.sketch[0], new, given.get("attention_mask"), given.get("position_ids"))
     check_layers(stack, decoder, len(new))
+
+
+def check_ids(ids: object, what: str) -> None:
+    """Refuse what is no tensor of token ids."""
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
+        came = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(f"{what}, got {came}: tokenizer(text, return_tensors='pt')['input_ids'] gives them")
 
 
 def check_tokens(decoder: Any, new: Tensor) -> None:
@@ -55,6 +68,15 @@ def check_places(first: SketchLayer, new: Tensor, mask: Tensor | None, positions
         first.check_positions(positions, valid, rows)
 
 
+def check_caches_are_used(decoder: nn.Module) -> None:
+    """Refuse a model that gives its layers no cache, whatever it was given itself."""
+    if decoder.training and getattr(decoder, CHECKPOINTING, False):
+        raise ValueError(
+            "the model is in training with gradient checkpointing, where transformers leaves caches out: call "
+            "model.eval() first, or turn that off"
+        )
+
+
 def check_layers(stack: LayerStack, decoder: Any, rows: int) -> None:
     """Refuse what layers of ours could not take: a budget, a precision, keys whose rotation nobody watches."""
     module = next(attention_modules(decoder))
@@ -84,6 +106,7 @@ def check_finite(index: int, keys: Tensor, values: Tensor) -> None:
 
 def check_goes_on(input_ids: Tensor, stack: LayerStack) -> None:
     """Refuse tokens that cannot go on from what layers hold."""
+    check_ids(input_ids, "new tokens are token ids, rows × tokens")
     if input_ids.ndim != 2 or input_ids.shape[1] == 0:
         raise ValueError(f"new tokens are rows × tokens with at least one token, got shape {tuple(input_ids.shape)}")
     if stack.seen == 0:

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from kvsketch.caches.core.spans import Protected
 from kvsketch.caches.registry import parse_spec
 from kvsketch.huggingface import stock, taking_back
 from kvsketch.huggingface.attention import check_mask, check_not_empty, refuse_weights
-from kvsketch.huggingface.before_call import check_finite, check_goes_on, check_numbers
+from kvsketch.huggingface.before_call import check_caches_are_used, check_finite, check_goes_on, check_numbers
 from kvsketch.huggingface.cache_file import check_same_weights, write_cache
 from kvsketch.huggingface.compressing import check_can_become, hold_again
 from kvsketch.huggingface.layer import SketchLayer
@@ -64,6 +64,7 @@ class SketchCache(Cache):
         self.model.check_module(module)
         self.prompt.check(self, module, given, rows, count)
         self._check_call(rows, count)
+        check_caches_are_used(module)
         if given.get("output_attentions"):
             refuse_weights()
         mask = given.get("attention_mask")
@@ -160,6 +161,20 @@ class SketchCache(Cache):
                 f"layer stands at {first.get_seq_length()}: all layers must read the same tokens"
             )
 
+    def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
+        """What a layer with a convolution holds; for a single token models change it where it lies, and say nothing."""
+        self._check_begun()
+        found = super().get_conv_state(layer_idx, *args, **kwargs)
+        self.stack.touched = self.stack.touched or found is not None
+        return found
+
+    def has_previous_state(self, layer_idx: int | None = None, *args: Any, **kwargs: Any) -> bool:
+        """Whether a layer holds a state; with transformers 5.17 a model that asks may then change it where it lies."""
+        found = super().has_previous_state(layer_idx, *args, **kwargs)
+        if self.underway and layer_idx is not None:
+            self.stack.touched = self.stack.touched or found
+        return found
+
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
         """Take a state of a layer with linear attention or a convolution."""
         self._check_begun()
@@ -218,8 +233,15 @@ class SketchCache(Cache):
         twin.prompt.open = False
         return twin
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a cache is not pickled: cache.save(path) writes it, kvsketch.load_cache(model, path) reads it, and "
+            "cache.fork() copies it"
+        )
+
     def fork(self) -> "SketchCache":
         """An independent copy, for one more question about the same text."""
+        self.stack.check_whole()
         return copy.deepcopy(self)
 
     def compress(self, method: str | MethodConfig) -> "SketchCache":

@@ -43,8 +43,8 @@ class DropGuard:
     rope: ChangingFrequencies
     caches: "weakref.WeakSet[Any]" = field(default_factory=weakref.WeakSet)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "DropGuard":
-        return DropGuard(self.rope)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DropGuard, (self.rope,)  # a copy has no caches yet
 
     def check_not_dropped(self, total: int) -> None:
         """Called where attention runs without one of our caches."""

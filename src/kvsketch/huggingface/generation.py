@@ -8,12 +8,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvsketch.caches.core.budget import Keep
+from kvsketch.caches.core.checks import check_count
 from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.core.spans import Given, read_spans
 from kvsketch.caches.core.tokens import chunks
 from kvsketch.caches.registry import chosen_method
 from kvsketch.huggingface.attaching import attach
-from kvsketch.huggingface.before_call import check_tokens
+from kvsketch.huggingface.before_call import check_ids, check_tokens
 from kvsketch.huggingface.cache import SketchCache
 from kvsketch.huggingface.identity import Identity
 from kvsketch.huggingface.prompt import NO_QUESTIONS
@@ -57,10 +58,13 @@ def checked_questions(config: MethodConfig, questions: Sequence[Tensor] | Mappin
             raise ValueError(NO_QUESTIONS.format(config))
         raise ValueError(f"{config} does not go by questions: leave them out, or use kvzip(queries='questions')")
     each = questions.values() if isinstance(questions, Mapping) else questions
-    asked = [ids[None] if ids.ndim == 1 else ids for ids in each]
-    for ids in asked:
-        if ids.ndim != 2 or ids.shape[0] != 1 or ids.shape[1] == 0 or ids.is_floating_point():
+    asked = []
+    for ids in each:
+        check_ids(ids, "a question is token ids, 1 × tokens")
+        row = ids[None] if ids.ndim == 1 else ids
+        if row.ndim != 2 or row.shape[0] != 1 or row.shape[1] == 0:
             raise ValueError(f"a question is token ids, 1 × tokens, got {ids.dtype} of shape {tuple(ids.shape)}")
+        asked.append(row)
     return asked
 
 
@@ -84,8 +88,16 @@ def prefill(
     made without.
     """
     inner: PreTrainedModel = unwrapped(model)
-    _check_prompt(input_ids, attention_mask, chunk)
+    _check_prompt(input_ids, attention_mask, chunk, cache)
     if cache.prompt.complete(cache, input_ids, progress):
+        return cache
+    whole, already = (input_ids, attention_mask), cache.prompt.read_already(input_ids, attention_mask)
+    if already:  # by the same call, which was interrupted
+        input_ids, protect = input_ids[:, already:], ()
+        attention_mask = None if attention_mask is None else attention_mask[:, already:]
+    if input_ids.shape[1] == 0:  # all of it
+        cache.prompt.unfinished = None
+        cache.prompt.end(cache, progress)
         return cache
     (rows, count), mask = input_ids.shape, attention_mask
     if chunk is None:
@@ -93,11 +105,11 @@ def prefill(
     if cache.seen:
         mask = cache.new_tokens(input_ids, mask)["attention_mask"]
     mask = None if mask is None or bool(mask.all()) else mask
-    with protecting(cache.stack, protect, lengths_of(rows, count, attention_mask)), cache.prompt.reading():
+    with protecting(cache.stack, protect, lengths_of(rows, count, attention_mask)), cache.prompt.reading(*whole):
         cache.prompt.check_context(inner, count)
         for stop in _read(inner, input_ids, mask, cache, chunk):
             if progress is not None:
-                progress(stop)
+                progress(already + stop)
     cache.prompt.end(cache, progress)
     return cache
 
@@ -118,12 +130,15 @@ def _read(
         yield stop
 
 
-def _check_prompt(input_ids: Tensor, attention_mask: Tensor | None, chunk: int | None) -> None:
+def _check_prompt(input_ids: Tensor, attention_mask: Tensor | None, chunk: int | None, cache: SketchCache) -> None:
     """Refuse what is no prompt, before any of it is read."""
+    if not isinstance(cache, SketchCache):
+        raise ValueError(f"prefill fills a cache of kvsketch.make_cache(model, ...), got {type(cache).__name__}")
+    check_ids(input_ids, "a prompt is token ids, rows × tokens")
     if input_ids.ndim != 2 or input_ids.shape[1] == 0:
         raise ValueError(f"a prompt is rows × tokens with at least one token, got shape {tuple(input_ids.shape)}")
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk must be at least 1, got {chunk}")
+    if chunk is not None:
+        check_count("chunk", chunk, least=1)
     if attention_mask is not None and attention_mask.shape != input_ids.shape:
         raise ValueError(
             f"attention_mask must cover the new tokens, {tuple(input_ids.shape)}, got {tuple(attention_mask.shape)}"

@@ -61,8 +61,10 @@ class Positions:
             if real and lengths[row] and offset != known:
                 raise ValueError(
                     f"row {row} goes on at position {first[row]}, but the cache has read {lengths[row]} of its tokens "
-                    f"and expects position {lengths[row] + known}. To continue with new tokens only, pass "
-                    "**cache.new_tokens(ids); to pass the whole text, its beginning must be what the cache has read"
+                    f"and expects position {lengths[row] + known}. To continue with new tokens only, pass generate "
+                    "**cache.new_tokens(ids), and a model that is called by itself position_ids too, where rows are "
+                    "padded; to pass the whole text, its beginning must be what the cache has read (use_cache=False "
+                    "passes it again at every step)"
                 )
         self.offsets = [o if r and not n else k for o, k, r, n in zip(offsets, before, begun, lengths, strict=True)]
         self.checked = True
@@ -87,7 +89,7 @@ class Positions:
 
     def map_rows(self, rows: list[int]) -> None:
         """Row i becomes what row `rows[i]` was."""
-        self.padding.select(torch.tensor(rows))
+        self.padding.select(torch.tensor(rows, device="cpu"))
         self.offsets = None if self.offsets is None else [self.offsets[row] for row in rows]
 
     # -- copies and files

@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,16 @@ NO_QUESTIONS = (
 )
 
 
+@dataclass(frozen=True)
+class Unfinished:
+    """A call of `kvsketch.prefill` that was interrupted: all that it was given, and how far it came."""
+
+    ids: Tensor
+    mask: Tensor | None
+    before: int  # tokens held when it began
+    seen: int  # and when it ended
+
+
 class Prompt:
     """The prompt of one cache: held whole while it is read, if the method asks for that."""
 
@@ -50,6 +61,7 @@ class Prompt:
         self.due = False  # whether all of it was read, and what was to follow has not come to its end
         self.texts = list[Tensor]()  # what was read so far
         self.latest = 0  # texts that there were before the latest `kvsketch.prefill`
+        self.unfinished: Unfinished | None = None  # what that was to read, if it was interrupted
         self.decoder: weakref.ref[nn.Module] | None = None  # what reads
 
     @property
@@ -66,14 +78,29 @@ class Prompt:
             for layer in self.stack.sketch:
                 layer.held.recording = True
 
+    def read_already(self, ids: Tensor, mask: Tensor | None) -> int:
+        """How many of a prompt's tokens were read by the same call, if that was interrupted and nothing came since."""
+        left = self.unfinished
+        same = left is not None and left.seen == self.stack.seen and _equal(left.ids, ids) and _equal(left.mask, mask)
+        if not same or left is None:
+            return 0
+        self.stack.check_whole()
+        return self.stack.seen - left.before
+
     @contextmanager
-    def reading(self) -> Iterator[None]:
+    def reading(self, ids: Tensor, mask: Tensor | None) -> Iterator[None]:
         """All calls in here are one prompt; after an interruption the next call, or more in here, completes it."""
         self.begin()
         self._drop_unread()
-        self.open, self.latest = True, len(self.texts)
+        already = self.read_already(ids, mask)
+        before, self.open = self.stack.seen - already, True
+        self.latest = self.latest if already else len(self.texts)
         try:
             yield
+            self.unfinished = None
+        except BaseException:
+            self.unfinished = Unfinished(ids, mask, before, self.stack.seen)
+            raise
         finally:
             self.open = False
 
@@ -110,7 +137,7 @@ class Prompt:
         if self.held and not self.again:
             self._drop_unread()
             ids = given.get("input_ids")
-            self.texts.append(ids if isinstance(ids, Tensor) else torch.empty(0))
+            self.texts.append(ids if isinstance(ids, Tensor) else torch.empty(0, device="cpu"))
             self.decoder = weakref.ref(decoder)
 
     def _drop_unread(self) -> None:
@@ -259,6 +286,12 @@ def _without_padding(ids: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
         return ids, torch.ones_like(ids)
     index = in_front(real)[:, : int(real.sum(1).max())].to(ids.device)
     return ids.gather(1, index), real.to(ids).gather(1, index)
+
+
+def _equal(left: Tensor | None, right: Tensor | None) -> bool:
+    if left is None or right is None:
+        return left is right
+    return left.device == right.device and torch.equal(left, right)
 
 
 def _free_memory(device: torch.device) -> int | None:

@@ -18,9 +18,9 @@ def protecting(stack: LayerStack, given: Given, lengths: list[int]) -> Iterator[
 
     `lengths` are those of its rows. A prompt that is refused leaves nothing behind.
     """
-    before = stack.whole.protected
-    if given:
-        stack.whole.protected = _first_given(stack, given)
+    before, wanted = stack.whole.protected, read_spans(given)
+    if wanted:
+        stack.whole.protected = _first_given(stack, wanted)
     try:
         check_protected(stack, lengths)
         yield
@@ -31,7 +31,7 @@ def protecting(stack: LayerStack, given: Given, lengths: list[int]) -> Iterator[
         raise
 
 
-def _first_given(stack: LayerStack, given: Given) -> Protected:
+def _first_given(stack: LayerStack, wanted: Protected) -> Protected:
     """What a user protects now; refuses to add to what is protected, or was read."""
     if stack.seen or any(layer.held.started for layer in stack.sketch):
         raise ValueError(
@@ -40,7 +40,7 @@ def _first_given(stack: LayerStack, given: Given) -> Protected:
         )
     if stack.whole.protected:
         raise ValueError("this cache was made with protect=, and prefill is told to protect too: leave one of them out")
-    return read_spans(given)
+    return wanted
 
 
 def check_protected(stack: LayerStack, lengths: list[int]) -> None:

@@ -16,7 +16,7 @@ class LayerReport:
     """One layer. `entries` and `error` are per head, averaged over rows; None where the layer is not kvsketch's."""
 
     layer: int
-    entries: list[float] | None  # per KV head
+    entries: list[float] | None  # per KV head; empty before the first token
     nbytes: int
     full_nbytes: int  # of an uncompressed cache
     error: list[float] | None  # per query head: ‖answer - exact answer‖ / ‖exact answer‖
@@ -121,7 +121,7 @@ def _report_on_layer(index: int, layer: SketchLayer) -> LayerReport:
         details, warning, read = held.streams.details(), held.streams.warning(), held.streams.share_read()
     return LayerReport(
         layer=index,
-        entries=_per_head(entries),
+        entries=_per_head(entries) or [],
         nbytes=layer.nbytes,
         full_nbytes=full,
         error=_per_head(held.error),
@@ -139,6 +139,8 @@ def _per_head(measured: Tensor | None) -> list[float] | None:
 
 
 def _range(entries: Sequence[float] | Sequence[int]) -> str:
+    if not entries:
+        return "0"
     low, high = min(entries), max(entries)
     return f"{low:,.0f}" if low == high else f"{low:,.0f}-{high:,.0f}"
 

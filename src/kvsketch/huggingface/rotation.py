@@ -50,7 +50,7 @@ class Turning:
     def mean(self, angles: "Angles", width: int, first: int, count: int) -> Float[Tensor, "d d"]:
         """The mean rotation of so many positions from one on; row i is what becomes of the i-th unit vector."""
         cosines, sines = (x.mean(1, keepdim=True) for x in angles.at(first, count))
-        units = torch.eye(width, device=cosines.device)[None, :, None]
+        units = torch.eye(width, dtype=torch.float32, device=cosines.device)[None, :, None]
         return self.rotate(units, units, cosines, sines, *self.arguments, **self.options)[0][0, :, 0].double()
 
 
@@ -69,7 +69,8 @@ class Angles:
         assert module is not None, "the model asks"
         device = self.positions.device
         positions = torch.arange(first, first + count, device=device)[None]
-        cosines, sines = module.forward(torch.zeros(1, 1, 1, device=device), positions, **self.others)
+        like = torch.zeros(1, 1, 1, dtype=torch.float32, device=device)
+        cosines, sines = module.forward(like, positions, **self.others)
         return cosines, sines
 
 

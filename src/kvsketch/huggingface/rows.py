@@ -13,7 +13,7 @@ from kvsketch.huggingface.layers import LayerStack
 
 def reorder_rows(stack: LayerStack, order: Tensor) -> None:
     """Row i becomes what row `order[i]` was."""
-    rows = torch.as_tensor(order)
+    rows = _numbers(order)
     _move_rows(stack, rows, lambda layer: layer.reorder_cache(rows.long()))
 
 
@@ -21,19 +21,23 @@ def repeat_rows(stack: LayerStack, repeats: int) -> None:
     """Every row `repeats` times."""
     if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
         raise ValueError(f"rows can be repeated once or more often, got {repeats!r:.40}")
-    rows = torch.arange(stack.rows).repeat_interleave(repeats)
+    rows = torch.arange(stack.rows, device="cpu").repeat_interleave(repeats)
     _move_rows(stack, rows, lambda layer: stock.repeat_rows(layer, repeats, rows))
 
 
 def select_rows(stack: LayerStack, indices: Tensor) -> None:
     """Only these rows, by their numbers or by a mask."""
-    indices = torch.as_tensor(indices)
+    indices = _numbers(indices)
     rows = indices
     if indices.dtype == torch.bool:
         if stack.rows and indices.shape != (stack.rows,):
             raise ValueError(f"a mask of rows must be {stack.rows} booleans, got shape {tuple(indices.shape)}")
         rows = indices.nonzero()[:, 0]
     _move_rows(stack, rows, lambda layer: stock.select_rows(layer, rows.long()))
+
+
+def _numbers(rows: Any) -> Tensor:
+    return rows if isinstance(rows, Tensor) else torch.tensor(rows, device="cpu")
 
 
 def _move_rows(stack: LayerStack, indices: Tensor, move: Callable[[Any], None]) -> None:

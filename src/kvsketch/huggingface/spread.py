@@ -77,7 +77,7 @@ def numbers_at(tensor: Tensor, places: Tensor | None) -> Tensor:
     if here is None:
         return numbers_at(tensor.full_tensor(), places)  # type: ignore[attr-defined]
     own = tensor.detach().to_local()  # type: ignore[attr-defined]
-    places = torch.arange(tensor.numel()) if places is None else places
+    places = torch.arange(tensor.numel(), device="cpu") if places is None else places
     where = [at - first for at, first in zip(torch.unravel_index(places, tensor.shape), here, strict=True)]
     inside = torch.stack([(at >= 0) & (at < n) for at, n in zip(where, own.shape, strict=True)]).all(0)
     found = own.new_zeros(len(places))

@@ -22,7 +22,8 @@ from kvsketch.huggingface.spread import combined, groups_of, numbers_at
 SAMPLED = 64  # numbers of every tensor that go into a fingerprint
 # One in each of 64 equal parts of it, at the multiples of the golden ratio, so that no two are of one column where a
 # matrix can have it.
-PLACES = torch.arange(SAMPLED, dtype=torch.float64).mul((math.sqrt(5) - 1) / 2).frac() + torch.arange(SAMPLED)
+_NUMBERS = torch.arange(SAMPLED, dtype=torch.float64, device="cpu")
+PLACES = _NUMBERS.mul((math.sqrt(5) - 1) / 2).frac() + _NUMBERS
 TINY = torch.finfo(torch.float16).tiny  # float16 has fewer bits for what is smaller than bfloat16 has
 _PLAIN = nn.Module._save_to_state_dict
 NO_MATTER = ("path", "dropout", "init", "inference_mode", "task_type", "revision", "version", "mapping")  # in a config

@@ -137,7 +137,7 @@ class ChosenEntries(Holding):
         for name, x in zip(("keys", "values"), parts, strict=True):
             self._replace(name, start, x, fresh=fresh)
         lanes, count = len(new.keys), self.held["keys"].length
-        shared = torch.zeros(1, count - kept.start, device=new.keys.device)
+        shared = torch.zeros(1, count - kept.start, dtype=torch.float32, device=new.keys.device)
         for name, weights in (("log_mass", kept.log_mass), ("log_value", kept.log_value)):
             if weights is not None or name in self.held:
                 self._replace(name, kept.start, shared if weights is None else weights)

@@ -162,7 +162,7 @@ class Lanes:
         if bundle.count:
             holding.restore(bundle.holding.tensors(), bundle.holding.numbers(), bundle.count)
             heads = len(bundle.heads)
-            lanes = torch.tensor([place * heads + head for place in places for head in range(heads)])
+            lanes = torch.tensor([place * heads + head for place in places for head in range(heads)], device="cpu")
             holding.select(lanes, bundle.count)
         kept = [bundle.rows[place] for place in places] if rows is None else list(rows)
         return Bundle(kept, bundle.heads, bundle.budget, holding, bundle.count)
@@ -248,9 +248,10 @@ class Lanes:
     def _by_lane(self, of_bundles: Sequence[Tensor | int]) -> Float[Tensor, "b h"]:
         """Numbers of all lanes, given bundle by bundle: one for each lane, or the same for all."""
         found = [
-            torch.as_tensor(x).double().cpu().expand(b.lanes) for b, x in zip(self.bundles, of_bundles, strict=True)
+            torch.as_tensor(x, dtype=torch.float64, device="cpu").expand(b.lanes)
+            for b, x in zip(self.bundles, of_bundles, strict=True)
         ]
-        return torch.cat(found)[torch.tensor(self.order)].view(self.rows, -1)
+        return torch.cat(found)[torch.tensor(self.order, device="cpu")].view(self.rows, -1)
 
     @property
     def nbytes(self) -> int:

@@ -4,6 +4,7 @@ One road for prompts, chunks of them and single tokens: `read` → `_read_part`.
 different lengths a layer has a few streams (`stream.py`), else one.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -64,14 +65,14 @@ class LayerCache(LayerState):
         """Attention of the new tokens' queries over all that is held and the new tokens; then they are held too.
 
         A single token joins the window first: with it there, all that it sees is held, and that is one call less. Not
-        so where it is padding in other rows. Several tokens see everything where `prefill` is exact, also where a
-        method looks things up. `lse=False`: the answer is not merged with anything else. Learned `sinks` are not in
-        the answer, but in what methods note about attention.
+        so where it is padding in other rows, or where its key is to have a gradient: what is held has none. Several
+        tokens see everything where `prefill` is exact, also where a method looks things up. `lse=False`: the answer is
+        not merged with anything else. Learned `sinks` are not in the answer, but in what methods note about attention.
         """
         if not self.started:
             self._start(new)
         count, streaming = new.keys.shape[2], self.config.prefill == "streaming"
-        joins_first = count == 1 and new.valid is None
+        joins_first = count == 1 and new.valid is None and not _learns(query, new.keys, new.values)
         asked = Query(query, scale, softcap, in_full=count > 1 and not streaming, apart=count > 1, sinks=sinks)
         if not streaming or count <= self.config.chunk:
             return self._read_part(asked, new, joins_first=joins_first, lse=lse)
@@ -131,9 +132,12 @@ class LayerCache(LayerState):
         return _whole(self.look(Query(query, scale, softcap, unrotated, ranks)))
 
     def look(self, asked: Query, *, lse: bool = True) -> Answer:
-        """What is held answers, or what of it is looked up; nothing changes."""
-        only = self.streams.only
-        return self.streams.answer(asked) if only is None else only.answer(asked, lse=lse)
+        """What is held answers, or what of it is looked up; nothing changes.
+
+        Where the queries are to have a gradient a copy of it does: what is held will have changed by then.
+        """
+        streams = copy.deepcopy(self.streams) if _learns(asked.queries) else self.streams
+        return streams.answer(asked) if streams.only is None else streams.only.answer(asked, lse=lse)
 
     @torch.no_grad()
     def _observe(self, asked: Query, answer: Answer, whole: Partial) -> None:
@@ -301,6 +305,11 @@ class LayerCache(LayerState):
         self.check_crop(count, dropped)
         if count:
             self.go_back(self.seen - count, [n - less for n, less in zip(self.lengths, dropped, strict=True)])
+
+
+def _learns(*tensors: Tensor) -> bool:
+    """Whether a gradient is wanted of any of these."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling() and any(x.requires_grad for x in tensors)
 
 
 def _whole(answer: Answer) -> Partial | None:

@@ -88,7 +88,7 @@ class LayerState:
         self.lengths = [self.lengths[row] for row in rows]
         self.spans = [self.spans[row] for row in rows]
         self.row_shares = None if self.row_shares is None else [self.row_shares[row] for row in rows]
-        index = torch.tensor(rows)
+        index = torch.tensor(rows, device="cpu")
         self.error, self.recall = (
             None if x is None else x.index_select(0, index.to(x.device)) for x in (self.error, self.recall)
         )

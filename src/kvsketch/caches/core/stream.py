@@ -260,7 +260,7 @@ class Stream:
     def map_rows(self, rows: list[int]) -> None:
         """Row i becomes what row `rows[i]` was."""
         self.take_notes()
-        self.window.map_rows(torch.tensor(rows))
+        self.window.map_rows(torch.tensor(rows, device="cpu"))
         self.left, self.budgets = [self.left[row] for row in rows], [self.budgets[row] for row in rows]
         self.may_come = 0
         if self.past is not None:

@@ -125,7 +125,7 @@ class Centres(Chooser):
         if not held.count:
             return {}
         sizes, reach = held.per_entry["sizes"], held.per_entry["reach"]
-        return {"tokens per entry": float(sizes.sum() / sizes.numel()), "reach": float(reach.max())}
+        return {"tokens per entry": int(sizes.sum()) / sizes.numel(), "reach": float(reach.max())}
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def means(
 ) -> Float[Tensor, "l k d"]:
     """Of each owner's vectors, each as often as its size; in float32 at least. One of its own stays what it is."""
     precise = torch.promote_types(x.dtype, torch.float32)
-    shares = (sizes / total.gather(1, owner)).to(precise)
+    shares = sizes.to(precise) / total.gather(1, owner)
     return sums_of_groups(x * shares[..., None], owner, total.shape[1]).to(x.dtype)
 
 

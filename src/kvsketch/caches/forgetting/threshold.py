@@ -51,10 +51,12 @@ def _of_row(
     if not all(chosen) or all(own.shape[1] <= room for own, room in zip(scores, rooms, strict=True)):
         return [[1.0] * len(own) for own in scores]  # there is nothing to choose
     every = rounded(torch.cat([own.flatten() for own in scores]), ByAttention.bits)
-    sizes = torch.cat([torch.full((own.numel(),), width) for own, width in zip(scores, widths, strict=True)])
+    sizes = torch.cat(
+        [own.new_full((own.numel(),), width, dtype=torch.int64) for own, width in zip(scores, widths, strict=True)]
+    )
     order = every.sort(descending=True, stable=True).indices
     total = sum(room * width * len(own) for own, room, width in zip(scores, chosen, widths, strict=True))
-    kept = torch.zeros(len(every), dtype=torch.bool)
+    kept = every.new_zeros(len(every), dtype=torch.bool)
     kept[order[sizes[order].cumsum(0) <= total]] = True
     parts = kept.split([own.numel() for own in scores])
     least = config.floor() - config.exact_entries()  # of the room, every head has it

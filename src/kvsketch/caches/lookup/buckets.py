@@ -141,7 +141,7 @@ class Buckets(Index):
         new.scatter_add_(1, labels, torch.ones_like(labels))
         old = torch.zeros_like(new) if self.counted is None else self.counted
         self.counted = old + new
-        share = (new / (old + new).clamp_min(1))[..., None]
+        share = (new.float() / (old + new).clamp_min(1))[..., None]
         means = list[Tensor]()
         for number, held in enumerate((store.keys, store.values)):
             x = held[:, start:stop].float()

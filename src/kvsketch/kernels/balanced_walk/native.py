@@ -21,7 +21,7 @@ def keep_half(
     library = native.library_for(keys, values)
     if library is None:
         return None
-    kept = torch.empty(keys.shape[:2], dtype=torch.bool)
+    kept = native.room(*keys.shape[:2], dtype=torch.bool)
     about, tensors = _given(keys, values, uniforms)
     sizes, scalars = sizes.contiguous(), (ctypes.c_double(scale), ctypes.c_double(gain))
     failed = library.kvs_keep_half(about, *native.addresses(*tensors, sizes), *scalars, *native.addresses(kept))
@@ -40,7 +40,7 @@ def keep_smaller(
     library = native.library_for(keys, values)
     if library is None:
         return None
-    kept, lost = torch.empty(keys.shape[:2], dtype=torch.bool), torch.empty(len(keys), dtype=torch.bool)
+    kept, lost = native.room(*keys.shape[:2], dtype=torch.bool), native.room(len(keys), dtype=torch.bool)
     about, tensors = _given(keys, values, uniforms)
     real, bounds = real.contiguous(), bounds.float().contiguous()
     failed = library.kvs_keep_smaller(

@@ -45,10 +45,10 @@ def halving_signs(
         probability = 0.5 - gain * y[:, j]
         sign = torch.where(uniforms[:, j] < probability, 1.0, -1.0)
         sign = torch.where(positive >= count // 2, -1.0, sign)
-        sign = torch.where(j - positive >= count // 2, 1.0, sign)
+        sign = torch.where(j - positive >= count // 2, 1.0, sign).to(y.dtype)
         positive = positive + (sign > 0)
         signs[:, j] = sign
-        y.addcmul_(sign[:, None].to(y.dtype), products[:, j])
+        y.addcmul_(sign[:, None], products[:, j])
     return signs
 
 

@@ -18,7 +18,7 @@ def uniforms(*address: int | Int64[Tensor, "..."]) -> Float[Tensor, "..."] | Non
     shape = torch.broadcast_shapes(*(x.shape for x in tensors))
     if library is None or len(address) > PARTS or len(shape) > SIZES:
         return None
-    found = torch.empty(shape, dtype=torch.float64)
+    found = native.room(*shape, dtype=torch.float64)
     fixed = native.numbers([0 if isinstance(x, Tensor) else x for x in address])
     places, steps = list[int](), list[int]()
     for number, part in enumerate(address):

@@ -17,8 +17,8 @@ def k_center(
         return None
     points = points if points.stride(2) == 1 else points.contiguous()
     valid, wanted = valid.contiguous(), wanted.contiguous()
-    centres, nearest = (torch.empty(len(points), size, dtype=torch.int64) for size in (most, points.shape[1]))
-    distance = torch.empty(points.shape[:2])
+    centres, nearest = (native.room(len(points), size, dtype=torch.int64) for size in (most, points.shape[1]))
+    distance = native.room(*points.shape[:2])
     about = [*points.shape, most, native.DTYPES[points.dtype], native.threads(), *points.stride()[:2]]
     data = native.addresses(points, valid, wanted, centres, nearest, distance)
     return None if library.kvs_k_center(native.numbers(about), *data) else Clustering(centres, nearest, distance)

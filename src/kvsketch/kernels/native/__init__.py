@@ -78,6 +78,11 @@ def library_for(*tensors: Tensor) -> ctypes.CDLL | None:
     return library()
 
 
+def room(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor for C to write to, whatever torch makes where nothing is said."""
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
 def addresses(*tensors: Tensor) -> list[ctypes.c_void_p]:
     """Where tensors begin, as C takes it."""
     return [ctypes.c_void_p(x.data_ptr()) for x in tensors]
@@ -93,4 +98,4 @@ def threads() -> int:
     return torch.get_num_threads()
 
 
-__all__ = ["CannotBuildError", "addresses", "library", "library_for", "name", "numbers", "off", "threads"]
+__all__ = ["CannotBuildError", "addresses", "library", "library_for", "name", "numbers", "off", "room", "threads"]

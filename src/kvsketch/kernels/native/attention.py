@@ -33,7 +33,7 @@ def attend(
     rows, query_heads, count, width = query.shape
     value_width = parts[0].tokens.values.shape[3]
     out = query.new_empty(rows, query_heads, count, value_width)
-    lse = torch.empty(rows, query_heads, count)
+    lse = native.room(rows, query_heads, count)
     shape = _Shape(
         *(rows, heads, query_heads // heads, count, width, value_width, 0, 0),
         *query.stride()[:3],

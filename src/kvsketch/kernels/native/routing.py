@@ -32,7 +32,7 @@ def classify(
         *query.stride()[:3],
     )
     described = (_Layer * 2)(_layer(inner), _layer(last))
-    scores = torch.empty(rows, heads, count, there[-1].shape[-1])
+    scores = native.room(rows, heads, count, there[-1].shape[-1])
     threads = ctypes.c_int64(native.threads())
     failed = library.kvs_classify(ctypes.byref(asked), described, *native.addresses(scores), threads)
     return None if failed else scores
@@ -53,8 +53,8 @@ def visit(
         return None
     lanes, queries, buckets = scores.shape
     runs, width = edges.shape[1], min(limits.probes, buckets) * edges.shape[1] + 1
-    begin, length = torch.empty(2, 1, lanes, queries, width, dtype=torch.int64).unbind()
-    read = torch.empty(1, lanes, queries, dtype=torch.int64)
+    begin, length = native.room(2, 1, lanes, queries, width, dtype=torch.int64).unbind()
+    read = native.room(1, lanes, queries, dtype=torch.int64)
     others = torch.empty_like(scores) if left else None
     asked = _Choice(
         *(lanes, queries, buckets, limits.probes, runs, int(limits.per_token)),

@@ -97,7 +97,7 @@ def _answer_alone(query: Tensor, keys: Tensor, values: Tensor, scale: float, cau
     out = F.scaled_dot_product_attention(
         folded, keys, values, scale=scale, is_causal=causal, enable_gqa=folded.shape[1] != keys.shape[1]
     )
-    unknown = torch.full(query.shape[:3], float("nan"), device=query.device)
+    unknown = torch.full(query.shape[:3], float("nan"), dtype=torch.float32, device=query.device)
     return Partial(unfold_groups(out, query.shape[1]), unknown)
 
 

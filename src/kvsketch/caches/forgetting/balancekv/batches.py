@@ -50,7 +50,7 @@ def halve(
     fewer than BLOCK tokens: a walk as short tosses coins, and the smaller half of them has far too little mass.
     """
     sizes = real.sum(1)
-    bounds = theorem.constant * torch.log(sizes / theorem.failure)
+    bounds = theorem.constant * torch.log(sizes.float() / theorem.failure)
     kept, failed, open_ = torch.zeros_like(real), torch.zeros_like(sizes), sizes >= BLOCK
     for attempt in range(1 + RETRIES):
         todo = open_.nonzero()[:, 0]

@@ -117,11 +117,12 @@ class Halves(Chooser):
                 below = here.gather(1, index.view(len(here), -1))
             remaining.append(here[:, sum(sizes) :])
         counts = [after.apart, *reversed(after.held)]
-        weights = torch.tensor([0, *range(len(after.held) - 1, -1, -1)]).repeat_interleave(torch.tensor(counts))
+        levels = [0, *range(len(after.held) - 1, -1, -1)]
+        halved = [level for level, count in zip(levels, counts, strict=True) for _ in range(count)]
         return Kept(
             torch.cat([apart, *reversed(remaining)], 1),
             pool=pool,
-            log_mass=(weights * LOG_2).float()[None].to(new.keys.device),
+            log_mass=torch.tensor([halved], dtype=torch.float32, device=new.keys.device) * LOG_2,
             per_lane=per_lane,
             numbers={"held": list(after.held), "halved": list(after.halved), "apart": after.apart},
         )

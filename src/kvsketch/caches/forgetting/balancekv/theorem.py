@@ -114,7 +114,7 @@ class TheoremHolding(Holding):
     def _erase(self, sets: Sets, count: int) -> None:
         """Algorithm 1, line 8, with the tokens so far for n and the longest key so far for r."""
         longest_key, longest_value = sets.radii.unbind(1)
-        tokens = torch.tensor(count, device=longest_key.device)
+        tokens = torch.tensor(count, dtype=torch.float32, device=longest_key.device)
         log_least = math.log(self.theorem.epsilon) - (2 * tokens).log() - longest_key.square() * sets.scale
         least = log_least / LOG_2 + longest_value.log2()  # of i
         sets.levels[:, NUMERATOR].masked_fill_(sets.buckets <= least[:, None], GONE)
@@ -161,7 +161,7 @@ class TheoremHolding(Holding):
     def tokens(self) -> WeightedTokens:
         """The tokens held, with the log of what they count in each sum."""
         assert self.sets is not None, "tokens came"
-        weights = (self.sets.levels * LOG_2).masked_fill(self.sets.levels == GONE, NO_MASS)[None]
+        weights = (self.sets.levels.float() * LOG_2).masked_fill(self.sets.levels == GONE, NO_MASS)[None]
         return WeightedTokens(
             self.sets.keys[None], self.sets.values[None], weights[:, :, DENOMINATOR], weights[:, :, NUMERATOR]
         )

@@ -39,7 +39,7 @@ class Clusters(Slots):
             representatives=like.new_zeros(lanes, 0, like.shape[2]),
             samples=like.new_zeros(lanes, 0, t, like.shape[2]),
             sizes=torch.zeros(lanes, 0, dtype=torch.int32, device=device),
-            reach=torch.zeros(lanes, 0, device=device),
+            reach=torch.zeros(lanes, 0, dtype=torch.float32, device=device),
             number=torch.zeros(lanes, dtype=torch.int64, device=device),
             delta=torch.full((lanes,), delta, dtype=torch.float64, device=device),
             growths=torch.zeros(lanes, dtype=torch.int64, device=device),
@@ -138,20 +138,22 @@ class Clusters(Slots):
         samples, sizes, reach = (tensor[lane, :count] for tensor in (self.samples, self.sizes, self.reach))
         # The bookkeeping of many small steps happens on the CPU; keys move once.
         n, far = sizes.tolist(), reach.double().tolist()
-        source = torch.arange(count)[:, None].repeat(1, samples.shape[1])  # whose sample each slot has in the end
+        source = torch.arange(count, device="cpu")[:, None].repeat(
+            1, samples.shape[1]
+        )  # whose sample each slot has in the end
         for i, j in zip(joins.tolist(), into.tolist(), strict=True):
             n[j] += n[i]
             far[j] = max(far[j], far[i] + float(distances[i, j]))
             adopts = drawn[i] * n[j] < n[i]
             source[j, adopts] = i
-        slot = torch.arange(samples.shape[1])
+        slot = torch.arange(samples.shape[1], device="cpu")
         moved = samples[source[kept].to(x.device), slot.to(x.device)]
         where = kept.to(x.device)
         for tensor, rows in (
             (x, x[where]),
             (samples, moved),
-            (sizes, torch.tensor(n, dtype=sizes.dtype)[kept].to(x.device)),
-            (reach, torch.tensor(far)[kept].to(x.device)),
+            (sizes, torch.tensor(n, dtype=sizes.dtype, device="cpu")[kept].to(x.device)),
+            (reach, torch.tensor(far, dtype=torch.float32, device="cpu")[kept].to(x.device)),
         ):
             tensor[: len(kept)] = rows
             tensor[len(kept) :] = 0
@@ -166,7 +168,7 @@ def _distances(points: Float[Tensor, "l n d"], others: Float[Tensor, "l m d"]) -
 def _independent(near: Bool[Tensor, "m m"]) -> Bool[Tensor, " m"]:
     """The clusters that stay: in their order, each that is not near one that stays."""
     matrix = near.numpy()
-    stays, covered = torch.zeros(len(near), dtype=torch.bool), matrix[0] & False
+    stays, covered = torch.zeros_like(near[0]), matrix[0] & False
     for i in range(len(matrix)):
         if not covered[i]:
             stays[i] = True

@@ -34,7 +34,7 @@ class ValueSamples(Slots):
         return cls(
             keys=keys.new_zeros(lanes, 0, keys.shape[2]),
             values=values.new_zeros(lanes, 0, values.shape[2]),
-            norms=torch.zeros(lanes, 0, device=keys.device),
+            norms=torch.zeros(lanes, 0, dtype=torch.float32, device=keys.device),
             mass=torch.zeros(lanes, 0, dtype=torch.float64, device=keys.device),
         )
 
