@@ -4,6 +4,9 @@ import json
 import math
 import os
 import resource
+import select
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,6 +40,40 @@ def test_rows_come_back_and_are_not_written_twice(tmp_path):
         with pytest.raises(ValueError, match=rf"rows of another {what}: a in float32, kvsketch 0\.1\.0"):
             RowsFile(path, RUN | {name: "other"})
     RowsFile(path, RUN | {"model": "./a"})  # the same model under another name
+
+
+HOLDS = """
+import fcntl, sys
+file = open(sys.argv[1], "rb")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_two_processes_do_not_write_at_once(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    RowsFile(path, RUN).add([row(0)])
+    before = path.read_bytes()
+    with subprocess.Popen([sys.executable, "-c", HOLDS, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(ValueError, match=r"another run is writing to .*: wait until it has ended, or write to"):
+            RowsFile(path, RUN)
+        assert path.read_bytes() == before
+    file = RowsFile(path, RUN)
+    RowsFile(path, RUN).add([row(1)])  # this process may, as often as it likes
+    with subprocess.Popen([sys.executable, "-c", HOLDS, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert not select.select([other.stdout], [], [], 0.3)[0], "it has to wait"
+        del file
+        assert other.stdout.readline() == b"held\n"
+
+
+def test_a_row_that_stands_twice_is_refused(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    RowsFile(path, RUN).add([row(0), row(1)])
+    path.write_bytes(path.read_bytes() * 2)
+    with pytest.raises(ValueError, match=r"line 5: this row stands in line 2 already\. Remove one of the two"):
+        read_rows(path)
 
 
 def test_answers_may_hold_anything(tmp_path):

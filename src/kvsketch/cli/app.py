@@ -3,7 +3,7 @@
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -100,6 +100,33 @@ def check_folder(what: str, folder: Path) -> None:
         raise ValueError(f"{what} must name a folder, a new one or one that is there, got {folder}: {there} is a file")
     if not os.access(there, os.W_OK):
         raise ValueError(f"{what} must name a folder that can be written to, got {folder}: {there} cannot")
+
+
+def check_is_file(path: Path) -> None:
+    """Refuse a file that is none."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: name a file")
+    if not path.exists():
+        raise ValueError(f"there is no file {path}")
+
+
+def check_output(
+    option: str, path: Path, inputs: Iterable[Path | None], *, begins: Callable[[bytes], bool], what: str
+) -> None:
+    """Refuse a file that cannot be written, and one that is there and is something else: it would be gone."""
+    from kvsketch.files import can_be_written
+
+    target = can_be_written(path)
+    if not target.exists():
+        return
+    if any(one is not None and one.exists() and one.samefile(target) for one in inputs):
+        raise ValueError(f"{option} would take the place of {path}, which is to be read: name another file")
+    with target.open("rb") as file:
+        start = file.read(1 << 10)
+    if start and not begins(start):
+        raise ValueError(
+            f"{option} would take the place of {path}, which is no {what}: name another file, or remove it"
+        )
 
 
 def read_text(path: Path) -> str:

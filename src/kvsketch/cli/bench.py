@@ -143,7 +143,10 @@ def report(
 ) -> None:
     """Make table, pictures and page anew from the rows in a folder, of a run that was stopped or is going on."""
     if not (folder / ANSWERS).is_file():
-        raise ValueError(f"{folder} has no {ANSWERS}: name the folder that was --out of kvsketch bench")
+        raise ValueError(
+            f"{folder} has no {ANSWERS}: name a folder that was --out of a bench of answers. What other suites have "
+            "measured is shown by the same command again, which measures nothing twice"
+        )
     check_able(able)
     show(folder, able=able)
 
@@ -163,7 +166,7 @@ def show(folder: Path, tasks: Sequence[str] | None = None, able: float | None = 
     from kvsketch.evaluation.answers.summary import summarise
     from kvsketch.evaluation.results.rows import read_rows
 
-    _, rows = read_rows(folder / ANSWERS)
+    rows = read_rows(folder / ANSWERS)[1] if (folder / ANSWERS).is_file() else []
     wanted = [row for row in rows if tasks is None or row["task"] in tasks]
     if not wanted:
         raise ValueError(f"{folder / ANSWERS} has no rows yet")

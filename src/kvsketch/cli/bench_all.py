@@ -97,8 +97,9 @@ def bench_all(
     usual = QUICK if quick else USUAL
     given = Given(
         out=out, model=model, able=able, beside=tuple(beside or ()), methods=listed(methods or "", ";"), index=index,
-        heads=listed(heads), keeps=some_numbers("--keep", keep or usual.keep, float), tasks=listed(tasks),
-        lengths=some_numbers("--lengths", lengths or usual.lengths, int), samples=or_default(samples, usual.samples),
+        heads=listed(heads), keeps=some_numbers("--keep", or_default(keep, usual.keep), float), tasks=listed(tasks),
+        lengths=some_numbers("--lengths", or_default(lengths, usual.lengths), int),
+        samples=or_default(samples, usual.samples),
         asked=asked, haystack=tuple(haystack or ()), texts=Texts(files=tuple(texts or ())),
         windows=or_default(windows, usual.windows), turns=or_default(turns, usual.turns), steps=usual.steps,
         fit=fit, seed=seed, batch=batch, max_new_tokens=max_new_tokens, raw=raw,

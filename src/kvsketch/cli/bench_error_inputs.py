@@ -59,7 +59,8 @@ class Texts:
             raise ValueError(
                 "--task and --prompts make documents, and --prompt-file names texts: give one or the other"
             )
-        assert self.contents is not None, "read before a model is loaded"
+        if len(set(self.contents)) < len(self.contents):  # read before a model is loaded
+            raise ValueError(f"a text is named twice in {', '.join(map(str, self.files))}: leave out one of the two")
 
     @cached_property
     def contents(self) -> list[tuple[str, str]]:

@@ -163,7 +163,7 @@ def table_of(rows: "Sequence[Row]", plan: "Plan") -> Group:
         paired = "" if ratio is None else "{} [{}, {}]".format(*ends)
         read = "" if mean.looked_up is None else f"{mean.looked_up:.1%}"
         cells = [name, f"{mean.share:.1%}", *([read] if looking else [])]
-        cells += [f"{mean.kl:.3f} [{low:.3f}, {high:.3f}]", paired]
+        cells += [f"{mean.kl:.3f}" + (f" [{low:.3f}, {high:.3f}]" if mean.windows > 1 else ""), paired]
         table.add_row(*cells, f"{mean.agree:.1%}", _three_digits(mean.perplexity))
     exact = next(iter(means.values())).exact_perplexity
     counts = sorted({mean.windows for mean in means.values()})

@@ -123,6 +123,8 @@ def fit(
     """
     if out is not None:
         check_folder("--out", out)
+    if not ray and ray_address != "auto":
+        raise ValueError(f"--ray-address {ray_address} says which Ray cluster --ray uses: leave it out, or add --ray")
     given = {"apart": apart, "away": away, "queries": queries, "buckets": buckets, "hidden": hidden}
     given |= {} if tokens is None else {"tokens": tokens}
     given |= _without_corpus(context, model, corpus) | {"keys_at_most": keys_at_most, "pool": pool, "seed": seed}

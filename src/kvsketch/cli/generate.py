@@ -12,7 +12,7 @@ from rich.table import Table
 
 import kvsketch
 from kvsketch.caches.recommended import FOR_BOTH, READ_ONCE, READ_ONCE_WITHOUT_PROFILE
-from kvsketch.cli.app import MOST, progress_bar, read_text, size_for_people
+from kvsketch.cli.app import MOST, check_is_file, check_output, progress_bar, read_text, size_for_people
 from kvsketch.cli.models import load_model
 from kvsketch.cli.notes import notes, say
 from kvsketch.cli.options import Device, ModelName, Precision
@@ -48,14 +48,21 @@ def generate(
     dtype: Precision = "auto",
     device: Device = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="The same draws each time, where --temperature is not 0.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Do not use the model's chat template.")] = False,
     report: Annotated[bool, typer.Option("--report", help="Also show what each layer holds.")] = False,
 ) -> None:
     """Read a text with a bounded cache, and answer or go on."""
     _check_sources(prompt_file, question, load_cache, save_cache, method)
+    if chunk is not None and load_cache is not None:
+        raise ValueError("--chunk says how a text is read; with --load-cache none is read")
     if temperature and not LEAST_TEMPERATURE <= temperature < math.inf:
         raise ValueError(f"--temperature must be 0, or a number from {LEAST_TEMPERATURE:g} on, got {temperature}")
-    config, spans = kvsketch.parse_spec(method or FOR_BOTH), _spans(protect, load_cache)
+    if seed is not None and not (temperature and 0 <= seed < 1 << 32):
+        raise ValueError(f"--seed is a number from 0 to 2**32 - 1, for a --temperature that is not 0, got {seed}")
+    config, spans = kvsketch.parse_spec(FOR_BOTH if method is None else method), _spans(protect, load_cache)
+    if load_cache is not None:
+        check_is_file(load_cache)
     text = None if prompt_file is None else read_text(prompt_file)
     language_model, tokenizer = load_model(model, dtype, device)
     before, new = _tokens(language_model, tokenizer, text or "", question or "", raw)
@@ -64,11 +71,16 @@ def generate(
     asked = 0 if new is None else new.shape[1]
     if method is None and load_cache is None:
         config = _as_it_fits(config, language_model, before.shape[1])
+    _check_spans(spans, before.shape[1])
     new_cache = partial(kvsketch.make_cache, language_model, config, protect=spans)
     cache, prefill_time = _loaded_or_filled(language_model, new_cache, load_cache, before, chunk, asked)
     not_saved = None if save_cache is None else _try_to_save(cache, save_cache, answers=new is not None)
     decode_time = None
     if new is not None:
+        if seed is not None:
+            from transformers import set_seed
+
+            set_seed(seed)
         decode_time = _answer(language_model, tokenizer, new, cache, max_new_tokens, temperature)
     _closing_table(cache, prefill_time, decode_time, in_full=report)
     if not_saved is not None:
@@ -138,8 +150,17 @@ def _spans(given: list[str] | None, saved: Path | None) -> list[tuple[int, int]]
         found = re.fullmatch(r"(\d{1,15}):(\d{1,15})", one)
         if found is None:
             raise ValueError(f"--protect is START:STOP in tokens of the text, as in 0:20, got {one!r:.40}")
+        if int(found[1]) >= int(found[2]):
+            raise ValueError(f"--protect is START:STOP with STOP behind START, as in 0:20, got {one}")
         spans.append((int(found[1]), int(found[2])))
     return spans
+
+
+def _check_spans(spans: list[tuple[int, int]], tokens: int) -> None:
+    """Refuse to protect what the text does not have."""
+    last = max((stop for _, stop in spans), default=0)
+    if last > tokens:
+        raise ValueError(f"--protect goes up to token {last:,}, and the text has {tokens:,}")
 
 
 def _try_to_save(cache: Any, path: Path, *, answers: bool) -> Exception | None:
@@ -166,8 +187,15 @@ def _check_sources(
         raise ValueError("--save-cache keeps the cache of a text that was read; with --load-cache none is read")
     if load_cache is not None and method is not None:
         raise ValueError("--method is chosen when a text is read; a loaded cache keeps the one it was made with")
-    if save_cache is not None and not save_cache.absolute().parent.is_dir():
-        raise ValueError(f"there is no folder {save_cache.absolute().parent} to save the cache in")
+    if save_cache is not None:
+        check_output("--save-cache", save_cache, [prompt_file], begins=_begins_as_a_cache, what="saved cache")
+
+
+def _begins_as_a_cache(content: bytes) -> bool:
+    """Whether these are the first bytes of a file of tensors as kvsketch writes them: behind the length of a header."""
+    from kvsketch.files import BEGIN
+
+    return content[8:].startswith(BEGIN)
 
 
 def _ids(tokenizer: "PreTrainedTokenizerBase", text: str, model: "PreTrainedModel", *, special: bool) -> "Tensor":

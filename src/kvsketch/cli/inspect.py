@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 
 from kvsketch.cli.app import MOST, check_folder, made_text, numbers, output, progress_bar, read_text, some_numbers
+from kvsketch.cli.bench_error_inputs import or_default
 from kvsketch.cli.inspect_heads import show_heads
 from kvsketch.cli.models import load_model
 from kvsketch.cli.notes import say
@@ -37,7 +38,12 @@ PromptFile = Annotated[
 Layers = Annotated[
     str | None, typer.Option(help="These layers, with commas; left out, five from the first to the last.")
 ]
-Shares = Annotated[str, typer.Option(help="Radii δ, as shares of the median distance between keys, or values.")]
+SHARES = "0.25,0.5,0.75,1"
+Shares = Annotated[
+    str | None,
+    typer.Option(help=f"Radii δ, as shares of the median distance between keys, or values; {SHARES} if left out."),
+]
+Maps = Annotated[str | None, typer.Option(help="KV heads to draw maps of, with commas; 0 if left out.")]
 
 
 def inspect(
@@ -46,8 +52,8 @@ def inspect(
     prompt_file: PromptFile = None,
     tokens: Annotated[int, typer.Option(min=64, max=MOST, help="Read so many tokens of the text at most.")] = 4000,
     layers: Layers = None,
-    maps: Annotated[str, typer.Option(help="KV heads to draw maps of, with commas.")] = "0",
-    shares: Shares = "0.25,0.5,0.75,1",
+    maps: Maps = None,
+    shares: Shares = None,
     heads: Annotated[
         bool, typer.Option("--heads", help="Show which tokens each head keeps instead, on a page.")
     ] = False,
@@ -61,15 +67,17 @@ def inspect(
     check_folder("--out", out)
     text = None if prompt_file is None else read_text(prompt_file)
     if heads:
+        for name, value in (("--layers", layers), ("--maps", maps), ("--shares", shares)):
+            if value is not None:
+                raise ValueError(f"{name} is for how keys are spread; --heads shows every layer, and what it keeps")
         show_heads(model, method, prompt_file, text, tokens, dtype, device, out)
         return
     if method is not None:
         raise ValueError("--method says what keeps tokens for --heads; keys are spread as they are whatever is kept")
-    wanted = None if layers is None else some_numbers("--layers", layers, int), some_numbers("--maps", maps, int)
+    wanted = None if layers is None else some_numbers("--layers", layers, int)
+    drawn, radii = some_numbers("--maps", or_default(maps, "0"), int), _positive("--shares", or_default(shares, SHARES))
     about = {"model": model or "embedded", "text": str(prompt_file or "a record of lines")}
-    _show_spread(
-        about, *wanted, _positive("--shares", shares), (lambda: load_model(model, dtype, device)), text, tokens, out
-    )
+    _show_spread(about, wanted, drawn, radii, (lambda: load_model(model, dtype, device)), text, tokens, out)
 
 
 def _show_spread(

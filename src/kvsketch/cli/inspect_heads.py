@@ -63,7 +63,7 @@ def checked(method: str | None) -> "MethodConfig":
     """The method, if it forgets."""
     from kvsketch.caches.core.config import BudgetedConfig
 
-    config = kvsketch.parse_spec(method or FOR_BOTH)
+    config = kvsketch.parse_spec(FOR_BOTH if method is None else method)
     if not isinstance(config, BudgetedConfig):
         raise ValueError(f"{config} holds every token in every head: --heads is for methods that forget")
     return config

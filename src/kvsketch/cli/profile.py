@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from kvsketch.cli.app import MOST, check_folder, listed, numbers, output, progress_bar, say_no_pictures
+from kvsketch.cli.app import MOST, check_folder, check_output, listed, numbers, output, progress_bar, say_no_pictures
 from kvsketch.cli.bench_error_inputs import Inputs, Texts, load_inputs
 from kvsketch.cli.notes import say
 from kvsketch.cli.options import Device, ModelName, Precision
@@ -33,7 +33,9 @@ Files = Annotated[
 ]
 Out = Annotated[
     Path | None,
-    typer.Option("--out", "-o", help='A file (.json). Left out: where heads="profile" finds it, in the cache folder.'),
+    typer.Option(
+        "--out", "-o", help='A file (.json), its picture beside it (.png). Left out: where heads="profile" finds it.'
+    ),
 ]
 Tasks = Annotated[str | None, typer.Option("--tasks", help=f"Documents of these tasks; {TASKS} if left out.")]
 Tokens = Annotated[int, typer.Option(min=64, max=MOST, help="Tokens of a piece, which is read twice.")]
@@ -71,12 +73,14 @@ def profile(
 
     folder = user_cache() if out is None else out.parent
     check_folder("--out", folder)
+    if out is not None and folder.is_dir():
+        check_output("--out", out, texts or (), begins=lambda start: b'"kind": "profile"' in start, what="profile")
     inputs = load_inputs(folder, model, None, Texts(files=tuple(texts or ())), dtype, device)
     from kvsketch.huggingface.identity import describe_model
 
     facts = describe_model(inputs.model)
     path = own_profile(facts) if out is None else out
-    pieces = _pieces(inputs, tasks or TASKS, tokens, windows, keeps)
+    pieces = _pieces(inputs, TASKS if tasks is None else tasks, tokens, windows, keeps)
     _check_pieces(inputs, pieces, keeps)
     means = _measure(inputs, pieces, keeps, path)
     _write(path, facts, inputs, pieces, keeps, means)

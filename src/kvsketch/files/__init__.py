@@ -4,12 +4,14 @@
     folders.py       how a folder does
     tensors.py       files of tensors with a description
     description.py   descriptions alone
+    claims.py        how one process alone writes to a file or folder
     text.py          texts that people bring
 
 Nothing that was read is a view of a file: what happens to a file later does not reach it.
 """
 
-from kvsketch.files.atomic import UNFINISHED, remove_left_over, replacing
+from kvsketch.files.atomic import UNFINISHED, can_be_written, remove_left_over, replacing
+from kvsketch.files.claims import claim
 from kvsketch.files.description import DamagedError, digest_of, read_json, write_json
 from kvsketch.files.folders import holds_files, making, nearest, private, ready, user_cache
 from kvsketch.files.tensors import (
@@ -35,6 +37,8 @@ __all__ = [
     "DamagedError",
     "TensorFile",
     "as_text",
+    "can_be_written",
+    "claim",
     "digest_of",
     "holds_files",
     "is_text",

@@ -18,13 +18,8 @@ UNFINISHED = ".kvsketch-"  # how the names of files begin that are not whole yet
 NO_UNNAMED_FILES = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}
 
 
-@contextmanager
-def replacing(path: str | Path) -> Iterator[BinaryIO]:
-    """A file to write to, which takes the place of `path` when all is written; if anything fails, nothing has changed.
-
-    Where the system can, the file has no name before it is whole, so that nothing is left of one that was given up. A
-    symbolic link is followed. A file that was there keeps its mode; a new one gets what the umask gives.
-    """
+def can_be_written(path: str | Path) -> Path:
+    """Where a file of this name is, or would be; refuses what is none, and what has no folder."""
     target = Path(os.path.realpath(path))
     if target.is_symlink():
         raise ValueError(f"{path} is a symbolic link that leads to itself: name a file, one that is there or a new one")
@@ -32,6 +27,17 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
         raise ValueError(f"{path} is no regular file: name a file, one that is there or a new one")
     if not target.parent.is_dir():
         raise ValueError(f"there is no folder {target.parent} to write {target.name} to")
+    return target
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[BinaryIO]:
+    """A file to write to, which takes the place of `path` when all is written; if anything fails, nothing has changed.
+
+    Where the system can, the file has no name before it is whole, so that nothing is left of one that was given up. A
+    symbolic link is followed. A file that was there keeps its mode; a new one gets what the umask gives.
+    """
+    target = can_be_written(path)
     # The lock is held until the end. A file of this name without a lock is one whose writer was killed.
     prefix = f"{UNFINISHED}{hashlib.sha256(target.name.encode()).hexdigest()[:12]}-"
     remove_left_over(target.parent, prefix)

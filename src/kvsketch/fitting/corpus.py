@@ -55,6 +55,8 @@ def read_corpus(
     known, sources, notes, longest = dict[str, Text](), list[Source](), list[str](), 0
     for path in files:
         pieces = [piece for text in _texts_of(path) for piece in _pieces(tokenizer, text, tokens)]
+        if not any(pieces):
+            raise ValueError(f"{path} has no text: leave it out")
         longest = max([longest, *map(len, pieces)])
         long_enough = [_text(piece) for piece in pieces if len(piece) >= least]
         new = {text.digest: text for text in long_enough if text.digest not in known}

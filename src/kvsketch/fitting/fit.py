@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvsketch.caches.lookup.key_index import KeyIndex, read_index
+from kvsketch.files import claim, ready
 from kvsketch.fitting.corpus import Corpus, Text, read_corpus
 from kvsketch.fitting.layer import LayerFit, report_of
 from kvsketch.fitting.run import Run
@@ -72,6 +73,7 @@ def fit(
     layers = layers_of(model, settings.shards.layers)
     described, dtype = {**describe_model(model), "id": name}, str(model.dtype).removeprefix("torch.")
     run = Run(out.resolve(), described, dtype, settings, corpus)
+    claimed = claim(ready(run.out))
     if run.begin():
         note(f"{out} is finished already")
         return _finished(run, keep)
@@ -81,7 +83,9 @@ def fit(
     job = _layer_fit(run, shards, train, held_out, device=device, save_every=save_every, keep=keep)
     _fit_layers(job, layers, cluster, show)
     run.finish({layer: report_of(run.out, layer) for layer in layers}, {**(about or {}), **_sizes(train, held_out)})
-    return _finished(run, keep)
+    index = _finished(run, keep)
+    del claimed
+    return index
 
 
 def _read_files(

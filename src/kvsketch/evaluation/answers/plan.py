@@ -54,6 +54,8 @@ class Plan:
                 raise ValueError(f"lengths must be positive, got {length}")
         if not (self.tasks and self.asked and (self.lengths or self.cases)):
             raise ValueError("name at least one task, one length and one mode")
+        if not isinstance(self.haystack, Grammar) and not any(TASKS[name].hides for name in self.tasks):
+            raise ValueError(f"none of {', '.join(self.tasks)} hides anything in a text: leave out --haystack")
         for depth in self.depths:
             if not 0 <= depth <= 1:
                 raise ValueError(f"a depth is a share of the document from 0 to 1, got {depth}")

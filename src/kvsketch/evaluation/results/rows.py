@@ -27,11 +27,26 @@ class RowsFile:
 
     def __init__(self, path: Path, run: Mapping[str, Any], key: Sequence[str] = KEY) -> None:
         """Open or begin the file; `run` says what made the rows: model, fingerprint, version and more."""
+        from kvsketch.files import claim  # not above: to show help is not worth torch
+
         if path.exists() and not path.is_file():
             raise ValueError(f"{path} is no file: rows are written there. Remove it, or write to another folder")
         self.path, self.key = path.absolute(), key
-        run = {"format": FORMAT, **run}
-        runs, rows = read_rows(path, key) if path.is_file() else ([], [])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = not path.exists()
+        path.touch()
+        self.claim = claim(path)
+        try:
+            self.done = self._go_on({"format": FORMAT, **run})
+        except BaseException:
+            if new and not path.stat().st_size:
+                path.unlink()
+            raise
+
+    def _go_on(self, run: Mapping[str, Any]) -> set[tuple[Any, ...]]:
+        """Have the last run in the file be this one; what was done before. Refuses another model's rows, and others."""
+        path, key = self.path, self.key
+        runs, rows = read_rows(path, key)
         for earlier in runs:
             for name, what in (("fingerprint", "model"), ("dtype", "precision"), ("kvsketch", "version")):
                 if earlier.get(name) != run.get(name):
@@ -39,14 +54,14 @@ class RowsFile:
                         f"{about.get('model')} in {about.get('dtype')}, kvsketch {about.get('kvsketch')}"
                         for about in (earlier, run)
                     )
+                    this = this if this != written else "another one of this name"
                     raise ValueError(
                         f"{path} holds rows of another {what}: {written}; this is {this}. Write to another folder"
                     )
-        self.done = {key_of(row, key) for row in rows}
-        path.parent.mkdir(parents=True, exist_ok=True)
         _drop_cut_line(path)
         if run not in runs[-1:]:
             self._write([{"run": run}])
+        return {key_of(row, key) for row in rows}
 
     def add(self, rows: Iterable[Row]) -> None:
         """Write rows; those that are there already are not written again."""
@@ -80,7 +95,7 @@ def _json(line: Row) -> bytes:
 
 def read_rows(path: Path, key: Sequence[str] = KEY) -> tuple[list[dict[str, Any]], list[Row]]:
     """The runs and the rows of a file; refuses it where a line is not as it was written."""
-    runs, rows = list[dict[str, Any]](), list[Row]()
+    runs, rows, places = list[dict[str, Any]](), list[Row](), dict[tuple[Any, ...], int]()
     *lines, cut = path.read_bytes().split(b"\n")  # not splitlines: answers may hold other line ends
     if not lines and not b'{"run": '.startswith(cut[:8]):
         raise ValueError(f"{path} is not a file of rows: it begins with {cut[:40]!r}")
@@ -90,6 +105,8 @@ def read_rows(path: Path, key: Sequence[str] = KEY) -> tuple[list[dict[str, Any]
             runs.append(found["run"])
         elif not runs or any(name not in found for name in key):
             raise ValueError(f"{path}, line {number}: not a row of a kvsketch benchmark")
+        elif (first := places.setdefault(key_of(found, key), number)) != number:
+            raise ValueError(f"{path}, line {number}: this row stands in line {first} already. Remove one of the two")
         else:
             rows.append(found)
     return runs, rows

@@ -85,7 +85,10 @@ class Plan:
     @property
     def shape(self) -> str:
         """What all rows of a file have in common."""
-        return f"{self.kv_heads} KV heads × {self.group} query heads × {self.width}"
+        buckets, hidden = self.index
+        return (
+            f"{self.kv_heads} KV heads × {self.group} query heads × {self.width}, {buckets} buckets ({hidden} hidden)"
+        )
 
     @property
     def fingerprint(self) -> str:
