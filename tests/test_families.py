@@ -1,5 +1,7 @@
 """Every supported family of models: equal to stock while nothing is dropped, equal to the oracle when much is."""
 
+import threading
+import time
 import warnings
 
 import pytest
@@ -289,6 +291,25 @@ def test_attaching_twice_keeps_the_first_attention_for_detach():
     kvsketch.make_cache(model, "exact")
     kvsketch.detach(model)
     assert model.config._attn_implementation == "eager"
+
+
+def test_threads_that_attach_one_model_hang_up_its_hooks_once():
+    model = zoo.build("llama")
+    register = model.model.register_forward_pre_hook
+
+    def slowly(*arguments, **options):
+        time.sleep(0.02)
+        return register(*arguments, **options)
+
+    model.model.register_forward_pre_hook = slowly
+    threads = [threading.Thread(target=kvsketch.attach, args=(model,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(model.model._forward_pre_hooks) == 1
+    kvsketch.detach(model)
+    assert not model.model._forward_pre_hooks
 
 
 def test_detach_gives_back_what_the_user_chose_last():

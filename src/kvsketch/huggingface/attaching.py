@@ -1,6 +1,7 @@
 """Attaching to a model, so that it computes attention with kvsketch, and letting go of it again."""
 
 import inspect
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from kvsketch.huggingface.supported import check_layers_are_found, check_support
 M = TypeVar("M", bound=nn.Module)
 CALLS = "_kvsketch_calls"  # on the decoder: the hooks that tell a cache where a call begins and ends
 BEFORE = "_kvsketch_before"  # on attention modules: the attention they had
+_ATTACHING = threading.RLock()  # threads that attach one model at once would hang up its hooks twice
 
 
 def attach(model: nn.Module, *, before_rotation: bool = False) -> ModelLink:
@@ -29,26 +31,31 @@ def attach(model: nn.Module, *, before_rotation: bool = False) -> ModelLink:
     `before_rotation`: have queries and keys noted before they are rotated, for methods that ask for that (saap,
     expected_attention). `make_cache` and `load_cache` do what their method needs.
     """
-    inner: PreTrainedModel = unwrapped(model)
-    text = check_supported(inner)
-    modules = list(attention_modules(inner))
-    check_layers_are_found(inner, text, modules)
-    watch = BeforeRotation(inner) if before_rotation and not _own_watch(modules) else None
-    if watch is not None:
-        watch.check()
-    _exchange_attention(inner, text, modules)
-    decoder = _decoder_of(inner, modules)
-    if decoder is not None and not hasattr(decoder, CALLS):
-        begun = decoder.register_forward_pre_hook(_begin_call, with_kwargs=True)
-        setattr(decoder, CALLS, (begun, decoder.register_forward_hook(_end_call, with_kwargs=True, always_call=True)))
-    rope = changing_frequencies(text)
-    guard = None if rope is None or rope.kind != "longrope" else _guard_against_drops(rope, modules)
-    if watch is not None:
-        watch.open()
-        for module in modules:
-            setattr(module, WATCH, watch)
-    known = None if decoder is None else id(decoder)
-    return ModelLink(text, frozenset(map(id, modules)), known, rope, guard, weakref.ref(inner), divisions_of(modules))
+    with _ATTACHING:
+        inner: PreTrainedModel = unwrapped(model)
+        text = check_supported(inner)
+        modules = list(attention_modules(inner))
+        check_layers_are_found(inner, text, modules)
+        watch = BeforeRotation(inner) if before_rotation and not _own_watch(modules) else None
+        if watch is not None:
+            watch.check()
+        _exchange_attention(inner, text, modules)
+        decoder = _decoder_of(inner, modules)
+        if decoder is not None and not hasattr(decoder, CALLS):
+            begun = decoder.register_forward_pre_hook(_begin_call, with_kwargs=True)
+            setattr(
+                decoder, CALLS, (begun, decoder.register_forward_hook(_end_call, with_kwargs=True, always_call=True))
+            )
+        rope = changing_frequencies(text)
+        guard = None if rope is None or rope.kind != "longrope" else _guard_against_drops(rope, modules)
+        if watch is not None:
+            watch.open()
+            for module in modules:
+                setattr(module, WATCH, watch)
+        known = None if decoder is None else id(decoder)
+        return ModelLink(
+            text, frozenset(map(id, modules)), known, rope, guard, weakref.ref(inner), divisions_of(modules)
+        )
 
 
 def is_attached(model: PreTrainedModel) -> bool:
@@ -58,23 +65,24 @@ def is_attached(model: PreTrainedModel) -> bool:
 
 def detach(model: nn.Module) -> None:
     """Give the model back the attention it had; harmless where it is not attached."""
-    inner: PreTrainedModel = unwrapped(model)
-    text = inner.config.get_text_config(decoder=True)
-    modules = list(attention_modules(inner))
-    if text._attn_implementation == ATTENTION_NAME:
-        # Not noted down where a model that shares this config was attached instead.
-        usual = "sdpa" if getattr(inner, "_supports_sdpa", False) else "eager"
-        _set_attention(inner, text, next((getattr(m, BEFORE) for m in modules if hasattr(m, BEFORE)), usual))
-    stop_watching(inner)
-    decoder = _decoder_of(inner, modules)
-    if decoder is not None and hasattr(decoder, CALLS):
-        for hook in getattr(decoder, CALLS):
-            hook.remove()
-        delattr(decoder, CALLS)
-    for module in modules:
-        for note in (BEFORE, GUARD, WATCH):
-            if hasattr(module, note):
-                delattr(module, note)
+    with _ATTACHING:
+        inner: PreTrainedModel = unwrapped(model)
+        text = inner.config.get_text_config(decoder=True)
+        modules = list(attention_modules(inner))
+        if text._attn_implementation == ATTENTION_NAME:
+            # Not noted down where a model that shares this config was attached instead.
+            usual = "sdpa" if getattr(inner, "_supports_sdpa", False) else "eager"
+            _set_attention(inner, text, next((getattr(m, BEFORE) for m in modules if hasattr(m, BEFORE)), usual))
+        stop_watching(inner)
+        decoder = _decoder_of(inner, modules)
+        if decoder is not None and hasattr(decoder, CALLS):
+            for hook in getattr(decoder, CALLS):
+                hook.remove()
+            delattr(decoder, CALLS)
+        for module in modules:
+            for note in (BEFORE, GUARD, WATCH):
+                if hasattr(module, note):
+                    delattr(module, note)
 
 
 def is_watched(model: nn.Module) -> bool:
