@@ -57,7 +57,7 @@ def test_what_is_left_out_is_said(tmp_path):
         ("other.jsonl", b'{"body": "a"}', 'other.jsonl:1: expected an object with a string named "text", got {"body"'),
         ("list.jsonl", b"[1]", r"list.jsonl:1: expected an object .* got \[1\]"),
         ("short.txt", b"one two three", "longest has . tokens, and 20 are needed, .* more than 17 tokens away"),
-        ("empty.txt", b"", "longest has . tokens, and 20 are needed"),
+        ("empty.txt", b"", "empty.txt has no text: leave it out"),
     ],
 )
 def test_what_is_no_corpus_is_refused_by_name(name, content, error, tmp_path):

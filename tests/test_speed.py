@@ -231,7 +231,7 @@ def test_the_command_measures_and_draws_and_goes_on(tmp_path):
     rows = read_rows(tmp_path / "speed.jsonl", KEY)[1]
     assert len(rows) == len(lines) - 1
     assert native.library() is None or [row["seconds"] > 0 for row in rows if row["part"] == BUILD] == [True]
-    refused(speed(tmp_path, width=32), "holds rows of another model: 2 KV heads × 2 query heads × 16 in bfloat16")
+    refused(speed(tmp_path, width=32), "holds rows of another model: 2 KV heads × 2 query heads × 16, 8 buckets")
 
 
 @pytest.mark.parametrize(

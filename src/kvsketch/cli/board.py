@@ -93,7 +93,8 @@ class Given:
         hiding = [name for name in self.tasks if TASKS[name].hides]
         if not self.haystack:
             return [made]
-        return [made, replace(made, tasks=hiding, haystack=haystack_of(self.haystack))]
+        hidden = replace(made, haystack=haystack_of(self.haystack))  # refused where no task hides anything
+        return [made, replace(hidden, tasks=hiding)]
 
     @cached_property
     def predictions(self) -> "TextPlan":
