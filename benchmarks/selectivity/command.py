@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from rich.progress import MofNCompleteColumn
 
-from kvsketch.cli.app import MOST, listed, output, progress_bar, reported, say_no_pictures, some_numbers
-from kvsketch.cli.bench_error_inputs import Inputs, Texts, or_default, shares
+from kvsketch.cli.app import MOST, listed, or_default, output, progress_bar, reported, say_no_pictures, some_numbers
+from kvsketch.cli.bench_error_inputs import Inputs, Texts, shares
 from kvsketch.cli.notes import say
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 N = TypeVar("N", int, float)
+T = TypeVar("T")
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 MOST = 10**9  # of whatever can be counted; more is a slip of the keyboard, and would run for ever
 
@@ -102,14 +103,6 @@ def check_folder(what: str, folder: Path) -> None:
         raise ValueError(f"{what} must name a folder that can be written to, got {folder}: {there} cannot")
 
 
-def check_is_file(path: Path) -> None:
-    """Refuse a file that is none."""
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder: name a file")
-    if not path.exists():
-        raise ValueError(f"there is no file {path}")
-
-
 def check_output(
     option: str, path: Path, inputs: Iterable[Path | None], *, begins: Callable[[bytes], bool], what: str
 ) -> None:
@@ -189,6 +182,11 @@ def some_numbers(option: str, text: str, kind: Callable[[str], N]) -> list[N]:
     if not found:
         raise ValueError(f"{option} must be numbers with commas between them, got {text!r}")
     return found
+
+
+def or_default(value: T | None, default: T) -> T:
+    """The value, or the default where none was given."""
+    return default if value is None else value
 
 
 def size_for_people(count: int) -> str:

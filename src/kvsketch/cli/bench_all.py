@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from kvsketch.cli.app import MOST, listed, reported, some_numbers
+from kvsketch.cli.app import MOST, listed, or_default, reported, some_numbers
 from kvsketch.cli.bench import AbleOption, AskedOption, HaystackOption, NewTokensOption
-from kvsketch.cli.bench_error_inputs import Texts, or_default
+from kvsketch.cli.bench_error_inputs import Texts
 from kvsketch.cli.board import Board, Given
 from kvsketch.cli.models import load_model
 from kvsketch.cli.options import Device, ModelName, Precision

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import MofNCompleteColumn
 
-from kvsketch.cli.app import listed, numbers, output, progress_bar, reported, say_no_pictures
+from kvsketch.cli.app import listed, numbers, or_default, output, progress_bar, reported, say_no_pictures
 from kvsketch.cli.bench_error_inputs import (
     Inputs,
     Layers,
@@ -20,7 +20,6 @@ from kvsketch.cli.bench_error_inputs import (
     Texts,
     Tokens,
     load_inputs,
-    or_default,
     shares,
 )
 from kvsketch.cli.bench_error_tables import NOTE, tables

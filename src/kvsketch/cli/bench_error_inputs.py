@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from kvsketch.evaluation.layers.plan import Prompt
 
-T = TypeVar("T")
 TASK, PROMPTS, TOKENS = "lines", 3, 4000  # the documents that are made
 
 # Options that all of them have.
@@ -102,11 +101,6 @@ class Inputs:
 def shares(text: str) -> list[float]:
     """Numbers, or fractions as the tables have them."""
     return some_numbers("--rates", text, _share)
-
-
-def or_default(value: T | None, default: T) -> T:
-    """The value, or the default where none was given."""
-    return default if value is None else value
 
 
 def _share(text: str) -> float:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 import kvsketch
 from kvsketch.caches.recommended import FOR_BOTH, READ_ONCE, READ_ONCE_WITHOUT_PROFILE
-from kvsketch.cli.app import MOST, check_is_file, check_output, progress_bar, read_text, size_for_people
+from kvsketch.cli.app import MOST, check_output, or_default, progress_bar, read_text, size_for_people
 from kvsketch.cli.models import load_model
 from kvsketch.cli.notes import notes, say
 from kvsketch.cli.options import Device, ModelName, Precision
@@ -53,15 +53,15 @@ def generate(
     report: Annotated[bool, typer.Option("--report", help="Also show what each layer holds.")] = False,
 ) -> None:
     """Read a text with a bounded cache, and answer or go on."""
-    _check_sources(prompt_file, question, load_cache, save_cache, method)
-    if chunk is not None and load_cache is not None:
-        raise ValueError("--chunk says how a text is read; with --load-cache none is read")
+    _check_sources(prompt_file, question, load_cache, save_cache, method, chunk)
     if temperature and not LEAST_TEMPERATURE <= temperature < math.inf:
         raise ValueError(f"--temperature must be 0, or a number from {LEAST_TEMPERATURE:g} on, got {temperature}")
     if seed is not None and not (temperature and 0 <= seed < 1 << 32):
         raise ValueError(f"--seed is a number from 0 to 2**32 - 1, for a --temperature that is not 0, got {seed}")
-    config, spans = kvsketch.parse_spec(FOR_BOTH if method is None else method), _spans(protect, load_cache)
+    config, spans = kvsketch.parse_spec(or_default(method, FOR_BOTH)), _spans(protect, load_cache)
     if load_cache is not None:
+        from kvsketch.files import check_is_file
+
         check_is_file(load_cache)
     text = None if prompt_file is None else read_text(prompt_file)
     language_model, tokenizer = load_model(model, dtype, device)
@@ -177,8 +177,9 @@ def _try_to_save(cache: Any, path: Path, *, answers: bool) -> Exception | None:
 
 
 def _check_sources(
-    prompt_file: Path | None, question: str | None, load_cache: Path | None, save_cache: Path | None, method: str | None
-) -> None:
+    prompt_file: Path | None, question: str | None, load_cache: Path | None, save_cache: Path | None,
+    method: str | None, chunk: int | None,
+) -> None:  # fmt: skip
     if (prompt_file is None) == (load_cache is None):
         raise ValueError("give a text with --prompt-file, or a saved cache with --load-cache, and not both")
     if load_cache is not None and not question:
@@ -187,6 +188,8 @@ def _check_sources(
         raise ValueError("--save-cache keeps the cache of a text that was read; with --load-cache none is read")
     if load_cache is not None and method is not None:
         raise ValueError("--method is chosen when a text is read; a loaded cache keeps the one it was made with")
+    if load_cache is not None and chunk is not None:
+        raise ValueError("--chunk says how a text is read; with --load-cache none is read")
     if save_cache is not None:
         check_output("--save-cache", save_cache, [prompt_file], begins=_begins_as_a_cache, what="saved cache")
 

@@ -10,8 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from kvsketch.cli.app import MOST, check_folder, made_text, numbers, output, progress_bar, read_text, some_numbers
-from kvsketch.cli.bench_error_inputs import or_default
+from kvsketch.cli.app import (
+    MOST,
+    check_folder,
+    made_text,
+    numbers,
+    or_default,
+    output,
+    progress_bar,
+    read_text,
+    some_numbers,
+)
 from kvsketch.cli.inspect_heads import show_heads
 from kvsketch.cli.models import load_model
 from kvsketch.cli.notes import say

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import kvsketch
 from kvsketch.caches.recommended import FOR_BOTH
-from kvsketch.cli.app import made_text, progress_bar
+from kvsketch.cli.app import made_text, or_default, progress_bar
 from kvsketch.cli.models import load_model
 from kvsketch.cli.notes import say
 
@@ -63,7 +63,7 @@ def checked(method: str | None) -> "MethodConfig":
     """The method, if it forgets."""
     from kvsketch.caches.core.config import BudgetedConfig
 
-    config = kvsketch.parse_spec(FOR_BOTH if method is None else method)
+    config = kvsketch.parse_spec(or_default(method, FOR_BOTH))
     if not isinstance(config, BudgetedConfig):
         raise ValueError(f"{config} holds every token in every head: --heads is for methods that forget")
     return config

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from kvsketch.cli.app import MOST, check_folder, check_output, listed, numbers, output, progress_bar, say_no_pictures
+from kvsketch.cli.app import (
+    MOST,
+    check_folder,
+    check_output,
+    listed,
+    numbers,
+    or_default,
+    output,
+    progress_bar,
+    say_no_pictures,
+)
 from kvsketch.cli.bench_error_inputs import Inputs, Texts, load_inputs
 from kvsketch.cli.notes import say
 from kvsketch.cli.options import Device, ModelName, Precision
@@ -80,7 +90,7 @@ def profile(
 
     facts = describe_model(inputs.model)
     path = own_profile(facts) if out is None else out
-    pieces = _pieces(inputs, TASKS if tasks is None else tasks, tokens, windows, keeps)
+    pieces = _pieces(inputs, or_default(tasks, TASKS), tokens, windows, keeps)
     _check_pieces(inputs, pieces, keeps)
     means = _measure(inputs, pieces, keeps, path)
     _write(path, facts, inputs, pieces, keeps, means)

@@ -25,7 +25,7 @@ from kvsketch.files.tensors import (
     read_tensors,
     write_tensors,
 )
-from kvsketch.files.text import as_text, is_text, name_of, read_file
+from kvsketch.files.text import as_text, check_is_file, is_text, name_of, read_file
 
 __all__ = [
     "BEGIN",
@@ -38,6 +38,7 @@ __all__ = [
     "TensorFile",
     "as_text",
     "can_be_written",
+    "check_is_file",
     "claim",
     "digest_of",
     "holds_files",

@@ -88,7 +88,7 @@ def _is_ours(handle: int, path: Path) -> bool:
     """Whether a new file has our lock: another writer may have taken it for one that was left over, just before."""
     if fcntl is None:
         return True
-    return lock(handle) and path.exists() and os.path.samestat(os.fstat(handle), path.stat())
+    return bool(lock(handle)) and path.exists() and os.path.samestat(os.fstat(handle), path.stat())
 
 
 def _give_name(handle: int, path: Path) -> None:
@@ -100,14 +100,16 @@ def _give_name(handle: int, path: Path) -> None:
         os.close(folder)
 
 
-def lock(handle: int) -> bool:
-    """Lock an open file or folder. Whether nobody else has it; where there are no locks nobody is known to have it."""
+def lock(handle: int) -> bool | None:
+    """Lock an open file or folder: whether nobody else has it; None where there are no locks, and nobody knows."""
     if fcntl is None:
-        return False
+        return None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return False
+    except OSError:  # some network drives have none
+        return None
     return True
 
 

@@ -4,10 +4,7 @@ import os
 import weakref
 from pathlib import Path
 
-try:
-    import fcntl
-except ImportError:  # not there on Windows, where nothing is claimed
-    fcntl = None  # type: ignore[assignment]
+from kvsketch.files.atomic import lock
 
 
 class Claim:
@@ -22,23 +19,18 @@ _held = weakref.WeakValueDictionary[tuple[int, int], Claim]()  # by device and n
 
 def claim(path: Path) -> Claim | None:
     """Hold what is there for this process; refuses what another one holds. None where there are no such locks."""
-    while fcntl is not None:
+    while True:
         handle = os.open(path, os.O_RDONLY)
         about = os.fstat(handle)
         place = about.st_dev, about.st_ino
         if (held := _held.get(place)) is not None:
             os.close(handle)
             return held
-        made = Claim(handle)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(
-                f"another run is writing to {path}: wait until it has ended, or write to another folder"
-            ) from error
-        except OSError:  # some network drives have none
+        made, free = Claim(handle), lock(handle)
+        if free is None:
             return None
+        if not free:
+            raise ValueError(f"another run is writing to {path}: wait until it has ended, or write to another folder")
         if path.exists() and os.path.samestat(about, path.stat()):  # and not one that its owner has just removed
             _held[place] = made
             return made
-    return None

@@ -3,13 +3,18 @@
 from pathlib import Path
 
 
-def read_file(path: str | Path) -> bytes:
-    """What is in a file, or comes through a pipe; refuses a folder."""
-    path = Path(path)
+def check_is_file(path: Path) -> None:
+    """Refuse a folder, and what is not there; a pipe can be read too."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder: name a file")
     if not path.exists():
         raise ValueError(f"there is no file {path}")
+
+
+def read_file(path: str | Path) -> bytes:
+    """What is in a file, or comes through a pipe; refuses a folder."""
+    path = Path(path)
+    check_is_file(path)
     return path.read_bytes()
 
 

@@ -177,7 +177,7 @@ class SketchLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Only these rows."""
-        index = indices if isinstance(indices, Tensor) else torch.tensor(indices, device="cpu")
+        index = torch.as_tensor(indices, device="cpu")
         self._map_rows((index.nonzero()[:, 0] if index.dtype == torch.bool else index).tolist())
 
     def _map_rows(self, rows: list[int]) -> None:

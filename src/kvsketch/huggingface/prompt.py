@@ -81,8 +81,7 @@ class Prompt:
     def read_already(self, ids: Tensor, mask: Tensor | None) -> int:
         """How many of a prompt's tokens were read by the same call, if that was interrupted and nothing came since."""
         left = self.unfinished
-        same = left is not None and left.seen == self.stack.seen and _equal(left.ids, ids) and _equal(left.mask, mask)
-        if not same or left is None:
+        if left is None or left.seen != self.stack.seen or not (_equal(left.ids, ids) and _equal(left.mask, mask)):
             return 0
         self.stack.check_whole()
         return self.stack.seen - left.before

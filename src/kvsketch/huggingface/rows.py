@@ -13,7 +13,7 @@ from kvsketch.huggingface.layers import LayerStack
 
 def reorder_rows(stack: LayerStack, order: Tensor) -> None:
     """Row i becomes what row `order[i]` was."""
-    rows = _numbers(order)
+    rows = torch.as_tensor(order, device="cpu")
     _move_rows(stack, rows, lambda layer: layer.reorder_cache(rows.long()))
 
 
@@ -27,17 +27,13 @@ def repeat_rows(stack: LayerStack, repeats: int) -> None:
 
 def select_rows(stack: LayerStack, indices: Tensor) -> None:
     """Only these rows, by their numbers or by a mask."""
-    indices = _numbers(indices)
+    indices = torch.as_tensor(indices, device="cpu")
     rows = indices
     if indices.dtype == torch.bool:
         if stack.rows and indices.shape != (stack.rows,):
             raise ValueError(f"a mask of rows must be {stack.rows} booleans, got shape {tuple(indices.shape)}")
         rows = indices.nonzero()[:, 0]
     _move_rows(stack, rows, lambda layer: stock.select_rows(layer, rows.long()))
-
-
-def _numbers(rows: Any) -> Tensor:
-    return rows if isinstance(rows, Tensor) else torch.tensor(rows, device="cpu")
 
 
 def _move_rows(stack: LayerStack, indices: Tensor, move: Callable[[Any], None]) -> None:

@@ -56,9 +56,11 @@ class Runner:
         if len(self.methods) < len(plan.methods):
             raise ValueError(f"a method is named twice in {'; '.join(plan.methods)}")
         exact = make_cache(model, Exact())
+        now = exact.model.now()
+        assert now is not None, "the model is here"
         for config in self.methods.values():
-            exact.model.fitted(config)  # an index or a profile that is not there, or another model's, shows now too
-        self.fingerprint = str(exact.model.fingerprint())  # what tells this model from others
+            now.fitted(config)  # an index or a profile that is not there, or another model's, shows now too
+        self.fingerprint = now.fingerprint  # what tells this model from others
         self.batch = read_together(exact, plan.batch)
         self.template = uses_template(tokenizer, plan.raw)
         self._fitters = dict[tuple[str, str], Fitter]()

@@ -33,15 +33,9 @@ class RowsFile:
             raise ValueError(f"{path} is no file: rows are written there. Remove it, or write to another folder")
         self.path, self.key = path.absolute(), key
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = not path.exists()
         path.touch()
         self.claim = claim(path)
-        try:
-            self.done = self._go_on({"format": FORMAT, **run})
-        except BaseException:
-            if new and not path.stat().st_size:
-                path.unlink()
-            raise
+        self.done = self._go_on({"format": FORMAT, **run})
 
     def _go_on(self, run: Mapping[str, Any]) -> set[tuple[Any, ...]]:
         """Have the last run in the file be this one; what was done before. Refuses another model's rows, and others."""

@@ -138,9 +138,8 @@ class Clusters(Slots):
         samples, sizes, reach = (tensor[lane, :count] for tensor in (self.samples, self.sizes, self.reach))
         # The bookkeeping of many small steps happens on the CPU; keys move once.
         n, far = sizes.tolist(), reach.double().tolist()
-        source = torch.arange(count, device="cpu")[:, None].repeat(
-            1, samples.shape[1]
-        )  # whose sample each slot has in the end
+        # Whose sample each slot has in the end.
+        source = torch.arange(count, device="cpu")[:, None].repeat(1, samples.shape[1])
         for i, j in zip(joins.tolist(), into.tolist(), strict=True):
             n[j] += n[i]
             far[j] = max(far[j], far[i] + float(distances[i, j]))
