@@ -5,9 +5,9 @@ error. Then, for a layer of 8 KV heads × 128 in bfloat16 with four query heads 
 beside torch's own forms; one that reads 32 of 1,024 buckets, of equal and of very unlike sizes; BalanceKV's halving of
 all blocks; and of a prompt a chunk of queries against weighted tokens, and new tokens among themselves. Each is timed
 with launches by Python and as a CUDA graph, steps over eight copies in turn, so that nothing is in a cache; and beside
-a copy of memory in the same run. What is timed is held against the definition too, once. Rows go to OUT/gpu.jsonl.
-`--dry` goes through all of it on the CPU, with few tokens: under Triton's interpreter, and with no meaning for the
-times.
+a copy of memory in the same run. What is timed is held against the definition too, once. Last come whole models, with
+steps by Python and recorded. Rows go to OUT/gpu.jsonl. `--dry` goes through all of it on the CPU, with few tokens:
+under Triton's interpreter, and with no meaning for the times.
 
 `--compile` does without a GPU what can be done there: it compiles for compute capability 9.0, and says how many
 registers, how much shared memory, and whether anything is spilled.
@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpu_compiled import compiled
+from gpu_decode import decoding
 from gpu_machine import Machine
 from kvsketch.attention import Partial, WeightedTokens, merge, weighted_attention
 from kvsketch.caches.forgetting.balancekv.practical import WALKS
@@ -51,9 +52,10 @@ FULL = {
     "saap": (171_000, 1024, 32),
     "halved": 131_072,
     "prompt": (1024, 131_072, 16_384),
+    "model": (32_768, 512),
     "rounds": 100,
 }
-DRY = {"tokens": (300,), "saap": (1000, 64, 4), "halved": 64, "prompt": (20, 100, 40), "rounds": 2}
+DRY = {"tokens": (300,), "saap": (1000, 64, 4), "halved": 64, "prompt": (20, 100, 40), "model": (300, 6), "rounds": 2}
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
@@ -336,7 +338,12 @@ def run(out: Path, dry: bool) -> None:
     about = provenance() | {"device": torch.cuda.get_device_name() if not dry else "interpreter"}
     with open(out / "gpu.jsonl", "a", encoding="utf-8") as file:
         read = (row for count in sizes["tokens"] for row in chain(dense(on, count), unequal(on, count)))
-        rest = looked_up(on, *sizes["saap"]), halved(on, sizes["halved"]), prompts(on, *sizes["prompt"])
+        rest = (
+            looked_up(on, *sizes["saap"]),
+            halved(on, sizes["halved"]),
+            prompts(on, *sizes["prompt"]),
+            decoding(on, *sizes["model"]),
+        )
         for row in chain([copy], read, *rest):
             file.write(json.dumps(row | {"provenance": about}) + "\n")
             file.flush()
@@ -352,6 +359,7 @@ def line_of(row: dict[str, Any], best: float) -> str:
             continue
         share = f" ({row['bytes'] / taken['median'] / best:.2f} of a copy)" if "bytes" in row else ""
         share += f" ({row['products'] / taken['median'] / 1e6:.0f} TFLOP/s)" if "products" in row else ""
+        share += f" (mean {taken['mean']:.1f})" if "mean" in taken else ""
         shown.append(f"{name} {taken['median']:10.1f} µs{share}")
     return "  ".join(shown)
 

@@ -41,13 +41,14 @@ class Machine:
     def _timed(self, calls: Sequence[Callable[[], Any]], count: int) -> list[float]:
         taken = list[float]()
         for _ in range(self.rounds):
-            with self._clock(taken):
+            with self.clock(taken):
                 for call in calls:
                     call()
         return [each / count for each in taken]
 
     @contextmanager
-    def _clock(self, taken: list[float]) -> Iterator[None]:
+    def clock(self, taken: list[float]) -> Iterator[None]:
+        """Add the microseconds of what is done within."""
         if self.device.type == "cpu":
             begin = time.perf_counter()
             yield

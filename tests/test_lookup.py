@@ -414,7 +414,7 @@ def test_every_step_draws_its_own_buckets():
     (store,) = (bundle.holding for bundle in cache.past.bundles)
     reads = []
     for step in range(20):
-        before = store.reads
+        before = None if store.reads is None else store.reads.clone()
         query = normal(1, HEADS * GROUP, 1, WIDTH, seed=step)
         cache.read(query, NewTokens(*(normal(1, HEADS, 1, WIDTH, seed=100 + step) for _ in range(2))), SCALE)
         after = store.reads

@@ -31,7 +31,17 @@ if TYPE_CHECKING:
         methods,
         parse_spec,
     )
-    from kvsketch.huggingface import SketchCache, attach, attached, detach, load_cache, make_cache, prefill, study
+    from kvsketch.huggingface import (
+        SketchCache,
+        attach,
+        attached,
+        cuda_graphs,
+        detach,
+        load_cache,
+        make_cache,
+        prefill,
+        study,
+    )
 
 __version__ = "0.3.0"
 
@@ -64,6 +74,7 @@ _HOMES = {
         "SketchCache",
         "attach",
         "attached",
+        "cuda_graphs",
         "detach",
         "load_cache",
         "make_cache",
@@ -99,6 +110,7 @@ __all__ = [
     "__version__",
     "attach",
     "attached",
+    "cuda_graphs",
     "detach",
     "exact_attention",
     "load_cache",

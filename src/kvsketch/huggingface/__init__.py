@@ -12,12 +12,14 @@ What users call: `generation.py`, `attaching.py`, `loading.py`, `studying.py`.
     rows.py, taking_back.py, compressing.py, report.py, cache_file.py    what is done with all layers at once
     prompt.py        a prompt that is held whole until it is read; rereading.py: what is read behind it
     templates.py     a text and a question in a chat template
+    graphs.py        decode steps that are recorded and replayed
     capture.py       what layers see while a model reads
 """
 
 from kvsketch.huggingface.attaching import attach, attached, detach
 from kvsketch.huggingface.cache import SketchCache
 from kvsketch.huggingface.generation import make_cache, prefill
+from kvsketch.huggingface.graphs import cuda_graphs
 from kvsketch.huggingface.loading import load_cache
 from kvsketch.huggingface.report import LayerReport, Report
 from kvsketch.huggingface.studying import study
@@ -28,6 +30,7 @@ __all__ = [
     "SketchCache",
     "attach",
     "attached",
+    "cuda_graphs",
     "detach",
     "load_cache",
     "make_cache",

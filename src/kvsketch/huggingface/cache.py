@@ -17,6 +17,7 @@ from kvsketch.huggingface.attention import check_mask, check_not_empty, refuse_w
 from kvsketch.huggingface.before_call import check_caches_are_used, check_finite, check_goes_on, check_numbers
 from kvsketch.huggingface.cache_file import check_same_weights, write_cache
 from kvsketch.huggingface.compressing import check_can_become, hold_again
+from kvsketch.huggingface.graphs import Steps
 from kvsketch.huggingface.layer import SketchLayer
 from kvsketch.huggingface.layers import LayerStack, bytes_held
 from kvsketch.huggingface.model import ModelLink
@@ -38,6 +39,7 @@ class SketchCache(Cache):
         super().__init__(layers=[])
         self.reset()
         self.asked_for_length = False  # see DropGuard
+        self.steps: Steps | None = None  # while they are recorded
         if model.guard is not None:
             model.guard.caches.add(self)
 
@@ -46,14 +48,17 @@ class SketchCache(Cache):
         self.underway, self.seen_before = False, 0  # a call has begun, with so many tokens seen
         self.read_by: str | None = None  # the fingerprint of the model whose keys are held, taken when the first came
         # New layers: stock ones do not always forget that they recorded, or their length.
-        self.stack = LayerStack(self.config, self.model, self.protect)
-        self.layers, self.sketch_layers = self.stack.layers, self.stack.sketch
-        self.prompt = Prompt(self.config, self.stack, self.questions, self.model.rope)
+        self._stack = LayerStack(self.config, self.model, self.protect)
+        self.layers, self.sketch_layers = self._stack.layers, self._stack.sketch
+        self.prompt = Prompt(self.config, self._stack, self.questions, self.model.rope)
+        self.steps = None
 
     # -- what transformers calls
 
     def begin_call(self, module: nn.Module, given: Mapping[str, Any]) -> None:
         """Refuse what cannot be read, before any layer takes a part of it; the decoder tells what it was given."""
+        if self.in_recorded_step:
+            return
         self.underway = False  # an interruption may have left it
         new = given.get("input_ids")
         new = given.get("inputs_embeds") if new is None else new
@@ -81,6 +86,8 @@ class SketchCache(Cache):
 
     def end_call(self, *, failed: bool = False) -> None:
         """All layers have taken what came; or the call failed, and some have if any was touched."""
+        if self.in_recorded_step:
+            return
         begun, self.underway = self.underway, False
         if not failed:
             for layer in self.stack.summing:
@@ -130,6 +137,8 @@ class SketchCache(Cache):
                 f"the model has a layer {layer_idx}, but this cache was made for {len(self.layers)} layers"
             )
         layer, count = self.layers[layer_idx], key_states.shape[2]
+        if self.in_recorded_step:
+            return layer.update(key_states, value_states)
         if not isinstance(layer, SketchLayer):
             self._check_begun()
         if layer is not self.stack.counting[0]:
@@ -221,13 +230,38 @@ class SketchCache(Cache):
         self._end_prompt()
         select_rows(self.stack, indices)
 
+    # -- steps that are recorded: `graphs.py`
+
+    @property
+    def stack(self) -> LayerStack:
+        """All layers, as whoever looks at them expects them."""
+        self._close()
+        return self._stack
+
+    @property
+    def in_recorded_step(self) -> bool:
+        """Whether a step is under way of which Python takes no note."""
+        return self.steps is not None and self.steps.inside
+
+    def check_step(self, model: nn.Module, given: Mapping[str, Any]) -> None:
+        """Look at a single token before it comes, as at the beginning of any call."""
+        decoder = next((module for module in model.modules() if id(module) == self.model.decoder), model)
+        self.begin_call(decoder, given)
+        self.end_call()
+
+    def _close(self) -> None:
+        if self.steps is not None:
+            self.steps.close()
+
     # -- copies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SketchCache":
         """An independent copy, for the same model."""
         twin = self.__class__.__new__(self.__class__)
         memo[id(self)] = twin  # before the rest, which may refer to it
-        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        self._close()
+        own = {name: value for name, value in self.__dict__.items() if name != "steps"}
+        twin.__dict__.update({"steps": None} | {name: copy.deepcopy(value, memo) for name, value in own.items()})
         if self.model.guard is not None:
             self.model.guard.caches.add(twin)
         twin.prompt.open = False
@@ -265,17 +299,17 @@ class SketchCache(Cache):
     @property
     def seen(self) -> int:
         """Tokens read so far, padding included."""
-        return self.stack.seen
+        return self._stack.seen
 
     @property
     def rows(self) -> int:
         """Rows of the batch; 0 while nothing was read."""
-        return self.stack.rows
+        return self._stack.rows
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory held by all layers, spare room included."""
-        return sum(bytes_held(layer) for layer in self.layers)
+        return sum(bytes_held(layer) for layer in self.stack.layers)
 
     @property
     def recording(self) -> bool:

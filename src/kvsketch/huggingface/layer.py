@@ -61,11 +61,17 @@ class SketchLayer(CacheLayerMixin):
         """Attention over all that is held and the new tokens, which are held from now on."""
         self.broken = True  # until the read is through
         part = self.held.read(query, new, scale, softcap, lse=lse, sinks=sinks)
-        if self.is_first:
+        if self.is_first and self.held.next_rank is None:
             self.positions.remember(new, self.held.seen)
             self.positions.checked = False
         self.broken = self.cropped = False
         return part
+
+    def came_one(self) -> None:
+        """Count a token that every row has got, where only the device has."""
+        self.held.came_one()
+        if self.is_first:
+            self.positions.remember_one()
 
     def read_again(self, exact: "SketchLayer") -> None:
         """Hold, in this method's way, the text that an exact layer holds."""
@@ -84,7 +90,8 @@ class SketchLayer(CacheLayerMixin):
 
     def check_positions_once(self, positions: Tensor | None, new: NewTokens) -> None:
         """Refuse wrong positions where the call has not told them at its beginning: the model has made them since."""
-        if self.is_first and not self.positions.checked and positions is not None:
+        looked_at = self.positions.checked or self.held.next_rank is not None
+        if self.is_first and not looked_at and positions is not None:
             self.check_positions(positions, new.valid, new.keys.shape[0])
 
     def check_positions(self, positions: Tensor, valid: Tensor | None, rows: int) -> None:

@@ -82,6 +82,11 @@ class Positions:
         real = torch.ones(rows, count, dtype=torch.bool, device=device) if new.valid is None else new.valid
         self.padding.append(real)
 
+    def remember_one(self) -> None:
+        """Add a token of each row."""
+        if self.padding.length:
+            self.padding.append(torch.ones_like(self.padding.view[:, :1]))
+
     def take_back(self, count: int) -> None:
         """Forget the last `count` places."""
         if self.padding.length:

@@ -120,6 +120,7 @@ class Window:
         self.keys, self.values, self.ranks = (Growing(dim, spare=spare) for dim in (2, 2, 1))
         self.notes: Growing | None = None  # of the first columns: those of the others are still to come
         self.ragged = False  # whether there may be columns that are not all rows' own
+        self.place: Int64[Tensor, " 1"] | None = None  # of the first empty column, while there are any: see `open`
 
     @property
     def length(self) -> int:
@@ -148,6 +149,28 @@ class Window:
         self.values.append(new.values)
         self.ranks.append(new.ranks)
         self.append_notes(new.notes)
+
+    def open(self, count: int) -> None:
+        """Have `count` empty columns: what `put` puts there changes tensors, and nothing that Python knows."""
+        self.place = torch.full((1,), self.length, device=self.ranks.view.device)
+        for grown in self._all:
+            start = grown.length
+            grown.resize(start + count, grown.view, start + count if count <= grown.spare else None)
+            grown.view.narrow(grown.dim, start, count).fill_(-1 if grown is self.ranks else 0)
+
+    def put(self, new: Columns) -> None:
+        """Fill the first empty column."""
+        assert self.place is not None, "there are empty columns"
+        for grown, x in zip(self._all, (new.keys, new.values, new.ranks, new.notes), strict=False):
+            assert x is not None, "notes come with the tokens"
+            grown.view.index_copy_(grown.dim, self.place, x)
+        self.place.add_(1)
+
+    def close(self, empty: int) -> None:
+        """Give up the columns that are empty, so many."""
+        self.place = None
+        for grown in self._all:
+            grown.length -= empty
 
     def append_notes(self, notes: Int64[Tensor, "b h n t"] | None) -> None:
         """Add notes about columns that have none yet."""

@@ -98,7 +98,10 @@ class LayerCache(LayerState):
             self._observe(asked, answer, whole)
             for asking, place in self._asking_now():
                 self.streams.all[0].note_step(asked, asked.over_all(whole.lse), asking, place)
-            self.settle()
+            if self.next_rank is None:
+                self.settle()
+            else:
+                self.next_rank.add_(1)
             return whole
         answer = self.look(asked)
         lse = lse or answer.attended is not None
@@ -216,6 +219,34 @@ class LayerCache(LayerState):
         if asked is not None and before is not None:
             self._measure(before, asked)
 
+    # -- single tokens that only the device counts, so that a step can be recorded: `huggingface/graphs.py`
+
+    def room(self) -> int:
+        """After how many single tokens something leaves a window."""
+        self.settle()
+        return min(stream.may_come for stream in self.streams.all)
+
+    def open(self, count: int) -> None:
+        """Have so many tokens come one by one, no more than there is room for, without a number of ours changing."""
+        for stream in self.streams.all:
+            stream.take_notes()
+            stream.window.open(count)
+            stream.window.ragged = True
+        self.next_rank = self.lengths_on(self.window.ranks.view.device).clone()
+
+    def came_one(self) -> None:
+        """Count a token that every row has got."""
+        self.seen, self.lengths = self.seen + 1, [length + 1 for length in self.lengths]
+        for stream in self.streams.all:
+            stream.may_come -= 1
+
+    def close(self, empty: int) -> None:
+        """So many tokens did not come."""
+        self.next_rank = None
+        for stream in self.streams.all:
+            stream.window.ragged = self.ragged
+            stream.window.close(empty)
+
     def budget_of_layer(self, other: "LayerCache") -> Budget:
         """What a head may hold on the average, of a layer like another one."""
         held = other.window.columns
@@ -248,6 +279,8 @@ class LayerCache(LayerState):
 
     def _count(self, new: NewTokens) -> None:
         """Count new tokens."""
+        if self.next_rank is not None:
+            return
         rows, _, count, _ = new.keys.shape
         if new.valid is None:
             self.add([count] * rows, count)
@@ -259,6 +292,8 @@ class LayerCache(LayerState):
 
     def _ranks(self, new: NewTokens) -> Int64[Tensor, "b q"]:
         """How many tokens of its row come before each new one; -1 for padding."""
+        if self.next_rank is not None:
+            return self.next_rank
         rows, _, count, _ = new.keys.shape
         even = new.valid is None and not self.ragged
         first = self.seen if even else self.lengths_on(new.keys.device)

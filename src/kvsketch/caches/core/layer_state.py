@@ -35,6 +35,7 @@ class LayerState:
         self.seen = 0  # tokens per row, padding included: the logical length
         self.lengths: list[int] = []  # real tokens per row
         self.counted: tuple[list[int], Tensor] | None = None  # they, and the same on the device
+        self.next_rank: Int64[Tensor, "b 1"] | None = None  # while tokens come that only the device counts: of the next
         self.ragged = False  # whether rows may have unequal lengths
         self.spans: list[Spans] = []  # what is protected of each row
         self.heads = 0  # KV heads

@@ -125,12 +125,20 @@ class Stream:
 
     def append_one(self, new: Columns, seen: Seen) -> None:
         """Have one more token in the window. What there is to note about it is noted together with later ones."""
+        if self.window.place is not None:
+            self.window.put(replace(new, notes=self._notes_of(new, seen)))
+            return
         self.window.append(new if not self.askings else replace(new, notes=self.askings.none(new.keys)))
         self.may_come -= 1
         if self.method is not None and self.method.takes_notes:
             self.waiting.append(seen)
             if self.method.notes_at_once or len(self.waiting) == BLOCK:
                 self.take_notes()
+
+    def _notes_of(self, new: Columns, seen: Seen) -> Notes | None:
+        if self.method is not None and self.method.takes_notes:
+            return self.method.note(seen)
+        return self.askings.none(new.keys) if self.askings else None
 
     def take_notes(self) -> None:
         """Have notes about all columns: one by one costs more."""
@@ -148,10 +156,8 @@ class Stream:
         """
         self.few = [1 < count < MANY for count in came]
         self.take_notes()
-        if self.method is not None and self.method.takes_notes:
-            new = replace(new, notes=self.method.note(seen))
-        elif self.askings and new.notes is None:
-            new = replace(new, notes=self.askings.none(new.keys))
+        if new.notes is None:
+            new = replace(new, notes=self._notes_of(new, seen))
         if not leave:
             self.window.append(new)
             self.may_come = 0

@@ -53,7 +53,7 @@ def choose(
     if limits.mass is not None:
         expected = scores.gather(3, best)
         taken &= expected.cumsum(3) - expected < limits.mass  # those before it were not enough
-    taken[..., :1] = True  # of no columns, if there are no probes
+    taken[..., :1].fill_(True)  # of no columns, if there are no probes
     return Visited(best, taken)
 
 

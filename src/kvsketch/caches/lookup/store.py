@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvsketch.attention import WeightedTokens
 from kvsketch.caches.core.budget import Budget
-from kvsketch.caches.core.buffers import Growing
+from kvsketch.caches.core.buffers import Growing, writable
 from kvsketch.caches.core.method import Holding, Method
 from kvsketch.caches.core.query import Answer, Query
 from kvsketch.caches.core.storage import chosen, storage_bytes
@@ -165,7 +165,7 @@ class Store(Holding):
         if read is not None:
             real = read[0] >= 0
             new = torch.stack([(read[0] * real).sum(1), real.sum(1) * self.count], 1).double()
-            self.reads = new if self.reads is None else self.reads + new
+            self.reads = new if self.reads is None else writable(self.reads).add_(new)  # where it lies
 
     def share_read(self) -> Float[Tensor, " l"] | None:
         return None if self.reads is None else self.reads[:, 0] / self.reads[:, 1].clamp_min(1)

@@ -1,0 +1,68 @@
+"""Whole models on a GPU, a token at a time: by Python, and with steps recorded as CUDA graphs."""
+
+import statistics
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from gpu_machine import Machine
+from kvsketch import SketchCache, make_cache, parse_spec, prefill
+from kvsketch.evaluation.speed.made import made_up, random_llama
+from kvsketch.huggingface.graphs import CudaGraphs, recorded
+from kvsketch.huggingface.identity import describe_model
+
+FORMS = {
+    "exact": "exact",
+    "balancekv": "balancekv(keep=0.25)",
+    "keydiff, profile": "keydiff(keep=0.25, heads='profile')",
+    "saap": "saap(probes=32, window=255, staging=64)",
+}
+LLAMA: dict[str, Any] = {"layers": 8, "heads": 32, "kv_heads": 8, "head_dim": 128}
+SMALL: dict[str, Any] = {"layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "hidden": 32}
+APART = 0.05  # so far logits may be from those of steps that were not recorded, as a share of the largest
+
+
+def decoding(on: Machine, count: int, steps: int) -> Iterator[dict[str, Any]]:
+    """Microseconds of a step behind so many tokens: of all of them the mean too, as some are recorded anew."""
+    on_gpu = on.device.type == "cuda"
+    model = random_llama(**(LLAMA if on_gpu else SMALL), dtype=on.dtype if on_gpu else torch.float32).to(on.device)
+    text = model.config
+    ids = torch.randint(1, text.vocab_size, (1, count + steps), generator=on.draw, device=on.device)
+    index = (1024, 1024) if on_gpu else (8, 12)
+    layers = range(text.num_hidden_layers)
+    with made_up(text.num_key_value_heads, text.head_dim, layers, index, describe_model(model)) as ready:
+        for form, spec in FORMS.items():
+            config = ready(parse_spec(spec)).for_model(lambda: describe_model(model))
+            cache = prefill(model, ids[:, :count], make_cache(model, config), chunk=8192)
+            row: dict[str, Any] = {"what": "model", "form": form, "tokens": count, "us": {}}
+            twin = cache.fork()
+            expected, row["us"]["eager"] = _taken(on, model, cache, ids[:, count:], nullcontext())
+            if on_gpu:
+                graphs = recorded(model, CudaGraphs(on.device))
+                got, row["us"]["graph"] = _taken(on, model, twin, ids[:, count:], graphs)
+                apart = float((got - expected).abs().max() / expected.abs().max())
+                assert apart < APART, f"{form}: recorded steps are off by {apart:.3f} of the largest logit"
+                assert cache.seen == twin.seen
+            yield row
+
+
+def _taken(
+    on: Machine, model: PreTrainedModel, cache: SketchCache, following: Tensor, way: AbstractContextManager[Any]
+) -> tuple[Tensor, dict[str, Any]]:
+    """The logits of tokens one by one, and how long a step takes."""
+    said, taken = list[Tensor](), list[float]()
+    with torch.no_grad(), way:
+        for token in following.split(1, 1):
+            with on.clock(taken):
+                said.append(model(input_ids=token, past_key_values=cache).logits)
+    behind = taken[len(taken) // 4 :]  # the first steps compile and look at what is new
+    quartiles = statistics.quantiles(behind)[::2]
+    return torch.cat(said, 1), {
+        "median": statistics.median(behind),
+        "quartiles": quartiles,
+        "mean": statistics.fmean(behind),
+    }

@@ -1,0 +1,246 @@
+"""Steps that are recorded and replayed say what steps say that are not, and leave behind the same cache."""
+
+import weakref
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+import kvsketch
+from kvsketch.huggingface.graphs import LOOKED_AT, CudaGraphs, recorded
+from kvsketch.kernels import reading
+from kvsketch.kernels.indexed_attention import reference
+from made_index import make_index
+from recorder import Lists
+from uneven import made_profile
+from zoo import build, tokens
+
+pytestmark = pytest.mark.usefixtures("no_kernels")
+STEPS = 50
+SPECS = [
+    "exact",
+    "uniform(keep=0.5, window=16)",
+    "streaming_llm(keep=96)",
+    "balancekv(keep=0.25, window=16)",
+    "clustergen(keep=0.5)",
+    "keydiff(keep=0.25)",
+    "kvzip(keep=0.25)",
+    "snapkv(keep=100)",
+    "kmeans(index=INDEX, probes=4, estimate=True, window=15, staging=16)",
+    "saap(index=INDEX, probes=4, window=15, staging=16)",
+]
+
+
+@pytest.fixture
+def no_kernels(monkeypatch):
+    """Kernels in C are no operations of torch's, so that nobody can note them.
+
+    What torch does in their place where few of many tokens are read asks how many those are. A GPU does not, and nor
+    does the definition.
+    """
+    monkeypatch.setenv("KVSKETCH_CPU_KERNELS", "off")
+    monkeypatch.setattr(reading, "indexed_attention", reference.attend)
+
+
+def read(model, spec, rows, tmp_path):
+    """A cache that has read rows, the first one shorter if there are several; and the tokens that follow."""
+    if "INDEX" in spec:
+        spec = spec.replace("INDEX", repr(make_index(tmp_path / "index", model)))
+    ids, mask = tokens(rows, 150).to(model.device), torch.ones(rows, 150, dtype=torch.int64, device=model.device)
+    mask[0, : 24 * (rows - 1)] = 0
+    cache = kvsketch.prefill(model, ids, kvsketch.make_cache(model, spec), attention_mask=mask)
+    return cache, mask, tokens(rows, STEPS, seed=5).to(model.device)
+
+
+def decoded(model, cache, mask, following, graphs=None):
+    """The logits of single tokens, one after another."""
+    found = []
+    with recorded(model, graphs) if graphs else nullcontext(), torch.no_grad():
+        for token in following.split(1, 1):
+            mask = torch.cat([mask, torch.ones_like(token)], 1)
+            given = {"attention_mask": mask, "position_ids": mask.sum(1, keepdim=True) - 1}
+            found.append(model(input_ids=token, past_key_values=cache, **given).logits)
+    return torch.cat(found, 1)
+
+
+def assert_same(cache, other):
+    assert (cache.seen, [layer.held.lengths for layer in cache.sketch_layers]) == (
+        other.seen, [layer.held.lengths for layer in other.sketch_layers],
+    )  # fmt: skip
+    for one, two in zip(cache.layers, other.layers, strict=True):
+        (tensors, numbers), (others, other_numbers) = one.state(), two.state()
+        assert numbers == other_numbers
+        assert tensors.keys() == others.keys()
+        for name, x in tensors.items():
+            if x.is_floating_point():
+                torch.testing.assert_close(x, others[name], rtol=1e-3, atol=1e-4, msg=name)
+            elif not name.endswith("notes"):  # whose bits are those of sums
+                assert torch.equal(x, others[name]), name
+
+
+def assert_close(got, expected):
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(("spec", "rows"), [(spec, 1) for spec in SPECS] + [(spec, 2) for spec in SPECS[::3]])
+def test_replayed_steps_are_steps(spec, rows, tmp_path):
+    model = build("llama", layers=2)
+    cache, mask, following = read(model, spec, rows, tmp_path)
+    twin, graphs = cache.fork(), Lists()
+    expected = decoded(model, cache, mask, following)
+    assert_close(decoded(model, twin, mask, following, graphs), expected)
+    assert_same(twin, cache)
+    assert graphs.taken + graphs.recorded + graphs.replayed == STEPS
+    assert graphs.replayed > STEPS / 2, vars(graphs)
+
+
+def test_whoever_looks_at_a_cache_finds_it_as_after_any_step(tmp_path):
+    model, graphs = build("llama", layers=2), Lists()
+    cache, mask, following = read(model, "uniform(keep=0.5, window=16)", 2, tmp_path)
+    twin, ones = cache.fork(), torch.ones_like(following)
+    with recorded(model, graphs), torch.no_grad():
+        for step, token in enumerate(following.split(1, 1)):
+            mask = torch.cat([mask, ones[:, :1]], 1)
+            given = {"attention_mask": mask, "position_ids": mask.sum(1, keepdim=True) - 1}
+            got = model(input_ids=token, past_key_values=twin, **given).logits
+            assert_close(got, model(token, past_key_values=cache, **given).logits)
+            assert twin.seen == cache.seen
+            if step % 8 == 7:
+                held = [[layer.entries for layer in one.report().layers] for one in (twin, cache)]
+                assert held[0] == held[1]
+                assert_same(twin.fork(), cache)
+                twin.save(tmp_path / "cache.safetensors")
+                assert_same(kvsketch.load_cache(model, tmp_path / "cache.safetensors"), cache)
+            if step == 20:
+                twin.crop(-2)
+                cache.crop(-2)
+                mask = mask[:, :-2]
+    assert_same(twin, cache)
+    assert graphs.replayed > STEPS / 3, vars(graphs)
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_generate_says_the_same(beams, caplog):
+    model, ids, said = build("llama", layers=2), tokens(2, 90), []
+    options = {"max_new_tokens": 30, "min_new_tokens": 30, "do_sample": False, "num_beams": beams}
+    for graphs in (None, Lists()):
+        with recorded(model, graphs) if graphs else nullcontext():
+            said.append(
+                model.generate(ids, past_key_values=kvsketch.make_cache(model, "streaming_llm(keep=64)"), **options)
+            )
+    assert torch.equal(*said)
+    assert graphs.replayed >= 20 if beams == 1 else LOOKED_AT in caplog.text
+    assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "spec", "why"),
+    [
+        ("llama", "h2o(keep=0.25)", "takes note of every query"),
+        ("llama", "expected_attention(keep=0.25)", "takes note of every query"),
+        ("gemma2", "uniform(keep=0.5)", "transformers' own"),
+        ("llama", "streaming_llm(keep=96, heads=PROFILE)", "windows of unequal lengths"),
+    ],
+)
+def test_what_cannot_be_recorded_goes_on_as_it_is(family, spec, why, caplog, tmp_path):
+    model = build(family, layers=2)
+    if "PROFILE" in spec:
+        spec = spec.replace("PROFILE", repr(made_profile(tmp_path / "profile.json", model)))
+    cache, mask, following = read(model, spec, 1, tmp_path)
+    twin, graphs = cache.fork(), Lists()
+    expected = decoded(model, cache, mask, following[:, :5])
+    assert torch.equal(decoded(model, twin, mask, following[:, :5], graphs), expected)
+    assert vars(graphs) == vars(Lists())
+    assert [why in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_so_do_steps_in_which_a_number_is_asked_for(caplog, tmp_path):
+    model, graphs = build("llama", layers=2), Lists()
+    cache, mask, following = read(model, "uniform(keep=0.5, window=16)", 1, tmp_path)
+    twin = cache.fork()
+    expected = decoded(model, cache, mask, following[:, :6])
+    asked = model.model.norm.register_forward_hook(lambda module, given, out: out * bool(out.any()))
+    assert_close(decoded(model, twin, mask, following[:, :6], graphs), expected)
+    asked.remove()
+    assert (graphs.taken, graphs.replayed) == (1, 0)
+    assert "steps are not recorded" in caplog.text
+
+
+def test_so_do_steps_whose_attention_asks(monkeypatch, caplog, tmp_path):
+    monkeypatch.undo()
+    monkeypatch.setenv("KVSKETCH_CPU_KERNELS", "off")
+    model, graphs = build("llama", layers=2), Lists()
+    cache, mask, following = read(model, "saap(index=INDEX, probes=4, window=15, staging=16)", 1, tmp_path)
+    twin = cache.fork()
+    expected = decoded(model, cache, mask, following)
+    assert_close(decoded(model, twin, mask, following, graphs), expected)
+    assert_same(twin, cache)
+    assert (graphs.taken, graphs.replayed) == (1, 0)
+    assert "tolist" in caplog.text
+
+
+def test_a_cache_that_nobody_has_is_freed(tmp_path):
+    model = build("llama", layers=2)
+    with recorded(model, Lists()):
+        cache, _, following = read(model, "uniform(keep=0.5, window=16)", 1, tmp_path)
+        gone = weakref.ref(cache)
+        with torch.no_grad():
+            for token in following[:, :6].split(1, 1):
+                model(input_ids=token, past_key_values=cache)
+        del cache
+        assert gone() is None
+
+
+def test_a_step_that_was_interrupted_is_said_to_be(tmp_path):
+    model, graphs = build("llama", layers=2), Lists()
+    cache, _, following = read(model, "uniform(keep=0.5, window=16)", 1, tmp_path)
+
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    with recorded(model, graphs), torch.no_grad():
+        stopped = model.model.layers[1].register_forward_hook(interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model(input_ids=following[:, :1], past_key_values=cache)
+        stopped.remove()
+        with pytest.raises(ValueError, match="failed half-way"):
+            model(input_ids=following[:, :1], past_key_values=cache)
+
+
+def test_what_is_refused_always_is_refused_here(tmp_path):
+    model = build("llama", layers=2)
+    cache, mask, following = read(model, "uniform(keep=0.5, window=16)", 1, tmp_path)
+    with recorded(model, Lists()), torch.no_grad():
+        for _ in range(3):
+            model(input_ids=following[:, :1], past_key_values=cache)
+        with pytest.raises(ValueError, match="the attention mask covers 150 tokens"):
+            model(input_ids=following[:, :1], past_key_values=cache, attention_mask=mask)
+        with pytest.raises(ValueError, match="being recorded"), recorded(model, Lists()):
+            pass
+        other = build("llama", layers=2)
+        with recorded(other, Lists()), pytest.raises(ValueError, match="another model"):
+            other(input_ids=following[:, :1], past_key_values=cache)
+        model(input_ids=following[:, :1], past_key_values=cache)
+    assert cache.seen == 154
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("spec", SPECS)
+def test_on_a_gpu_replayed_steps_are_steps(spec, monkeypatch, tmp_path):
+    monkeypatch.undo()
+    model = build("llama", layers=2).cuda()
+    cache, mask, following = read(model, spec, 2, tmp_path)
+    twin, graphs = cache.fork(), CudaGraphs(torch.device("cuda"))
+    expected = decoded(model, cache, mask, following)
+    assert_close(decoded(model, twin, mask, following, graphs), expected)
+    assert_same(twin, cache)
+    assert graphs.latest is not None, "some were recorded"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it records")
+def test_without_a_gpu_nothing_is_recorded(caplog, tmp_path):
+    model = build("llama", layers=2)
+    cache, _, following = read(model, "exact", 1, tmp_path)
+    with kvsketch.cuda_graphs(model), torch.no_grad():
+        model(input_ids=following[:, :1], past_key_values=cache)
+    assert "CUDA graphs are for NVIDIA GPUs" in caplog.text
