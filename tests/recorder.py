@@ -52,7 +52,7 @@ class Lists:
 
     def take(self, step):
         self.taken += 1
-        return step()
+        return step(), None
 
     def record(self, step):
         self.recorded += 1

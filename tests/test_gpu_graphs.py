@@ -1,5 +1,6 @@
 """Steps that are recorded and replayed say what steps say that are not, and leave behind the same cache."""
 
+import copy
 import weakref
 from contextlib import nullcontext
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 import kvsketch
-from kvsketch.huggingface.graphs import LOOKED_AT, CudaGraphs, recorded
+from kvsketch.huggingface.graphs import LEAST, LOOKED_AT, CudaGraphs, recorded
 from kvsketch.kernels import reading
 from kvsketch.kernels.indexed_attention import reference
 from made_index import make_index
@@ -52,14 +53,23 @@ def read(model, spec, rows, tmp_path):
     return cache, mask, tokens(rows, STEPS, seed=5).to(model.device)
 
 
+def step(model, cache, token, mask=None, **given):
+    """The output of a token; and the mask of all, if one was given of those before it."""
+    if mask is None:
+        places = torch.full_like(token, cache.seen)
+        return model(input_ids=token, past_key_values=cache, position_ids=places, **given)
+    mask = torch.cat([mask, torch.ones_like(token)], 1)
+    places = mask.sum(1, keepdim=True) - 1
+    return model(input_ids=token, past_key_values=cache, attention_mask=mask, position_ids=places, **given), mask
+
+
 def decoded(model, cache, mask, following, graphs=None):
     """The logits of single tokens, one after another."""
     found = []
     with recorded(model, graphs) if graphs else nullcontext(), torch.no_grad():
         for token in following.split(1, 1):
-            mask = torch.cat([mask, torch.ones_like(token)], 1)
-            given = {"attention_mask": mask, "position_ids": mask.sum(1, keepdim=True) - 1}
-            found.append(model(input_ids=token, past_key_values=cache, **given).logits)
+            out, mask = step(model, cache, token, mask)
+            found.append(out.logits)
     return torch.cat(found, 1)
 
 
@@ -90,7 +100,7 @@ def test_replayed_steps_are_steps(spec, rows, tmp_path):
     expected = decoded(model, cache, mask, following)
     assert_close(decoded(model, twin, mask, following, graphs), expected)
     assert_same(twin, cache)
-    assert graphs.taken + graphs.recorded + graphs.replayed == STEPS
+    assert graphs.taken + graphs.recorded + graphs.replayed >= STEPS - LEAST
     assert graphs.replayed > STEPS / 2, vars(graphs)
 
 
@@ -99,19 +109,19 @@ def test_whoever_looks_at_a_cache_finds_it_as_after_any_step(tmp_path):
     cache, mask, following = read(model, "uniform(keep=0.5, window=16)", 2, tmp_path)
     twin, ones = cache.fork(), torch.ones_like(following)
     with recorded(model, graphs), torch.no_grad():
-        for step, token in enumerate(following.split(1, 1)):
+        for number, token in enumerate(following.split(1, 1)):
             mask = torch.cat([mask, ones[:, :1]], 1)
             given = {"attention_mask": mask, "position_ids": mask.sum(1, keepdim=True) - 1}
             got = model(input_ids=token, past_key_values=twin, **given).logits
             assert_close(got, model(token, past_key_values=cache, **given).logits)
             assert twin.seen == cache.seen
-            if step % 8 == 7:
+            if number % 8 == 7:
                 held = [[layer.entries for layer in one.report().layers] for one in (twin, cache)]
                 assert held[0] == held[1]
                 assert_same(twin.fork(), cache)
                 twin.save(tmp_path / "cache.safetensors")
                 assert_same(kvsketch.load_cache(model, tmp_path / "cache.safetensors"), cache)
-            if step == 20:
+            if number == 20:
                 twin.crop(-2)
                 cache.crop(-2)
                 mask = mask[:, :-2]
@@ -181,47 +191,112 @@ def test_so_do_steps_whose_attention_asks(monkeypatch, caplog, tmp_path):
 
 def test_a_cache_that_nobody_has_is_freed(tmp_path):
     model = build("llama", layers=2)
-    with recorded(model, Lists()):
+    with recorded(model, Lists()), torch.no_grad():
         cache, _, following = read(model, "uniform(keep=0.5, window=16)", 1, tmp_path)
         gone = weakref.ref(cache)
-        with torch.no_grad():
-            for token in following[:, :6].split(1, 1):
-                model(input_ids=token, past_key_values=cache)
+        for token in following[:, :6].split(1, 1):
+            step(model, cache, token)
         del cache
         assert gone() is None
 
 
-def test_a_step_that_was_interrupted_is_said_to_be(tmp_path):
-    model, graphs = build("llama", layers=2), Lists()
-    cache, _, following = read(model, "uniform(keep=0.5, window=16)", 1, tmp_path)
+def fail(*given, **options):
+    raise KeyboardInterrupt
 
-    def interrupted(*given):
-        raise KeyboardInterrupt
 
-    with recorded(model, graphs), torch.no_grad():
-        stopped = model.model.layers[1].register_forward_hook(interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            model(input_ids=following[:, :1], past_key_values=cache)
-        stopped.remove()
-        with pytest.raises(ValueError, match="failed half-way"):
-            model(input_ids=following[:, :1], past_key_values=cache)
+@pytest.mark.parametrize(
+    ("what", "taken"),
+    [("open", 0), ("open", 5), ("read", 0), ("read", 1), ("came_one", 0), ("came_one", 1), ("came_one", 5)],
+)
+def test_an_interruption_is_noticed_wherever_it_comes(what, taken, monkeypatch, tmp_path):
+    """In the second layer: as it is opened, as it reads (what is replayed does not), as Python counts."""
+    model = build("llama", layers=2)
+    cache, mask, following = read(model, "uniform(keep=0.5, window=16)", 1, tmp_path)
+    twin, layer = cache.fork(), cache.sketch_layers[1]
+    with recorded(model, Lists()), torch.no_grad():
+        for token in following[:, :taken].T[..., None]:
+            step(model, cache, token)
+        if what == "open":
+            cache.report()  # closes them
+        with monkeypatch.context() as patch:
+            patch.setattr(layer.held if what == "open" else layer, what, fail)
+            with pytest.raises(KeyboardInterrupt):
+                step(model, cache, following[:, taken : taken + 1])
+        if what == "open":  # nothing was taken
+            found = [step(model, cache, token).logits for token in following[:, taken:12].T[..., None]]
+            assert_close(torch.cat(found, 1), decoded(model, twin, mask, following[:, :12])[:, taken:])
+        else:
+            with pytest.raises(ValueError, match="failed half-way"):
+                step(model, cache, following[:, :1])
 
 
 def test_what_is_refused_always_is_refused_here(tmp_path):
     model = build("llama", layers=2)
     cache, mask, following = read(model, "uniform(keep=0.5, window=16)", 1, tmp_path)
+    token = following[:, :1]
     with recorded(model, Lists()), torch.no_grad():
-        for _ in range(3):
-            model(input_ids=following[:, :1], past_key_values=cache)
+        for _ in range(4):
+            step(model, cache, token)
         with pytest.raises(ValueError, match="the attention mask covers 150 tokens"):
-            model(input_ids=following[:, :1], past_key_values=cache, attention_mask=mask)
+            model(input_ids=token, past_key_values=cache, attention_mask=mask)
+        with pytest.raises(ValueError, match="does not form attention weights"):
+            step(model, cache, token, output_attentions=True)
         with pytest.raises(ValueError, match="being recorded"), recorded(model, Lists()):
             pass
         other = build("llama", layers=2)
+        kvsketch.attach(other)
         with recorded(other, Lists()), pytest.raises(ValueError, match="another model"):
-            other(input_ids=following[:, :1], past_key_values=cache)
-        model(input_ids=following[:, :1], past_key_values=cache)
-    assert cache.seen == 154
+            step(other, cache, token)
+        step(model, cache, token)
+    assert cache.seen == 155
+
+
+def test_padding_among_new_tokens_is_padding(caplog, tmp_path):
+    model = build("llama", layers=2)
+    cache, mask, following = read(model, "uniform(keep=0.5, window=16)", 2, tmp_path)
+    with recorded(model, Lists()), torch.no_grad():
+        for number, token in enumerate(following[:, :6].split(1, 1)):
+            there = torch.tensor([[1], [int(number < 3)]])
+            mask = torch.cat([mask, there], 1)
+            model(
+                input_ids=token, past_key_values=cache, attention_mask=mask,
+                position_ids=(mask.sum(1, keepdim=True) - 1).clamp_min(0),
+            )  # fmt: skip
+    assert cache.sketch_layers[1].held.lengths == [132, 153]
+    assert "new token is padding" in caplog.text
+
+
+def test_outputs_stay_what_they_were(tmp_path):
+    model = build("llama", layers=2)
+    cache, _, following = read(model, "uniform(keep=0.5, window=16)", 1, tmp_path)
+    with recorded(model, Lists()), torch.no_grad():
+        said = [step(model, cache, token, output_hidden_states=True) for token in following[:, :8].split(1, 1)]
+    states = [out.hidden_states[-1] for out in said]
+    assert all(not torch.equal(one, states[-1]) for one in states[:-1])
+    assert {tuple(out) for out in said} == {("logits", "past_key_values", "hidden_states")}
+
+
+def test_inference_mode_and_no_grad_take_turns(tmp_path):
+    model, graphs = build("llama", layers=2), Lists()
+    cache, mask, following = read(model, "kmeans(index=INDEX, probes=4, window=15, staging=16)", 1, tmp_path)
+    twin, found = cache.fork(), []
+    expected = decoded(model, cache, mask, following[:, :24])
+    with recorded(model, graphs):
+        for number, token in enumerate(following[:, :24].split(1, 1)):
+            with torch.inference_mode() if number // 6 % 2 else torch.no_grad():
+                found.append(step(model, twin, token).logits)
+    assert_close(torch.cat(found, 1), expected)
+    assert_same(twin, cache)
+    assert graphs.replayed > 6
+
+
+def test_a_copy_of_the_model_computes_by_itself(tmp_path):
+    model, graphs = build("llama", layers=2), Lists()
+    with recorded(model, graphs):
+        twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.lm_head.weight.zero_()
+        assert not twin(tokens(1, 5)).logits.any()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
@@ -242,5 +317,5 @@ def test_without_a_gpu_nothing_is_recorded(caplog, tmp_path):
     model = build("llama", layers=2)
     cache, _, following = read(model, "exact", 1, tmp_path)
     with kvsketch.cuda_graphs(model), torch.no_grad():
-        model(input_ids=following[:, :1], past_key_values=cache)
+        step(model, cache, following[:, :1])
     assert "CUDA graphs are for NVIDIA GPUs" in caplog.text

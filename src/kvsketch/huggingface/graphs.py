@@ -9,49 +9,55 @@ between steps, in blocks, and then a step is recorded anew: what it reads may li
 Whoever looks at the cache in between finds it closed, as after any step.
 """
 
-import copy
 import functools
 import logging
+import threading
+import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
 from kvsketch.huggingface.attention import autocast_of, check_mask
 from kvsketch.huggingface.layer import SketchLayer
 from kvsketch.huggingface.supported import unwrapped
+from kvsketch.kernels.gpu import attention as in_triton
 
 M = TypeVar("M", bound=nn.Module)
 Step = Callable[[], ModelOutput]
 MOST = 256  # tokens for which there is room at once, where nothing leaves
 LEAST = 4  # before something leaves: for fewer it is not worth while
-OFTEN, LOOKED_AT = 3, "the cache is looked at, or its rows are moved, after every step or two"
-INPUTS = ("input_ids", "position_ids", "attention_mask", "past_key_values")
+OFTEN = 3  # times in a row
+INPUTS = ("input_ids", "position_ids")  # change from step to step; the mask does not, for new tokens are real ones
+SEEN_TO = (*INPUTS, "attention_mask", "past_key_values")
 PLAIN = {"use_cache": (None, True), "return_dict": (None, True), "labels": (None,), "inputs_embeds": (None,)}
+LOOKED_AT = "the cache is looked at, or its rows are moved, after every step or two"
+UNEVEN = "rows of unequal lengths have few steps between tokens that leave their windows"
 _log = logging.getLogger("kvsketch")
+
+
+class NotRecordedError(Exception):
+    """A step that does something that cannot be recorded."""
 
 
 @runtime_checkable
 class Graphs(Protocol):
     """What records."""
 
-    def take(self, step: Step) -> ModelOutput:
-        """Take a step as it is, where later ones will be recorded."""
+    def take(self, step: Step) -> tuple[ModelOutput, str | None]:
+        """Take a step as it is, where later ones will be recorded; what in it, if anything, could not be."""
 
     def record(self, step: Step) -> tuple[Callable[[], object], ModelOutput]:
         """Take a step and record it: what takes it again, and where its output is then.
 
         `NotRecordedError` if that cannot be; then nothing was taken.
         """
-
-
-class NotRecordedError(Exception):
-    """A step that does something that cannot be recorded."""
 
 
 class CudaGraphs:
@@ -61,20 +67,32 @@ class CudaGraphs:
         self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
         self.latest: torch.cuda.CUDAGraph | None = None  # is still there while the next one is made
 
-    def take(self, step: Step) -> ModelOutput:
+    def take(self, step: Step) -> tuple[ModelOutput, str | None]:
         now = torch.cuda.current_stream(self.stream.device)
         self.stream.wait_stream(now)
-        with torch.cuda.stream(self.stream):
-            out = step()
-        now.wait_stream(self.stream)
-        return out
+        # A recording that fails leaves some versions of torch in a bad state, so what would end one is found before.
+        mode = torch.cuda.get_sync_debug_mode()
+        try:
+            with warnings.catch_warnings(record=True) as said, torch.cuda.stream(self.stream):
+                warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("warn")
+                out = step()
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+            now.wait_stream(self.stream)
+        waits = [one for one in said if "synchronizing CUDA operation" in str(one.message)]
+        for one in said:
+            if one not in waits:
+                warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+        where = f"{waits[0].filename}:{waits[0].lineno}" if waits else ""
+        return out, f"a step waits for a number of the GPU's, or copies one there ({where})" if waits else None
 
     def record(self, step: Step) -> tuple[Callable[[], object], ModelOutput]:
         graph = torch.cuda.CUDAGraph()
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         try:
             with torch.cuda.stream(self.stream):
-                # Not `with torch.cuda.graph`, which collects garbage first: a step would take longer than without.
+                # Not `with torch.cuda.graph`, which gives back all memory first: that takes longer than a step.
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 try:
                     out = step()
@@ -98,87 +116,167 @@ class Steps:
         self._cache: weakref.ref[Any] = weakref.ref(cache)  # not held: the cache has this
         self.refused: str | None = None  # why no more steps are recorded
         self.inside = False  # a step is under way
-        self.room = 0  # for so many tokens layers are open
+        self.open = False  # layers are, for so many tokens more:
+        self.room = 0
         self.inputs: dict[str, Tensor] = {}  # where a step finds them
         self.rest: dict[str, Any] = {}  # what else a step is given
-        self.warm = False  # whether a step was taken since layers were opened
+        self.inference = False  # whether torch's inference mode is on, whose tensors nobody else may change
+        self.warm = False  # whether a step was taken since layers were opened, and could have been recorded
+        self.waited = 0  # so many steps in a row could not
+        self.looked_at = 0  # so many times in a row layers were closed before a step was replayed
         self.replay: Callable[[], object] | None = None
         self.out: ModelOutput | None = None
-        self.looked_at = 0  # so many times in a row layers were closed before a step was replayed
 
-    def take(self, inputs: dict[str, Tensor], rest: dict[str, Any]) -> ModelOutput:
-        """Take a step that `why_not` has nothing against."""
-        if self.room and not (self.rest == rest and all(_alike(self.inputs[name], inputs[name]) for name in inputs)):
-            self.close()
-        if not self.room:
-            self._open(inputs, rest)
-        for name, x in inputs.items():
-            self.inputs[name].copy_(x)
-        cache = self._cache()
+    def fit(self, inputs: Mapping[str, Tensor], rest: Mapping[str, Any]) -> bool:
+        """Whether layers are open for a step with these."""
+        same = self.open and self.inference == torch.is_inference_mode_enabled() and self.rest == rest
+        return same and all(_alike(self.inputs[name], x) for name, x in inputs.items())
 
-        def step() -> ModelOutput:
-            return self.forward(**self.inputs, past_key_values=cache, use_cache=True, return_dict=True, **self.rest)
+    def may_open(self) -> bool:
+        """Whether so much has room that it is worth while."""
+        self.room = min(MOST, *(layer.held.room() for layer in self.stack.sketch))
+        return self.room > LEAST
 
-        self.inside = self.stack.touched = True  # until the step is through
+    def take(self, inputs: Mapping[str, Tensor], rest: dict[str, Any]) -> ModelOutput:
+        """Take a step that nothing is against."""
         try:
-            out = self._taken(step)
+            if not self.open:
+                self._open(inputs, rest)
+            for name, x in inputs.items():
+                self.inputs[name].copy_(x)
+            self.inside = self.stack.touched = True  # until the step is through
+            out = self._taken(self._cache())
+            self.inside = False
+            self._came_one()
         except BaseException as error:
+            self.inside = False
+            self._close()
             if isinstance(error, NotRecordedError):
                 self._forget()
-            self._close()
             raise
-        finally:
-            self.inside = False
-        self._came_one()
         self.stack.touched = False
         return out
 
     def close(self) -> None:
         """Have layers as they are after a step that was not recorded."""
-        if not self.inside and self.room:
+        if self.open and not self.inside:
             self.looked_at = self.looked_at + 1 if self.replay is None else 0
-            self.refused = LOOKED_AT if self.looked_at == OFTEN else None
+            self.refused = LOOKED_AT if self.looked_at == OFTEN else self.refused
             self._close()
 
-    def _close(self) -> None:
-        empty, self.room = self.room, 0
-        self.replay, self.out, self.warm = None, None, False
-        for layer in self.stack.sketch:
-            layer.held.close(empty)
-
-    def _forget(self) -> None:
-        """Nothing was taken of a step that could not be recorded, whatever layers say."""
-        self.stack.touched = False
-        for layer in self.stack.sketch:
-            layer.pending, layer.broken = 0, False
-
-    def _open(self, inputs: dict[str, Tensor], rest: dict[str, Any]) -> None:
-        room = min(MOST, *(layer.held.room() for layer in self.stack.sketch))
+    def _open(self, inputs: Mapping[str, Tensor], rest: dict[str, Any]) -> None:
+        self.open, self.inference = True, torch.is_inference_mode_enabled()
         self.inputs, self.rest = {name: x.clone() for name, x in inputs.items()}, rest
         for layer in self.stack.sketch:
-            layer.held.open(room)
-        self.room = room
+            layer.held.open(self.room)
 
-    def _taken(self, step: Step) -> ModelOutput:
+    def _close(self) -> None:
+        self.replay, self.out, self.warm = None, None, False
+        for layer in self.stack.sketch:
+            layer.held.close()
+        self.open = False
+
+    def _taken(self, cache: Any) -> ModelOutput:
+        def step() -> ModelOutput:
+            return self.forward(**self.inputs, past_key_values=cache, use_cache=True, return_dict=True, **self.rest)
+
         if self.replay is not None:
             self.replay()
-        elif self.warm and self.room >= LEAST:
+        elif self.warm:
             self.replay, self.out = self.graphs.record(step)
             self.out["past_key_values"] = None  # or what the cache has would have the cache
         else:
-            self.warm = True
-            return self.graphs.take(step)
+            out, wrong = self.graphs.take(step)
+            self.warm, self.waited = wrong is None, 0 if wrong is None else self.waited + 1
+            self.refused = wrong if self.waited == OFTEN else None  # the first step may look at what is new to it
+            return out
         assert self.out is not None, "it was recorded"
-        return _copied(self.out, self._cache())
+        return _copied(self.out, cache)
 
     def _came_one(self) -> None:
         for layer in self.stack.sketch:
             layer.came_one()
         self.room -= 1
-        if not self.room:  # what is due leaves
-            self._close()
-            for layer in self.stack.sketch:
-                layer.held.settle()
+        if self.room and self.refused is None:
+            return
+        self._close()
+        for layer in self.stack.sketch:  # what is due leaves
+            layer.held.settle()
+
+    def _forget(self) -> None:
+        """Nothing was taken of a step that could not be recorded, whatever layers say."""
+        for layer in self.stack.sketch:
+            layer.pending, layer.broken = 0, False
+        self.stack.touched = False
+
+
+class Recording:
+    """A model's `forward` that records the steps of caches of ours."""
+
+    def __init__(self, model: nn.Module, graphs: Graphs) -> None:
+        self.model, self.graphs, self.before = model, graphs, model.forward
+        self.caches, self.told = weakref.WeakSet[Any](), set[str]()
+        self.lock = threading.RLock()  # recordings share their memory
+        functools.update_wrapper(self, self.before)  # `generate` asks for the names of its arguments
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        """A copy of the model does not compute with this one, nor records."""
+        twin = memo[id(self.model)]
+        return type(twin).forward.__get__(twin)
+
+    def __call__(self, *args: Any, **given: Any) -> Any:
+        cache: Any = given.get("past_key_values")
+        if args or not _is_step(cache, given):
+            if isinstance(cache, Cache) and getattr(cache, "steps", None) is not None:
+                cache._close()
+                cache.steps.looked_at = 0
+            return self.before(*args, **given)
+        with self.lock:
+            steps = self._steps_of(cache)
+            if steps.stack.touched:  # which will be said
+                return self.before(**given)
+            inputs = {name: given[name] for name in INPUTS if given.get(name) is not None}
+            rest = {name: x for name, x in given.items() if name not in (*SEEN_TO, *PLAIN) and x is not None}
+            reason = self._against(steps, cache, given, inputs, rest)
+            if reason is None:
+                try:
+                    return steps.take(inputs, rest)
+                except NotRecordedError as error:
+                    reason = steps.refused = str(error)
+        self._say(reason)
+        return self.before(**given)
+
+    def end(self) -> None:
+        """Leave all caches as they are after steps that were not recorded."""
+        for cache in self.caches:
+            cache._close()
+            cache.steps = None
+
+    def _steps_of(self, cache: Any) -> Steps:
+        if cache.steps is None or cache.steps.forward is not self.before:
+            cache._close()
+            cache.steps = Steps(cache, self.before, self.graphs)
+            self.caches.add(cache)
+        return cache.steps
+
+    def _against(
+        self, steps: Steps, cache: Any, given: Mapping[str, Any], inputs: Mapping[str, Tensor], rest: Mapping[str, Any]
+    ) -> str | None:
+        """Why this step is not recorded; if nothing is against it layers are open, or can be opened."""
+        reason = steps.refused or _against_call(self.model, given, rest)
+        if reason is not None or steps.fit(inputs, rest):
+            return reason
+        cache._close()
+        steps.refused = why_not(cache)
+        if steps.refused is None and steps.may_open():
+            cache.check_step(self.model, given)  # as always, but now and then
+            return None
+        return steps.refused or UNEVEN
+
+    def _say(self, reason: str) -> None:
+        if reason not in self.told:
+            self.told.add(reason)
+            _log.warning("steps are not recorded: %s", reason)
 
 
 def why_not(cache: Any) -> str | None:
@@ -188,8 +286,11 @@ def why_not(cache: Any) -> str | None:
         return "the model has layers that do not attend to everything, and those are transformers' own"
     if cache.model.rope is not None:
         return "the model's rotation changes with the length of the text"
-    if cache.model.divisions or len({layer.held.window.keys.view.device for layer in sketch}) > 1:
+    devices = {layer.held.window.keys.view.device for layer in sketch}
+    if cache.model.divisions or len(devices) > 1:
         return "the model is spread over several devices"
+    if any(device.type == "cuda" and not in_triton.runs_on(device) for device in devices):
+        return "kernels in Triton do not run here, and what torch does in their place takes more memory so"
     for layer in sketch:
         only, config = layer.held.streams.only, layer.held.config
         if only is None:
@@ -205,7 +306,8 @@ def cuda_graphs(model: M) -> Iterator[M]:
     """Within the block decode steps are recorded as CUDA graphs and replayed, where a cache of ours allows it.
 
     `with kvsketch.cuda_graphs(model): model.generate(..., past_key_values=cache)`. Answers are the same. Other calls,
-    and caches whose steps cannot be recorded, go on as they are; why is said once in the log.
+    and caches whose steps cannot be recorded, go on as they are; why is said once in the log. The model stays as it is
+    in the block: weights that are moved, and hooks or adapters that are exchanged, are not noticed by what is replayed.
     """
     inner = unwrapped(model)
     device = next(inner.parameters()).device
@@ -220,38 +322,10 @@ def cuda_graphs(model: M) -> Iterator[M]:
 @contextmanager
 def recorded(model: nn.Module, graphs: Graphs) -> Iterator[None]:
     """The same, with what records given."""
-    if getattr(model.forward, "_kvsketch_records", False):
+    if isinstance(model.forward, Recording):
         raise ValueError("the steps of this model are being recorded: leave the block before another one begins")
-    before, own = model.forward, model.__dict__.get("forward")
-    caches, told = weakref.WeakSet[Any](), set[str]()
-
-    @functools.wraps(before)
-    def forward(*args: Any, **given: Any) -> Any:
-        cache: Any = given.get("past_key_values")
-        if args or not _is_step(model, cache, given):
-            return before(*args, **given)
-        if cache.steps is None or cache.steps.forward is not before:
-            cache._close()
-            cache.steps = Steps(cache, before, graphs)
-            caches.add(cache)
-        steps: Steps = cache.steps
-        reason = steps.refused
-        if reason is None and not steps.room:
-            cache.check_step(model, given)  # as always, but now and then
-            reason = why_not(cache)
-        if reason is None:
-            rest = {name: x for name, x in given.items() if name not in INPUTS and name not in PLAIN and x is not None}
-            try:
-                return steps.take(_inputs(cache, given), rest)
-            except NotRecordedError as error:
-                reason = steps.refused = str(error)
-        if reason not in told:
-            told.add(reason)
-            _log.warning("steps are not recorded: %s", reason)
-        return before(**given)
-
-    forward._kvsketch_records = True  # type: ignore[attr-defined]
-    model.forward = forward
+    own, recording = model.__dict__.get("forward"), Recording(model, graphs)
+    model.forward = recording
     try:
         yield
     finally:
@@ -259,39 +333,42 @@ def recorded(model: nn.Module, graphs: Graphs) -> Iterator[None]:
             del model.forward
         else:
             model.forward = own
-        for cache in caches:
-            cache._close()
-            cache.steps = None
+        recording.end()
 
 
-def _is_step(model: nn.Module, cache: Any, given: dict[str, Any]) -> bool:
-    """Whether a call is a plain step of a cache of ours that has read something."""
-    ids, mask, places = (given.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+def _is_step(cache: Any, given: Mapping[str, Any]) -> bool:
+    """Whether a call is a single token for a cache of ours that has read something, and nobody wants more of it."""
+    ids = given.get("input_ids")
     if not (isinstance(cache, Cache) and hasattr(cache, "check_step") and isinstance(ids, Tensor)):
         return False
     if ids.ndim != 2 or ids.shape[1] != 1 or cache.seen == 0 or len(ids) != cache.rows:
         return False
-    if torch.is_grad_enabled() or model.training or autocast_of(ids.device) is not None:
+    if torch.compiler.is_compiling() or (ids.is_cuda and torch.cuda.is_current_stream_capturing()):
         return False
     if any(given.get(name) not in allowed for name, allowed in PLAIN.items()):
         return False
-    held = cache.prompt.held or any(layer.held.recording or layer.watcher for layer in cache.sketch_layers)
-    if held or not cache.sketch_layers:
-        return False
-    if mask is not None:
-        if not isinstance(mask, Tensor):
-            return False
-        check_mask(mask, cache.rows, 1, cache.seen)
-    if not (places is None or (isinstance(places, Tensor) and places.ndim == 2)):
-        return False
-    known = {*INPUTS, *PLAIN}
-    return not any(isinstance(x, Tensor) for name, x in given.items() if name not in known)
+    sketch = cache.sketch_layers
+    return bool(sketch) and not (cache.prompt.held or any(one.held.recording or one.watcher for one in sketch))
 
 
-def _inputs(cache: Any, given: dict[str, Any]) -> dict[str, Tensor]:
-    """What changes from step to step. The mask does not: a new token is a real one, and those before it are known."""
-    ids, places = given["input_ids"], given.get("position_ids")
-    return {"input_ids": ids, "position_ids": torch.full_like(ids[:1], cache.seen) if places is None else places}
+def _against_call(model: nn.Module, given: Mapping[str, Any], rest: Mapping[str, Any]) -> str | None:
+    """Why a call of a single token cannot be recorded, by what it is given."""
+    ids, mask, places = (given.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+    assert isinstance(ids, Tensor), "it is a step"
+    if torch.is_grad_enabled() or model.training:
+        return "gradients are wanted, or the model is in training: model.eval(), and torch.no_grad() around the call"
+    if autocast_of(ids.device) is not None:
+        return "torch.autocast is on"
+    if not isinstance(places, Tensor) or places.ndim != 2:
+        return "a call came without position_ids, rows × tokens (generate has them)"
+    if any(isinstance(x, Tensor) for x in tree_leaves(rest)):
+        return f"a call came with other tensors: {', '.join(rest)}"
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor):
+        return f"a call came with a mask of another kind: {type(mask).__name__}"
+    check_mask(mask, len(ids), 1, given["past_key_values"].seen)
+    return None if bool(mask[:, -1].all()) else "a row's new token is padding"
 
 
 def _alike(x: Tensor, y: Tensor) -> bool:
@@ -300,9 +377,5 @@ def _alike(x: Tensor, y: Tensor) -> bool:
 
 def _copied(out: ModelOutput, cache: Any) -> ModelOutput:
     """An output that the next step does not overwrite."""
-    fresh = copy.copy(out)
-    fresh["past_key_values"] = cache
-    for name, value in out.items():
-        if isinstance(value, Tensor):
-            fresh[name] = value.clone()
-    return fresh
+    fresh = {name: tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, value) for name, value in out.items()}
+    return type(out)(**fresh | {"past_key_values": cache})

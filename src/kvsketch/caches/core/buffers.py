@@ -80,7 +80,7 @@ class Growing:
         """Have these places from `start` on, and none behind them."""
         self.resize(start + new.shape[self.dim], new, most)
         self.view.narrow(self.dim, start, new.shape[self.dim]).copy_(new)
-        self._give_back()
+        self.give_back()
 
     def remove(self, start: int, stop: int) -> None:
         """Take out places start…stop-1 and close the gap."""
@@ -90,7 +90,7 @@ class Growing:
             moved = self.view.narrow(self.dim, stop, behind).clone()  # the two ranges may overlap
             self.view.narrow(self.dim, start, behind).copy_(moved)
         self.length -= stop - start
-        self._give_back()
+        self.give_back()
 
     def make_writable(self) -> None:
         """Take a copy where torch would refuse to change what there is."""
@@ -102,7 +102,7 @@ class Growing:
         if self.buffer is not None:
             self.buffer = self.view.index_select(0, index.to(self.buffer.device))
 
-    def _give_back(self) -> None:
+    def give_back(self) -> None:
         """Shrink a buffer that has more room than growing by tokens ever makes, as after a long chunk."""
         assert self.buffer is not None
         if self.buffer.shape[self.dim] > self.length + 2 * self._spare(self.length):
@@ -120,7 +120,9 @@ class Window:
         self.keys, self.values, self.ranks = (Growing(dim, spare=spare) for dim in (2, 2, 1))
         self.notes: Growing | None = None  # of the first columns: those of the others are still to come
         self.ragged = False  # whether there may be columns that are not all rows' own
-        self.place: Int64[Tensor, " 1"] | None = None  # of the first empty column, while there are any: see `open`
+        # While there are empty columns, see `open`: how many are not, as Python knows it, and where the first one is.
+        self.filled: int | None = None
+        self.place: Int64[Tensor, " 1"] | None = None
 
     @property
     def length(self) -> int:
@@ -152,11 +154,11 @@ class Window:
 
     def open(self, count: int) -> None:
         """Have `count` empty columns: what `put` puts there changes tensors, and nothing that Python knows."""
-        self.place = torch.full((1,), self.length, device=self.ranks.view.device)
+        self.filled = start = self.length
         for grown in self._all:
-            start = grown.length
             grown.resize(start + count, grown.view, start + count if count <= grown.spare else None)
             grown.view.narrow(grown.dim, start, count).fill_(-1 if grown is self.ranks else 0)
+        self.place = torch.full((1,), start, device=self.ranks.view.device)
 
     def put(self, new: Columns) -> None:
         """Fill the first empty column."""
@@ -166,11 +168,14 @@ class Window:
             grown.view.index_copy_(grown.dim, self.place, x)
         self.place.add_(1)
 
-    def close(self, empty: int) -> None:
-        """Give up the columns that are empty, so many."""
-        self.place = None
+    def close(self, came: int) -> None:
+        """Have no empty columns, after so many were filled; also where `open` was interrupted."""
+        if self.filled is None:
+            return
         for grown in self._all:
-            grown.length -= empty
+            grown.length = min(grown.length, self.filled + came)
+            grown.give_back()
+        self.filled = self.place = None
 
     def append_notes(self, notes: Int64[Tensor, "b h n t"] | None) -> None:
         """Add notes about columns that have none yet."""

@@ -228,6 +228,8 @@ class LayerCache(LayerState):
 
     def open(self, count: int) -> None:
         """Have so many tokens come one by one, no more than there is room for, without a number of ours changing."""
+        assert self.opened is None, "what was opened is closed first"
+        self.opened = self.seen
         for stream in self.streams.all:
             stream.take_notes()
             stream.window.open(count)
@@ -240,12 +242,14 @@ class LayerCache(LayerState):
         for stream in self.streams.all:
             stream.may_come -= 1
 
-    def close(self, empty: int) -> None:
-        """So many tokens did not come."""
-        self.next_rank = None
+    def close(self) -> None:
+        """Have those tokens that were counted, and no room for more; also where `open` or this was interrupted."""
+        if self.opened is None:
+            return
         for stream in self.streams.all:
+            stream.window.close(self.seen - self.opened)
             stream.window.ragged = self.ragged
-            stream.window.close(empty)
+        self.opened = self.next_rank = None
 
     def budget_of_layer(self, other: "LayerCache") -> Budget:
         """What a head may hold on the average, of a layer like another one."""

@@ -35,7 +35,9 @@ class LayerState:
         self.seen = 0  # tokens per row, padding included: the logical length
         self.lengths: list[int] = []  # real tokens per row
         self.counted: tuple[list[int], Tensor] | None = None  # they, and the same on the device
-        self.next_rank: Int64[Tensor, "b 1"] | None = None  # while tokens come that only the device counts: of the next
+        # While tokens come that the device counts: how many had been seen before, and the rank of the next one.
+        self.opened: int | None = None
+        self.next_rank: Int64[Tensor, "b 1"] | None = None
         self.ragged = False  # whether rows may have unequal lengths
         self.spans: list[Spans] = []  # what is protected of each row
         self.heads = 0  # KV heads
