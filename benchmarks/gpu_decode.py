@@ -58,7 +58,8 @@ def _taken(
     with torch.no_grad(), way:
         for token in following.split(1, 1):
             with on.clock(taken):
-                said.append(model(input_ids=token, past_key_values=cache).logits)
+                at = torch.full_like(token, cache.seen)
+                said.append(model(input_ids=token, position_ids=at, past_key_values=cache).logits)
     behind = taken[len(taken) // 4 :]  # the first steps compile and look at what is new
     quartiles = statistics.quantiles(behind)[::2]
     return torch.cat(said, 1), {

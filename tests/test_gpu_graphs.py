@@ -299,7 +299,10 @@ def test_a_copy_of_the_model_computes_by_itself(tmp_path):
         assert not twin(tokens(1, 5)).logits.any()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+
+
+@needs_a_gpu
 @pytest.mark.parametrize("spec", SPECS)
 def test_on_a_gpu_replayed_steps_are_steps(spec, monkeypatch, tmp_path):
     monkeypatch.undo()
@@ -310,6 +313,35 @@ def test_on_a_gpu_replayed_steps_are_steps(spec, monkeypatch, tmp_path):
     assert_close(decoded(model, twin, mask, following, graphs), expected)
     assert_same(twin, cache)
     assert graphs.latest is not None, "some were recorded"
+
+
+@needs_a_gpu
+def test_on_a_gpu_two_caches_take_turns_in_bfloat16(monkeypatch, tmp_path):
+    monkeypatch.undo()
+    model = build("llama", layers=2).to("cuda", torch.bfloat16)
+    specs = ("streaming_llm(keep=96)", "exact")
+    caches = [read(model, spec, 1, tmp_path)[0] for spec in specs]
+    twins, following = [cache.fork() for cache in caches], tokens(1, STEPS, seed=5).cuda()
+    with torch.no_grad(), kvsketch.cuda_graphs(model):
+        found = [[step(model, cache, token).logits for cache in caches] for token in following.split(1, 1)]
+    with torch.no_grad():
+        expected = [[step(model, cache, token).logits for cache in twins] for token in following.split(1, 1)]
+    for got, right in zip(zip(*found, strict=True), zip(*expected, strict=True), strict=True):
+        torch.testing.assert_close(torch.cat(got, 1), torch.cat(right, 1), rtol=0.1, atol=0.05)
+
+
+@needs_a_gpu
+def test_on_a_gpu_a_step_that_waits_is_left_as_it_is_and_sampling_goes_on(monkeypatch, caplog, tmp_path):
+    monkeypatch.undo()
+    model = build("llama", layers=2).cuda()
+    model.model.norm.register_forward_hook(lambda module, given, out: out * bool(out.any()))
+    cache = read(model, "uniform(keep=0.5, window=16)", 1, tmp_path)[0]
+    with kvsketch.cuda_graphs(model):
+        options = {"do_sample": True, "max_new_tokens": 20, "min_new_tokens": 20}
+        model.generate(**cache.new_tokens(tokens(1, 3).cuda()), past_key_values=cache, **options)
+    torch.cuda.empty_cache()
+    assert torch.multinomial(torch.ones(5, device="cuda"), 2).shape == (2,)
+    assert "waits for a number" in caplog.text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it records")
