@@ -9,7 +9,7 @@ import torch
 
 import kvsketch
 from kvsketch.huggingface.graphs import LEAST, LOOKED_AT, CudaGraphs, recorded
-from kvsketch.kernels import reading
+from kvsketch.kernels import native, reading
 from kvsketch.kernels.indexed_attention import reference
 from made_index import make_index
 from recorder import Lists
@@ -39,8 +39,9 @@ def no_kernels(monkeypatch):
     What torch does in their place where few of many tokens are read asks how many those are. A GPU does not, and nor
     does the definition.
     """
-    monkeypatch.setenv("KVSKETCH_CPU_KERNELS", "off")
     monkeypatch.setattr(reading, "indexed_attention", reference.attend)
+    with native.off():
+        yield
 
 
 def read(model, spec, rows, tmp_path):
@@ -178,7 +179,6 @@ def test_so_do_steps_in_which_a_number_is_asked_for(caplog, tmp_path):
 
 def test_so_do_steps_whose_attention_asks(monkeypatch, caplog, tmp_path):
     monkeypatch.undo()
-    monkeypatch.setenv("KVSKETCH_CPU_KERNELS", "off")
     model, graphs = build("llama", layers=2), Lists()
     cache, mask, following = read(model, "saap(index=INDEX, probes=4, window=15, staging=16)", 1, tmp_path)
     twin = cache.fork()
