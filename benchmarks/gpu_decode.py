@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from gpu_machine import Machine
+from gpu_machine import Machine, summed_up
 from kvsketch import SketchCache, make_cache, parse_spec, prefill
 from kvsketch.evaluation.speed.made import made_up, random_llama
 from kvsketch.huggingface.graphs import CudaGraphs, recorded
@@ -33,10 +33,10 @@ def decoding(on: Machine, count: int, steps: int) -> Iterator[dict[str, Any]]:
     text = model.config
     ids = torch.randint(1, text.vocab_size, (1, count + steps), generator=on.draw, device=on.device)
     index = (1024, 1024) if on_gpu else (8, 12)
-    layers = range(text.num_hidden_layers)
-    with made_up(text.num_key_value_heads, text.head_dim, layers, index, describe_model(model)) as ready:
+    layers, about = range(text.num_hidden_layers), describe_model(model)
+    with made_up(text.num_key_value_heads, text.head_dim, layers, index, about) as ready:
         for form, spec in FORMS.items():
-            config = ready(parse_spec(spec)).for_model(lambda: describe_model(model))
+            config = ready(parse_spec(spec)).for_model(lambda: about)
             cache = prefill(model, ids[:, :count], make_cache(model, config), chunk=8192)
             row: dict[str, Any] = {"what": "model", "form": form, "tokens": count, "us": {}}
             twin = cache.fork()
@@ -61,9 +61,4 @@ def _taken(
                 at = torch.full_like(token, cache.seen)
                 said.append(model(input_ids=token, position_ids=at, past_key_values=cache).logits)
     behind = taken[len(taken) // 4 :]  # the first steps compile and look at what is new
-    quartiles = statistics.quantiles(behind)[::2]
-    return torch.cat(said, 1), {
-        "median": statistics.median(behind),
-        "quartiles": quartiles,
-        "mean": statistics.fmean(behind),
-    }
+    return torch.cat(said, 1), summed_up(behind) | {"mean": statistics.fmean(behind)}

@@ -10,6 +10,11 @@ import torch
 from torch import Tensor
 
 
+def summed_up(taken: Sequence[float]) -> dict[str, Any]:
+    """What a row says of so many times."""
+    return {"median": statistics.median(taken), "quartiles": statistics.quantiles(taken)[::2]}
+
+
 class Machine:
     """Where things run, and how long they take."""
 
@@ -33,10 +38,7 @@ class Machine:
                 for call in calls:
                     call()
             found["graph"] = self._timed([recorded.replay], len(calls))
-        return {
-            name: {"median": statistics.median(taken), "quartiles": statistics.quantiles(taken)[::2]}
-            for name, taken in found.items()
-        }
+        return {name: summed_up(taken) for name, taken in found.items()}
 
     def _timed(self, calls: Sequence[Callable[[], Any]], count: int) -> list[float]:
         taken = list[float]()

@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvsketch.huggingface.graphs import NotRecordedError
-from waiting import OF_UNKNOWN_SIZE, WANTED
+from waiting import WANTED, is_of_unknown_size
 
-ASKED_OR_GIVEN = {"aten::_local_scalar_dense", "aten::equal", "aten::lift_fresh"} | OF_UNKNOWN_SIZE
+ASKED_OR_GIVEN = {"aten::_local_scalar_dense", "aten::equal", "aten::lift_fresh"}
 
 
 class RefusedError(NotRecordedError):
@@ -34,8 +34,7 @@ class _Below(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, function._schema.name
-        by_mask = name == "aten::index" and any(x is not None and x.dtype == torch.bool for x in args[1])
-        if name in ASKED_OR_GIVEN or by_mask:
+        if name in ASKED_OR_GIVEN or is_of_unknown_size(function, args):
             raise RefusedError(
                 f"{name} of {[tuple(x.shape) for x in tree_leaves(args) if isinstance(x, torch.Tensor)]}"
             )

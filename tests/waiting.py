@@ -18,6 +18,14 @@ WANTED = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "cp
 OF_UNKNOWN_SIZE = {"aten::nonzero", "aten::masked_select", "aten::unique_dim", "aten::_unique2"}
 
 
+def is_of_unknown_size(function, args):
+    """Whether only the device knows how much comes of an operation."""
+    masked = function is torch.ops.aten.index.Tensor and any(
+        x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]
+    )
+    return masked or function._schema.name in OF_UNKNOWN_SIZE
+
+
 class Waits(TorchFunctionMode):
     """Counts them, by the line of kvsketch that waits: on any device, for a CPU would not show it by its time."""
 
@@ -55,9 +63,6 @@ class _Below(TorchDispatchMode):
         self.waits = waits
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        masked = function is torch.ops.aten.index.Tensor and any(
-            x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]
-        )
-        if masked or function._schema.name in OF_UNKNOWN_SIZE:
+        if is_of_unknown_size(function, args):
             self.waits.note()
         return function(*args, **(kwargs or {}))
