@@ -16,12 +16,12 @@ from kvsketch.evaluation.board.content import content
 from kvsketch.evaluation.board.equal import Fitter
 from kvsketch.evaluation.board.gathering import Rows, Wanted
 from kvsketch.evaluation.board.lines import Line, line_of
-from kvsketch.evaluation.board.names import SPEED_KEY
+from kvsketch.evaluation.board.names import FITTED_KEY, SPEED_KEY
 from kvsketch.evaluation.board.page import About, write_board
 from kvsketch.evaluation.board.peak import peak_bytes
 from kvsketch.evaluation.board.plan import Choice, chosen
 from kvsketch.evaluation.embedded.training.tokenizer import build_tokenizer
-from kvsketch.evaluation.results.names import ANSWERS, SPEED, TEXTS
+from kvsketch.evaluation.results.names import ANSWERS, FITTED, SPEED, TEXTS
 from kvsketch.evaluation.results.pairs import EXACTLY, chance
 from kvsketch.evaluation.results.rows import KEY, RowsFile, read_rows
 from kvsketch.evaluation.texts.plan import KEY as TEXT_KEY
@@ -47,16 +47,17 @@ def small(tmp_path):
 def command(folder, *more):
     given = ["bench", "all", folder / "model", "--quick", "-m", "keydiff; tova", "--heads", "equal"]
     given += ["--tasks", "niah_single", "--lengths", 300, "--samples", 2, "--able", 0, "--max-new-tokens", 2]
-    given += ["--haystack", folder / "book.txt", "--texts", folder / "book.txt", "--windows", 1, "--turns", 1]
+    given += ["--haystack", folder / "book.txt", "--texts", folder / "book.txt", "--windows", 1, "--turns", 1, "--fit"]
     return run(*given, "--asked", "after", "-o", folder / "out", *more, columns=200)
 
 
 def test_one_run_makes_one_page_and_goes_on_where_it_stopped(small):
     done = command(small)
     assert done.returncode == 0, done.stderr
-    keys = {ANSWERS: KEY, TEXTS: TEXT_KEY, SPEED: SPEED_KEY}
+    keys = {FITTED: FITTED_KEY, ANSWERS: KEY, TEXTS: TEXT_KEY, SPEED: SPEED_KEY}
     whole = {name: read_rows(small / "out" / name, key)[1] for name, key in keys.items()}
-    specs = ("keydiff(keep=0.25)", "tova(keep=0.25)")
+    assert [row["method"] for row in whole[FITTED]] == ["keydiff(keep=0.25)", "tova(keep=0.25)"]
+    specs = [row["fitted"] for row in whole[FITTED]]
     assert Counter(row["method"] for row in whole[ANSWERS]) == dict.fromkeys(("exact", *specs), 4)
     assert {row["haystack"].partition("#")[0] for row in whole[ANSWERS]} == {"grammar", "book.txt"}
     assert [row["method"] for row in whole[TEXTS]] == list(specs)
@@ -135,7 +136,7 @@ def test_every_method_has_every_way_to_share_that_it_can_have():
 
 
 @pytest.mark.parametrize("shorter", [[0], [0, 5, 11]])
-def test_a_method_is_given_what_holds_its_budget(shorter):
+def test_a_method_is_given_what_holds_its_budget(shorter, tmp_path):
     """And not much less; one that cannot hold so little stays as it is. Rows of unequal lengths hold more than one."""
     model, ids = zoo.build("llama"), zoo.tokens(1, 800, seed=3).repeat(len(shorter), 1)
     fitter = Fitter(model, ids[:1], len(shorter))
@@ -150,6 +151,12 @@ def test_a_method_is_given_what_holds_its_budget(shorter):
         assert line.given < line.keep
     for same in ("uniform(keep=0.01)", "retrieval(window=32)"):
         assert fitter.fitted(same) == same
+    about, specs = {"kvsketch": "1"}, ["uniform(keep=0.5)", "tova(keep=0.25)"]
+    file = RowsFile(tmp_path / FITTED, about, FITTED_KEY)
+    assert [settled for _, settled in fitter.run(specs, file)] == [0, 1, 1]
+    for other, settled in ((Fitter(model, ids[:1], len(shorter)), [2]), (Fitter(model, ids[:1], 4), [0, 1, 1])):
+        assert [number for _, number in other.run(specs, file)] == settled  # what is noted was found for this text
+        assert other.found(file) == {spec: other.fitted(spec) for spec in specs}
 
 
 # -- who is best

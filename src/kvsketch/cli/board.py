@@ -15,7 +15,7 @@ from kvsketch.cli.bench import MODES, check_able, describe, measure
 from kvsketch.cli.bench_error_inputs import Texts
 from kvsketch.cli.notes import say
 from kvsketch.cli.options import REPLY, is_ours
-from kvsketch.evaluation.results.names import ANSWERS, PROMPTS, SPEED, TEXTS
+from kvsketch.evaluation.results.names import ANSWERS, FITTED, PROMPTS, SPEED, TEXTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -149,19 +149,20 @@ class Board:
             check_room_behind(self.model, longest, "a prompt")
 
     def _fitted(self) -> dict[str, float | None]:
-        """Specs that hold what their budget says, each with that budget."""
+        """Specs that hold what their budget says, each with that budget; what the folder knows is not sought again."""
         from kvsketch.evaluation.answers.runner import read_together
         from kvsketch.evaluation.board.equal import Fitter
         from kvsketch.evaluation.board.lines import line_of
+        from kvsketch.evaluation.board.names import FITTED_KEY
+        from kvsketch.evaluation.results.rows import RowsFile
         from kvsketch.huggingface import make_cache
 
-        found: dict[str, float | None] = {"exact": None}
-        rows = min(read_together(make_cache(self.model), self.given.batch), self.given.samples)
-        fitter = Fitter(self.model, self.document[:, : self.given.timed.tokens], rows)
-        with progress_bar(MofNCompleteColumn()) as bar:
-            for spec in bar.track(self.chosen.specs, description="bytes held"):
-                found[fitter.fitted(spec)] = line_of(spec).keep
-        return found
+        together = min(read_together(make_cache(self.model), self.given.batch), self.given.samples)
+        fitter = Fitter(self.model, self.document[:, : self.given.timed.tokens], together)
+        rows = RowsFile(self.given.out / FITTED, self.about, FITTED_KEY)
+        _show_progress(fitter.run(self.chosen.specs, rows), len(self.chosen.specs))
+        found = fitter.found(rows)
+        return {"exact": None} | {found[spec]: line_of(spec).keep for spec in self.chosen.specs}
 
     # -- measuring
 

@@ -1,6 +1,8 @@
 """How much each method is to be given so that it holds no more than its budget, windows and spare room included."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from jaxtyping import Int64
 from torch import Tensor
@@ -11,6 +13,9 @@ from kvsketch.caches.exact import Exact
 from kvsketch.caches.registry import parse_spec
 from kvsketch.evaluation.answers.reading import readable_for
 from kvsketch.evaluation.answers.session import padded
+from kvsketch.evaluation.board.names import FITTED_KEY
+from kvsketch.evaluation.board.timed import TASK
+from kvsketch.evaluation.results.rows import Row, RowsFile, key_of, read_rows
 from kvsketch.huggingface import SketchCache, make_cache, prefill
 from kvsketch.huggingface.identity import Identity
 
@@ -28,7 +33,25 @@ class Fitter:
         together = padded([ids[0, : ids.shape[1] - less].tolist() for less in shorter], 0)
         self.ids, self.real = (x.to(model.device) for x in together)
         self.read = dict[MethodConfig, SketchCache]()
-        self.whole = self._cache(Exact()).nbytes
+
+    def run(self, specs: Sequence[str], rows: RowsFile) -> Iterator[tuple[str, int]]:
+        """Fit what the file does not hold yet, a spec at a time; what comes next, and how many that settles."""
+        missing = [spec for spec in specs if key_of(self._labels(spec), FITTED_KEY) not in rows.done]
+        yield "bytes held", len(specs) - len(missing)
+        for spec in missing:
+            rows.add([self._labels(spec) | {"fitted": self.fitted(spec)}])
+            yield f"bytes held, {spec}", 1
+
+    def found(self, rows: RowsFile) -> dict[str, str]:
+        """What is given to each spec of the file that was fitted to this text, so read."""
+        noted = read_rows(rows.path, FITTED_KEY)[1]
+        own = [row for row in noted if key_of(row, FITTED_KEY) == key_of(self._labels(row["method"]), FITTED_KEY)]
+        return {row["method"]: row["fitted"] for row in own}
+
+    def _labels(self, spec: str) -> Row:
+        """What tells a row from others."""
+        together, tokens = self.ids.shape
+        return dict(zip(FITTED_KEY, (TASK, tokens, together, spec), strict=True))
 
     def fitted(self, spec: str) -> str:
         """The spec that holds at most its budget of what exact holds of the text; not by far less.
@@ -52,13 +75,18 @@ class Fitter:
                 break
         return spec
 
+    @cached_property
+    def _whole(self) -> int:
+        """What exact holds."""
+        return self._cache(Exact()).nbytes
+
     def _share(self, config: BudgetedConfig) -> float:
         shared = readable_for(config)
         if shared is None:
-            return self._cache(config).nbytes / self.whole
+            return self._cache(config).nbytes / self._whole
         if shared not in self.read:
             self.read[shared] = self._cache(shared)
-        return self.read[shared].compress(config).nbytes / self.whole
+        return self.read[shared].compress(config).nbytes / self._whole
 
     def _cache(self, config: MethodConfig) -> SketchCache:
         return prefill(self.model, self.ids, make_cache(self.model, config), attention_mask=self.real)

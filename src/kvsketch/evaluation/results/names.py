@@ -1,6 +1,6 @@
 """Names: of files of rows, and of methods in tables and pictures."""
 
-ANSWERS, TEXTS, SPEED, PROMPTS = "rows.jsonl", "text.jsonl", "speed.jsonl", "prompts.jsonl"
+ANSWERS, TEXTS, SPEED, PROMPTS, FITTED = "rows.jsonl", "text.jsonl", "speed.jsonl", "prompts.jsonl", "fitted.jsonl"
 
 
 def family(method: str) -> str:
