@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 WIDEST = 24  # letters of a method, before it goes on in the next line
 NOTE = (
     "ms: median of a step, and the 5th and 95th percentile. Read: bytes of keys, values, weights and router that a "
-    "step reads; of memory: those over its time, as a share of the speed at which much memory is read, measured "
-    "meanwhile. × exact: time of exact with the same kernels over this time, in the same turns (of stock and two "
+    "step reads; of memory: those over its time, as a share of the speed at which much memory was read right before "
+    "it. × exact: time of exact with the same kernels over this time, in the same turns (of stock and two "
     "products: with the default kernels). Stock is the call of transformers; folded, with the queries of a group "
     "together; neither has to take in the token."
 )
@@ -44,9 +44,10 @@ def tables(rows: "Sequence[Row]", plan: "Plan") -> Iterator[Group]:
 
 
 def _layer(rows: "Sequence[Row]", tokens: int, plan: "Plan") -> Group:
-    speeds = [row["memory"] for row in rows if row["right"]]
+    speeds = sorted(row["memory"] for row in rows if row["right"])
     title = f"one layer, {tokens:,} tokens, {plan.dtype}, threads: {plan.threads}"
-    title += f"; memory is read at {max(speeds) / 1e9:.1f} GB/s" if speeds else ""
+    if speeds:
+        title += f"; memory is read at {speeds[0] / 1e9:.1f} to {speeds[-1] / 1e9:.1f} GB/s"
     table = _table("kernels", "ms", "5 to 95 %", "read", "of memory", "× exact")
     for row in rows:
         cells = [row["method"], row["kernel"]]

@@ -4,10 +4,10 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -15,9 +15,15 @@ from kvsketch.evaluation.speed.plan import TORCH, Plan
 from kvsketch.kernels import native
 
 Form = TypeVar("Form")
-FIRST = 5  # passes over memory before anything else
 MEMINFO = Path("/proc/meminfo")
 GROUP = Path("/sys/fs/cgroup")  # of processes that share a limit
+
+
+class Turn(NamedTuple):
+    """A step that was timed, and how fast memory was read right before it: both depend on what else a machine does."""
+
+    seconds: float
+    memory: float  # bytes a second
 
 
 class Memory:
@@ -25,19 +31,10 @@ class Memory:
 
     def __init__(self, nbytes: int) -> None:
         self.numbers = torch.ones(nbytes // 8, dtype=torch.int64)
-        self.best = min(self._pass() for _ in range(FIRST))
 
-    def pass_over(self) -> None:
-        """Read all of it."""
-        self.best = min(self.best, self._pass())
-
-    def _pass(self) -> float:
-        return seconds(self.numbers.sum)
-
-    @property
-    def speed(self) -> float:
-        """Bytes a second, of the fastest pass so far."""
-        return self.numbers.nbytes / self.best
+    def pass_over(self) -> float:
+        """Read all of it; bytes a second."""
+        return self.numbers.nbytes / seconds(self.numbers.sum)
 
 
 @torch.no_grad()
@@ -53,9 +50,9 @@ def in_turn(
     memory: Memory,
     works: Mapping[Form, Callable[[int], Callable[[], object]]],
     kernels: Mapping[Form, str],
-    taken: Mapping[Form, list[float]],
+    taken: Mapping[Form, list[Turn]],
 ) -> Iterator[int]:
-    """Put seconds of each into `taken`, a step of each in every round, in an order that is drawn anew; rounds' numbers.
+    """Put turns of each into `taken`, a step of each in every round, in an order that is drawn anew; rounds' numbers.
 
     `works` say what is to be done for a step: that is timed, and to say it is not. What a method does only every so
     many steps falls on all kernels alike, as the order is random.
@@ -65,11 +62,11 @@ def in_turn(
         draw.shuffle(order)
         for form in order:
             work = works[form](step)
-            memory.pass_over()
+            speed = memory.pass_over()
             with using(kernels[form]):
                 found = seconds(work)
             if step >= 0:
-                taken[form].append(found)
+                taken[form].append(Turn(found, speed))
         yield step
 
 
@@ -88,6 +85,11 @@ def summed_up(taken: list[float]) -> dict[str, float]:
     low, *_, high = statistics.quantiles(taken, n=20, method="inclusive")
     found = {"seconds": statistics.median(taken), "low": low, "high": high, "mean": statistics.fmean(taken)}
     return {name: round(value, 9) for name, value in found.items()}
+
+
+def share_of_memory(nbytes: int, turns: Sequence[Turn]) -> float:
+    """Of the speed at which memory is read, how much a step reaches that reads so much; the median of turns."""
+    return statistics.median(nbytes / turn.seconds / turn.memory for turn in turns)
 
 
 @contextmanager

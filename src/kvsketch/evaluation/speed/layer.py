@@ -1,5 +1,6 @@
 """One layer: stock's attention, two plain products, exact and every method, checked first and then timed in turn."""
 
+import statistics
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from kvsketch.caches.core.tokens import NewTokens, Unrotated
 from kvsketch.caches.exact import Exact
 from kvsketch.evaluation.results.rows import Row, RowsFile, key_of
 from kvsketch.evaluation.speed.checks import Checked, check_dense, check_layer
-from kvsketch.evaluation.speed.clock import Memory, in_turn, no_room, seconds, summed_up
+from kvsketch.evaluation.speed.clock import Memory, Turn, in_turn, no_room, seconds, share_of_memory, summed_up
 from kvsketch.evaluation.speed.made import NUMBER, Ready, keys_and_values, made_up, new_layer, new_token
 from kvsketch.evaluation.speed.plan import BUILD, EXACT, FOLDED, KEY, LAYER, PRODUCTS, STOCK, TORCH, C, Plan
 from kvsketch.kernels.native.build import build_into
@@ -75,7 +76,7 @@ def _length(
             cases |= _dense_cases(plan, *dense) if method == STOCK else _cases(plan, method, ready, *dense)
     right = {form: case for form, case in cases.items() if case.checked.right(plan.within)}
     taken = yield from _timed(plan, right, memory, f"{tokens:,} tokens")
-    found = [_row(plan, tokens, form, case, taken, memory) for form, case in cases.items()]
+    found = [_row(plan, tokens, form, case, taken) for form, case in cases.items()]
     rows.add(row for row in found if (row["method"], row["kernel"]) in wanted)
     yield f"{tokens:,} tokens", len([form for form in wanted if form in cases])
 
@@ -134,14 +135,14 @@ def filled(config: MethodConfig, keys: Tensor, values: Tensor) -> LayerCache:
 
 def _timed(
     plan: Plan, cases: dict[Form, Case], memory: Memory, label: str
-) -> Generator[tuple[str, int], None, dict[Form, list[float]]]:
-    """Seconds of every case that is right."""
+) -> Generator[tuple[str, int], None, dict[Form, list[Turn]]]:
+    """Turns of every case that is right."""
 
     def work(case: Case, step: int) -> Callable[[], object]:
         return partial(case.step, *_token(plan, step))
 
     works = {form: partial(work, case) for form, case in cases.items()}
-    taken: dict[Form, list[float]] = {form: [] for form in cases}
+    taken: dict[Form, list[Turn]] = {form: [] for form in cases}
     for number in in_turn(plan, memory, works, {form: form[1] for form in cases}, taken):
         yield f"{label}, round {number + 1}", 0
     return taken
@@ -151,7 +152,7 @@ def _token(plan: Plan, step: int) -> tuple[Tensor, NewTokens]:
     return new_token(plan.kv_heads, plan.group, plan.width, plan.precision, step)
 
 
-def _row(plan: Plan, tokens: int, form: Form, case: Case, taken: dict[Form, list[float]], memory: Memory) -> Row:
+def _row(plan: Plan, tokens: int, form: Form, case: Case, taken: dict[Form, list[Turn]]) -> Row:
     """What was found; without times where the answer is wrong."""
     row = plan.labels(LAYER, tokens, *form)
     for name, (own, plain) in case.checked.errors.items():
@@ -159,8 +160,9 @@ def _row(plan: Plan, tokens: int, form: Form, case: Case, taken: dict[Form, list
     row |= {"right": form in taken, "nbytes": case.held, "entries": case.checked.entries, "read": case.checked.nbytes}
     if form not in taken:
         return row
-    times = summed_up(taken[form])
+    times = summed_up([turn.seconds for turn in taken[form]])
     beside = (EXACT, form[1] if form[0] in (EXACT, *plan.configs) else plan.kernels[0])
-    exact = summed_up(taken[beside])["seconds"] if beside in taken else None
-    share = case.checked.nbytes / times["seconds"] / memory.speed
-    return row | times | {"exact": exact, "memory": round(memory.speed), "share": round(share, 4)}
+    exact = summed_up([turn.seconds for turn in taken[beside]])["seconds"] if beside in taken else None
+    memory = statistics.median(turn.memory for turn in taken[form])
+    share = share_of_memory(case.checked.nbytes, taken[form])
+    return row | times | {"exact": exact, "memory": round(memory), "share": round(share, 4)}
