@@ -224,7 +224,7 @@ class Lanes:
     @staticmethod
     def _real_reads(bundle: Bundle, query: Query, read: Int64[Tensor, "b h q"]) -> Int64[Tensor, "1 l q"]:
         """What was read, -1 where padding asked."""
-        if query.ranks is not None:
+        if query.padded and query.ranks is not None:
             read = read.masked_fill(query.ranks[:, None] < 0, -1)
         return bundle.of(read)[None]
 

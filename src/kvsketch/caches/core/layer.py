@@ -73,7 +73,10 @@ class LayerCache(LayerState):
             self._start(new)
         count, streaming = new.keys.shape[2], self.config.prefill == "streaming"
         joins_first = count == 1 and new.valid is None and not _learns(query, new.keys, new.values)
-        asked = Query(query, scale, softcap, in_full=count > 1 and not streaming, apart=count > 1, sinks=sinks)
+        asked = Query(
+            query, scale, softcap, in_full=count > 1 and not streaming, apart=count > 1, sinks=sinks,
+            padded=new.valid is not None,
+        )  # fmt: skip
         if not streaming or count <= self.config.chunk:
             return self._read_part(asked, new, joins_first=joins_first, lse=lse)
         parts = [

@@ -26,6 +26,7 @@ class Query:
     in_full: bool = False
     apart: bool = True
     sinks: Float[Tensor, " s"] | None = None  # learned ones: logits that are in every denominator
+    padded: bool = True  # whether padding may be among those that ask
 
     def over_all(self, lse: Float[Tensor, "b hg q"]) -> Float[Tensor, "b hg q"]:
         """The log of denominators with that of learned sinks in them."""

@@ -162,10 +162,18 @@ class Store(Holding):
 
     def observe(self, query: Query, read: Int64[Tensor, "1 l q"] | None, lse: Tensor | None) -> None:
         """Count for the report what was read of what could have been."""
-        if read is not None:
-            real = read[0] >= 0
-            new = torch.stack([(read[0] * real).sum(1), real.sum(1) * self.count], 1).double()
-            self.reads = new if self.reads is None else writable(self.reads).add_(new)  # where it lies
+        if read is None:
+            return
+        of_each = read[0]
+        if self.reads is None:
+            self.reads = of_each.new_zeros(len(of_each), 2, dtype=torch.float64)
+        self.reads = writable(self.reads)  # and written to where it lies
+        if query.padded:
+            real = of_each >= 0
+            self.reads.add_(torch.stack([(of_each * real).sum(1), real.sum(1) * self.count], 1))
+        else:  # the same, in half of the operations
+            self.reads[:, 0].add_(of_each.sum(1))
+            self.reads[:, 1].add_(of_each.shape[1] * self.count)
 
     def share_read(self) -> Float[Tensor, " l"] | None:
         return None if self.reads is None else self.reads[:, 0] / self.reads[:, 1].clamp_min(1)
