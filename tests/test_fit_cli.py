@@ -33,7 +33,9 @@ def test_a_model_is_fitted_and_what_was_found_is_shown(saved, tmp_path):
     index.check_model(describe_model(tiny_model()))
     assert index.description["model"]["id"] == str(saved)
     assert index.description["made_with"]["torch"] == torch.__version__
-    assert f"use it: saap(index='{out}', probes=2, window=24)" in done.stderr
+    assert (
+        f"use it: saap(index='{out}', probes=2, visit=0.1, estimate=True, prefer='density', window=24)" in done.stderr
+    )
     measured = next(row for row in index.description["layers"]["1"]["held_out"]["classifier"] if row["probes"] == 2)
     assert f"{measured['recall']:.3f} / {measured['selectivity']:.3f}" in done.stdout
     again = run(

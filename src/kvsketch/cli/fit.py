@@ -208,7 +208,7 @@ def _show_result(index: "KeyIndex", out: Path | None, settings: "FitSettings") -
     output().print(_table(index, probes))
     window = "" if settings.shards.apart == APART else f", window={settings.shards.apart}"
     where = "" if out is None else f"index='{out}', "
-    say(f"use it: saap({where}probes={probes}{window})")
+    say(f"use it: saap({where}probes={probes}, visit=0.1, estimate=True, prefer='density'{window})")
 
 
 def model_on(device: str, *, name: str | None, dtype: str) -> "PreTrainedModel":

@@ -18,7 +18,7 @@ OPTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceKV(WindowedConfig):
-    """Keeps sinks, window, and halves of halves of the rest that answer like the whole (discrepancy theory).
+    """Keeps sinks, window, tokens unlike all others, and of the rest halves of halves that answer like the whole.
 
     Blocks of `block` tokens are halved; smaller ones at the end of a call, and where a stream has little room.
     `mode="practical"`, the form of the experiments: exactly half of a block is kept. `walk="greedy"` takes the sign
