@@ -164,16 +164,15 @@ class Store(Holding):
         """Count for the report what was read of what could have been."""
         if read is None:
             return
-        of_each = read[0]
-        if self.reads is None:
-            self.reads = of_each.new_zeros(len(of_each), 2, dtype=torch.float64)
-        self.reads = writable(self.reads)  # and written to where it lies
+        by_query = read[0]
+        asked: Tensor | int = by_query.shape[1]
         if query.padded:
-            real = of_each >= 0
-            self.reads.add_(torch.stack([(of_each * real).sum(1), real.sum(1) * self.count], 1))
-        else:  # the same, in half of the operations
-            self.reads[:, 0].add_(of_each.sum(1))
-            self.reads[:, 1].add_(of_each.shape[1] * self.count)
+            real = by_query >= 0
+            by_query, asked = by_query * real, real.sum(1)
+        before = by_query.new_zeros(len(by_query), 2, dtype=torch.float64) if self.reads is None else self.reads
+        self.reads = writable(before)  # and written to where it lies
+        self.reads[:, 0].add_(by_query.sum(1))
+        self.reads[:, 1].add_(asked * self.count)
 
     def share_read(self) -> Float[Tensor, " l"] | None:
         return None if self.reads is None else self.reads[:, 0] / self.reads[:, 1].clamp_min(1)

@@ -15,7 +15,7 @@ from kvsketch.evaluation.answers.reading import readable_for
 from kvsketch.evaluation.answers.session import padded
 from kvsketch.evaluation.board.names import FITTED_KEY
 from kvsketch.evaluation.board.timed import TASK
-from kvsketch.evaluation.results.rows import Row, RowsFile, key_of, read_rows
+from kvsketch.evaluation.results.rows import Row, RowsFile, read_rows
 from kvsketch.huggingface import SketchCache, make_cache, prefill
 from kvsketch.huggingface.identity import Identity
 
@@ -35,18 +35,14 @@ class Fitter:
         self.read = dict[MethodConfig, SketchCache]()
 
     def run(self, specs: Sequence[str], rows: RowsFile) -> Iterator[tuple[str, int]]:
-        """Fit what the file does not hold yet, a spec at a time; what comes next, and how many that settles."""
-        missing = [spec for spec in specs if key_of(self._labels(spec), FITTED_KEY) not in rows.done]
-        yield "bytes held", len(specs) - len(missing)
-        for spec in missing:
-            rows.add([self._labels(spec) | {"fitted": self.fitted(spec)}])
-            yield f"bytes held, {spec}", 1
+        """Fit what the file does not hold yet, a spec at a time; what was just done, and how many that settles."""
+        wanted = {spec: self._labels(spec) for spec in specs}
+        return rows.fill(wanted, lambda spec: {"fitted": self.fitted(spec)}, "bytes held")
 
     def found(self, rows: RowsFile) -> dict[str, str]:
         """What is given to each spec of the file that was fitted to this text, so read."""
         noted = read_rows(rows.path, FITTED_KEY)[1]
-        own = [row for row in noted if key_of(row, FITTED_KEY) == key_of(self._labels(row["method"]), FITTED_KEY)]
-        return {row["method"]: row["fitted"] for row in own}
+        return {row["method"]: row["fitted"] for row in noted if row == row | self._labels(row["method"])}
 
     def _labels(self, spec: str) -> Row:
         """What tells a row from others."""

@@ -4,10 +4,10 @@ A prompt is read with what a method wants to know of it, and compressed again an
 exact in turn with it. Then both caches take the same tokens, a step each in turn, so that a busy moment hits both.
 """
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -19,10 +19,9 @@ from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.exact import Exact
 from kvsketch.caches.registry import parse_spec
 from kvsketch.evaluation.answers.reading import readable_for
-from kvsketch.evaluation.board.names import SPEED_KEY
 from kvsketch.evaluation.board.peak import peak_bytes
 from kvsketch.evaluation.board.timed import READ, WARM, Plan
-from kvsketch.evaluation.results.rows import Row, RowsFile, key_of
+from kvsketch.evaluation.results.rows import Row, RowsFile
 from kvsketch.huggingface import SketchCache, attach, detach, make_cache, prefill
 
 T = TypeVar("T")
@@ -39,14 +38,10 @@ class Read:
 
 
 def run(model: PreTrainedModel, ids: Int64[Tensor, "1 n"], plan: Plan, rows: RowsFile) -> Iterator[tuple[str, int]]:
-    """Measure what the file does not hold yet, a method at a time; what comes next, and how many that settles."""
-    missing = [method for method in plan.methods if key_of(plan.labels(method), SPEED_KEY) not in rows.done]
-    yield "speed, beside exact", len(plan.methods) - len(missing)
-    clocks = Clocks(model, ids, plan) if missing else None
-    for method in missing:
-        assert clocks is not None, "made above"
-        rows.add([plan.labels(method) | clocks.measure(parse_spec(method))])
-        yield f"speed, {method}", 1
+    """Measure what the file does not hold yet, a method at a time; what was just done, and how many that settles."""
+    clocks = functools.cache(lambda: Clocks(model, ids, plan))
+    wanted = {method: plan.labels(method) for method in plan.methods}
+    return rows.fill(wanted, lambda method: clocks().measure(parse_spec(method)), "speed beside exact")
 
 
 class Clocks:
@@ -118,7 +113,7 @@ class Clocks:
                 if config.before_rotation:  # whose watching costs exact time too
                     detach(self.model)
                     attach(self.model, before_rotation=one is cache)
-                times.append(self._seconds(partial(self._step, one, token, self.plan.tokens + number)))
+                times.append(self._seconds(functools.partial(self._step, one, token, self.plan.tokens + number)))
         if config.before_rotation:
             detach(self.model)
             attach(self.model)

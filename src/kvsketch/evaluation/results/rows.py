@@ -8,7 +8,7 @@ ends with a checksum.
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,14 @@ class RowsFile:
         new = [row for row in rows if key_of(row, self.key) not in self.done]
         self._write(new)
         self.done.update(key_of(row, self.key) for row in new)
+
+    def fill(self, wanted: Mapping[str, Row], measure: Callable[[str], Row], what: str) -> Iterator[tuple[str, int]]:
+        """Measure the rows that are missing, by name; what was just done, and how many rows it settled."""
+        missing = [name for name, labels in wanted.items() if key_of(labels, self.key) not in self.done]
+        yield what, len(wanted) - len(missing)
+        for name in missing:
+            self.add([wanted[name] | measure(name)])
+            yield f"{what}, {name}", 1
 
     def _write(self, lines: list[Row]) -> None:
         try:
