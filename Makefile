@@ -16,7 +16,7 @@ DEVICE ?= pretended
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo gpu real test check format lint types test-fast test-device test-oldest docs soak power picture decode speed answers clustering balance lookup needle index profiles real-keys figures board kvpress clean
+.PHONY: demo gpu real test check format lint types test-fast test-device test-oldest docs soak power picture decode speed answers clustering balance lookup needle index profile profiles real-keys figures board kvpress clean
 
 demo: $(VENV)/ready ## what kvsketch does, on the embedded model: two documents, six caches, and a picture
 	$(BIN)/kvsketch demo --out demo-report
@@ -131,11 +131,14 @@ NOVELS := charles-dickens_great-expectations jane-austen_emma mark-twain_the-adv
 index: $(VENV)/ready ## the index of the embedded model that is part of the package, anew: three minutes
 	$(BIN)/kvsketch fit --out $(INDEXES)/embedded
 
-profiles: $(VENV)/ready ## the profiles that are part of the package, anew; BOOKS has train/*.txt
+profile: $(VENV)/ready ## the profile of the embedded model that is part of the package, anew: two minutes
 	$(BIN)/kvsketch profile --out $(PROFILES)/embedded.json
+	mv $(PROFILES)/embedded.png docs/figures/profile-embedded.png
+
+profiles: profile ## that of smollm2 too; BOOKS has train/*.txt
 	$(BIN)/kvsketch profile smollm2 $(foreach name,$(NOVELS),--texts $(BOOKS)/train/$(name).txt) --windows 2 \
 		--out $(PROFILES)/smollm2.json
-	for name in embedded smollm2; do mv $(PROFILES)/$$name.png docs/figures/profile-$$name.png; done
+	mv $(PROFILES)/smollm2.png docs/figures/profile-smollm2.png
 
 real-keys: $(VENV)/ready ## the papers' claims on keys of smollm2; BOOKS has train/*.txt and valid/*.txt, CODE *.txt: two hours
 	$(PIECES) $$(ls $(BOOKS)/train/*.txt | head -6) --each 2 -o $(REAL)/six.jsonl

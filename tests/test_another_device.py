@@ -7,6 +7,7 @@ import torch
 
 import kvsketch
 from pretend import pretended
+from waiting import Waits
 from zoo import FAMILIES, VOCABULARY
 
 SPECS = [
@@ -83,3 +84,19 @@ def test_so_are_beams_forks_files_and_what_is_made_of_an_exact_cache(prompts, th
         asked = loaded.new_tokens(text[:, :7])
         answers.append(one.generate(**asked, past_key_values=loaded, max_new_tokens=8, do_sample=False).cpu())
     assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("spec", ["exact", "uniform(keep=0.5)", "balancekv(keep=0.5)"])
+def test_a_step_of_a_model_asks_the_device_twice_before_its_first_layer_and_then_no_more(prompts, there, spec, padded):
+    """Whether its tokens follow on what was read, and whether any are padding: not once for every row or layer."""
+    model, (ids, mask) = both("llama")[1].to(there), (x.to(there) for x in prompts)
+    cache = kvsketch.make_cache(model, spec)
+    with torch.no_grad():
+        kvsketch.prefill(model, ids, cache, **({"attention_mask": mask} if padded else {}))
+        seen = cache.new_tokens(ids[:, :1])["attention_mask"]
+        given = {"attention_mask": seen, "position_ids": seen.cumsum(1)[:, -1:] - 1}
+        with Waits() as waits:
+            model(ids[:, :1], past_key_values=cache, **given)
+    assert {line.split(":")[0] for line in waits.lines} == {"positions.py", "attention.py"}
+    assert waits.lines.total() == 2

@@ -16,14 +16,14 @@ from kvsketch.evaluation.board.content import content
 from kvsketch.evaluation.board.equal import Fitter
 from kvsketch.evaluation.board.gathering import Rows, Wanted
 from kvsketch.evaluation.board.lines import Line, line_of
-from kvsketch.evaluation.board.names import FITTED_KEY, SPEED_KEY
+from kvsketch.evaluation.board.names import FITTED_KEY, PROMPT_KEY, SPEED_KEY
 from kvsketch.evaluation.board.page import About, write_board
 from kvsketch.evaluation.board.peak import peak_bytes
 from kvsketch.evaluation.board.plan import Choice, chosen
 from kvsketch.evaluation.embedded.training.tokenizer import build_tokenizer
-from kvsketch.evaluation.results.names import ANSWERS, FITTED, SPEED, TEXTS
+from kvsketch.evaluation.results.names import ANSWERS, FITTED, PROMPTS, SPEED, TEXTS
 from kvsketch.evaluation.results.pairs import EXACTLY, chance
-from kvsketch.evaluation.results.rows import KEY, RowsFile, read_rows
+from kvsketch.evaluation.results.rows import KEY, RowsFile, key_of, read_rows
 from kvsketch.evaluation.texts.plan import KEY as TEXT_KEY
 from kvsketch.huggingface.identity import describe_model
 
@@ -65,6 +65,10 @@ def test_one_run_makes_one_page_and_goes_on_where_it_stopped(small):
     for row in whole[SPEED]:
         assert row["peak_nbytes"] > row["nbytes"] > 0
         assert min(row["step"] + row["exact_step"] + row["reading"]) > 0
+    asked = read_rows(small / "out" / PROMPTS, PROMPT_KEY)[1]
+    assert {key_of(row, PROMPT_KEY) for row in asked} == {key_of(row, PROMPT_KEY) for row in whole[ANSWERS]}
+    written = [(small / "out" / name).stat().st_mtime_ns for name in (PROMPTS, ANSWERS)]
+    assert written == sorted(written)  # another package need not wait for our answers
     page = (small / "out" / "board.html").read_text()
     for said in ("KL on text", "peak memory", "to compress", "decode", "prose", "kvsketch bench all"):
         assert said in page

@@ -61,16 +61,25 @@ def test_the_code_of_the_readme_runs_as_it_stands(tmp_path, monkeypatch, capsys)
     ]
     known = {"name": name, "text": sample.context, "ids": ids, "questions": questions}
     first, second, third = blocks(ROOT / "README.md", "python")
+    known["text"] = sample.context + sample.questions[0].prompt  # a prompt as a user has it, its question at its end
     exec(first, known)
-    assert "bytes" in capsys.readouterr().out
-    assert known["out"].shape[1] > ids.shape[1]
+    assert re.search(r"bytes \(2\d\.\d%\)", capsys.readouterr().out)
+    assert said(known, tokenizer) == sample.questions[0].answers[0]
     assert known["model"].config._attn_implementation != "kvsketch"
+    known["text"] = sample.context
     exec(second, known)
     assert known["cache"].get_seq_length() == ids.shape[1]
     assert (tmp_path / "book.safetensors").exists()
+    assert said(known, tokenizer) == sample.questions[-1].answers[0]
     exec(third, known)
-    assert known["out"].shape[1] > ids.shape[1]
-    assert known["cache"].config.learnt.layers == [0, 1, 2, 3]
+    assert said(known, tokenizer) == sample.questions[0].answers[0]
+    assert known["cache"].report().looked_up < 0.5  # of 600 tokens; what waits to be sorted in is a part of it
+
+
+def said(known, tokenizer):
+    """The number that was answered last."""
+    text = tokenizer.decode(known["out"][0], skip_special_tokens=True)
+    return re.findall(r"\d+", text)[-1]
 
 
 def test_the_recipes_run_from_top_to_bottom(tmp_path, monkeypatch, capsys):
@@ -81,19 +90,26 @@ def test_the_recipes_run_from_top_to_bottom(tmp_path, monkeypatch, capsys):
     for code in blocks(RECIPES, "python"):
         exec(code, known)
         said.append(capsys.readouterr().out)
-    _, less, many, _, streamed, compressed, by_questions, _, _, loaded = said
-    assert "bytes" in less
+    _, less, many, faster, streamed, compressed, by_questions, turns, by_head, loaded = said
+    assert re.search(r"bytes \(2\d\.\d%\)", less)
+    read = [float(share) for share in re.findall(r"% +[\d.]+ +(0\.\d+) +0\.\d+$", faster, re.MULTILINE)]
+    assert len(read) == 3  # layers of four, the first reads everything
+    assert max(read) < 0.4
+    assert len(turns.strip().splitlines()) == len(sample.questions)
     assert all(q.answers[0] in many for q in sample.questions)
-    assert all(sample.questions[0].answers[0] in out for out in (streamed, compressed, by_questions, loaded))
+    assert all(sample.questions[0].answers[0] in out for out in (streamed, compressed, by_questions, by_head, loaded))
     assert known["model"].config._attn_implementation != "kvsketch"
 
 
 def test_other_code_of_the_docs_runs(monkeypatch):
+    """Given what every page speaks of: a model, its tokenizer, and the ids of a text."""
     monkeypatch.chdir(ROOT)
+    model, tokenizer = load_embedded(torch.float32)
+    ids = torch.randint(100, 3000, (1, 700), generator=torch.Generator().manual_seed(0))
     found = [code for page in PAGES[1:] if page != RECIPES for code in blocks(page, "python")]
-    assert found
+    assert len(found) > 5
     for code in found:
-        exec("from transformers import AutoModelForCausalLM, AutoTokenizer\n" + code, {"kvsketch": kvsketch})
+        exec(code, {"kvsketch": kvsketch, "model": model, "tokenizer": tokenizer, "ids": ids})
 
 
 def options_that_are_missing(line):
@@ -130,6 +146,13 @@ def test_every_method_has_a_card_with_its_options_and_their_defaults():
             told = field.name if shared.get(field.name, ...) == field.default else f"{field.name}={default}"
             assert f"`{told}`" in shown, f"the card of {name} does not tell {told}"
     assert len(headings) == 1
+
+
+def test_the_reference_has_all_that_can_be_imported():
+    page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    names = set(re.findall(r"^::: [\w.]+\.(\w+)$", page, re.MULTILINE))
+    names |= {name for found in re.findall(r"members: \[(.+)\]", page) for name in found.split(", ")}
+    assert set(kvsketch.__all__) - {"__version__"} <= names
 
 
 def test_every_spec_of_the_docs_has_a_row():

@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 
+import kvsketch
 from commands import refused, run
 from fitted import TOKENIZER, tiny_model, write_corpus
-from kvsketch.caches.lookup.key_index import read_index
+from kvsketch.caches.lookup.key_index import own_index, read_index
 from kvsketch.evaluation.embedded import load_embedded
 from kvsketch.huggingface.identity import describe_model
 
@@ -75,6 +76,25 @@ def test_the_embedded_model_is_fitted_to_its_own_tasks(tmp_path):
     assert index.layers == [0, 1, 2, 3]
     at_16 = next(row for row in index.description["layers"]["1"]["held_out"]["classifier"] if row["probes"] == 16)
     assert at_16["recall"] > 1.5 * at_16["selectivity"]
+
+
+def test_without_a_corpus_the_embedded_model_reads_its_own_tasks(tmp_path, monkeypatch):
+    """With settings of their own, but for what is said; the index is left where caches find it."""
+    monkeypatch.setenv("KVSKETCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("kvsketch.evaluation.embedded.corpus.TEXTS", 1)
+    monkeypatch.setattr("kvsketch.evaluation.embedded.corpus.TOKENS", 700)
+    monkeypatch.setattr(
+        "kvsketch.evaluation.embedded.corpus.FIT", {"apart": 63, "away": 32, "buckets": 64, "hidden": 9}
+    )
+    done = run("fit", "--steps", 3, "--hidden", 10, "--pool", 300)
+    assert done.returncode == 0, done.stderr
+    model, _ = load_embedded()
+    learnt = kvsketch.make_cache(model, "saap").config.learnt
+    assert learnt.folder == own_index(describe_model(model)).absolute()
+    assert learnt.buckets == 64
+    assert learnt.layer(1).second.shape[1] == 10
+    files = {file["file"]: file["texts"] for file in learnt.description["corpus"]}
+    assert files == {f"{task}.jsonl": 2 for task in ("lines", "passkey", "kv", "niah_single", "niah_multikey")}
 
 
 @pytest.mark.parametrize(

@@ -286,7 +286,7 @@ def test_every_entry_is_a_token_or_said_to_be_none(spec):
 
 
 def test_the_page_of_kept_tokens_shows_a_head_alone_and_runs_nothing_of_the_text(tmp_path):
-    """In Chromium: a click on a head colours its tokens, and a token of a text that is a script is text."""
+    """In Chromium: a click shows a head's tokens, a pointer marks the heads of a token, and a script is text."""
     held = [torch.tensor([[1, 0, 1, 1, 0], [0, 0, 1, 0, 1]], dtype=torch.bool), torch.ones(2, 5, dtype=torch.bool)]
     layers = [HeldByLayer(2 * n, part, [0, 3]) for n, part in enumerate(held)]
     words = ["a", "</script><script>document.title = 'run'</script>", "&amp;", "", "z"]
@@ -294,9 +294,11 @@ def test_the_page_of_kept_tokens_shows_a_head_alone_and_runs_nothing_of_the_text
     page = (tmp_path / "kept.html").read_text()
     assert "<b>bold" not in page
     assert page.count("<script>") == 1
+    assert not re.search("https?:|src=|<link|@import|url\\(", page), "nothing is fetched"
     if shutil.which("chromium") is None:
         pytest.skip("no Chromium here: apt-get install chromium")
-    click = "<script>document.getElementById('h1').click();</script></body>"
+    point = "document.querySelectorAll('#text span')[1].dispatchEvent(new MouseEvent('mouseenter'))"
+    click = f"<script>{point}; document.getElementById('h1').click();</script></body>"
     (tmp_path / "clicked.html").write_text(page.replace("</body>", click))
     command_line = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
     command_line += [f"--user-data-dir={tmp_path / 'browser'}", "--dump-dom", f"file://{tmp_path / 'clicked.html'}"]
@@ -304,6 +306,7 @@ def test_the_page_of_kept_tokens_shows_a_head_alone_and_runs_nothing_of_the_text
     assert "<title>kvsketch: which tokens are kept</title>" in seen
     assert re.findall(r'<span class="(s\d)" title', seen) == ["s0", "s0", "s9", "s0", "s9"]
     assert re.search(r'id="about"[^>]*>layer 0, KV head 1: 40.0 % of the tokens', seen)
+    assert re.findall(r'id="h(\d)" class="s\d on"', seen) == ["2", "3"]  # both heads of layer 2 hold the second token
 
 
 def test_a_page_of_kept_tokens_is_written(tmp_path):

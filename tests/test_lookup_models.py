@@ -2,11 +2,13 @@
 
 import copy
 import gc
+import shutil
 
 import pytest
 import torch
 
 import kvsketch
+from kvsketch.caches.lookup import key_index
 from kvsketch.caches.lookup.key_index import own_index
 from kvsketch.caches.lookup.saap import SaapLookup
 from kvsketch.evaluation.embedded import load_embedded
@@ -198,9 +200,27 @@ def test_the_index_of_a_model_is_found_where_it_is_left(tmp_path, monkeypatch):
         assert torch.equal(model(ids[:, :1], past_key_values=cache).logits, right)
 
 
-def test_the_embedded_model_has_an_index():
+def test_the_embedded_model_has_an_index(tmp_path, monkeypatch):
+    """Inside the package; where that is missing or damaged, what mends it is said, and other models have theirs."""
+    monkeypatch.setenv("KVSKETCH_CACHE", str(tmp_path / "cache"))
     model, _ = load_embedded()
-    assert kvsketch.make_cache(model, "kmeans(window=255)").config.learnt.layers == [0, 1, 2, 3]
+    learnt = kvsketch.make_cache(model, "kmeans(window=255)").config.learnt
+    assert (learnt.folder, learnt.layers) == (key_index.SHIPPED / "embedded", [0, 1, 2, 3])
+    monkeypatch.setattr(key_index, "SHIPPED", tmp_path / "indexes")
+    with pytest.raises(ValueError, match=r"there is none.* for the model inside the package kvsketch fit --out FOLDER"):
+        kvsketch.make_cache(model, "kmeans")
+    for name in ("embedded", "embedded-first"):
+        shutil.copytree(learnt.folder.parent / name, tmp_path / "indexes" / name)
+    other = tmp_path / "indexes" / "embedded-first" / key_index.DESCRIPTION
+    other.write_bytes(other.read_bytes()[:-50])
+    assert kvsketch.make_cache(model, "kmeans").config.learnt.layers == [0, 1, 2, 3]
+    own = tmp_path / "indexes" / "embedded"
+    (own / "layer-01.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"for the model inside the package kvsketch fit --out FOLDER"):
+        kvsketch.make_cache(model, "kmeans")
+    (own / key_index.DESCRIPTION).write_text("{")
+    with pytest.raises(ValueError, match=r"for the model inside the package kvsketch fit --out FOLDER"):
+        kvsketch.make_cache(model, "kmeans")
 
 
 def test_a_model_attached_without_what_saap_needs_is_refused_by_name(tmp_path):

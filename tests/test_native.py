@@ -97,7 +97,7 @@ def test_everything_that_a_query_reads_is_read_in_one_call(queries, lists):
 
     window = Entries(WeightedTokens(*torch.randn(2, rows, heads, 40, width).unbind()))
     bundles = (
-        Entries(entries(2, 700), torch.tensor([4, 1])),
+        Entries(entries(2, 700), torch.tensor([4, -9, 1, -9])[::2]),
         Entries(entries(3, 30), torch.tensor([0, 5, 2])),  # and nothing of lane 3
     )
     pairs = torch.randn(1, rows * heads, 900, 2 * width)
@@ -114,6 +114,18 @@ def test_everything_that_a_query_reads_is_read_in_one_call(queries, lists):
         apart = read(query, [(window,), bundles, (alike,)], heads, scale)
     torch.testing.assert_close(together.out, apart.out)
     torch.testing.assert_close(together.lse, apart.lse)
+
+
+@needs_c
+def test_no_runs_at_all_are_nothing_to_read_and_not_everything():
+    query, tokens = torch.randn(1, 4, 2, 16), WeightedTokens(*torch.randn(2, 1, 2, 30, 16).unbind())
+    window = Entries(WeightedTokens(*torch.randn(2, 1, 2, 5, 16).unbind()))
+    none = torch.zeros(1, 2, 2, 0, dtype=torch.int64)
+    empty = Entries(tokens, segments=Segments(none, none))
+    assert torch.isneginf(kernel.attend(query, [empty], 2, 0.25).lse).all()
+    together, alone = (kernel.attend(query, parts, 2, 0.25) for parts in ([window, empty], [window]))
+    torch.testing.assert_close(together.out, alone.out)
+    torch.testing.assert_close(together.lse, alone.lse)
 
 
 @needs_c
@@ -249,6 +261,22 @@ def test_a_damaged_library_is_made_anew(fresh):
     path.write_bytes(path.read_bytes()[:-100])
     assert build.built() == path
     assert native.name().startswith("C (")
+
+
+@needs_c
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"0" * 64])
+def test_a_damaged_digest_is_no_harm(fresh, content):
+    path = build.built()
+    (path.parent / build.DIGEST).write_bytes(content)
+    assert build.built() == path
+    assert native.name().startswith("C (")
+
+
+@pytest.mark.parametrize("variable", ["CC", "CFLAGS"])
+def test_what_no_shell_would_take_is_said_and_torch_does_it(fresh, monkeypatch, caplog, variable):
+    monkeypatch.setenv(variable, "gcc 'with a quotation mark that is open")
+    assert native.name() == "torch"
+    assert f"{variable} is" in caplog.text
 
 
 @needs_c
@@ -392,3 +420,4 @@ def test_sanitizers_find_nothing(tmp_path):
     ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    assert "skipped" not in done.stdout, "what cannot be built is not tested"

@@ -1,6 +1,7 @@
 """Profiles: a second reading's scores are largest attention weights, parts add up, and budgets follow them."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ import kvsketch
 import zoo
 from commands import refused
 from commands import run as command
+from kvsketch.caches.core import profile
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.profile import read_profile
+from kvsketch.evaluation.embedded import load_embedded
 from kvsketch.fitting.profiling import SINKS, WINDOW, mean_parts, parts_of
 from kvsketch.huggingface.second_reading import second_reading
 from uneven import made_profile
@@ -144,12 +147,25 @@ def test_a_run_that_was_stopped_goes_on(measured, tmp_path, monkeypatch):
     assert out.read_bytes() == (tmp_path / "clean.json").read_bytes(), "rows of other fractions are not mixed up"
 
 
-def test_the_embedded_model_finds_its_own():
+def test_the_embedded_model_finds_its_own(tmp_path, monkeypatch):
+    """Inside the package; where that is missing or damaged, what mends it is said, and other models have theirs."""
+    monkeypatch.setenv("KVSKETCH_CACHE", str(tmp_path / "cache"))
     done = command(
         "generate", "--prompt-file", "-", "--method", "uniform(keep=0.5, heads='profile')",
         "--max-new-tokens", 2, text="The secret number is 12345. " * 30,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    (model, _), shipped = load_embedded(), profile.SHIPPED
+    monkeypatch.setattr(profile, "SHIPPED", tmp_path / "profiles")
+    mended = "for the model inside the package kvsketch profile --out FILE"
+    with pytest.raises(ValueError, match=f"there is none.* {mended}"):
+        kvsketch.make_cache(model, "uniform(heads='profile')")
+    shutil.copytree(shipped, tmp_path / "profiles")
+    (tmp_path / "profiles" / "embedded-first.json").write_text("{")
+    kvsketch.make_cache(model, "uniform(heads='profile')")
+    (tmp_path / "profiles" / "embedded.json").write_text("{")
+    with pytest.raises(ValueError, match=mended):
+        kvsketch.make_cache(model, "uniform(heads='profile')")
 
 
 def changed(path, target, **what):
@@ -161,8 +177,6 @@ def changed(path, target, **what):
 
 
 def test_what_is_no_profile_of_the_model_is_refused(measured, tmp_path):
-    from kvsketch.evaluation.embedded import load_embedded
-
     path, _ = measured
     model, _ = load_embedded()
     known = json.loads(path.read_text())

@@ -3,7 +3,7 @@
 import shlex
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -181,9 +181,9 @@ def show(folder: Path, tasks: Sequence[str] | None = None, able: float | None = 
 
 def measure(
     plan: "Plan", model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", name: str | None, out: Path,
-    able: float | None = None,
-) -> "Runner":  # fmt: skip
-    """Run a plan, or the part of it that the model can do, into a folder's rows; and what ran it."""
+    able: float | None = None, before: "Callable[[Runner], None]" = lambda runner: None,
+) -> None:  # fmt: skip
+    """Run a plan, or the part of it that the model can do, into a folder's rows; `before` is told what will run."""
     from kvsketch.evaluation.answers.able import first_prompts, unable
     from kvsketch.evaluation.answers.runner import Runner
     from kvsketch.evaluation.results.rows import RowsFile, read_rows
@@ -198,8 +198,8 @@ def measure(
         left_out = unable(first, read_rows(file.path)[1], able)
         say_left_out(left_out, able)
         runner = Runner(model, tokenizer, replace(plan, left_out=left_out))
+    before(runner)
     _fill(file, runner)
-    return runner
 
 
 def _fill(file: "RowsFile", runner: "Runner") -> None:

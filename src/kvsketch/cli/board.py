@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -171,10 +171,9 @@ class Board:
         from kvsketch.evaluation.board.prompts import write_prompts
 
         given = self.given
-        runners = [
-            measure(plan, self.model, self.tokenizer, given.model, given.out, given.able) for plan in self.answers
-        ]
-        write_prompts(given.out / PROMPTS, self.about, runners)
+        note = partial(write_prompts, given.out / PROMPTS, self.about)  # first: others may answer them meanwhile
+        for plan in self.answers:
+            measure(plan, self.model, self.tokenizer, given.model, given.out, given.able, before=note)
         if self.texts:
             self._predict()
         if given.turns:

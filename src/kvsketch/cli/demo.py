@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 SHOWN = 7  # characters of an answer
 NOTE = (
-    "holds: bytes of the cache, over those of a full one. reads: how much of what was seen a new token looks at, "
-    "beside the latest tokens. Green answers are right. No question is known when a document is read: what was dropped "
+    "holds: bytes of the cache, over those of a full one. reads: how much of what was seen a new token looks at. "
+    "Green answers are right. No question is known when a document is read: what was dropped "
     "in every head cannot be answered. This is one document of each kind, docs/results.md has hundreds; kvsketch "
     "methods lists the other methods."
 )

@@ -72,7 +72,7 @@ def inspect(
     dtype: Precision = "auto",
     device: Device = None,
 ) -> None:
-    """Show how a model's keys, values and queries are spread: clusters against length, norms, and maps."""
+    """Show how a model's keys, values and queries are spread, with maps; or, by --heads, what each head keeps."""
     check_folder("--out", out)
     text = None if prompt_file is None else read_text(prompt_file)
     if heads:

@@ -88,11 +88,12 @@ def mask(
         if attention_mask is None or torch.compiler.is_compiling():
             return attention_mask
         # Looked at once here, and not in every layer: on a GPU each look waits for the device.
-        if bool(attention_mask.all()):
-            return None
         new = attention_mask[:, -q_length:]
+        every, every_new = torch.stack([attention_mask.all(), new.all()]).tolist()
+        if every:
+            return None
         attention_mask = attention_mask.view_as(attention_mask)
-        attention_mask._kvsketch_new = None if bool(new.all()) else new  # type: ignore[attr-defined]
+        attention_mask._kvsketch_new = None if every_new else new  # type: ignore[attr-defined]
         return attention_mask
     return sdpa_mask(
         batch_size,

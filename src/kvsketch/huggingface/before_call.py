@@ -59,7 +59,6 @@ def check_places(first: SketchLayer, new: Tensor, mask: Tensor | None, positions
     if mask is not None:
         first.positions.check_mask(mask, count, first.held.seen)
         valid = mask[:, -count:].bool()
-        valid = None if bool(valid.all()) else valid
     if isinstance(positions, Tensor) and positions.ndim < 3:
         if positions.ndim != 2 or positions.shape[0] not in (1, rows) or positions.shape[1] != count:
             raise ValueError(

@@ -51,9 +51,9 @@ class Positions:
         if valid is None:
             first = positions[:, 0].tolist()
             begun = [True] * len(first)
-        else:
-            first = positions.gather(1, valid.long().argmax(1, keepdim=True))[:, 0].tolist()
-            begun = valid.any(1).tolist()
+        else:  # a device is asked once
+            at = valid.long().argmax(1, keepdim=True)
+            first, begun = torch.cat([positions.gather(1, at), valid.gather(1, at)], 1).T.tolist()
         offsets = [place - length for place, length in zip(first, lengths, strict=True)]
         there = self.offsets if any(lengths) else None  # before anything was read they are of a call that was refused
         before = there or offsets

@@ -20,7 +20,10 @@ FORMAT = 1
 UNKNOWN = 0.25  # a number of entries, or of bytes, is divided as this fraction is
 PROFILE = "profile"  # whichever there is for the model
 SHIPPED = Path(__file__).parent.parent.parent / "assets" / "profiles"
-HOW = "Make one: kvsketch profile MODEL --out FILE"
+HOW = (
+    "Make one: kvsketch profile MODEL --texts BOOK --out FILE; for the model inside the package "
+    "kvsketch profile --out FILE"
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Profile:
         if isinstance(keep, float) and keep < self.keeps[-1]:
             raise ValueError(
                 f"the profile {self.path} was measured down to keep={self.keeps[-1]:g}, and does not cover "
-                f"keep={keep:g}. {HOW} --keep {keep:g},..."
+                f"keep={keep:g}. {HOW}, with --keep {keep:g},..."
             )
 
     def check_model(self, facts: Mapping[str, Any]) -> None:
@@ -79,16 +82,22 @@ def find_profile(heads: str, facts: Mapping[str, Any]) -> Profile:
         found = read_profile(heads)
         found.check_model(facts)
         return found
-    places = [own_profile(facts), *sorted(SHIPPED.glob("*.json"))]
+    places, damaged = [own_profile(facts), *sorted(SHIPPED.glob("*.json"))], list[ValueError]()
     for path in places:
         if path.is_file():
-            found = read_profile(path)
+            try:
+                found = read_profile(path)
+            except ValueError as error:  # of which model it was cannot be told
+                damaged.append(error)
+                continue
             if found.model["fingerprint"] == facts["fingerprint"]:
                 found.check_model(facts)
                 return found
+    if damaged:
+        raise damaged[0]
     raise ValueError(
         f"heads={PROFILE!r} wants a profile of this model, and there is none, neither in kvsketch nor at {places[0]}. "
-        "Make one: kvsketch profile MODEL"
+        f"{HOW}"
     )
 
 

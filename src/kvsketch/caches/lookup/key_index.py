@@ -22,7 +22,11 @@ from kvsketch.files import DamagedError, TensorFile, digest_of, read_json, user_
 FORMAT = 2
 DESCRIPTION = "index.json"
 SHIPPED = Path(__file__).parent.parent.parent / "assets" / "indexes"
-AGAIN = "Or make one in a new folder: kvsketch fit MODEL --out FOLDER"
+HOW = (
+    "kvsketch fit MODEL --corpus FILE --out FOLDER, in a new folder; for the model inside the package "
+    "kvsketch fit --out FOLDER"
+)
+AGAIN = f"Or make one: {HOW}"
 FILE = "file"  # of a layer's part of the description: the digest of its file
 
 
@@ -131,7 +135,10 @@ class KeyIndex:
         path = self.folder / layer_file(number)
         if not path.is_file():
             raise ValueError(f"the index {self.folder} is incomplete: {path.name} is missing. Put it back. {AGAIN}")
-        file = TensorFile(path)
+        try:
+            file = TensorFile(path)
+        except DamagedError as error:
+            raise ValueError(f"{error}. {AGAIN}") from error
         if file.digest != self.description["layers"][str(number)].get(FILE):
             file.__exit__()
             raise ValueError(
@@ -160,16 +167,22 @@ class KeyIndex:
 
 def find_index(method: str, facts: dict[str, Any]) -> KeyIndex:
     """The index that there is for a model, the user's own or one that comes with kvsketch."""
-    own = own_index(facts)
+    own, damaged = own_index(facts), list[ValueError]()
     for path in (own / DESCRIPTION, *sorted(SHIPPED.glob(f"*/{DESCRIPTION}"))):
         if path.is_file():
-            found = read_index(path.parent)
+            try:
+                found = read_index(path.parent)
+            except ValueError as error:  # of which model it was cannot be told
+                damaged.append(error)
+                continue
             if found.description["model"]["fingerprint"] == facts["fingerprint"]:
                 found.check_model(facts)
                 return found
+    if damaged:
+        raise damaged[0]
     raise ValueError(
         f"{method} looks things up in an index of this model, and there is none, neither in kvsketch nor in {own}. "
-        f'Make one: kvsketch fit MODEL --corpus FILE; one elsewhere is named: {method}(index="FOLDER")'
+        f'Make one: {HOW}. One elsewhere is named: {method}(index="FOLDER")'
     )
 
 
@@ -183,11 +196,11 @@ def read_index(folder: str | Path) -> KeyIndex:
     folder = Path(folder).absolute()
     path = folder / DESCRIPTION
     if not path.is_file():
-        raise ValueError(f"{folder} is no index: it has no {DESCRIPTION}. Make one with kvsketch fit MODEL -o {folder}")
+        raise ValueError(f"{folder} is no index: it has no {DESCRIPTION}. Make one: {HOW}")
     try:
         description = read_json(path)
     except DamagedError as error:
-        raise ValueError(f"{error}. Fit the index again, or put back what was there") from error
+        raise ValueError(f"{error}. Put back the index that was there. {AGAIN}") from error
     if description.get("format") != FORMAT:
         raise ValueError(
             f"{folder} is an index of format {description.get('format')!r:.40}, this version reads {FORMAT}: fit it "

@@ -1,6 +1,6 @@
 """What was asked, in a file: another package that answers the same prompts can stand beside ours on the board."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +9,11 @@ from kvsketch.evaluation.board.names import PROMPT_KEY
 from kvsketch.evaluation.results.rows import RowsFile, key_of
 
 
-def write_prompts(path: Path, about: Mapping[str, Any], runners: Sequence[Runner]) -> None:
-    """Add the prompts of these runners that the file lacks: labels, tokens of document and question, right answers."""
+def write_prompts(path: Path, about: Mapping[str, Any], runner: Runner) -> None:
+    """Add the prompts of a runner that the file lacks: labels, tokens of document and question, right answers."""
     file = RowsFile(path, about, PROMPT_KEY)
-    for runner in runners:
-        for labels, modes, make in runner.prompts():
-            if key_of(labels, PROMPT_KEY) not in file.done:
-                prompt = make()
-                said = {"context": prompt.context, "question": prompt.question, "answers": list(prompt.answers)}
-                file.add([labels | {"asked": list(modes)} | said])
+    for labels, modes, make in runner.prompts():
+        if key_of(labels, PROMPT_KEY) not in file.done:
+            prompt = make()
+            said = {"context": prompt.context, "question": prompt.question, "answers": list(prompt.answers)}
+            file.add([labels | {"asked": list(modes)} | said])

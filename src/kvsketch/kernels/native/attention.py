@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvsketch.attention import Partial
 from kvsketch.kernels import native
-from kvsketch.kernels.sources import Entries
+from kvsketch.kernels.sources import Entries, Segments
 
 MOST_QUERIES = 16  # rows of a group's queries together
 NOTED = "c"  # under this name parts carry their description
@@ -105,12 +105,17 @@ def _described(part: Entries, kept: list[Tensor]) -> _Source:
     begin = length = None
     runs = (0, 0)
     if segments is not None:
+        if not segments.begin.shape[3]:  # C takes it that no runs are all there is
+            segments = segments.join(Segments(*2 * [segments.begin.new_zeros(*segments.begin.shape[:3], 1)]))
         kept += [segments.begin.contiguous(), segments.length.contiguous()]
         begin, length = (x.data_ptr() for x in kept)
         runs = (segments.begin.shape[3], segments.begin.shape[2])
     mass, *mass_strides = _weights(tokens.log_mass, keys)
     extra, *extra_strides = _weights(tokens.log_value, keys)
-    lanes = None if part.lanes is None else part.lanes.data_ptr()
+    lanes = None
+    if part.lanes is not None:
+        kept.append(part.lanes.contiguous())
+        lanes = kept[-1].data_ptr()
     return _Source(
         *(keys.data_ptr(), values.data_ptr(), mass, extra, lanes, begin, length, *keys.shape[:3], *runs),
         *(*keys.stride()[:3], *values.stride()[:3], *mass_strides, *extra_strides, native.DTYPES[keys.dtype]),

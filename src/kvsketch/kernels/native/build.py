@@ -4,7 +4,7 @@ A build lies in a folder whose name says all that it depends on: the sources, th
 instructions. So nothing old is ever used, and one folder serves several machines. It is loaded only if the file is the
 one that the build wrote, and only from a folder that nobody else can write to.
 
-Wheels carry no binaries by now: a build takes a second, and needs nothing but a C compiler. A wheel that brings builds
+Wheels carry no binaries by now: a build takes some seconds, and needs nothing but a C compiler. A wheel with builds
 (`build_into(PREBUILT / place, march)` for the places of `_places`) needs none: the best one for the machine is taken,
 if it was made from these sources.
 """
@@ -42,7 +42,7 @@ class CannotBuildError(Exception):
 def built() -> Path:
     """The compiled kernels, which are compiled now if they are not there yet."""
     for place in _places():
-        if _is_right(PREBUILT / place) and (PREBUILT / place / SOURCES).read_text() == _digest_of_sources():
+        if _is_right(PREBUILT / place) and _reads(PREBUILT / place / SOURCES, _digest_of_sources()):
             return PREBUILT / place / LIBRARY
     compiler = _compiler()
     folder = user_cache() / "kernels" / _key(compiler)
@@ -55,7 +55,7 @@ def built() -> Path:
 
 def _compiler() -> list[str]:
     """The command of the C compiler that the user named, or that there is."""
-    named = shlex.split(os.environ.get("CC", ""))
+    named = _words("CC")
     for command in [named] if named else [["cc"], ["gcc"], ["clang"]]:
         if found := shutil.which(command[0]):
             return [found, *command[1:]]
@@ -64,13 +64,22 @@ def _compiler() -> list[str]:
 
 def _flags(march: str) -> list[str]:
     """How to compile: what the user adds comes last, and so holds."""
-    return [*FLAGS, f"-march={march}", *shlex.split(os.environ.get("CFLAGS", ""))]
+    return [*FLAGS, f"-march={march}", *_words("CFLAGS")]
+
+
+def _words(variable: str) -> list[str]:
+    """What an environment variable names, as a shell would take it."""
+    try:
+        return shlex.split(os.environ.get(variable, ""))
+    except ValueError as error:
+        raise CannotBuildError(f"{variable} is {os.environ[variable]!r}, which no shell would take: {error}") from error
 
 
 def _key(compiler: list[str]) -> str:
     """A name for all that a build for this machine depends on."""
     try:
-        version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=SECONDS, check=False)
+        asked = [*compiler, "--version"]
+        version = subprocess.run(asked, capture_output=True, text=True, errors="replace", timeout=SECONDS, check=False)
     except (OSError, subprocess.SubprocessError) as error:
         raise CannotBuildError(f"{' '.join(compiler)} does not run: {error}") from error
     parts = [*_flags("native"), *compiler, version.stdout, platform.machine(), *_processor(), _digest_of_sources()]
@@ -115,7 +124,9 @@ def _compile(compiler: list[str], folder: Path, march: str) -> None:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch) / LIBRARY
             command = [*compiler, *_flags(march), str(SOURCE), "-o", str(made), "-lm"]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+            done = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=SECONDS, check=False
+            )
             if done.returncode:
                 raise CannotBuildError(f"{' '.join(command)} failed: {done.stderr.strip()[-300:]}")
             content = made.read_bytes()
@@ -134,8 +145,12 @@ def _is_right(folder: Path) -> bool:
         return False
     if open_to_others := _open_to_others(folder):
         raise CannotBuildError(f"others can write to {open_to_others}, so what is there is not loaded (chmod go-w)")
-    content, digest = (folder / LIBRARY).read_bytes(), (folder / DIGEST).read_text()
-    return hashlib.sha256(content).hexdigest() == digest.strip()
+    return _reads(folder / DIGEST, hashlib.sha256((folder / LIBRARY).read_bytes()).hexdigest())
+
+
+def _reads(path: Path, wanted: str) -> bool:
+    """Whether this is what a file has in it, whatever else may be there."""
+    return path.is_file() and path.read_bytes().strip() == wanted.encode()
 
 
 def _open_to_others(folder: Path) -> Path | None:
