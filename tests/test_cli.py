@@ -25,6 +25,7 @@ from kvsketch.evaluation.embedded import load_embedded
 from kvsketch.evaluation.embedded.training.tokenizer import build_tokenizer
 from kvsketch.evaluation.results.rows import RowsFile, read_rows
 from kvsketch.evaluation.tasks import TASKS, Setting
+from kvsketch.kernels import native
 
 TEXT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 20
 LATIN = "caf\u00e9 ".encode("latin-1") * 40
@@ -70,6 +71,7 @@ def test_text_then_question_then_the_same_from_a_saved_cache(book, tmp_path):
         "4 tokens of a row are protected",
     ):  # fmt: skip
         assert line in first.stderr
+    assert re.search(rf"^kernels +{re.escape(native.name())}", first.stderr, re.MULTILINE)
     share = float(re.search(r"KiB of .*\((\d+\.\d)%\)", first.stderr)[1])
     assert 25 < share < 50
     with safe_open(saved, "pt") as file:

@@ -2,14 +2,18 @@
 
 import math
 import os
+import platform
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
+import kvsketch
+import zoo
 from kvsketch import attention
 from kvsketch.attention import WeightedTokens
 from kvsketch.caches.lookup.buckets import Buckets, choose
@@ -31,6 +35,7 @@ SHAPES = [  # rows, heads, group, queries, entries, width of keys, of values
     (1, 1, 8, 2, 65, 96, 128),
 ]
 
+AGAIN = "KVSKETCH_TESTED_ONCE_MORE"
 needs_c = pytest.mark.skipif(native.library() is None, reason="there is no C compiler")
 
 
@@ -251,6 +256,22 @@ def check_visits(visit, limits, device):
     torch.testing.assert_close(left, others)
 
 
+@needs_c
+def test_the_report_names_what_computes_a_step():
+    ids = zoo.tokens(1, 20)
+    for dtype, off, wanted in (
+        (torch.float32, False, "C ("),
+        (torch.float32, True, "torch"),
+        (torch.float64, False, "torch"),
+    ):
+        model = zoo.build("llama").to(dtype)
+        cache = kvsketch.prefill(model, ids, kvsketch.make_cache(model, "uniform(keep=0.5)"))
+        with native.off() if off else nullcontext():
+            report = cache.report()
+        assert report.kernels.startswith(wanted)
+        assert f"steps are computed by {report.kernels}\n" in str(report)
+
+
 # -- built, loaded, or left alone
 
 
@@ -388,36 +409,45 @@ def test_there_is_one_runtime_of_threads_and_a_forked_process_goes_on():
     subprocess.run([sys.executable, "-c", TOGETHER], check=True, timeout=100)
 
 
-@needs_c
-@pytest.mark.slow
-def test_sanitizers_find_nothing(tmp_path):
-    """These very tests, with every access to memory and all arithmetic watched."""
-    compiler = shutil.which("gcc")
-    if compiler is None or "SANITIZED" in os.environ:
-        pytest.skip("gcc brings the sanitizer; and once is enough")
-    runtime = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
-    environment = os.environ | {
-        "CC": compiler,
-        "CFLAGS": "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all",
-        "LD_PRELOAD": runtime.stdout.strip(),
-        "ASAN_OPTIONS": "detect_leaks=0",
-        "KVSKETCH_CACHE": str(tmp_path),
-        "SANITIZED": "1",
-    }
-    chosen = "definition or one_call or beyond_the_runs or classifier or buckets"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        str(HERE),
-        "-k",
-        chosen,
-    ]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+EVERY_KERNEL = "definition or classifier or buckets_visited or signs_are_those or centres_are or same_bits"
+
+
+def once_more(chosen, cache, **environment):
+    """These very tests, and those of the walks, in a process of its own; none is left out."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", chosen]
+    files = [str(HERE), str(HERE.with_name("test_native_walk.py"))]
+    given = os.environ | environment | {"KVSKETCH_CACHE": str(cache), AGAIN: "1"}
+    done = subprocess.run([*command, *files], env=given, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert "skipped" not in done.stdout, "what cannot be built is not tested"
+
+
+@needs_c
+@pytest.mark.slow
+@pytest.mark.skipif(AGAIN in os.environ, reason="once is enough")
+def test_sanitizers_find_nothing(tmp_path):
+    """With every access to memory and all arithmetic watched."""
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("gcc brings the sanitizer")
+    runtime = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    once_more(
+        f"{EVERY_KERNEL} or one_call or beyond_the_runs or no_runs or layouts or next_to_nothing",
+        tmp_path,
+        CC=compiler,
+        CFLAGS="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all",
+        LD_PRELOAD=runtime.stdout.strip(),
+        ASAN_OPTIONS="detect_leaks=0",
+    )
+
+
+@needs_c
+@pytest.mark.slow
+@pytest.mark.skipif(
+    platform.machine() != "x86_64" or AGAIN in os.environ, reason="levels of x86-64; and once is enough"
+)
+@pytest.mark.parametrize("level", ["x86-64-v3", "x86-64"])
+def test_processors_without_newer_instructions_compute_the_same(tmp_path, level):
+    if not build.LEVELS[level] <= {word for line in build._processor() for word in line.split()}:
+        pytest.skip(f"this processor is no {level}")
+    once_more(EVERY_KERNEL, tmp_path, CFLAGS=f"-march={level}")

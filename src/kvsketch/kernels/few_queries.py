@@ -23,8 +23,10 @@ def attend(
     return in_c.attend(query, parts, heads, scale, softcap) if found is None else found
 
 
-def name(device: torch.device) -> str:
-    """Which kernels a device has, for reports."""
+def name(device: torch.device, dtype: torch.dtype = torch.float32) -> str:
+    """Which kernels a device has for numbers of a kind, for reports."""
+    if dtype not in native.DTYPES:
+        return "torch"
     if in_triton.runs_on(device):
         return "Triton"
     return native.name() if device.type == "cpu" else "torch"
