@@ -64,6 +64,7 @@ def test_the_code_of_the_readme_runs_as_it_stands(tmp_path, monkeypatch, capsys)
     known["text"] = sample.context + sample.questions[0].prompt  # a prompt as a user has it, its question at its end
     exec(first, known)
     assert re.search(r"bytes \(2\d\.\d%\)", capsys.readouterr().out)
+    assert known["out"].shape[1] > ids.shape[1]
     assert said(known, tokenizer) == sample.questions[0].answers[0]
     assert known["model"].config._attn_implementation != "kvsketch"
     known["text"] = sample.context
@@ -72,6 +73,8 @@ def test_the_code_of_the_readme_runs_as_it_stands(tmp_path, monkeypatch, capsys)
     assert (tmp_path / "book.safetensors").exists()
     assert said(known, tokenizer) == sample.questions[-1].answers[0]
     exec(third, known)
+    assert known["out"].shape[1] > ids.shape[1]
+    assert known["cache"].config.learnt.layers == [0, 1, 2, 3]
     assert said(known, tokenizer) == sample.questions[0].answers[0]
     assert known["cache"].report().looked_up < 0.5  # of 600 tokens; what waits to be sorted in is a part of it
 

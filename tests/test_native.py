@@ -432,7 +432,7 @@ def test_sanitizers_find_nothing(tmp_path):
         pytest.skip("gcc brings the sanitizer")
     runtime = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     once_more(
-        f"{EVERY_KERNEL} or one_call or beyond_the_runs or no_runs or layouts or next_to_nothing",
+        f"{EVERY_KERNEL} or one_call or beyond_the_runs or no_runs or buckets or layouts or next_to_nothing",
         tmp_path,
         CC=compiler,
         CFLAGS="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all",

@@ -104,10 +104,9 @@ def report_on(stack: LayerStack) -> Report:
     ]
     held = [layer.held for layer in stack.sketch[:1]]
     protected = tuple(own.within(0, n) for one in held for own, n in zip(one.spans, one.lengths, strict=True))
-    keys = [layer.held.window.keys.view for layer in stack.sketch if layer.held.started] or [
-        torch.empty(0, device="cpu")
-    ]
-    kernels = " and ".join(sorted({few_queries.name(x.device, x.dtype) for x in keys}))
+    keys = [layer.held.window.keys.view for layer in stack.sketch if layer.held.started]
+    names = {few_queries.name(x.device, x.dtype) for x in keys} or {few_queries.name(torch.device("cpu"))}
+    kernels = " and ".join(sorted(names))
     return Report(str(stack.config), stack.seen, tuple(layers), protected if any(protected) else (), kernels)
 
 

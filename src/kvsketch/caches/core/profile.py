@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from kvsketch.caches.core.belonging import first_of_model
 from kvsketch.caches.core.budget import Budget, Keep
 from kvsketch.caches.core.shares import Shares, filled
 from kvsketch.files import DamagedError, read_json, user_cache, write_json
@@ -82,22 +83,12 @@ def find_profile(heads: str, facts: Mapping[str, Any]) -> Profile:
         found = read_profile(heads)
         found.check_model(facts)
         return found
-    places, damaged = [own_profile(facts), *sorted(SHIPPED.glob("*.json"))], list[ValueError]()
-    for path in places:
-        if path.is_file():
-            try:
-                found = read_profile(path)
-            except ValueError as error:  # of which model it was cannot be told
-                damaged.append(error)
-                continue
-            if found.model["fingerprint"] == facts["fingerprint"]:
-                found.check_model(facts)
-                return found
-    if damaged:
-        raise damaged[0]
-    raise ValueError(
-        f"heads={PROFILE!r} wants a profile of this model, and there is none, neither in kvsketch nor at {places[0]}. "
-        f"{HOW}"
+    own = own_profile(facts)
+    return first_of_model(
+        [own, *sorted(SHIPPED.glob("*.json"))],
+        read_profile,
+        facts,
+        f"heads={PROFILE!r} wants a profile of this model, and there is none, neither in kvsketch nor at {own}. {HOW}",
     )
 
 

@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvsketch.caches.core.belonging import first_of_model
 from kvsketch.caches.core.storage import made_of
 from kvsketch.files import DamagedError, TensorFile, digest_of, read_json, user_cache, write_json
 
@@ -79,6 +80,12 @@ class KeyIndex:
         return digest_of(self.description)[:16]
 
     @property
+    def model(self) -> Mapping[str, Any]:
+        """What there is to know about the model that it was fitted to."""
+        found: Mapping[str, Any] = self.description["model"]
+        return found
+
+    @property
     def buckets(self) -> int:
         """Buckets of every KV head."""
         return int(self.description["buckets"])
@@ -114,7 +121,7 @@ class KeyIndex:
             found = made_of(LayerIndex, learnt)
         except ValueError as error:
             raise ValueError(f"{what}{error}") from error
-        fitted = self.description["model"]
+        fitted = self.model
         for name, size in (("kv_heads", 0), ("head_width", 2)):
             wanted = fitted.get(name)
             wanted = wanted[number] if isinstance(wanted, list) else wanted
@@ -147,10 +154,10 @@ class KeyIndex:
             )
         return file
 
-    def check_model(self, facts: dict[str, Any]) -> None:
+    def check_model(self, facts: Mapping[str, Any]) -> None:
         """Refuse a model that this was not fitted to, and a folder whose layers are not those that were fitted."""
         self.check_files()
-        fitted = self.description["model"]
+        fitted = self.model
         for name in facts:
             if name != "fingerprint" and facts[name] != fitted.get(name):
                 raise ValueError(
@@ -167,22 +174,13 @@ class KeyIndex:
 
 def find_index(method: str, facts: dict[str, Any]) -> KeyIndex:
     """The index that there is for a model, the user's own or one that comes with kvsketch."""
-    own, damaged = own_index(facts), list[ValueError]()
-    for path in (own / DESCRIPTION, *sorted(SHIPPED.glob(f"*/{DESCRIPTION}"))):
-        if path.is_file():
-            try:
-                found = read_index(path.parent)
-            except ValueError as error:  # of which model it was cannot be told
-                damaged.append(error)
-                continue
-            if found.description["model"]["fingerprint"] == facts["fingerprint"]:
-                found.check_model(facts)
-                return found
-    if damaged:
-        raise damaged[0]
-    raise ValueError(
+    own = own_index(facts)
+    return first_of_model(
+        [own / DESCRIPTION, *sorted(SHIPPED.glob(f"*/{DESCRIPTION}"))],
+        lambda path: read_index(path.parent),
+        facts,
         f"{method} looks things up in an index of this model, and there is none, neither in kvsketch nor in {own}. "
-        f'Make one: {HOW}. One elsewhere is named: {method}(index="FOLDER")'
+        f'Make one: {HOW}. One elsewhere is named: {method}(index="FOLDER")',
     )
 
 

@@ -75,11 +75,15 @@ def _words(variable: str) -> list[str]:
         raise CannotBuildError(f"{variable} is {os.environ[variable]!r}, which no shell would take: {error}") from error
 
 
+def _run(command: list[str]) -> "subprocess.CompletedProcess[str]":
+    """A command's end and what it said, in whatever characters."""
+    return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SECONDS, check=False)
+
+
 def _key(compiler: list[str]) -> str:
     """A name for all that a build for this machine depends on."""
     try:
-        asked = [*compiler, "--version"]
-        version = subprocess.run(asked, capture_output=True, text=True, errors="replace", timeout=SECONDS, check=False)
+        version = _run([*compiler, "--version"])
     except (OSError, subprocess.SubprocessError) as error:
         raise CannotBuildError(f"{' '.join(compiler)} does not run: {error}") from error
     parts = [*_flags("native"), *compiler, version.stdout, platform.machine(), *_processor(), _digest_of_sources()]
@@ -124,9 +128,7 @@ def _compile(compiler: list[str], folder: Path, march: str) -> None:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch) / LIBRARY
             command = [*compiler, *_flags(march), str(SOURCE), "-o", str(made), "-lm"]
-            done = subprocess.run(
-                command, capture_output=True, text=True, errors="replace", timeout=SECONDS, check=False
-            )
+            done = _run(command)
             if done.returncode:
                 raise CannotBuildError(f"{' '.join(command)} failed: {done.stderr.strip()[-300:]}")
             content = made.read_bytes()
