@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 # Tests of what another version of transformers cannot change: once is enough. Single ones are marked `once`.
 ONCE := attention balancekv balancekv_cache balancekv_theorem buckets contract file_faults fit_corpus \
-	fit_ray fitting gpu_kernels gpu_prompts gpu_routing indexed_attention kcenter keydiff lanes lookup lsh \
+	fit_ray fitting gpu_kcenter gpu_kernels gpu_prompts gpu_routing indexed_attention kcenter keydiff lanes lookup lsh \
 	native native_walk pictures real_keys rows saap sampling scoring selectivity selectivity_keys specs \
 	structure subgen tasks training trickle uniform
 TRITON := triton==3.9.0 # its interpreter, for tests without a GPU; torch for GPUs brings its own

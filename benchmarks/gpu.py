@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -31,36 +32,53 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import flex_attention
 
+import gpu_paper
 from gpu_compiled import compiled
 from gpu_decode import decoding
+from gpu_large import large
 from gpu_machine import Machine
 from kvsketch.attention import Partial, WeightedTokens, merge, weighted_attention
 from kvsketch.caches.forgetting.balancekv.practical import WALKS
 from kvsketch.evaluation.results.provenance import provenance
+from kvsketch.kernels import kcenter
 from kvsketch.kernels.balanced_walk import strips, walk_in_triton
 from kvsketch.kernels.gpu import attention, flash, many_queries, routing
+from kvsketch.kernels.kcenter import reference
 from kvsketch.kernels.sources import Entries, Limits, Segments
 
 HEADS, GROUP, WIDTH = 8, 4, 128
 SCALE = WIDTH**-0.5
 COPIES = 8  # caches in turn: together larger than what a processor keeps
 WINDOW = 2048
+IN_CUDNN = "torch's, with lse"  # cuDNN's or flash; the former is not used while a graph is recorded
+FLEX = 131_072  # tokens of the one size at which FlexAttention is compiled, which takes long
 BLOCK = 256  # tokens that are halved together
 FULL = {
     "tokens": (32_768, 131_072, 171_000, 500_000),
     "saap": (171_000, 1024, 32),
     "halved": 131_072,
+    "centred": (131_072, 1024),
     "prompt": (1024, 131_072, 16_384),
-    "model": (32_768, 512),
+    "model": (32_768, 192),
+    "large": (16_384, 131_072, 160),
     "rounds": 100,
 }
-DRY = {"tokens": (300,), "saap": (1000, 64, 4), "halved": 64, "prompt": (20, 100, 40), "model": (300, 6), "rounds": 2}
+DRY = {
+    "tokens": (300,),
+    "saap": (1000, 64, 4),
+    "halved": 64,
+    "centred": (500, 20),
+    "prompt": (20, 100, 40),
+    "model": (300, 6),
+    "rounds": 2,
+}
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
-def checks(on: Machine) -> None:
-    """Everything that is timed says what its definition says, on what is hard; else this raises an error."""
+def check_attention(on: Machine) -> None:
+    """Attention of few queries says what its definition says, on what is hard; else this raises an error."""
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         if on.device.type == "cpu" and dtype == torch.bfloat16:
             continue
@@ -74,6 +92,12 @@ def checks(on: Machine) -> None:
                 assert all(one is not None for one in found), f"no kernel for {dtype}, {count} tokens"
                 assert all(torch.equal(one.out, found[0].out) for one in found), "the same answer every time"
                 held_against(found[0], query, parts, allowed(dtype))
+    if on.device.type == "cuda":
+        beyond_two_to_the_31(on)
+
+
+def check_walk(on: Machine) -> None:
+    """BalanceKV's walk halves blocks as the definition does, but for a few where rounding decides."""
     for dtype in (torch.float32, on.dtype):
         if on.device.type == "cuda" and dtype == torch.float32:
             continue  # torch's work there
@@ -83,8 +107,6 @@ def checks(on: Machine) -> None:
         found = walk_in_triton.keep_half(keys, values, *rest), strips.halving_signs(keys, values, *rest) > 0
         differ, of_torch = (int((one != exact).any(1).sum()) for one in found)
         assert differ <= 3 + 2 * of_torch, f"{differ} of {len(keys)} blocks are halved otherwise ({of_torch} by torch)"
-    if on.device.type == "cuda":
-        beyond_two_to_the_31(on)
 
 
 def beyond_two_to_the_31(on: Machine) -> None:
@@ -171,12 +193,15 @@ def dense(on: Machine, count: int) -> Iterator[dict[str, Any]]:
     forms = {"ours": (ours, plain), "ours, weighted": (ours, weighted), "stock": (stock, plain)}
     if on.device.type == "cuda":
         forms |= {name: (partial(by_backend, backend), plain) for name, backend in BACKENDS.items()}
+        if count == FLEX:
+            forms["flex"] = (partial(torch.compile(flex_attention, dynamic=False), scale=SCALE, enable_gqa=True), plain)
     for name, (form, copies) in forms.items():
         if form is ours:
             held_against(ours(query, copies[-1]), query, [Entries(copies[-1])], allowed(on.dtype))
         try:
-            taken = on.times([partial(form, query, tokens) for tokens in copies])
-        except RuntimeError as error:  # a backend that does not take these shapes
+            given = [(tokens.keys, tokens.values) if name == "flex" else (tokens,) for tokens in copies]
+            taken = on.times([partial(form, query, *one) for one in given])
+        except Exception as error:  # a backend that does not take these shapes, a compiler that fails
             taken = {"error": " ".join(str(error).split())[:200]}
         read = count * HEADS * (WIDTH * 4 + 4 * (copies is weighted))
         yield {"what": "dense", "form": name, "tokens": count, "bytes": read, "us": taken}
@@ -246,6 +271,10 @@ def looked_up(on: Machine, count: int, buckets: int, probes: int) -> Iterator[di
         taken = on.times([partial(ours, query, *held, runs=runs) for held in copies])
         row = {"what": "looked up", "form": kind, "tokens": count, "bytes": read * WIDTH * 4, "us": taken}
         yield row | {"share": read / (count * HEADS)}
+        yield row | {
+            "form": f"{kind}, as in the paper",
+            "us": on.times(as_in_the_paper(on, query, copies, ends, visited)),
+        }
         sizes, edges = ends - begins, F.pad(ends, (1, 0))[:, None].contiguous()
         routers = [router(on, buckets, to_the_first=kind == "one of a fifth") for _ in copies]
         calls = [
@@ -256,6 +285,61 @@ def looked_up(on: Machine, count: int, buckets: int, probes: int) -> Iterator[di
         learnt = sum(x.nbytes for layer in routers[0] for x in layer)
         row |= {"form": f"{kind}, and its router", "bytes": read * WIDTH * 4 + learnt, "us": on.times(calls)}
         yield row | {"share": read / (count * HEADS)}
+        if kind == "lognormal":
+            yield from one_head(on, query, copies, runs, routers, sizes, edges, probes)
+
+
+def one_head(
+    on: Machine, query: Tensor, copies: Sequence[Sequence[WeightedTokens]], runs: Segments, routers: Sequence[Any],
+    sizes: Tensor, edges: Tensor, probes: int,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """The same for a single KV head, of which the paper speaks; and for it a step that reads all."""
+    mine, own = query[:, :GROUP], Segments(runs.begin[:, :1], runs.length[:, :1])
+    held = [[WeightedTokens(x.keys[:, :1], x.values[:, :1]) for x in both] for both in copies]
+    layers = [[tuple(x[:1].contiguous() for x in layer) for layer in both] for both in routers]
+
+    def looking(past: WeightedTokens, window: WeightedTokens, learnt: Any) -> Any:
+        scores = routing.classify(mine, *learnt, 1)
+        found, *_ = routing.visit(scores[0], sizes[:1], edges[:1], Limits(probes), (0, 0))
+        return attention.attend(mine, [Entries(past, segments=found), Entries(window)], 1, SCALE)
+
+    def known(past: WeightedTokens, window: WeightedTokens) -> Any:
+        return attention.attend(mine, [Entries(past, segments=own), Entries(window)], 1, SCALE)
+
+    forms: dict[str, list[Callable[[], Any]]] = {
+        "one head": [partial(known, *both) for both in held],
+        "one head, and its router": [partial(looking, *both, one) for both, one in zip(held, layers, strict=True)],
+        "one head, all": [partial(stock, mine, past) for past, _ in held],
+    }
+    for form, calls in forms.items():
+        yield {"what": "looked up", "form": form, "tokens": held[0][0].count, "us": on.times(calls)}
+
+
+def as_in_the_paper(
+    on: Machine, query: Tensor, copies: Sequence[Sequence[WeightedTokens]], ends: Tensor, visited: Tensor
+) -> list[Callable[[], Tensor]]:
+    """The paper's kernel over the same buckets, whose tokens lie anywhere in the text; held against the definition."""
+    count, edges = copies[0][0].count, F.pad(ends, (1, 0)).contiguous()
+    places = torch.rand(HEADS, count, generator=on.draw, device=on.device).argsort(1).int()
+    calls = [
+        partial(
+            gpu_paper.attend,
+            *(query, past.keys, past.values, (window.keys, window.values), places, edges, visited.contiguous(), SCALE),
+        )
+        for past, window in copies
+    ]
+    found, (past, window) = calls[-1](), copies[-1]
+    for head in range(HEADS):
+        runs = [places[head, edges[head, bucket] : edges[head, bucket + 1]] for bucket in visited[head].tolist()]
+        own, here = torch.cat(runs).long(), slice(head * GROUP, (head + 1) * GROUP)
+        tokens = WeightedTokens(
+            *(torch.cat([x[:, head, own], y[:, head]], 1)[:, None].double()
+              for x, y in ((past.keys, window.keys), (past.values, window.values)))
+        )  # fmt: skip
+        right = weighted_attention(query[:, here].double(), tokens, SCALE).out
+        error = float((found[:, here].double() - right).norm() / right.norm())
+        assert error < allowed(on.dtype), f"the paper's kernel, head {head}: an error of {error:.1e}"
+    return calls
 
 
 def router(on: Machine, buckets: int, *, to_the_first: bool) -> list[tuple[Tensor, Tensor]]:
@@ -292,6 +376,22 @@ def halved(on: Machine, count: int) -> Iterator[dict[str, Any]]:
             "tokens": count,
             "us": clock.times([partial(form, *given)], graph=name == "ours"),
         }
+    if on.device.type == "cuda":  # to a quarter: what is kept is halved again
+        half = [x[: len(x) // 2] if isinstance(x, Tensor) else x for x in given]
+        twice = partial(on.times, [lambda: (walk_in_triton.keep_half(*given), walk_in_triton.keep_half(*half))])
+        yield {"what": "halved", "form": "ours, twice", "tokens": count, "us": twice()}
+
+
+def centred(on: Machine, count: int, centres: int) -> Iterator[dict[str, Any]]:
+    """Greedy k-center over all tokens of a layer; its centres of some of them are the definition's."""
+    points, counts = on.random(1, HEADS, count, WIDTH).to(on.dtype), torch.tensor([centres], device=on.device)
+    few, wanted = points[0, :, :2000], min(centres, 100)
+    found = kcenter.k_center(few[None], torch.full_like(counts, wanted))
+    right = reference.k_center(few.double(), counts.new_full((HEADS,), wanted), few[..., 0] == few[..., 0])
+    assert torch.equal(found.centres[0], right.centres), "the same centres"
+    clock = Machine(dry=on.device.type == "cpu", rounds=min(on.rounds, 20))
+    us = clock.times([partial(kcenter.k_center, points, counts)], graph=False)
+    yield {"what": "k-center", "form": f"{centres} centres", "tokens": count, "us": us}
 
 
 def prompts(on: Machine, chunk: int, count: int, among: int) -> Iterator[dict[str, Any]]:
@@ -321,33 +421,63 @@ def prompts(on: Machine, chunk: int, count: int, among: int) -> Iterator[dict[st
         ("among", "stock", among**2 // 2): partial(causal, asking, new.keys, new.values),
     }
     if on.device.type == "cuda":
-        forms["among", "flash with lse", among**2 // 2] = in_flash
+        forms["among", IN_CUDNN, among**2 // 2] = in_flash
     for (what, form, pairs), call in forms.items():
-        yield {"what": what, "form": form, "products": 4 * pairs * HEADS * GROUP * WIDTH, "us": on.times([call])}
+        yield {
+            "what": what,
+            "form": form,
+            "products": 4 * pairs * HEADS * GROUP * WIDTH,
+            "us": on.times([call], graph=form != IN_CUDNN),
+        }
 
 
 @torch.no_grad()
-def run(out: Path, dry: bool) -> None:
+def run(out: Path, dry: bool, only: Sequence[str] = ()) -> None:
     sizes = DRY if dry else FULL
     on = Machine(dry, sizes["rounds"])
     assert attention.runs_on(on.device), "kernels in Triton do not run here: the line above says why"
-    checks(on)
     out.mkdir(parents=True, exist_ok=True)
     copy = of_a_copy(on)
     best = copy["bytes"] / min(one["median"] for one in copy["us"].values())
     about = provenance() | {"device": torch.cuda.get_device_name() if not dry else "interpreter"}
+    failed = list[str]()
     with open(out / "gpu.jsonl", "a", encoding="utf-8") as file:
-        read = (row for count in sizes["tokens"] for row in chain(dense(on, count), unequal(on, count)))
-        rest = (
-            looked_up(on, *sizes["saap"]),
-            halved(on, sizes["halved"]),
-            prompts(on, *sizes["prompt"]),
-            decoding(on, *sizes["model"]),
-        )
-        for row in chain([copy], read, *rest):
-            file.write(json.dumps(row | {"provenance": about}) + "\n")
-            file.flush()
-            print(line_of(row, best), flush=True)
+        file.write(json.dumps(copy | {"provenance": about}) + "\n")
+        print(line_of(copy, best), flush=True)
+        for name, rows in sections(on, sizes).items():
+            if only and name not in only:
+                continue
+            try:
+                for row in rows:
+                    file.write(json.dumps(row | {"provenance": about}) + "\n")
+                    file.flush()
+                    print(line_of(row, best), flush=True)
+            except Exception as error:  # what is wrong is not timed; what comes behind it is
+                traceback.print_exc()
+                failed.append(f"{name}: {' '.join(str(error).split())[:200]}")
+            torch.cuda.empty_cache()
+    if failed:
+        sys.exit("\n".join(["not timed to the end:", *failed]))
+
+
+def sections(on: Machine, sizes: dict[str, Any]) -> dict[str, Iterator[dict[str, Any]]]:
+    """What is checked and then timed together."""
+    steps = (row for count in sizes["tokens"] for row in chain(dense(on, count), unequal(on, count)))
+    return {
+        "attention": behind(check_attention, on, steps),
+        "look-up": looked_up(on, *sizes["saap"]),
+        "halving": behind(check_walk, on, halved(on, sizes["halved"])),
+        "k-center": centred(on, *sizes["centred"]),
+        "prompts": prompts(on, *sizes["prompt"]),
+        "models": decoding(on, *sizes["model"]),
+        "large model": large(on, *sizes["large"]),
+    }
+
+
+def behind(check: Callable[[Machine], None], on: Machine, rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Rows behind a check, if it holds."""
+    check(on)
+    yield from rows
 
 
 def line_of(row: dict[str, Any], best: float) -> str:
@@ -369,9 +499,10 @@ if __name__ == "__main__":
     parser.add_argument("out", type=Path, nargs="?", default=Path("gpu-report"))
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--only", default="", help="parts, with commas: attention, look-up, halving, …")
     given = parser.parse_args()
     if given.compile:
         for line in compiled():
             print(line, flush=True)
     else:
-        run(given.out, given.dry)
+        run(given.out, given.dry, tuple(filter(None, given.only.split(","))))

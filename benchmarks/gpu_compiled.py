@@ -4,6 +4,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from kvsketch.attention import WeightedTokens
 from kvsketch.kernels import gpu
 from kvsketch.kernels.sources import Entries, Limits, Segments
 
-TARGET, PROCESSORS = 90, 132  # compute capability 9.0: H100 and H200
+TARGET, PROCESSORS, SHARED = 90, 132, 232_448  # compute capability 9.0: H100 and H200
 OPTIONS = {"num_warps", "num_stages"}
 NAMES = {
     torch.bfloat16: "bf16",
@@ -37,18 +38,21 @@ def compiled() -> Iterator[str]:
     from kvsketch.kernels.balanced_walk import walk_in_triton
     from kvsketch.kernels.gpu import attention, many_queries, routing
 
-    with patch.object(gpu, "processors", lambda device: PROCESSORS):
+    on_hopper = {"processors": lambda device: PROCESSORS, "shared_memory": lambda device: SHARED}
+    with patch.multiple(gpu, **on_hopper):
         for name, (query, parts, softcap) in _steps().items():
             call = partial(attention._attended, query, parts, 8, 0.1, softcap)
             yield f"attend, {name}: {_needs(*_launched(of_attention, 'attend', call))}"
-    for name, (many, tokens, causal, valid) in _prompts().items():
-        call = partial(many_queries._attended, many, tokens, 0.1, None, causal, valid)
-        yield f"prompt, {name}: {_needs(*_launched(of_prompts, 'attend_many', call))}"
+        for name, (many, tokens, causal, valid) in _prompts().items():
+            call = partial(many_queries._attended, many, tokens, 0.1, None, causal, valid)
+            yield f"prompt, {name}: {_needs(*_launched(of_prompts, 'attend_many', call))}"
     query = torch.empty(1, 32, 1, 128, dtype=torch.bfloat16)
     weights = torch.empty(8, 128, 1024, dtype=torch.bfloat16), torch.empty(8, 1024, 1024, dtype=torch.bfloat16)
     bias = torch.empty(8, 1, 1024, dtype=torch.bfloat16)
     call = partial(routing._classified, query, (weights[0], bias), (weights[1], bias), 8)
-    yield f"classifier, 1,024 units and buckets: {_needs(*_launched(of_routes, 'classify', call))}"
+    for name in ("inner", "last"):
+        with patch.object(of_routes, "last" if name == "inner" else "inner", _Launches([])):
+            yield f"classifier, 1,024 units and buckets, {name} layer: {_needs(*_launched(of_routes, name, call))}"
     sizes, edges = torch.zeros(8, 1024, dtype=torch.int64), torch.zeros(8, 1, 1025, dtype=torch.int64)
     call = partial(routing._visited, torch.empty(8, 1, 1024), sizes, edges, Limits(32), (9, 9), left=False)
     yield f"choice of 32 buckets: {_needs(*_launched(of_routes, 'visit', call))}"
@@ -56,6 +60,26 @@ def compiled() -> Iterator[str]:
     given = torch.empty(4096, 256), torch.full((4096,), 256), 0.1, 0.25
     launched = _launched(of_walks, "keep_half", lambda: walk_in_triton._kept(blocks, blocks, *given))
     yield f"walk, blocks halved: {_needs(*launched)}"
+    yield from _centres()
+
+
+def _centres() -> Iterator[str]:
+    """The kernels of k-center, each as it is launched first."""
+    import kvsketch.kernels.gpu.centres as of_centres
+    from kvsketch.kernels.kcenter import in_triton
+
+    names = ("squares", "between", "choose", "approach", "measure")
+    for width in (128, 256):
+        points, valid = torch.empty(8, 131_072, width, dtype=torch.bfloat16), torch.ones(8, 131_072, dtype=torch.bool)
+        given = points, torch.zeros(8, 131_072), torch.full((8,), 1024), valid, 1024, in_triton.CANDIDATES
+        for name in names:
+            call = (
+                partial(in_triton._norms, points, valid) if name == "squares" else partial(in_triton._clustered, *given)
+            )
+            with ExitStack() as patches:
+                for other in set(names) - {name}:
+                    patches.enter_context(patch.object(of_centres, other, _Launches([])))
+                yield f"k-center, {name}, {width} wide: {_needs(*_launched(of_centres, name, call))}"
 
 
 def _entries(
@@ -117,15 +141,20 @@ def _prompts() -> dict[str, tuple[torch.Tensor, WeightedTokens, bool, torch.Tens
     }
 
 
+class _Launches:
+    """In place of a kernel: notes what it is launched with."""
+
+    def __init__(self, seen: list[Any]) -> None:
+        self.seen = seen
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *given, **options: self.seen.append((given, options))
+
+
 def _launched(module: Any, name: str, call: Callable[[], Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The kernel that a call launches, and with what: it is not run."""
     kernel, seen = getattr(module, name), list[Any]()
-
-    class Launches:
-        def __class_getitem__(cls, grid: Any) -> Callable[..., None]:
-            return lambda *given, **options: seen.append((given, options))
-
-    with patch.object(module, name, Launches):
+    with patch.object(module, name, _Launches(seen)):
         call()
     [(given, options)] = seen
     return kernel, given, options

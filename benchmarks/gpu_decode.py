@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from gpu_machine import Machine, summed_up
 from kvsketch import SketchCache, make_cache, parse_spec, prefill
@@ -23,6 +23,7 @@ FORMS = {
 }
 LLAMA: dict[str, Any] = {"layers": 8, "heads": 32, "kv_heads": 8, "head_dim": 128}
 SMALL: dict[str, Any] = {"layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "hidden": 32}
+CHUNK = 8192
 APART = 0.05  # so far logits may be from those of steps that were not recorded, as a share of the largest
 
 
@@ -35,27 +36,45 @@ def decoding(on: Machine, count: int, steps: int) -> Iterator[dict[str, Any]]:
     index = (1024, 1024) if on_gpu else (8, 12)
     layers, about = range(text.num_hidden_layers), describe_model(model)
     with made_up(text.num_key_value_heads, text.head_dim, layers, index, about) as ready:
+        yield {"what": "model", "form": "stock", "tokens": count, "us": {"eager": _stock(on, model, ids, count)}}
         for form, spec in FORMS.items():
             config = ready(parse_spec(spec)).for_model(lambda: about)
-            cache = prefill(model, ids[:, :count], make_cache(model, config), chunk=8192)
+            cache = prefill(model, ids[:, :count], make_cache(model, config), chunk=CHUNK)
             row: dict[str, Any] = {"what": "model", "form": form, "tokens": count, "us": {}}
             twin = cache.fork()
-            expected, row["us"]["eager"] = _taken(on, model, cache, ids[:, count:], nullcontext())
+            expected, row["us"]["eager"] = taken(on, model, cache, ids[:, count:])
             if on_gpu:
                 graphs = recorded(model, CudaGraphs(on.device))
-                got, row["us"]["graph"] = _taken(on, model, twin, ids[:, count:], graphs)
+                got, row["us"]["graph"] = taken(on, model, twin, ids[:, count:], graphs)
                 apart = float((got - expected).abs().max() / expected.abs().max())
                 assert apart < APART, f"{form}: recorded steps are off by {apart:.3f} of the largest logit"
                 assert cache.seen == twin.seen
             yield row
 
 
-def _taken(
-    on: Machine, model: PreTrainedModel, cache: SketchCache, following: Tensor, way: AbstractContextManager[Any]
+def _stock(on: Machine, model: PreTrainedModel, ids: Tensor, count: int) -> dict[str, Any]:
+    """Steps with a cache of transformers' own."""
+    cache, found = DynamicCache(config=model.config), list[float]()
+    for part in ids[:, :count].split(CHUNK, 1):
+        model(input_ids=part, past_key_values=cache, logits_to_keep=1)
+    for place in range(count, min(ids.shape[1], count + 60)):
+        with on.clock(found):
+            at = torch.full_like(ids[:, :1], place)
+            model(input_ids=ids[:, place : place + 1], position_ids=at, past_key_values=cache)
+    behind = found[len(found) // 4 :]
+    return summed_up(behind) | {"mean": statistics.fmean(behind)}
+
+
+def taken(
+    on: Machine,
+    model: PreTrainedModel,
+    cache: SketchCache,
+    following: Tensor,
+    way: AbstractContextManager[Any] | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
     """The logits of tokens one by one, and how long a step takes."""
     said, taken = list[Tensor](), list[float]()
-    with torch.no_grad(), way:
+    with torch.no_grad(), way or nullcontext():
         for token in following.split(1, 1):
             with on.clock(taken):
                 at = torch.full_like(token, cache.seen)

@@ -1,6 +1,7 @@
 """Models with our caches on another device, which is only pretended: what they say is what they say on the CPU."""
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
@@ -84,6 +85,21 @@ def test_so_are_beams_forks_files_and_what_is_made_of_an_exact_cache(prompts, th
         asked = loaded.new_tokens(text[:, :7])
         answers.append(one.generate(**asked, past_key_values=loaded, max_new_tokens=8, do_sample=False).cpu())
     assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("spec", ["exact", "uniform(keep=0.5)", "balancekv(keep=0.25)", "keydiff(keep=0.25)"])
+def test_a_prompt_asks_the_device_once_in_each_layer(prompts, there, spec):
+    """Whether its numbers are finite. What waits besides is before the first layer, and torch's form of the walk."""
+    model, (ids, _) = both("llama")[1].to(there), (x.to(there) for x in prompts)
+    with torch.no_grad(), Waits() as waits:
+        kvsketch.prefill(model, ids, kvsketch.make_cache(model, spec))
+    asked = Counter[str]()
+    for line, count in waits.lines.items():
+        asked[line.split(":")[0]] += count
+    layers = len(model.model.layers)
+    assert asked.keys() <= {"before_call.py", "positions.py", "attention.py", "weights.py", "strips.py"}, waits.lines
+    assert layers <= asked["before_call.py"] <= layers + 1
+    assert asked["positions.py"] + asked["attention.py"] <= 3
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -17,10 +17,11 @@ from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.tokens import NewTokens
 from kvsketch.caches.forgetting.balancekv import BalanceKV
 from kvsketch.caches.forgetting.balancekv.levels import Levels
-from kvsketch.caches.forgetting.balancekv.practical import WALKS
+from kvsketch.caches.forgetting.balancekv.practical import WALKS, _places_of
 from kvsketch.caches.forgetting.uniform import Uniform
 from kvsketch.kernels.balanced_walk import keep_half, reference, strips
 from lanes import Fed, entries_of, entries_of_rows
+from waiting import Waits
 
 GREEDY = WALKS["greedy"]
 
@@ -34,6 +35,15 @@ def normal(*shape, seed=0):
 
 def draws(*shape, seed=0):
     return torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_what_is_kept_of_blocks_is_found_without_asking_how_many():
+    kept = torch.stack([torch.randperm(6, generator=torch.Generator().manual_seed(i)) < 3 for i in range(20)])
+    kept, places = kept.view(5, 24), 10 + torch.arange(24).view(4, 6)
+    with Waits() as waits:
+        found = _places_of(kept, places, 12)
+    assert not waits.lines
+    assert found.tolist() == [(10 + own.nonzero()[:, 0]).tolist() for own in kept]
 
 
 # -- the walk over many blocks

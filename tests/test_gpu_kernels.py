@@ -1,6 +1,7 @@
 """Kernels in Triton: on a GPU where there is one, else under Triton's interpreter."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -302,6 +303,29 @@ def test_what_is_held_is_read_by_them():
     found = few_queries.attend(torch.randn(1, 4, 1, 32, generator=draw).to(DEVICE), [part], 2, 0.2)
     assert found is not None
     assert attention.NOTED in part.noted
+
+
+def test_a_launch_in_a_graph_has_counters_that_nobody_else_gets(monkeypatch):
+    device, zeros, made = torch.device("cuda", 0), torch.zeros, []
+    monkeypatch.setattr(
+        torch, "zeros", lambda *shape, dtype, device: made.append(zeros(*shape, dtype=dtype)) or made[-1]
+    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+    for name, value in (("_counters", {}), ("_for_graphs", {}), ("FOR_GRAPHS", 3)):
+        monkeypatch.setattr(gpu, name, value)
+    recording = False
+    monkeypatch.setattr(gpu, "recording", lambda device: recording)
+    assert gpu.counters(8, device) is gpu.counters(20, device)
+    recording = True
+    places = [gpu.counters(8, device) for _ in range(3)]
+    for number, place in enumerate(places):
+        place.fill_(number + 1)
+    assert [int(place[0]) for place in places] == [1, 2, 3]
+    count = len(made)
+    assert not gpu.counters(8, device).any(), "there are no more: these are made in the graph"
+    assert not gpu.counters(1000, device).any(), "so are many"
+    assert len(made) == count + 2
+    assert gpu._for_graphs[device][0][:, 0].tolist() == [1, 2, 3], "what graphs count in stays there"
 
 
 BLOCKS = {"clustergen", "subgen", "balancekv", "balancekv, plain", "balancekv, faithful"}  # that come into being wait

@@ -26,16 +26,57 @@ def seen_by(count, valid):
     return visible if valid is None else visible & valid[:, None, None] | (at[:, None] == at)
 
 
-def test_torchs_flash_attention_takes_what_is_given_and_says_the_denominator():
-    """As far as can be seen without a GPU: its arguments, and the shapes of what it gives back."""
+OPERATORS = {"flash": flash.in_flash, "cudnn": flash.in_cudnn}
+
+
+@pytest.mark.parametrize("attended", OPERATORS.values(), ids=OPERATORS)
+def test_torchs_operators_take_what_is_given_and_say_the_denominator(attended):
+    """As far as can be seen without a GPU: their arguments, and the shapes of what they give back."""
     with FakeTensorMode():
-        query, keys, values = (
-            torch.empty(2, heads, 70, 64, dtype=torch.bfloat16, device="cuda") for heads in (8, 2, 2)
-        )
-        for causal in (False, True):
-            found = flash.attended(query, keys, values, 0.1, causal)
+        for causal, count in ((False, 90), (True, 70)):
+            query, keys, values = (
+                torch.empty(2, heads, steps, 64, dtype=torch.bfloat16, device="cuda")
+                for heads, steps in ((8, 70), (2, count), (2, count))
+            )
+            found = attended(query, keys, values, 0.1, causal)
             assert (found.out.shape, found.out.dtype) == (query.shape, query.dtype)
             assert (found.lse.shape, found.lse.dtype) == (query.shape[:3], torch.float32)
+
+
+def test_where_cudnn_has_no_plan_flash_attention_answers(monkeypatch, caplog):
+    asked = list[bool]()
+
+    def failing(query, keys, values, scale, causal):
+        asked.append(causal)
+        raise RuntimeError("no execution plan")
+
+    for name, always in (("cudnn_pays", True), ("_works", True), ("_aligned", True)):
+        monkeypatch.setattr(flash, name, lambda *given, always=always: always)
+    monkeypatch.setattr(gpu, "can_read", lambda *given: True)
+    monkeypatch.setattr(flash, "in_cudnn", failing)
+    monkeypatch.setattr(flash, "_refused", set())
+    with FakeTensorMode():
+        query, keys = (torch.empty(1, heads, 70, 64, dtype=torch.float16, device="cuda") for heads in (4, 2))
+        for causal in (True, True, False):
+            found = flash.attend(query, keys, keys, 0.1, causal=causal)
+            assert found.out.shape == query.shape
+    assert asked == [True, False]
+    assert ["no execution plan" in line for line in caplog.messages] == [True, True]
+
+
+def test_cudnn_is_not_asked_for_little_or_for_wide_heads():
+    for heads, count, width in ((8, 1000, 64), (32, 16_384, 256)):
+        query = torch.empty(1, heads, count, width, dtype=torch.bfloat16, device="meta")
+        assert not flash.cudnn_pays(query, query, query)
+
+
+def test_numbers_lie_so_that_many_are_read_at_once():
+    x = torch.zeros(2, 3, 20, 72, dtype=torch.float16)
+    assert all(
+        flash._aligned(one) for one in (x, x[:, 1:, 3:, 8:], x.transpose(1, 2), x[:1, :, :1].expand(2, 3, 20, 72))
+    )
+    odd = torch.zeros(2, 3, 20, 68, dtype=torch.float16)
+    assert not any(flash._aligned(one) for one in (x[..., 4:68], x.mT, odd[..., :64]))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +115,9 @@ def test_prompts_for_which_torch_makes_a_matrix_of_logits_take_another_way(heads
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="there is no GPU")
 @pytest.mark.parametrize("dtype", flash.DTYPES, ids=str)
-def test_torchs_flash_attention_says_what_the_definition_says(dtype):
+@pytest.mark.parametrize("name", OPERATORS)
+def test_torchs_operators_say_what_the_definition_says(name, dtype, monkeypatch):
+    monkeypatch.setattr(flash, "LEAST_LOGITS", 0 if name == "cudnn" else 1 << 62)
     draw = torch.Generator().manual_seed(0)
     query, keys, values = (torch.randn(2, heads, 200, 64, generator=draw).to(DEVICE, dtype) for heads in (4, 2, 2))
     for causal in (False, True):
@@ -82,6 +125,9 @@ def test_torchs_flash_attention_says_what_the_definition_says(dtype):
         visible = seen_by(200, None) if causal else None
         right = weighted_attention(query.double(), doubled(WeightedTokens(keys, values)), 0.2, visible=visible)
         gpu.assert_like(found.out, right.out, found.lse, right.lse)
+    if name == "cudnn" and flash.cudnn_pays(query, keys, values):
+        assert gpu._found[f"{flash.CUDNN} × 64 in {str(dtype).removeprefix('torch.')}", query.device]
+        assert not flash._refused
 
 
 CASES = {  # rows, KV heads, group, queries, entries, widths; kind, softcap, weights
@@ -130,6 +176,21 @@ def test_new_tokens_see_themselves_and_what_is_before(queries, dtype, padded):
     torch.testing.assert_close(found.lse.double(), right.lse, rtol=1e-5, atol=1e-4)
     again = many_queries.attend(query, WeightedTokens(keys, values), 0.2, causal=True, valid=valid)
     assert torch.equal(found.out, again.out)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_blocks_come_with_masks_or_without(whole):
+    """Whatever is in empty slots, of which some blocks have none."""
+    draw, blocks = torch.Generator().manual_seed(4), many_queries.Blocks(16, 16, 4, 2, whole)
+    tokens = entries(draw, (1, 2, 100, 32, 32), torch.float32, mass=True).tokens
+    query = torch.randn(1, 4, 20, 32, generator=draw).to(DEVICE)
+    for empty in (slice(0, 0), slice(40, 60, 3), slice(90, 100)):
+        tokens.log_mass[:, 1, empty] = NO_MASS
+        tokens.keys[:, 1, empty], tokens.values[:, 1, empty] = float("nan"), float("nan")
+        found = many_queries._attended(query, tokens, 0.2, None, False, None, blocks)
+        right = weighted_attention(query.double(), doubled(tokens), 0.2)
+        torch.testing.assert_close(found.out.double(), right.out, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found.lse.double(), right.lse, rtol=1e-5, atol=1e-4)
 
 
 def test_nothing_with_mass_is_an_answer_of_zero():

@@ -44,7 +44,9 @@ class Waits(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         copied = function in (torch.tensor, torch.as_tensor) and isinstance(args[0], (list, tuple))
-        if getattr(function, "__name__", "") in WANTED or (copied and (kwargs or {}).get("device") is not None):
+        if getattr(function, "__name__", "") in WANTED or (
+            copied and (kwargs or {}).get("device") not in (None, "cpu")
+        ):
             self.note()
         return function(*args, **(kwargs or {}))
 

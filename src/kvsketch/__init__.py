@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         methods,
         parse_spec,
     )
+    from kvsketch.evaluation.embedded import load_embedded
     from kvsketch.huggingface import (
         SketchCache,
         attach,
@@ -70,6 +71,7 @@ _HOMES = {
         "methods",
         "parse_spec",
     ),
+    "kvsketch.evaluation.embedded": ("load_embedded",),
     "kvsketch.huggingface": (
         "SketchCache",
         "attach",
@@ -114,6 +116,7 @@ __all__ = [
     "detach",
     "exact_attention",
     "load_cache",
+    "load_embedded",
     "make_cache",
     "merge",
     "methods",

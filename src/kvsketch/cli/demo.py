@@ -12,7 +12,9 @@ from rich.text import Text
 
 from kvsketch.cli.app import check_folder, output
 from kvsketch.cli.ending import stop_in_order
+from kvsketch.cli.models import check_device
 from kvsketch.cli.notes import notes, say
+from kvsketch.cli.options import Device
 
 if TYPE_CHECKING:
     from kvsketch.evaluation.answers.demo import Row
@@ -29,17 +31,19 @@ NOTE = (
 def demo(
     tokens: Annotated[int, typer.Option(min=500, max=6000, help="Length of each document.")] = 4000,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Also draw a picture, in this folder.")] = None,
+    device: Device = None,
 ) -> None:
     """Read two documents with a few methods, and ask about them later: what each holds, reads and answers."""
     if out is not None:
         check_folder("--out", out)
+    place = check_device(device)
     console = output()
     console.print(
         f"The small model inside the package reads two documents of {tokens:,} tokens, each with six caches. The "
         "questions come later, the first about the beginning of a document, the last about its end.",
         soft_wrap=True,
     )
-    rows = _run_with_bar(tokens)
+    rows = _run_with_bar(tokens, place)
     from kvsketch.evaluation.answers.demo import DOCUMENTS
 
     for name, what in DOCUMENTS.items():
@@ -49,7 +53,7 @@ def demo(
         _draw(rows, out)
 
 
-def _run_with_bar(tokens: int) -> "list[Row]":
+def _run_with_bar(tokens: int, device: str) -> "list[Row]":
     from kvsketch.evaluation.answers.demo import DOCUMENTS, METHODS, run_demo
 
     stop_in_order()
@@ -58,7 +62,7 @@ def _run_with_bar(tokens: int) -> "list[Row]":
     ) as bar:
         task = bar.add_task("", total=len(METHODS) * len(DOCUMENTS))
         rows = []
-        for row in run_demo(tokens, lambda method: bar.update(task, description=method)):
+        for row in run_demo(tokens, lambda method: bar.update(task, description=method), device=device):
             rows.append(row)
             bar.advance(task)
     return rows

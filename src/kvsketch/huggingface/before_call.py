@@ -94,9 +94,11 @@ def check_layers(stack: LayerStack, decoder: Any, rows: int) -> None:
 
 def check_finite(index: int, keys: Tensor, values: Tensor) -> None:
     """Refuse a layer's keys and values that are no numbers."""
-    for name, tensor in (("keys", keys), ("values", values)):
-        extremes = torch.stack(torch.aminmax(tensor.detach()))  # NaN wins; and no copy of a long prompt
-        if not bool(extremes.isfinite().all()):
+    extremes = [torch.stack(torch.aminmax(x.detach())) for x in (keys, values)]  # NaN wins; no copy of a long prompt
+    if bool(torch.stack(extremes).isfinite().all()):  # for both at once: each question stops a GPU
+        return
+    for name, least_and_most in zip(("keys", "values"), extremes, strict=True):
+        if not bool(least_and_most.isfinite().all()):
             raise ValueError(
                 f"layer {index} was given {name} that are NaN or infinite; it has stored none of them. "
                 "Look for an overflow in the model (float16?) or in its inputs"

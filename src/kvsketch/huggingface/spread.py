@@ -72,7 +72,7 @@ def numbers_at(tensor: Tensor, places: Tensor | None) -> Tensor:
     """Numbers of a tensor, laid out as one row, at these places, or all; zeros for those that other processes have."""
     if not _is_divided(tensor):
         flat = tensor.detach().reshape(-1)
-        return flat if places is None else flat[places.to(flat.device)]
+        return flat if places is None else flat[places.to(flat.device, non_blocking=flat.device.type == "cuda")]
     here = _corner(tensor)
     if here is None:
         return numbers_at(tensor.full_tensor(), places)  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from kvsketch.caches.core.answers import complete, in_rows, joined
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.method import Holding, Method
 from kvsketch.caches.core.query import Answer, Query
-from kvsketch.caches.core.storage import chosen, in_front, with_prefix
+from kvsketch.caches.core.storage import chosen, in_front, listed_on, with_prefix
 from kvsketch.caches.core.tokens import Arriving, Columns
 from kvsketch.kernels.sources import Entries
 
@@ -80,7 +80,7 @@ class Bundle:
 
     def _index(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         if device not in self.at:
-            rows, heads, named = (torch.tensor(x, device=device) for x in (self.rows, self.heads, self.named))
+            rows, heads, named = (listed_on(device, x) for x in (self.rows, self.heads, self.named))
             self.at[device] = (rows[:, None], heads[None], named[None])
         return self.at[device]
 
@@ -209,7 +209,7 @@ class Lanes:
 
     def _order(self, device: torch.device) -> Int64[Tensor, " l"]:
         if device not in self._order_at:
-            self._order_at[device] = torch.tensor(self.order, device=device)
+            self._order_at[device] = listed_on(device, self.order)
         return self._order_at[device]
 
     def observe(self, query: Query, answer: Answer, lse: Float[Tensor, "b hg q"] | None) -> None:

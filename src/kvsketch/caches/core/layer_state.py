@@ -17,7 +17,7 @@ from kvsketch.caches.core.part import HeadPart
 from kvsketch.caches.core.query import Query
 from kvsketch.caches.core.shares import THRESHOLD
 from kvsketch.caches.core.spans import Spans, read_spans
-from kvsketch.caches.core.storage import with_prefix
+from kvsketch.caches.core.storage import listed_on, with_prefix
 from kvsketch.caches.core.streams import Streams
 
 NUMBERS = ("seen", "lengths", "ragged", "measured_at")  # of a layer, beside its streams
@@ -72,7 +72,7 @@ class LayerState:
     def lengths_on(self, device: torch.device) -> Int64[Tensor, "b 1"]:
         """How many tokens rows have, on a device: a list that is copied there waits for all that is under way."""
         if self.counted is None or self.counted[0] != self.lengths or self.counted[1].device != device:
-            self.counted = self.lengths, torch.tensor(self.lengths, device=device)[:, None]
+            self.counted = self.lengths, listed_on(device, self.lengths)[:, None]
         return self.counted[1]
 
     def share(self, row_shares: list[list[float]]) -> None:

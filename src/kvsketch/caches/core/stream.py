@@ -25,7 +25,7 @@ from kvsketch.caches.core.config import BLOCK, MANY, MethodConfig
 from kvsketch.caches.core.lanes import Lanes
 from kvsketch.caches.core.method import Method
 from kvsketch.caches.core.query import Answer, Query
-from kvsketch.caches.core.storage import storage_bytes, with_prefix
+from kvsketch.caches.core.storage import listed_on, storage_bytes, with_prefix
 from kvsketch.caches.core.tokens import Columns, Seen
 from kvsketch.kernels.sources import Entries
 
@@ -235,7 +235,7 @@ class Stream:
     def _leave_ragged(self, columns: Columns, due: list[int]) -> Tensor:
         """Write to the past what is due among these columns; which places [b, n] that were."""
         sinks, ranks = self.config.sinks, columns.ranks
-        stop = torch.tensor(due, device=ranks.device)[:, None] + sinks
+        stop = listed_on(ranks.device, due)[:, None] + sinks
         leaving = (ranks >= sinks) & (ranks < stop)  # what left before has rank -1
         where = leaving.any(0).nonzero()[:, 0]
         if where.numel():

@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from kvsketch.caches.core.storage import listed_on
+
 
 @dataclass(frozen=True)
 class Ahead:
@@ -53,7 +55,7 @@ class NewTokens:
 
 def ranks_of_latest(new: NewTokens, lengths: Sequence[int]) -> Int64[Tensor, "b q"]:
     """How many tokens of its row come before each of a call's, which are the last in rows of these lengths."""
-    last = torch.tensor(lengths, device=new.keys.device)[:, None]
+    last = listed_on(new.keys.device, lengths)[:, None]
     if new.valid is None:
         return last + torch.arange(-new.keys.shape[2], 0, device=new.keys.device)
     behind = new.valid.flip(1).cumsum(1).flip(1)  # each one and those behind it

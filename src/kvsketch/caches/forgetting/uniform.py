@@ -10,6 +10,7 @@ from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.checks import check_choice, check_seed
 from kvsketch.caches.core.chooser import Chooser, Entries, Kept
 from kvsketch.caches.core.config import BLOCK, WEIGHTS, WindowedConfig
+from kvsketch.caches.core.storage import listed_on
 from kvsketch.caches.core.tokens import Arriving
 from kvsketch.kernels.draws import uniforms
 
@@ -63,7 +64,7 @@ class Reservoirs(Chooser):
         count = plan.slots_for(new.after) - start
         taken = last_writer((slot - start).clamp_min(-1), count)
         index = torch.where(taken >= 0, held.count - start + taken, torch.arange(count, device=taken.device))
-        weights = log_weights(plan, torch.tensor([new.after], device=taken.device), start + count)[:, start:]
+        weights = log_weights(plan, listed_on(taken.device, [new.after]), start + count)[:, start:]
         return Kept(index, start, weights.clamp_max(0.0) if self.config.weights == "none" else weights)
 
     def check(self, held: Entries, count: int, budget: Budget) -> None:

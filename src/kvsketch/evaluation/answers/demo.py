@@ -85,9 +85,12 @@ def document(task: str, count: Callable[[Sample], int], tokens: int, seed: int =
     return Sample(sample.context, tuple(ordered[place] for place in places))
 
 
-def run_demo(tokens: int, advance: Callable[[str], None] = lambda method: None) -> Iterator[Row]:
+def run_demo(
+    tokens: int, advance: Callable[[str], None] = lambda method: None, *, device: str = "cpu"
+) -> Iterator[Row]:
     """Read the documents with every method, then ask the same questions; none is known when a document is read."""
     model, tokenizer = load_embedded(torch.float32)
+    model.to(device)
     for task in DOCUMENTS:
         sample = document(task, lambda made: len(tokenizer(made.context)["input_ids"]), tokens)
         for method in METHODS:
@@ -97,10 +100,10 @@ def run_demo(tokens: int, advance: Callable[[str], None] = lambda method: None) 
 
 def _run(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: str, sample: Sample, method: str) -> Row:
     cache = make_cache(model, method)
-    prefill(model, tokenizer(sample.context, return_tensors="pt")["input_ids"], cache)
+    prefill(model, tokenizer(sample.context, return_tensors="pt")["input_ids"].to(model.device), cache)
     report, answers = cache.report(), list[Answer]()
     for question in sample.questions:
-        ids = tokenizer(question.prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        ids = tokenizer(question.prompt, return_tensors="pt", add_special_tokens=False)["input_ids"].to(model.device)
         twin = prefill(model, ids[:, :-1], cache.fork(), chunk=1)  # one by one: who looks up does so for questions too
         out, _ = answer(model, ids[:, -1:], twin, max_new_tokens=NEW_TOKENS)
         asked = twin.report()

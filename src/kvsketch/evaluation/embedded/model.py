@@ -14,7 +14,10 @@ from kvsketch.editions import EDITIONS, EMBEDDED
 def load_embedded(
     dtype: torch.dtype | str = "auto", name: str = EMBEDDED
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """An edition of the model and its tokenizer, read like any other checkpoint."""
+    """The small model inside the package, and its tokenizer; `name` is an edition of it.
+
+    Read like any other checkpoint, by transformers.
+    """
     if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ValueError(f"dtype must be auto or one of torch, such as float32, got {dtype!r}")
     with _files(name) as folder:

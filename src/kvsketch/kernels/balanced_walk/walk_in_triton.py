@@ -9,6 +9,11 @@ from kvsketch.kernels.balanced_walk import strips
 from kvsketch.kernels.balanced_walk.reference import ONES
 
 STRIP = 64  # tokens
+TILE = 32  # earlier tokens at a time
+READ = 32  # tokens at a time before the walk
+PART = 32  # tokens that walk at a time: a number for every lane of a warp
+WARPS = 2
+STAGES = 2
 AT_ONCE = 1 << 13  # blocks: 150 MiB of room for those of 256 tokens
 
 
@@ -60,12 +65,14 @@ def _kept(keys: Tensor, values: Tensor, uniforms: Tensor, sizes: Tensor, scale: 
     keys, values = (x if x.stride(2) == 1 else x.contiguous() for x in (keys, values))
     strip = STRIP if max(width, values.shape[2]) <= 128 else STRIP // 2
     kept = torch.zeros(blocks, count, dtype=torch.int8, device=keys.device)
-    rooms = torch.empty(blocks, strip * strip + 2 * count, dtype=torch.float32, device=keys.device)
+    padded = -(-count // strip) * strip
+    rooms = torch.empty(blocks, strip * (strip + 1) + 2 * padded, dtype=torch.float32, device=keys.device)
     with gpu.current(keys.device):
         kernel[(blocks,)](
             *(keys, values, (0.5 - uniforms).float().contiguous(), sizes.contiguous(), kept, rooms),
             *(*keys.stride()[:2], *values.stride()[:2], count, float(scale), float(gain), ONES),
             WIDTH=width, VALUE_WIDTH=values.shape[2], KEY_BLOCK=gpu.power_of_two(width, 16),
-            VALUE_BLOCK=gpu.power_of_two(values.shape[2], 16), STRIP=strip, num_warps=8, num_stages=2,
+            VALUE_BLOCK=gpu.power_of_two(values.shape[2], 16), STRIP=strip, PART=PART,
+            READ=READ, TILE=TILE, num_warps=WARPS, num_stages=STAGES,
         )  # fmt: skip
     return kept.bool()

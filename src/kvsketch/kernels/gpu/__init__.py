@@ -5,9 +5,10 @@ where a first try says another thing than torch, and under `KVSKETCH_GPU_KERNELS
 (`TRITON_INTERPRET=1`) they run on the CPU, slowly: so they are tested where there is no GPU.
 """
 
+import itertools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
@@ -26,12 +27,15 @@ MOST_WIDTH = 256  # of keys and of values
 MOST_ALONG_Y = 65_535  # programs along the second axis of a launch
 MOST_SINGLE_ROWS, MOST_SINGLE_WIDTH = 16, 128  # of tiles in float32
 NOT_TRITON = "torch's own kernels are used, not those in Triton, which are faster"
+FOR_GRAPHS, APART = 16_384, 32  # launches in graphs that have counters of their own, and how many numbers each has
 OLDEST = (8, 0)  # compute capability: bfloat16 in products
 
 T = TypeVar("T")
 _log = logging.getLogger("kvsketch")
 _found = dict[tuple[str, torch.device], bool]()
 _refused = set[str]()
+_counters = dict[tuple[torch.device, int], Tensor]()  # by device and stream
+_for_graphs = dict[torch.device, tuple[Tensor, Iterator[int]]]()  # kept for good: graphs count there; and how many have
 
 
 def wanted_on(device: torch.device) -> bool:
@@ -152,6 +156,32 @@ def recording(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def counters(count: int, device: torch.device) -> Tensor:
+    """Zeros for programs to count themselves with; the last of them writes 0 again.
+
+    Each stream has its own: its launches come one after another. A graph may be replayed on any stream, beside others,
+    so that each launch in a graph has counters that nobody else gets. When those are used up, the graph itself sets
+    some to 0 in each replay, which takes a microsecond longer.
+    """
+    if device.type == "cpu":
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    if device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    if recording(device):
+        if device in _for_graphs and count <= APART:
+            places, used = _for_graphs[device]
+            place = next(used, len(places))
+            if place < len(places):
+                return places[place]
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    key = device, torch.cuda.current_stream(device).cuda_stream
+    if key not in _counters or len(_counters[key]) < count:
+        _counters[key] = torch.zeros(power_of_two(count, 1024), dtype=torch.int32, device=device)
+    if device not in _for_graphs:  # there is no other time to make what graphs share
+        _for_graphs[device] = torch.zeros(FOR_GRAPHS, APART, dtype=torch.int32, device=device), itertools.count()
+    return _counters[key]
+
+
 def assert_like(out: Tensor, right: Tensor, lse: Tensor, right_lse: Tensor) -> None:
     """Raise an error if answers are not what is right, in float64, but for their own rounding."""
     most = 1e-5 if out.dtype == torch.float32 else 0.01
@@ -168,3 +198,10 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
 def processors(device: torch.device) -> int:
     """How many programs run at once, at least."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have beside its registers."""
+    known = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return getattr(known, "shared_memory_per_block_optin", 0)

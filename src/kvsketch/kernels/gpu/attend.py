@@ -10,7 +10,9 @@ are is read on the device only.
 import triton
 import triton.language as tl
 
-from kvsketch.kernels.gpu.softmax import LEAST_MASS, LN_2, NOTHING, entries, more
+from kvsketch.kernels.gpu.softmax import LEAST_MASS, LN_2, NOTHING, more, weights
+
+MOST_LISTED = tl.constexpr(6)  # halvings of a list of runs that is rather held as a whole
 
 
 @triton.jit
@@ -21,7 +23,7 @@ def attend(
     HEADS: tl.constexpr, GROUP: tl.constexpr, BY_QUERY: tl.constexpr, WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, PARTS: tl.constexpr, HAS: tl.constexpr, SOFTCAP: tl.constexpr, SPLITS: tl.constexpr,
     ROWS: tl.constexpr, AT_ONCE: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
-    SPLIT_BLOCK: tl.constexpr,
+    TOGETHER: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """One split of one lane, or of one of its queries where each reads other runs."""
     program, split = tl.program_id(0), tl.program_id(1)
@@ -63,12 +65,14 @@ def attend(
 
     tl.debug_barrier()  # all that this program has stored, before it says so
     if tl.atomic_add(done + program, 1, sem="acq_rel") == SPLITS - 1:
-        for number in range(per_program):
-            query_at = (row * HEADS + head) * GROUP + (number if BY_QUERY else number // queries)
-            answer = query_at * queries + (step if BY_QUERY else number % queries)
+        tl.store(done + program, 0)  # for the next call
+        for first in range(0, per_program, TOGETHER):
+            numbers = first + tl.arange(0, TOGETHER)
+            query_at = (row * HEADS + head) * GROUP + (numbers if BY_QUERY else numbers // queries)
+            answers = query_at * queries + (step if BY_QUERY else numbers % queries)
             _merge(
-                out, lse, sums, tops, program, number, answer, per_program,
-                VALUE_WIDTH, VALUE_BLOCK, SPLITS, SPLIT_BLOCK,
+                out, lse, sums, tops, program, numbers, answers, per_program,
+                VALUE_WIDTH, VALUE_BLOCK, SPLITS, SPLITS_AT_ONCE,
             )  # fmt: skip
 
 
@@ -123,23 +127,73 @@ def _part(
     log_mass += row * _plain(mass_row) + head * _plain(mass_head)
     log_value += row * _plain(extra_row) + head * _plain(extra_head)
     runs = _runs(slot, step, sizes)
-    # Places in runs are found a round ahead, so that keys and values are on their way while others are worked on.
+    widths, value_widths = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
+    # Places in runs and weights are found a round ahead, so that keys and values are on their way while others are
+    # worked on. Nothing is loaded of an empty slot, in which may be anything.
     ahead = start + tl.arange(0, AT_ONCE)
-    if search >= 0:
-        ahead = _place(ahead, begins + runs, ends + runs, _plain(sizes[2]), ahead < stop, search)
+    there = ahead < stop
+    if search >= 0 and search <= MOST_LISTED:
+        befores, shifts = _listed(begins + runs, ends + runs, _plain(sizes[2]), search)
+        ahead = _placed(ahead, befores, shifts)
+    if search > MOST_LISTED:
+        ahead = _place(ahead, begins + runs, ends + runs, _plain(sizes[2]), there, search)
+    if HAS & 3:
+        mass_ahead, value_ahead = weights(log_mass, log_value, ahead, there, HAS)
     for begin in tl.range(start, stop, AT_ONCE):
-        at, ok = ahead, begin + tl.arange(0, AT_ONCE) < stop
+        at, ok = ahead, there
+        of_mass = tl.zeros([AT_ONCE], tl.float32)
+        of_value = of_mass
+        if HAS & 3:
+            of_mass = mass_ahead
+            of_value = of_mass
+            if HAS & 2:
+                of_value = value_ahead
+            ok &= tl.maximum(of_mass, of_value) > NOTHING
         ahead = begin + AT_ONCE + tl.arange(0, AT_ONCE)
-        if search >= 0:
-            ahead = _place(ahead, begins + runs, ends + runs, _plain(sizes[2]), ahead < stop, search)
-        key, value, of_mass, of_value, ok = entries(
-            keys, values, log_mass, log_value, key_step, value_step, at, ok,
-            HAS, WIDTH, VALUE_WIDTH, KEY_BLOCK, VALUE_BLOCK,
-        )  # fmt: skip
+        there = ahead < stop
+        if search >= 0 and search <= MOST_LISTED:
+            ahead = _placed(ahead, befores, shifts)
+        if search > MOST_LISTED:
+            ahead = _place(ahead, begins + runs, ends + runs, _plain(sizes[2]), there, search)
+        if HAS & 3:
+            mass_ahead, value_ahead = weights(log_mass, log_value, ahead, there, HAS)
+        far = at.to(tl.int64)[:, None]
+        key = tl.load(keys + far * key_step + widths[None, :], mask=ok[:, None] & (widths < WIDTH)[None, :], other=0.0)
+        value = tl.load(
+            values + far * value_step + value_widths[None, :],
+            mask=ok[:, None] & (value_widths < VALUE_WIDTH)[None, :],
+            other=0.0,
+        )
         top, mass, found = more(
             asked, key, value, of_mass, of_value, ok[None, :], top, mass, found, scale, softcap, SOFTCAP
         )
     return top, mass, found
+
+
+@triton.jit
+def _listed(begins, ends, segments, SEARCH: tl.constexpr):
+    """Of each run how many entries are in those before it, and how much farther it lies from its place than they do."""
+    number = tl.arange(0, 1 << SEARCH)
+    real = number < segments
+    begin, before = _begin_and_before(begins, ends, number, real)
+    last_begin, last_before = _begin_and_before(begins, ends, number - 1, real & (number > 0))
+    shift = (begin - before) - (last_begin - last_before)
+    return tl.where(real, before, 0x7FFFFFFF), tl.where(real, shift, 0)
+
+
+@triton.jit
+def _begin_and_before(begins, ends, number, real):
+    begin = tl.load(begins + number, mask=real, other=0).to(tl.int32)
+    return begin, tl.load(ends + number - 1, mask=real & (number > 0), other=0).to(tl.int32)
+
+
+@triton.jit
+def _placed(at, befores, shifts):
+    """Which entry is the at-th of those in runs: farther by the shifts of all runs that begin up to there.
+
+    They sum up to what the last of these runs is farther by, so that runs may come in any order, and be empty.
+    """
+    return at + tl.sum(tl.where(befores[None, :] <= at.to(tl.int32)[:, None], shifts[None, :], 0), 1)
 
 
 @triton.jit
@@ -175,25 +229,42 @@ def _keep(
 
 @triton.jit
 def _merge(
-    out, lse, sums, tops, program, number, answer, real_rows,
+    out, lse, sums, tops, program, numbers, answers, real_rows,
     VALUE_WIDTH: tl.constexpr, VALUE_BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    SPLIT_BLOCK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """A query's answer from those of all splits."""
-    splits, widths = tl.arange(0, SPLIT_BLOCK), tl.arange(0, VALUE_BLOCK)
-    base = (program * SPLITS + splits).to(tl.int64) * real_rows
-    top = tl.load(tops + 2 * base + number, mask=splits < SPLITS, other=NOTHING)
-    mass = tl.load(tops + 2 * base + real_rows + number, mask=splits < SPLITS, other=0.0)
+    """The answers of some queries from those of all splits."""
+    widths = tl.arange(0, VALUE_BLOCK)
+    real = numbers < real_rows
+    top, mass = _tops(tops, tl.arange(0, SPLITS), program, numbers, real_rows, SPLITS)
     highest = tl.max(top, 0)
-    shares = tl.where(top == NOTHING, 0.0, tl.exp2(top - tl.where(highest == NOTHING, 0.0, highest)))
-    found = tl.load(
-        sums + (base[:, None] + number) * VALUE_WIDTH + widths[None, :],
-        mask=(splits < SPLITS)[:, None] & (widths < VALUE_WIDTH)[None, :],
-        other=0.0,
-    )
-    total = tl.sum(mass * shares, 0)
+    level = tl.where(highest == NOTHING, 0.0, highest)
+    total = tl.sum(mass * tl.exp2(top - level[None, :]), 0)
+    found = tl.zeros([numbers.shape[0], VALUE_BLOCK], tl.float32)
+    for first in tl.static_range(0, SPLITS, AT_ONCE):
+        splits = first + tl.arange(0, AT_ONCE)
+        top, mass = _tops(tops, splits, program, numbers, real_rows, SPLITS)
+        base = (program * SPLITS + splits).to(tl.int64)[:, None] * real_rows + numbers[None, :]
+        part = tl.load(
+            sums + base[:, :, None] * VALUE_WIDTH + widths[None, None, :],
+            mask=real[None, :, None] & (widths < VALUE_WIDTH)[None, None, :],
+            other=0.0,
+        )
+        found += tl.sum(part * tl.exp2(top - level[None, :])[:, :, None], 0)
     some = tl.where(total > 0.0, tl.maximum(total, LEAST_MASS), 1.0)
-    found = tl.sum(found * shares[:, None], 0) / some
-    place = answer.to(tl.int64)
-    tl.store(out + place * VALUE_WIDTH + widths, found.to(out.dtype.element_ty), mask=widths < VALUE_WIDTH)
-    tl.store(lse + place, tl.where(total > 0.0, (highest + tl.log2(some)) * LN_2, NOTHING))
+    found /= some[:, None]
+    places = answers.to(tl.int64)
+    tl.store(
+        out + places[:, None] * VALUE_WIDTH + widths[None, :],
+        found.to(out.dtype.element_ty),
+        mask=real[:, None] & (widths < VALUE_WIDTH)[None, :],
+    )
+    tl.store(lse + places, tl.where(total > 0.0, (highest + tl.log2(some)) * LN_2, NOTHING), mask=real)
+
+
+@triton.jit
+def _tops(tops, splits, program, numbers, real_rows, SPLITS: tl.constexpr):
+    """The largest logits that some splits have found of some queries, and the sums of what is below them."""
+    base = 2 * (program * SPLITS + splits).to(tl.int64)[:, None] * real_rows + numbers[None, :]
+    there = (numbers < real_rows)[None, :]
+    return tl.load(tops + base, mask=there, other=NOTHING), tl.load(tops + base + real_rows, mask=there, other=0.0)

@@ -16,9 +16,11 @@ from kvsketch.kernels.sources import Entries, Segments
 
 WHAT = "attention of few queries"
 MOST_ROWS = 128  # of a group's queries together
-MOST_SPLITS = 64
+MOST_SPLITS = 32  # a power of two, as is what merges them
 MOST_PARTS = 6  # of one launch: each is code of its own in the kernel
 PROGRAMS = 2  # for each processor
+AT_ONCE, WARPS, STAGES = 64, 4, 3  # entries of a round; warps and rounds under way of a program
+TOGETHER, SPLITS_AT_ONCE = 4, 16  # queries and splits that are merged together
 HALVINGS = 3  # of a list of runs come together: for each number of them there is a kernel
 NOTED = "triton"  # under this name parts carry their description
 Description = tuple[
@@ -97,13 +99,13 @@ def _attended(query: Tensor, parts: Sequence[Entries], heads: int, scale: float,
     programs, each = (lanes * queries, group) if by_query else (lanes, group * queries)
     single = [part.tokens.keys.dtype == torch.float32 for part in parts]
     small = max(width, value_width) <= 128 and any(single) == all(single)
-    splits = max(1, min(MOST_SPLITS, -(-PROGRAMS * gpu.processors(device) // programs)))
+    splits = min(MOST_SPLITS, gpu.power_of_two(PROGRAMS * gpu.processors(device) // programs))
     out = query.new_empty(rows, query_heads, queries, value_width)
+    done = gpu.counters(programs, device)
     lse, sums, tops = (
         query.new_empty(shape, dtype=torch.float32)
         for shape in ((rows, query_heads, queries), (programs, splits, each, value_width), (programs, splits, 2, each))
     )
-    done = torch.zeros(programs, dtype=torch.int32, device=device)
     from kvsketch.kernels.gpu.attend import attend as kernel
 
     with gpu.current(device):
@@ -113,10 +115,11 @@ def _attended(query: Tensor, parts: Sequence[Entries], heads: int, scale: float,
             *(*query.stride()[:3], queries, float(scale), float(softcap or 1.0)),
             HEADS=heads, GROUP=group, BY_QUERY=by_query, WIDTH=width, VALUE_WIDTH=value_width,
             PARTS=len(parts), HAS=tuple(one[3] for one in described), SOFTCAP=softcap is not None, SPLITS=splits,
-            ROWS=gpu.power_of_two(each, 16), AT_ONCE=64 if small else 32,
+            ROWS=gpu.power_of_two(each, 16), AT_ONCE=AT_ONCE if small else 32,
             KEY_BLOCK=gpu.power_of_two(width, 16), VALUE_BLOCK=gpu.power_of_two(value_width, 16),
-            SPLIT_BLOCK=gpu.power_of_two(splits), num_warps=4 if each <= 64 else 8,
-            num_stages=2 if any(single) else 3,
+            TOGETHER=min(TOGETHER, gpu.power_of_two(each)),
+            SPLITS_AT_ONCE=min(SPLITS_AT_ONCE, splits), num_warps=WARPS if each <= 64 else 8,
+            num_stages=2 if any(single) else STAGES,
         )  # fmt: skip
     return Partial(out, lse)
 
@@ -163,7 +166,7 @@ def _description(part: Entries, lanes: int) -> Description:
     begins = ends = keys
     runs, by_query, halvings = 1, 1, -1
     if part.segments is not None:
-        begins, ends = part.segments.begin.contiguous(), part.segments.length.cumsum(-1)
+        begins, ends = part.segments.begin.contiguous(), part.segments.ends
         by_query, runs = begins.shape[2:]
         halvings = -(-runs.bit_length() // HALVINGS) * HALVINGS
     return (

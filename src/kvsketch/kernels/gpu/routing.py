@@ -10,7 +10,8 @@ from kvsketch.kernels.sources import Layer, Limits, Segments
 
 MOST_ROWS = 64  # of a group's queries together
 MOST_BUCKETS = 4096
-SLICE = 128  # buckets of a program
+SLICE = 64  # units or buckets of a program
+AT_ONCE, STAGES = 128, 4  # units of a round, and rounds under way
 
 
 def classify(
@@ -36,19 +37,25 @@ def _classified(query: Tensor, inner: Layer | None, last: Layer, heads: int) -> 
     rows, query_heads, count, width = query.shape
     hidden, buckets = last[0].shape[1:]
     group, device = query_heads // heads, query.device
-    logits = torch.empty(rows * heads, group * count, buckets, dtype=torch.float32, device=device)
+    lanes, asking, slices = rows * heads, query_heads // heads * count, -(-buckets // SLICE)
+    logits = torch.empty(lanes, asking, buckets, dtype=torch.float32, device=device)
     scores = torch.empty(rows, heads, count, buckets, dtype=torch.float32, device=device)
-    done = torch.zeros(rows * heads, dtype=torch.int32, device=device)
-    slices = -(-buckets // SLICE)
-    from kvsketch.kernels.gpu.route import classify as kernel
+    units = query if inner is None else torch.empty(lanes, asking, hidden, dtype=last[0].dtype, device=device)
+    shared = {
+        "HEADS": heads, "GROUP": group, "WIDTH": width, "HIDDEN": 0 if inner is None else hidden, "SLICE": SLICE,
+        "ROWS": gpu.power_of_two(asking, 16), "KEY_BLOCK": gpu.power_of_two(width, 16), "num_warps": 4,
+    }  # fmt: skip
+    from kvsketch.kernels.gpu import route
 
     with gpu.current(device):
-        kernel[(rows * heads, slices)](
-            *(query, *(inner or last), *last, logits, scores, done),
-            *(query.stride()[:3], count),
-            HEADS=heads, GROUP=group, WIDTH=width, HIDDEN=0 if inner is None else hidden, BUCKETS=buckets,
-            ROWS=gpu.power_of_two(group * count, 16), KEY_BLOCK=gpu.power_of_two(width, 16), AT_ONCE=64,
-            SLICE=SLICE, SLICES=slices, BUCKET_BLOCK=gpu.power_of_two(buckets), num_warps=4, num_stages=2,
+        if inner is not None:
+            route.inner[(lanes, -(-hidden // SLICE))](
+                query, *inner, units, query.stride()[:3], count, **shared, num_stages=2
+            )
+        route.last[(lanes, slices)](
+            *(query, units, *last, logits, scores, gpu.counters(lanes, device)), query.stride()[:3], count, **shared,
+            BUCKETS=buckets, AT_ONCE=AT_ONCE, SLICES=slices, BUCKET_BLOCK=gpu.power_of_two(buckets),
+            GROUP_BLOCK=gpu.power_of_two(group), num_stages=STAGES,
         )  # fmt: skip
     return scores
 
@@ -66,7 +73,13 @@ def visit(
     queries, buckets = scores.shape[1:]
     if scores.dtype != torch.float32 or not all(x.is_contiguous() for x in (scores, sizes, edges)):
         return None
-    if not 0 < buckets <= MOST_BUCKETS or limits.probes < 1 or queries < 1 or not gpu.can_read(scores.device, scores):
+    if (
+        edges.shape[1] < 1
+        or not 0 < buckets <= MOST_BUCKETS
+        or limits.probes < 1
+        or queries < 1
+        or not gpu.can_read(scores.device, scores)
+    ):
         return None
     if not gpu.works("routing", scores.device, torch.float32, _check):
         return None
@@ -83,20 +96,22 @@ def _visited(
     lanes, queries, buckets = scores.shape
     probes, runs, device = min(limits.probes, buckets), edges.shape[1], scores.device
     kinds = (0 if limits.visit is None else 1 + isinstance(limits.visit, float)) + 4 * (limits.mass is not None)
-    begin, length = torch.empty(2, 1, lanes, queries, probes * runs + 1, dtype=torch.int64, device=device).unbind()
+    begin, length, summed = torch.empty(
+        3, 1, lanes, queries, probes * runs + 1, dtype=torch.int64, device=device
+    ).unbind()
     read = torch.empty(1, lanes, queries, dtype=torch.int64, device=device)
     others = torch.empty_like(scores) if left else None
     from kvsketch.kernels.gpu.route import visit as kernel
 
     with gpu.current(device):
         kernel[(lanes * queries,)](
-            *(scores, sizes, edges, begin, length, read, scores if others is None else others),
+            *(scores, sizes, edges, begin, length, summed, read, scores if others is None else others),
             *(queries, 2 * runs + 3, 2 * staged[0] + 3, 2 * staged[1] + 3),
             *(float(limits.visit or 0.0), float(limits.mass or 0.0)),
-            PROBES=probes, BUCKETS=buckets, BUCKET_BLOCK=gpu.power_of_two(buckets), PER_TOKEN=limits.per_token,
-            LIMITS=kinds, LEFT=left, num_warps=4,
+            PROBES=probes, BUCKETS=buckets, BUCKET_BLOCK=gpu.power_of_two(buckets), PLACES=gpu.power_of_two(probes),
+            PER_TOKEN=limits.per_token, LIMITS=kinds, LEFT=left, num_warps=4,
         )  # fmt: skip
-    return Segments(begin, length), read, others
+    return Segments(begin, length, summed), read, others
 
 
 def _check(device: torch.device, dtype: torch.dtype) -> None:

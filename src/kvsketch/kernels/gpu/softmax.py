@@ -32,8 +32,8 @@ def more(
     level = tl.where(higher == NOTHING, 0.0, higher)
     lost = tl.exp2(top - level)
     mass = mass * lost + tl.sum(tl.exp2(masses - level[:, None]), 1)
-    weights = tl.exp2(shares - level[:, None]).to(value.dtype)
-    found = found * lost[:, None] + tl.dot(weights, value, input_precision="ieee")
+    shares = tl.exp2(shares - level[:, None]).to(value.dtype)
+    found = found * lost[:, None] + tl.dot(shares, value, input_precision="ieee")
     return higher, mass, found
 
 
@@ -52,7 +52,7 @@ def entries(
         mask=ok[:, None] & (value_widths < VALUE_WIDTH)[None, :],
         other=0.0,
     )
-    of_mass, of_value = _weights(log_mass, log_value, at, ok, HAS)
+    of_mass, of_value = weights(log_mass, log_value, at, ok, HAS)
     if HAS & 3:  # in an empty slot may be anything
         ok &= tl.maximum(of_mass, of_value) > NOTHING
         value = tl.where(ok[:, None], value, 0.0)
@@ -60,7 +60,7 @@ def entries(
 
 
 @triton.jit
-def _weights(log_mass, log_value, at, ok, HAS: tl.constexpr):
+def weights(log_mass, log_value, at, ok, HAS: tl.constexpr):
     """Logarithms, of base 2, of what entries weigh in the denominator and in the sum of values."""
     of_mass = (at * 0).to(tl.float32)
     if HAS & 1:

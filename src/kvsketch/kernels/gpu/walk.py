@@ -4,6 +4,9 @@ A block's tokens come in strips. What the signs before a strip sum up to at its 
 made again, a tile of earlier tokens at a time; then the products among its own tokens are written down, and its tokens
 follow one by one. Keys are shifted by their mean without being touched: ⟨k - m, k' - m⟩ = ⟨k, k'⟩ - ⟨k, m⟩ - ⟨k', m⟩ +
 ⟨m, m⟩, so that products of numbers of 16 bits stay exact.
+
+A step of the walk waits for the one before, so it must be short. Tokens walk in parts of one number a lane, which every
+warp holds: warps walk alike and need not wait for each other, and a row of products is on its way before it is needed.
 """
 
 import triton
@@ -15,7 +18,7 @@ def keep_half(
     keys, values, chances, sizes, kept, rooms,
     key_block, key_step, value_block, value_step, count, scale, gain, ones,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
-    STRIP: tl.constexpr,
+    STRIP: tl.constexpr, PART: tl.constexpr, READ: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Which half of a block's first tokens is kept: those whose sign is +."""
     block = tl.program_id(0).to(tl.int64)
@@ -23,88 +26,122 @@ def keep_half(
     values += block * value_block
     chances += block * count
     kept += block * count
-    own = rooms + block * (STRIP * STRIP + 2 * count)  # products among a strip's tokens
-    along = own + STRIP * STRIP  # each token's product with the mean
-    signs = along + count
-    size = tl.load(sizes + block)
+    padded = tl.cdiv(count, STRIP) * STRIP
+    own = rooms + block * (STRIP * STRIP + STRIP + 2 * padded)  # products among a strip's tokens
+    gaps = own + STRIP * STRIP  # between its tokens' y and their chances
+    along = gaps + STRIP  # each token's product with the mean
+    signs = along + padded
+    size = tl.load(sizes + block).to(tl.int32)
+    padded = tl.cdiv(size, STRIP) * STRIP
     at, widths, value_widths = tl.arange(0, STRIP), tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
 
     mean = tl.zeros([KEY_BLOCK], tl.float32)
-    for start in tl.range(0, size, STRIP):
-        mean += tl.sum(_rows(keys, start + at, key_step, size, widths, WIDTH).to(tl.float32), 0)
+    some = tl.arange(0, READ)
+    for start in tl.range(0, size, READ):
+        mean += tl.sum(_rows(keys, start, some, key_step, size, widths, WIDTH).to(tl.float32), 0)
     mean /= tl.maximum(size, 1)
-    square = tl.sum(mean * mean, 0)
+    rate = scale * 1.4426950408889634  # exponentials are powers of two
+    square = tl.sum(mean * mean, 0) * rate
     largest = 0.0  # of all logits: ⟨k, k'⟩ is largest where k = k'
-    for start in tl.range(0, size, STRIP):
-        key = _rows(keys, start + at, key_step, size, widths, WIDTH).to(tl.float32)
-        beside = tl.sum(key * mean[None, :], 1)
-        tl.store(along + start + at, beside, mask=start + at < size)
-        lengths = tl.sum(key * key, 1) - 2 * beside + square
-        largest = tl.maximum(largest, tl.max(tl.where(start + at < size, lengths, 0.0), 0) * scale)
-    diagonal = 0.0
-    for start in tl.range(0, size, STRIP):
-        key = _rows(keys, start + at, key_step, size, widths, WIDTH).to(tl.float32)
-        value = _rows(values, start + at, value_step, size, value_widths, VALUE_WIDTH).to(tl.float32)
-        lengths = tl.sum(key * key, 1) - 2 * tl.sum(key * mean[None, :], 1) + square
-        products = tl.exp(lengths * scale - largest) * (tl.sum(value * value, 1) + ones)
-        diagonal += tl.sum(tl.where(start + at < size, products, 0.0), 0)
+    diagonal = 0.0  # what products of tokens with themselves sum up to
+    for start in tl.range(0, padded, READ):
+        here = start + some
+        key = _rows(keys, start, some, key_step, size, widths, WIDTH).to(tl.float32)
+        value = _rows(values, start, some, value_step, size, value_widths, VALUE_WIDTH).to(tl.float32)
+        beside = tl.sum(key * mean[None, :], 1) * rate
+        tl.store(along + here, tl.where(here < size, beside, 1e30))  # no products of what is not there
+        tl.store(signs + here, tl.zeros([READ], tl.float32))
+        logits = tl.where(here < size, tl.sum(key * key, 1) * rate - 2 * beside + square, 0.0)
+        larger = tl.maximum(largest, tl.max(logits, 0))
+        products = tl.exp2(logits - larger) * (tl.sum(value * value, 1) + ones)
+        diagonal = diagonal * tl.exp2(largest - larger) + tl.sum(tl.where(here < size, products, 0.0), 0)
+        largest = larger
     gains = gain / tl.maximum(diagonal / tl.maximum(size, 1), 1e-30)
     tl.debug_barrier()  # what was written is read by all
 
-    positive = 0
+    positive = tl.zeros([PART], tl.int32)  # the same number, many times
     for start in range(0, size, STRIP):
         here = start + at
-        key = _rows(keys, here, key_step, size, widths, WIDTH)
-        value = _rows(values, here, value_step, size, value_widths, VALUE_WIDTH)
-        beside = tl.load(along + here, mask=here < size, other=0.0)
+        key = _rows(keys, start, at, key_step, size, widths, WIDTH)
+        value = _rows(values, start, at, value_step, size, value_widths, VALUE_WIDTH)
+        beside = tl.load(along + here) - square + largest
         y = tl.zeros([STRIP], tl.float32)
-        for before in tl.range(0, start, STRIP):
-            others = before + at
-            other_key = _rows(keys, others, key_step, size, widths, WIDTH)
-            other_value = _rows(values, others, value_step, size, value_widths, VALUE_WIDTH)
+        for before in tl.range(0, start + STRIP, TILE):  # the last are its own
+            others = before + tl.arange(0, TILE)
+            other_key = _rows(keys, before, tl.arange(0, TILE), key_step, size, widths, WIDTH)
+            other_value = _rows(values, before, tl.arange(0, TILE), value_step, size, value_widths, VALUE_WIDTH)
             shift = tl.load(along + others)
-            found = _products(key, other_key, value, other_value, beside, shift, square, largest, scale, ones)
-            y += tl.sum(found * tl.load(signs + others)[None, :], 1)
-        found = _products(key, key, value, value, beside, beside, square, largest, scale, ones) * gains
-        tl.store(own + at[:, None] * STRIP + at[None, :], found)
+            sign = tl.load(signs + others)
+            logits = tl.dot(key, tl.trans(other_key), input_precision="ieee") * rate
+            found = tl.dot(value, tl.trans(other_value), input_precision="ieee") + ones
+            found *= tl.exp2(logits - beside[:, None] - shift[None, :])
+            y += tl.sum(found * sign[None, :], 1)
+            if before >= start:
+                tl.store(own + at[:, None] * STRIP + (others - start)[None, :], found * gains)
+        tl.store(gaps + at, y * gains - tl.load(chances + here, mask=here < size, other=0.0))
         tl.debug_barrier()
-        positive = _walk(own, chances, signs, kept, start, size, y * gains, positive, STRIP)
-        tl.debug_barrier()
+        for part in tl.static_range(STRIP // PART):
+            positive = _walk(own, gaps, signs, kept, start, size, positive, part, STRIP, PART)
+            tl.debug_barrier()
 
 
 @triton.jit
-def _walk(own, chances, signs, kept, start, size, y, positive, STRIP: tl.constexpr):
-    """The signs of a strip, one token after the other: + where y is below its chance, until half of all have a sign."""
-    at = tl.arange(0, STRIP)
-    chance = tl.load(chances + start + at, mask=start + at < size, other=0.0)
-    found = tl.zeros([STRIP], tl.float32)
-    half = size // 2
-    for i in range(tl.minimum(STRIP, size - start)):
-        products = tl.load(own + i * STRIP + at)  # where it lies does not depend on signs
-        here = at == i
-        plus = tl.sum(tl.where(here, y - chance, 0.0), 0) < 0.0
-        plus = (plus & (positive < half)) | (start + i - positive >= half)
-        sign = tl.where(plus, 1.0, -1.0)
-        positive += tl.where(plus, 1, 0)
-        y += sign * products
-        found = tl.where(here, sign, found)
-    tl.store(signs + start + at, found, mask=start + at < size)
+def _walk(
+    own, gaps, signs, kept, start, size, positive,
+    part: tl.constexpr, STRIP: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """The signs of a part of a strip, one token after the other, until half of all have a sign."""
+    at = tl.arange(0, PART)
+    gap = tl.load(gaps + part * PART + at)
+    for before in tl.static_range(part):
+        rows = before * PART + at
+        sign = tl.load(signs + start + rows)
+        gap += tl.sum(sign[:, None] * tl.load(own + rows[:, None] * STRIP + part * PART + at[None, :]), 0)
+    if part > 0:  # by way of memory: so they are laid out as rows of products are
+        tl.debug_barrier()
+        tl.store(gaps + part * PART + at, gap)
+        tl.debug_barrier()
+        gap = tl.load(gaps + part * PART + at)
+    start += part * PART
+    own += part * PART * STRIP + part * PART
+    found = tl.zeros([PART], tl.float32)
+    least = start - size // 2  # of positive signs, before this part's
+    steps = tl.minimum(PART, size - start)  # rounded up to four: what follows the last token has no weight
+    first, second, third, fourth = _four(own, 0, at, STRIP, PART)
+    fifth, sixth, seventh, eighth = _four(own, 4, at, STRIP, PART)
+    for i in range(0, steps, 4):
+        following = _four(own, i + 8, at, STRIP, PART)
+        gap, positive, found = _step(gap, positive, found, first, at, i, least, size)
+        gap, positive, found = _step(gap, positive, found, second, at, i + 1, least, size)
+        gap, positive, found = _step(gap, positive, found, third, at, i + 2, least, size)
+        gap, positive, found = _step(gap, positive, found, fourth, at, i + 3, least, size)
+        first, second, third, fourth = fifth, sixth, seventh, eighth
+        fifth, sixth, seventh, eighth = following
+    tl.store(signs + start + at, tl.where(start + at < size, found, 0.0))
     tl.store(kept + start + at, (found > 0).to(tl.int8), mask=start + at < size)
     return positive
 
 
 @triton.jit
-def _products(key, other_key, value, other_value, beside, shift, square, largest, scale, ones):
-    """exp⟨k, k'⟩ · (⟨v, v'⟩ + ones) of two strips."""
-    logits = tl.dot(key, tl.trans(other_key), input_precision="ieee") - beside[:, None] - shift[None, :] + square
-    return tl.exp(logits * scale - largest) * (tl.dot(value, tl.trans(other_value), input_precision="ieee") + ones)
+def _four(own, i, at, STRIP: tl.constexpr, PART: tl.constexpr):
+    """Rows of products from the i-th on; after the last the first again, which nobody reads."""
+    rows = own + i % PART * STRIP + at
+    return tl.load(rows), tl.load(rows + STRIP), tl.load(rows + 2 * STRIP), tl.load(rows + 3 * STRIP)
 
 
 @triton.jit
-def _rows(where, places, step, size, widths, WIDTH: tl.constexpr):
+def _step(gap, positive, found, products, at, i, least, size):
+    """One token's sign: + where its y is below its chance."""
+    own = tl.gather(gap, tl.zeros_like(at) + i, 0)  # a single shuffle
+    plus = ((own < 0.0) & (positive < size // 2)) | (positive <= least + i)
+    sign = tl.where(plus, 1.0, -1.0)
+    positive += plus.to(tl.int32)
+    return gap + sign * products, positive, tl.where(at == i, sign, found)
+
+
+@triton.jit
+def _rows(where, start, at, step, size, widths, WIDTH: tl.constexpr):
     """Some rows, and zeros for those that are not there."""
-    return tl.load(
-        where + places.to(tl.int64)[:, None] * step + widths[None, :],
-        mask=(places < size)[:, None] & (widths < WIDTH)[None, :],
-        other=0.0,
-    )
+    first = where + (tl.zeros([], tl.int64) + start) * step
+    places = first + at[:, None].to(tl.int64) * step + widths[None, :]
+    return tl.load(places, mask=(at < size - start)[:, None] & (widths < WIDTH)[None, :], other=0.0)

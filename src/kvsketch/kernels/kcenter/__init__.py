@@ -1,8 +1,8 @@
 """Greedy k-center over many heads at once.
 
 `reference.py` adds one centre per pass over the points, as `algorithms/kcenter.py` does; `lazy.py`
-chooses several centres per pass and returns the same ones, and so does `native.py`, in C. A faster
-form for another device is one more file here and one more line below.
+chooses several centres per pass and returns the same ones, and so does `native.py`, in C. `in_triton.py`
+does it on GPUs, a thousand candidates per pass.
 """
 
 from dataclasses import fields
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from kvsketch.kernels.kcenter import lazy, native
+from kvsketch.kernels.kcenter import in_triton, lazy, native
 from kvsketch.kernels.kcenter.common import Clustering
 
 AT_ONCE = 1 << 23  # coordinates worked on together: 64 MiB in float64
@@ -23,7 +23,8 @@ def k_center(
 ) -> Clustering:
     """`counts[r]` centres for every head of row r, or all of the row's points if there are no more.
 
-    Computed in float64: nothing overflows, and no form of it chooses by its own rounding.
+    Computed in float64: nothing overflows, and no form of it chooses by its own rounding; only in Triton points of 16
+    bits are compared in float32.
     """
     rows, heads, size, _ = points.shape
     if valid is None:
@@ -31,7 +32,8 @@ def k_center(
     wanted = torch.minimum(counts, valid.sum(1)).repeat_interleave(heads)
     lanes, visible = points.flatten(0, 1), valid.repeat_interleave(heads, 0)
     most = int(wanted.max()) if wanted.numel() else 0
-    found = native.k_center(lanes, wanted, visible, most) or _in_parts(lanes, wanted, visible, most)
+    given = lanes, wanted, visible, most
+    found = in_triton.k_center(*given) or native.k_center(*given) or _in_parts(*given)
     shape = (rows, heads)
     return Clustering(*(x.unflatten(0, shape) for x in (found.centres, found.nearest, found.distance)))
 

@@ -31,7 +31,7 @@ def k_center(
     chosen = torch.zeros_like(wanted)
     width = min(candidates, points.shape[1])
     while bool((going := (chosen < wanted) & (distance.amax(1) > 0)).any()):
-        index, bound = _farthest(distance, width)
+        index, bound = farthest(distance, width)
         between = distances_to(points, norms, index)
         order = _accept(distance, index, bound, between, centres, chosen, wanted, going)
         chosen = chosen + (order >= 0).sum(1)
@@ -42,11 +42,11 @@ def k_center(
         accepted = torch.where(order >= 0, float("-inf"), distance.gather(1, index))
         distance.scatter_(1, index, accepted)
         nearest.scatter_(1, index, torch.where(order >= 0, order, nearest.gather(1, index)))
-    _take_equal_points(distance, nearest, centres, chosen, wanted)
+    take_equal_points(distance, nearest, centres, chosen, wanted)
     return Clustering(centres[:, :most], nearest, distance.clamp_min(0).sqrt())
 
 
-def _take_equal_points(distance: Tensor, nearest: Tensor, centres: Tensor, chosen: Tensor, wanted: Tensor) -> None:
+def take_equal_points(distance: Tensor, nearest: Tensor, centres: Tensor, chosen: Tensor, wanted: Tensor) -> None:
     """Where every point left equals a centre, the next ones are simply the first."""
     left = distance == 0
     number = chosen[:, None] + left.cumsum(1) - 1
@@ -55,7 +55,7 @@ def _take_equal_points(distance: Tensor, nearest: Tensor, centres: Tensor, chose
     nearest[lane, point] = number[lane, point]
 
 
-def _farthest(distance: Float[Tensor, "l n"], width: int) -> tuple[Int64[Tensor, "l m"], Float[Tensor, " l"]]:
+def farthest(distance: Float[Tensor, "l n"], width: int) -> tuple[Int64[Tensor, "l m"], Float[Tensor, " l"]]:
     """The farthest points in the order of their numbers, and a bound on all the others."""
     size = distance.shape[1]
     top = distance.topk(min(width + 1, size), dim=1)

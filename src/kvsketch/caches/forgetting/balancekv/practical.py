@@ -16,7 +16,7 @@ from torch import Tensor
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.chooser import Chooser, ChosenEntries, Entries, Kept, check_vectors
 from kvsketch.caches.core.method import Holding
-from kvsketch.caches.core.storage import chosen
+from kvsketch.caches.core.storage import chosen, listed_on
 from kvsketch.caches.core.tokens import Arriving
 from kvsketch.caches.forgetting.apart import towards
 from kvsketch.caches.forgetting.balancekv.levels import Levels, Schedule
@@ -113,16 +113,18 @@ class Halves(Chooser):
                 done = known.halved[level] if level < len(known.halved) else 0
                 blocks, places = self._blocks(pool, here, sizes, level, done, new.heads)
                 kept = yield blocks
-                index = places.expand(len(here), -1, -1)[kept.view(len(here), *places.shape)]
-                below = here.gather(1, index.view(len(here), -1))
+                below = here.gather(1, _places_of(kept.view(len(here), -1), places, sum(sizes) // 2))
             remaining.append(here[:, sum(sizes) :])
         counts = [after.apart, *reversed(after.held)]
         levels = [0, *range(len(after.held) - 1, -1, -1)]
-        halved = [level for level, count in zip(levels, counts, strict=True) for _ in range(count)]
+        halved = [
+            new.keys.new_full((1, count), level, dtype=torch.float32)
+            for level, count in zip(levels, counts, strict=True)
+        ]
         return Kept(
             torch.cat([apart, *reversed(remaining)], 1),
             pool=pool,
-            log_mass=torch.tensor([halved], dtype=torch.float32, device=new.keys.device) * LOG_2,
+            log_mass=torch.cat(halved, 1) * LOG_2,
             per_lane=per_lane,
             numbers={"held": list(after.held), "halved": list(after.halved), "apart": after.apart},
         )
@@ -135,7 +137,7 @@ class Halves(Chooser):
         Numbers are drawn by head, level, and how many tokens of the level were halved before.
         """
         device, lanes = here.device, len(here)
-        lengths = torch.tensor(sizes, device=device)
+        lengths = listed_on(device, sizes)
         starts = lengths.cumsum(0) - lengths
         places = starts[:, None] + torch.arange(max(sizes), device=device)
         real = places < (starts + lengths)[:, None]
@@ -174,6 +176,13 @@ class Halves(Chooser):
     def details(self, held: Entries, count: int) -> dict[str, float]:
         """How many tokens an entry stands for."""
         return {"tokens per entry": count / max(1, held.count)}
+
+
+def _places_of(kept: Bool[Tensor, "l m"], places: Int64[Tensor, "c size"], count: int) -> Int64[Tensor, "l {count}"]:
+    """The places of those that are kept, `count` of each lane, in their order; a GPU is not asked how many."""
+    number = torch.where(kept, kept.cumsum(1) - 1, count)  # all others go behind the last
+    found = places.new_empty(len(kept), count + 1)
+    return found.scatter_(1, number, places.flatten().expand(len(kept), -1))[:, :count]
 
 
 def _levels(numbers: dict[str, list[int]]) -> Levels:

@@ -1,0 +1,126 @@
+"""A model of the shape of Llama 3.1 8B with random weights, on a GPU: what reading takes, and steps, tokens and memory.
+
+Reading 16,384 tokens is timed for a cache of transformers' own, exact and `balancekv`, in turn. Steps are timed behind
+131,072 tokens of one text, and behind 16,384 of eight: a cache that holds all of eight texts of 131,072 tokens is
+larger than such a GPU.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from gpu_decode import taken
+from gpu_machine import Machine, summed_up
+from kvsketch import SketchCache, make_cache, parse_spec, prefill
+from kvsketch.evaluation.speed.made import made_up
+from kvsketch.huggingface.graphs import CudaGraphs, recorded
+from kvsketch.huggingface.identity import describe_model
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+}  # fmt: skip
+SMALL: dict[str, Any] = {
+    "vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+FORMS = {
+    "exact": "exact",
+    "balancekv": "balancekv(keep=0.25)",
+    "saap": "saap(probes=32, window=2047)",
+}
+CHUNK = 16_384
+ROUNDS = 3  # of reading
+
+
+def large(on: Machine, read: int, count: int, steps: int) -> Iterator[dict[str, Any]]:
+    """Rows of reading so many tokens, and of steps behind so many, and behind the former eight times."""
+    on_gpu = on.device.type == "cuda"
+    model = _model(SHAPE if on_gpu else SMALL, on)
+    text, about = model.config, describe_model(model)
+    ids = torch.randint(1, text.vocab_size, (8, max(read, count) + steps), generator=on.draw, device=on.device)
+    index = (1024, 1024) if on_gpu else (8, 12)
+    with made_up(text.num_key_value_heads, text.head_dim, range(text.num_hidden_layers), index, about) as ready:
+
+        def new(spec: str) -> SketchCache:
+            return make_cache(model, ready(parse_spec(spec)).for_model(lambda: about))
+
+        yield from _reading(on, model, ids[:1, :read], new)
+        for texts, tokens in ((ids[:1], count), (ids, read)):
+            for form, spec in FORMS.items():
+                yield _steps(on, model, texts[:, : tokens + steps], tokens, form, lambda spec=spec: new(spec))
+
+
+def _model(shape: dict[str, Any], on: Machine) -> PreTrainedModel:
+    config = LlamaConfig(**shape, max_position_embeddings=1 << 20, bos_token_id=None, eos_token_id=None)
+    kind = torch.get_default_dtype()
+    torch.set_default_dtype(on.dtype if on.device.type == "cuda" else torch.float32)
+    try:
+        with on.device, torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(kind)
+
+
+def _reading(
+    on: Machine, model: PreTrainedModel, ids: Tensor, new: Callable[[str], SketchCache]
+) -> Iterator[dict[str, Any]]:
+    """How long a prompt takes, each form in turn."""
+    seconds = {form: list[float]() for form in ("stock", "exact", "balancekv")}
+    for number in range(ROUNDS + 1):
+        for form, found in seconds.items():
+            at = _now(on)
+            if form == "stock":
+                model(input_ids=ids, past_key_values=DynamicCache(config=model.config), logits_to_keep=1)
+            else:
+                prefill(model, ids, new(FORMS[form]))
+            if number:  # the first one compiles
+                found.append(1e6 * (_now(on) - at))
+    for form, found in seconds.items():
+        ratio = statistics.median(found) / statistics.median(seconds["exact"])
+        row = {"what": "prompt, 8B", "form": form, "tokens": ids.shape[1]}
+        yield row | {"us": {"eager": summed_up(found)}, "of_exact": ratio}
+
+
+def _steps(
+    on: Machine, model: PreTrainedModel, ids: Tensor, count: int, form: str, new: Callable[[], SketchCache]
+) -> dict[str, Any]:
+    """Steps behind so many tokens, recorded where there is a GPU."""
+    on_gpu = on.device.type == "cuda"
+    before = _held(on)
+    at = _now(on)
+    cache = prefill(model, ids[:, :count], new(), chunk=max(1, CHUNK // len(ids)))
+    row: dict[str, Any] = {"what": "steps, 8B", "form": form, "tokens": count, "texts": len(ids)}
+    row |= {"reading_s": _now(on) - at, "reading_peak": _peak(on) - before, "cache_bytes": cache.nbytes}
+    row["us"] = {}
+    if on_gpu:
+        with recorded(model, CudaGraphs(on.device)):
+            row["us"]["graph"] = taken(on, model, cache, ids[:, count:])[1]
+    else:
+        row["us"]["eager"] = taken(on, model, cache, ids[:, count:])[1]
+    mean = next(iter(row["us"].values()))["mean"]
+    return row | {"tokens_per_s": 1e6 * len(ids) / mean, "peak": _peak(on) - before}
+
+
+def _now(on: Machine) -> float:
+    if on.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _held(on: Machine) -> int:
+    if on.device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def _peak(on: Machine) -> int:
+    return torch.cuda.max_memory_allocated() if on.device.type == "cuda" else 0
