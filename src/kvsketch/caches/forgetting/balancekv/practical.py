@@ -113,7 +113,7 @@ class Halves(Chooser):
                 done = known.halved[level] if level < len(known.halved) else 0
                 blocks, places = self._blocks(pool, here, sizes, level, done, new.heads)
                 kept = yield blocks
-                below = here.gather(1, _places_of(kept.view(len(here), -1), places, sum(sizes) // 2))
+                below = here.gather(1, _places_of(kept.reshape(len(here), -1), places, sum(sizes) // 2))
             remaining.append(here[:, sum(sizes) :])
         counts = [after.apart, *reversed(after.held)]
         levels = [0, *range(len(after.held) - 1, -1, -1)]
