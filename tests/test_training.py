@@ -1,5 +1,6 @@
 """How the embedded model is made."""
 
+import importlib
 import itertools
 import json
 import random
@@ -351,7 +352,9 @@ def test_the_end_is_of_what_is_hardest_at_several_lengths():
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path):
+def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path, monkeypatch):
+    module = importlib.import_module("kvsketch.evaluation.embedded.training.train")
+    monkeypatch.setattr(module, "FINISHED_AT", (600, 1000))  # long documents would take most of the time
     recipe = Recipe(**SMALL)
     steps = []
     whole = train(tmp_path / "whole", recipe, show=steps.append)
