@@ -24,6 +24,7 @@ FORMS = {
 LLAMA: dict[str, Any] = {"layers": 8, "heads": 32, "kv_heads": 8, "head_dim": 128}
 SMALL: dict[str, Any] = {"layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "hidden": 32}
 CHUNK = 8192
+STOCK_STEPS = 60  # each of which copies the cache
 APART = 0.05  # so far logits may be from those of steps that were not recorded, as a share of the largest
 
 
@@ -42,10 +43,10 @@ def decoding(on: Machine, count: int, steps: int) -> Iterator[dict[str, Any]]:
             cache = prefill(model, ids[:, :count], make_cache(model, config), chunk=CHUNK)
             row: dict[str, Any] = {"what": "model", "form": form, "tokens": count, "us": {}}
             twin = cache.fork()
-            expected, row["us"]["eager"] = taken(on, model, cache, ids[:, count:])
+            expected, row["us"]["eager"] = taken(on, model, cache, ids[:, count:], count)
             if on_gpu:
                 graphs = recorded(model, CudaGraphs(on.device))
-                got, row["us"]["graph"] = taken(on, model, twin, ids[:, count:], graphs)
+                got, row["us"]["graph"] = taken(on, model, twin, ids[:, count:], count, graphs)
                 apart = float((got - expected).abs().max() / expected.abs().max())
                 assert apart < APART, f"{form}: recorded steps are off by {apart:.3f} of the largest logit"
                 assert cache.seen == twin.seen
@@ -54,30 +55,26 @@ def decoding(on: Machine, count: int, steps: int) -> Iterator[dict[str, Any]]:
 
 def _stock(on: Machine, model: PreTrainedModel, ids: Tensor, count: int) -> dict[str, Any]:
     """Steps with a cache of transformers' own."""
-    cache, found = DynamicCache(config=model.config), list[float]()
+    cache = DynamicCache(config=model.config)
     for part in ids[:, :count].split(CHUNK, 1):
         model(input_ids=part, past_key_values=cache, logits_to_keep=1)
-    for place in range(count, min(ids.shape[1], count + 60)):
-        with on.clock(found):
-            at = torch.full_like(ids[:, :1], place)
-            model(input_ids=ids[:, place : place + 1], position_ids=at, past_key_values=cache)
-    behind = found[len(found) // 4 :]
-    return summed_up(behind) | {"mean": statistics.fmean(behind)}
+    return taken(on, model, cache, ids[:, count : count + STOCK_STEPS], count)[1]
 
 
 def taken(
     on: Machine,
     model: PreTrainedModel,
-    cache: SketchCache,
+    cache: SketchCache | DynamicCache,
     following: Tensor,
+    first: int,
     way: AbstractContextManager[Any] | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """The logits of tokens one by one, and how long a step takes."""
+    """The logits of tokens one by one, from this place on, and how long a step takes."""
     said, taken = list[Tensor](), list[float]()
     with torch.no_grad(), way or nullcontext():
-        for token in following.split(1, 1):
+        for place, token in enumerate(following.split(1, 1), first):
             with on.clock(taken):
-                at = torch.full_like(token, cache.seen)
+                at = torch.full_like(token, place)
                 said.append(model(input_ids=token, position_ids=at, past_key_values=cache).logits)
     behind = taken[len(taken) // 4 :]  # the first steps compile and look at what is new
     return torch.cat(said, 1), summed_up(behind) | {"mean": statistics.fmean(behind)}

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from kvsketch.caches.core.part import HeadPart
+from kvsketch.caches.core.storage import sent_to
 
 TENSOR_PARALLEL = "tp"  # how transformers names the dimension of a mesh over which heads are divided
 
@@ -72,7 +73,7 @@ def numbers_at(tensor: Tensor, places: Tensor | None) -> Tensor:
     """Numbers of a tensor, laid out as one row, at these places, or all; zeros for those that other processes have."""
     if not _is_divided(tensor):
         flat = tensor.detach().reshape(-1)
-        return flat if places is None else flat[places.to(flat.device, non_blocking=flat.device.type == "cuda")]
+        return flat if places is None else flat[sent_to(flat.device, places)]
     here = _corner(tensor)
     if here is None:
         return numbers_at(tensor.full_tensor(), places)  # type: ignore[attr-defined]

@@ -22,15 +22,19 @@ def chosen(x: Tensor, index: Int64[Tensor, "l m"]) -> Tensor:
     return rows.index_select(0, (index + step * lanes).flatten()).unflatten(0, index.shape)
 
 
-def listed_on(device: torch.device, numbers: Sequence[int]) -> Tensor:
-    """A list of numbers, on a device. CUDA copies it without waiting for what it has to do before.
+def sent_to(device: torch.device, numbers: Tensor) -> Tensor:
+    """Numbers of the CPU's, on a device. CUDA copies them without waiting for what it has to do before.
 
-    Not so in a graph, whose replays would copy from where the list was; nor where somebody looks for what waits, who
-    is to find this.
+    Not so in a graph, whose replays would copy from where they were; nor where somebody looks for what waits, who is to
+    find this.
     """
-    found = torch.tensor(numbers, device="cpu")
     at_once = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
-    return found.to(device, non_blocking=at_once and torch.cuda.get_sync_debug_mode() == 0)
+    return numbers.to(device, non_blocking=at_once and torch.cuda.get_sync_debug_mode() == 0)
+
+
+def listed_on(device: torch.device, numbers: Sequence[int]) -> Tensor:
+    """A list of numbers, on a device."""
+    return sent_to(device, torch.tensor(numbers, device="cpu"))
 
 
 def in_front(there: Bool[Tensor, "*lanes n"]) -> Int64[Tensor, "*lanes n"]:

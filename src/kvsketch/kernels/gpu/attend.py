@@ -10,7 +10,7 @@ are is read on the device only.
 import triton
 import triton.language as tl
 
-from kvsketch.kernels.gpu.softmax import LEAST_MASS, LN_2, NOTHING, more, weights
+from kvsketch.kernels.gpu.softmax import LEAST_MASS, LN_2, NOTHING, more, pairs, weights
 
 MOST_LISTED = tl.constexpr(6)  # halvings of a list of runs that is rather held as a whole
 
@@ -127,7 +127,6 @@ def _part(
     log_mass += row * _plain(mass_row) + head * _plain(mass_head)
     log_value += row * _plain(extra_row) + head * _plain(extra_head)
     runs = _runs(slot, step, sizes)
-    widths, value_widths = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
     # Places in runs and weights are found a round ahead, so that keys and values are on their way while others are
     # worked on. Nothing is loaded of an empty slot, in which may be anything.
     ahead = start + tl.arange(0, AT_ONCE)
@@ -157,13 +156,7 @@ def _part(
             ahead = _place(ahead, begins + runs, ends + runs, _plain(sizes[2]), there, search)
         if HAS & 3:
             mass_ahead, value_ahead = weights(log_mass, log_value, ahead, there, HAS)
-        far = at.to(tl.int64)[:, None]
-        key = tl.load(keys + far * key_step + widths[None, :], mask=ok[:, None] & (widths < WIDTH)[None, :], other=0.0)
-        value = tl.load(
-            values + far * value_step + value_widths[None, :],
-            mask=ok[:, None] & (value_widths < VALUE_WIDTH)[None, :],
-            other=0.0,
-        )
+        key, value = pairs(keys, values, key_step, value_step, at, ok, WIDTH, VALUE_WIDTH, KEY_BLOCK, VALUE_BLOCK)
         top, mass, found = more(
             asked, key, value, of_mass, of_value, ok[None, :], top, mass, found, scale, softcap, SOFTCAP
         )

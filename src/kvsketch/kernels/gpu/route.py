@@ -134,12 +134,7 @@ def visit(
     there = every < BUCKETS
     score = tl.load(scores + number * BUCKETS + every, mask=there, other=0.0)
     size = tl.load(sizes + lane * BUCKETS + every, mask=there, other=0)
-    each = tl.div_rn(score, tl.maximum(size, 1).to(tl.float32)) if PER_TOKEN else score  # as torch rounds it
-    worth = tl.where(size > 0, each, 0.0) if PER_TOKEN else score
-    # Larger first, of equal ones the earlier: the bits of numbers from 0 on are in the order of their size, those of
-    # numbers below 0 in the other.
-    bits = tl.where(worth == 0.0, 0.0, worth).to(tl.int32, bitcast=True)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    bits = _worth(score, size, PER_TOKEN)
     if PLACES <= 64:
         # The least bits that are taken, from the highest bit on, until as many are above as are wanted; then those that
         # are taken, closely packed, in any order.
@@ -158,17 +153,14 @@ def visit(
         tl.store(begin + above_to + tl.minimum(equal_to, wanted) - 1, every.to(tl.int64), mask=chosen)
         tl.debug_barrier()
         places = tl.arange(0, PLACES)
-        taken = places < PROBES
+        listed = places < PROBES
+        taken = listed
         bucket = tl.load(begin + places, mask=taken, other=0)
         tl.debug_barrier()  # what is there is overwritten
         tokens = tl.load(sizes + lane * BUCKETS + bucket, mask=taken, other=0)
         expected = tl.load(scores + number * BUCKETS + bucket, mask=taken, other=0.0)
-        worth = expected
-        if PER_TOKEN:
-            worth = tl.where(tokens > 0, tl.div_rn(expected, tl.maximum(tokens, 1).to(tl.float32)), 0.0)
-        bits = tl.where(worth == 0.0, 0.0, worth).to(tl.int32, bitcast=True)
-        bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-        order = tl.where(taken, (bits.to(tl.int64) << 32) + (BUCKET_BLOCK - 1 - bucket), LEAST)
+        order = (_worth(expected, tokens, PER_TOKEN).to(tl.int64) << 32) + (BUCKET_BLOCK - 1 - bucket)
+        order = tl.where(taken, order, LEAST)  # of equal ones the earlier comes first
         upto = (order[None, :] >= order[:, None]) & taken[None, :]  # who comes before whom, or is the same
         at = tl.sum(upto.to(tl.int32), 1) - 1
         if LIMITS & 3:
@@ -182,7 +174,8 @@ def visit(
         ranked = tl.sort(order, descending=True)
         bucket = BUCKET_BLOCK - 1 - (ranked & 0xFFFFFFFF)
         at = every
-        taken = every < PROBES  # there are as many
+        listed = every < PROBES  # there are as many
+        taken = listed
         bucket = tl.where(taken, bucket, 0)
         tokens = tl.load(sizes + lane * BUCKETS + bucket, mask=taken, other=0)
         if LIMITS & 3:
@@ -195,15 +188,10 @@ def visit(
     before = tl.zeros([], tl.int64)
     for run in range(runs):
         edge = edges + (lane * runs + run) * (BUCKETS + 1) + bucket
-        listed = at < PROBES
         start = tl.load(edge, mask=listed, other=0)
         stop = tl.load(edge + 1, mask=taken, other=0)
         long = tl.where(taken, stop - start, 0)
-        if PLACES <= 64:
-            listed = tl.arange(0, PLACES) < PROBES
-            ends = tl.sum(tl.where(upto, long[None, :], 0), 1)
-        else:
-            ends = tl.cumsum(long, 0)
+        ends = tl.sum(tl.where(upto, long[None, :], 0), 1) if PLACES <= 64 else tl.cumsum(long, 0)
         tl.store(begin + run * PROBES + at, start, mask=listed)
         tl.store(length + run * PROBES + at, long, mask=listed)
         tl.store(summed + run * PROBES + at, before + ends, mask=listed)
@@ -217,3 +205,17 @@ def visit(
         tl.store(left + number * BUCKETS + every, weight, mask=there)
         tl.debug_barrier()  # those of what is visited come after
         tl.store(left + number * BUCKETS + bucket, bucket * 0.0 + NOTHING, mask=taken)
+
+
+@triton.jit
+def _worth(score, size, PER_TOKEN: tl.constexpr):
+    """What buckets are worth, as numbers in that order: more is larger.
+
+    The bits of numbers from 0 on are in the order of their size, those of numbers below 0 in the other.
+    """
+    worth = score
+    if PER_TOKEN:
+        each = tl.div_rn(score, tl.maximum(size, 1).to(tl.float32))  # as torch rounds it
+        worth = tl.where(size > 0, each, 0.0)
+    bits = tl.where(worth == 0.0, 0.0, worth).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)

@@ -44,6 +44,20 @@ def entries(
     KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Keys, values and weights of a block of entries, and which of them there are."""
+    key, value = pairs(keys, values, key_step, value_step, at, ok, WIDTH, VALUE_WIDTH, KEY_BLOCK, VALUE_BLOCK)
+    of_mass, of_value = weights(log_mass, log_value, at, ok, HAS)
+    if HAS & 3:  # in an empty slot may be anything
+        ok &= tl.maximum(of_mass, of_value) > NOTHING
+        value = tl.where(ok[:, None], value, 0.0)
+    return key, value, of_mass, of_value, ok
+
+
+@triton.jit
+def pairs(
+    keys, values, key_step, value_step, at, ok,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Keys and values of a block of entries, and zeros for those that are not `ok`."""
     widths, value_widths = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
     far = at.to(tl.int64)[:, None]
     key = tl.load(keys + far * key_step + widths[None, :], mask=ok[:, None] & (widths < WIDTH)[None, :], other=0.0)
@@ -52,11 +66,7 @@ def entries(
         mask=ok[:, None] & (value_widths < VALUE_WIDTH)[None, :],
         other=0.0,
     )
-    of_mass, of_value = weights(log_mass, log_value, at, ok, HAS)
-    if HAS & 3:  # in an empty slot may be anything
-        ok &= tl.maximum(of_mass, of_value) > NOTHING
-        value = tl.where(ok[:, None], value, 0.0)
-    return key, value, of_mass, of_value, ok
+    return key, value
 
 
 @triton.jit

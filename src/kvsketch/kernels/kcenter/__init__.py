@@ -5,15 +5,13 @@ chooses several centres per pass and returns the same ones, and so does `native.
 does it on GPUs, a thousand candidates per pass.
 """
 
-from dataclasses import fields
-
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from kvsketch.kernels.kcenter import in_triton, lazy, native
-from kvsketch.kernels.kcenter.common import Clustering
+from kvsketch.kernels.kcenter.common import Clustering, joined
 
 AT_ONCE = 1 << 23  # coordinates worked on together: 64 MiB in float64
 
@@ -47,7 +45,7 @@ def _in_parts(
         _some_heads(points[i : i + together], wanted[i : i + together], valid[i : i + together], most)
         for i in range(0, len(points), together)
     ]
-    return Clustering(*(torch.cat([getattr(p, f.name) for p in parts]) for f in fields(Clustering)))
+    return joined(parts)
 
 
 def _some_heads(

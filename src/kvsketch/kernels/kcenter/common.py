@@ -1,7 +1,9 @@
 """What both forms of k-center share: their result, and their distance."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
+import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
@@ -15,6 +17,11 @@ class Clustering:
     centres: Int64[Tensor, "... k"]  # which points they are; -1 where a head has fewer
     nearest: Int64[Tensor, "... n"]  # number of each point's centre, in the order of choice
     distance: Float[Tensor, "... n"]  # of each point from its centre
+
+
+def joined(parts: Sequence[Clustering]) -> Clustering:
+    """What was found for some heads after others."""
+    return Clustering(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Clustering)))
 
 
 def distances_to(

@@ -5,15 +5,13 @@ for a rounding error of their squared norms, another may be chosen than by `refe
 nearer than 0.003 of their norm count as equal.
 """
 
-from dataclasses import fields
-
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from kvsketch.kernels import gpu
 from kvsketch.kernels.kcenter import lazy, reference
-from kvsketch.kernels.kcenter.common import Clustering
+from kvsketch.kernels.kcenter.common import Clustering, joined
 
 CANDIDATES = 1024  # per pass: 1,024 centres of 131,072 normal points take six; four times as many take five
 AT_ONCE = 32  # lanes: 128 MiB for the distances of their candidates from one another
@@ -58,7 +56,7 @@ def _in_parts(points: Tensor, wanted: Tensor, valid: Tensor, most: int) -> Clust
         if found is None:
             return None
         parts.append(found)
-    return Clustering(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Clustering)))
+    return joined(parts)
 
 
 def _found(points: Tensor, wanted: Tensor, valid: Tensor, most: int, candidates: int = CANDIDATES) -> Clustering | None:

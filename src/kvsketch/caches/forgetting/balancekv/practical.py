@@ -16,7 +16,7 @@ from torch import Tensor
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.chooser import Chooser, ChosenEntries, Entries, Kept, check_vectors
 from kvsketch.caches.core.method import Holding
-from kvsketch.caches.core.storage import chosen, listed_on
+from kvsketch.caches.core.storage import chosen, in_front, listed_on
 from kvsketch.caches.core.tokens import Arriving
 from kvsketch.caches.forgetting.apart import towards
 from kvsketch.caches.forgetting.balancekv.levels import Levels, Schedule
@@ -180,9 +180,7 @@ class Halves(Chooser):
 
 def _places_of(kept: Bool[Tensor, "l m"], places: Int64[Tensor, "c size"], count: int) -> Int64[Tensor, "l {count}"]:
     """The places of those that are kept, `count` of each lane, in their order; a GPU is not asked how many."""
-    number = torch.where(kept, kept.cumsum(1) - 1, count)  # all others go behind the last
-    found = places.new_empty(len(kept), count + 1)
-    return found.scatter_(1, number, places.flatten().expand(len(kept), -1))[:, :count]
+    return places.flatten()[in_front(kept)[:, :count]]
 
 
 def _levels(numbers: dict[str, list[int]]) -> Levels:
