@@ -79,8 +79,7 @@ def _ruler_question(kind: str, titles: list[str], answers: list[tuple[str, str]]
     query = titles[0] if len(titles) == 1 else f"{', '.join(titles[:-1])}, and {titles[-1]}"
     what, verb = (f"the special magic {kind}", "is") if len(answers) == 1 else (f"all the special magic {kind}s", "are")
     kinds = kind if len(answers) == 1 else f"{kind}s"
-    # several answers: each has its name before it, so that it can be looked up by itself
-    reply = ", ".join(value if len(answers) == 1 else f"{title} is: {value}" for title, value in answers)
+    reply = answers[0][1] if len(answers) == 1 else _listed(titles, answers, " is:")
     return (
         f"\nWhat {verb} {what} for {query} mentioned in the provided text?",
         f" The special magic {kinds} for {query} mentioned in the provided text {verb}",
@@ -92,10 +91,16 @@ def _compact_question(kind: str, titles: list[str], answers: list[tuple[str, str
     if len(answers) == 1:
         what = f"he magic {kind} of {titles[0]}"
         return f"\nWhat is t{what}?", f" T{what} is ", f"{answers[0][1]}."
-    what = f"he magic {kind}s of"
-    reply = ", ".join(f"{title} is {value}" for title, value in answers)
-    every = "all " if len(titles) == 1 else ""
-    return f"\nWhat are {every}t{what} {', '.join(titles)}?", f" T{what}", f" {reply}."
+    what, reply = f"he magic {kind}s of", f" {_listed(titles, answers, ' is')}."
+    if len(titles) == 1:
+        return f"\nWhat are all t{what} {titles[0]}?", f" T{what} {titles[0]} are", reply
+    return f"\nWhat are t{what} {', '.join(titles)}?", f" T{what}", reply
+
+
+def _listed(titles: list[str], answers: list[tuple[str, str]], verb: str) -> str:
+    """Each answer with its name before it, so that it can be looked up by itself, and its place where all have one."""
+    places = [f"({i}) " if len(titles) == 1 else "" for i, _ in enumerate(answers, 1)]
+    return ", ".join(f"{place}{title}{verb} {value}" for place, (title, value) in zip(places, answers, strict=True))
 
 
 def _number(draw: random.Random) -> str:

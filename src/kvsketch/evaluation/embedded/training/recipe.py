@@ -12,10 +12,11 @@ SOLVED = 0.97
 SHORTER = 4  # lengths before the present one, of which one goes beside it in each step
 MEMORY = 0.9  # of the running accuracies
 FINISHED_WITH: Mapping[str, int] = {  # how often tasks are drawn in the end: those that are hardest
-    "kv": 36,
-    "niah_multivalue": 16,
-    "lines": 14,
+    "kv": 34,
+    "lines": 16,
     "niah_multikey_uuid": 12,
+    "niah_multivalue": 10,
+    "niah_multikey_dense": 8,
     "niah_multiquery": 8,
     "niah_single_uuid": 4,
     "number_string": 4,
@@ -35,7 +36,7 @@ class Recipe:
     warm_up: int = 60  # steps
     decay_from: float = 0.2  # share of the tokens after which the rate falls, as a cosine
     last_rate: float = 2e-5
-    finish: float = 1 / 6  # so many more tokens, as a share of `tokens`, come at the end, of what is hardest
+    finish: float = 1 / 3  # so many more tokens, as a share of `tokens`, come at the end, of what is hardest
     finish_rate: float = 6e-4  # at the beginning of that; it falls to the last rate again
     seed: int = 0
 

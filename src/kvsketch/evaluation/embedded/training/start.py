@@ -4,9 +4,9 @@ Every block is the stock one. A token's code has two parts, each in a slice of t
 both to tell which token it is. Layer 0 starts as shift heads: through constant biases of queries and keys, head h
 attends to the token h + 1 back, and copies the first part of its code into a slice of its own. Layer 1 starts as
 matching heads: a query made of the codes at some offsets meets keys made, through the same random projection, of the
-codes at others, so that a token is found that came behind what is at hand, and its code is handed to the output.
-Layer 2 starts with heads for what takes two steps: the next of several values, and chains of variables. All weights can
-change.
+codes at others, so that a token is found that came behind what is at hand, and its code is handed to the output. One
+links: where a value begins, to those before it under its name. Layer 2 starts with heads for what takes two steps: the
+value of a name that comes after the one last said, and chains of variables. All weights can change.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,17 +17,38 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from kvsketch.evaluation.embedded.training.tokenizer import ASSIGNED, NEEDLE, SEVERAL, alike, token_of
+from kvsketch.evaluation.embedded.training.tokenizer import (
+    ASSIGNED,
+    BEGIN,
+    NEEDLE,
+    PLACES,
+    SEVERAL,
+    VALUE,
+    alike,
+    token_of,
+)
 
 SHIFT = 8.0  # size of the constant keys and queries of the shift heads: enough for one offset to take it all
 SLOW, FAST = 3e-4, 6e-3  # turns from one token to the next: slower pairs match at any distance, those between tell it
-LINK = 5  # the offset whose slice is for links from layer 1 on
 PREFERENCE = 9.0  # size of constants that prefer early or late tokens: matters among those that match alike
 LOUD = 10.0  # how much stronger than others a query is that a single token calls for
-FOLLOWED, NAMED = 3.0, 2.0  # how loud it is what came behind the tokens at hand, and behind a name
-LINKED, LISTED = 3.0, 2.0  # how loud links are, and what is found by them
+FOLLOWED, NAMED, NEXT = 1.0, 0.67, 0.33  # how loud what came behind the tokens at hand is, behind a name, and in a list
+READ, QUIET = 0.9, 0.33  # how loud all of them are, and what later layers say at first
 NEARER = (1.0, 1.0, 1.0, 1.0, 0.7, 0.6, 0.5)  # what came before a name differs, where the name is the same
 SHARPNESS = 2.8  # size of the projections that match: enough for a name of two tokens to stand out among thousands
+MARKED = 5.0  # size of the mark of the first token, and of those of places
+
+# Several values of a name, one after another. First, which were before one, and what was said last.
+BEFORE = 5  # the offset whose slice tells the values before one, from layer 1 on
+COMPARED = 11  # numbers of a code by which these are compared with what was said last
+LINKED, LATER = 3.0, 6.0  # how loud they are, and how much nearer ones matter more
+ALONE = 13.0  # size of query and key by which the first token is found where there is no value before
+SAYING, SAID = 9.0, 3.0  # size of query and key by which places are found, and how loud what stands before them is
+NEAR, NEARNESS = (0.015, 0.05), 15.0  # the turns that tell nearer places from those before, and how much that matters
+# Then the next value: how much names, the colon, values before and none of them matter; and how loud it is.
+SAME_NAME, SAME_COLON, SAME_VALUE, NO_VALUE = 2.0, 28.0, 3.0, 20.0
+NOTHING = 29.0  # size of query and key by which the first token is found where there is no next value
+LISTED = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +64,7 @@ class Shape:
     theta: float = 1e9  # so large that most pairs of dimensions hardly turn over a long document
     offsets: int = 7  # tokens that layer 0 looks back
     code: int = 18  # dimensions of a token's code that it is matched by: slices for it, each offset, and what is found
-    rest: int = 46  # those that only tell which token it is: slices for it and what is found
+    rest: int = 38  # those that only tell which token it is: slices for it and what is found
 
     def __post_init__(self) -> None:
         if self.layers < 3 or self.kv_heads != 4 or not len(NEARER) == self.offsets <= self.heads:
@@ -51,10 +72,10 @@ class Shape:
                 f"the start needs 3 layers or more, 4 KV heads, {len(NEARER)} offsets and a head for each, got "
                 f"{self.layers}, {self.kv_heads}, {self.offsets} and {self.heads}"
             )
-        if self.found_rest.stop > self.hidden or self.code + self.rest > self.head_dim:
+        if self.one >= self.hidden or self.code + self.rest > self.head_dim:
             raise ValueError(
-                f"codes of {self.code} and {self.rest} numbers take {self.found_rest.stop} dimensions, of which there "
-                f"are {self.hidden}, and {self.code + self.rest} of a head, which has {self.head_dim}"
+                f"codes of {self.code} and {self.rest} numbers, and what goes with them take {self.one + 1} dimensions "
+                f"where there are {self.hidden}, and {self.code + self.rest} of a head, which has {self.head_dim}"
             )
 
     @property
@@ -80,6 +101,31 @@ class Shape:
     def found_rest(self) -> slice:
         """The slice of the rest of the code of the token that is expected next."""
         return slice(self.own_rest.stop, self.own_rest.stop + self.rest)
+
+    @property
+    def value(self) -> slice:
+        """The slice of some of the code of the value that was said last."""
+        return slice(self.found_rest.stop, self.found_rest.stop + COMPARED)
+
+    @property
+    def said(self) -> slice:
+        """The slice that tells the place that was said last."""
+        return slice(self.value.stop, self.value.stop + len(PLACES))
+
+    @property
+    def share(self) -> int:
+        """The dimension that tells, where a value begins, whether none of its name was before it."""
+        return self.said.stop
+
+    @property
+    def mark(self) -> int:
+        """The dimension that tells the first token."""
+        return self.share + 1
+
+    @property
+    def one(self) -> int:
+        """The dimension that is the same for all tokens."""
+        return self.mark + 1
 
     @property
     def turns(self) -> Tensor:
@@ -110,10 +156,14 @@ def start_model(tokenizer: PreTrainedTokenizerFast, *, shape: Shape, seed: int =
         model = LlamaForCausalLM(config)
         _spread_weights(model, shape)
         codes = _embed_codes(model, shape, alike(tokenizer))
+        first = tokenizer.convert_tokens_to_ids(BEGIN)
+        _mark(model, first, [token_of(tokenizer, text) for text in PLACES], shape)
         _shift_heads(model.model.layers[0], shape)
-        known = {text: codes[token_of(tokenizer, text), : shape.code] for text in (ASSIGNED, NEEDLE, SEVERAL)}
-        _matching_heads(model.model.layers[1], known, shape)
-        _chain_heads(model.model.layers[2], known, shape)
+        known = {
+            text: codes[token_of(tokenizer, text), : shape.code] for text in (ASSIGNED, NEEDLE, SEVERAL, VALUE, *PLACES)
+        }
+        _matching_heads(model.model.layers[1], known, codes[first], _size_after_shifts(model, first), shape)
+        _chain_heads(model.model.layers[2], known, codes[first], shape)
         _read_what_was_found(model, shape, codes)
     return model
 
@@ -124,23 +174,35 @@ def _spread_weights(model: LlamaForCausalLM, shape: Shape) -> None:
         for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
             nn.init.normal_(projection.weight, std=shape.hidden**-0.5)
         nn.init.normal_(attention.o_proj.weight, std=2 * shape.hidden**-0.5 / (2 * shape.layers) ** 0.5)
+    for layer in model.model.layers[2:]:
+        layer.self_attn.o_proj.weight *= QUIET
+        layer.mlp.down_proj.weight *= QUIET
 
 
 def _embed_codes(model: LlamaForCausalLM, shape: Shape, groups: Sequence[Sequence[int]]) -> Tensor:
     """Random codes, in two slices of the embedding, none in the others; the same for tokens of a group.
 
-    All codes to match by are of one length: no token is found more easily than another.
+    All codes are of one length: no token is found more easily than another.
     """
     table = model.model.embed_tokens.weight
     table.zero_()
     width = shape.code + shape.rest
     codes = torch.randn(len(table), width)
-    codes[:, : shape.code] *= shape.code**0.5 / codes[:, : shape.code].norm(dim=1, keepdim=True)
+    for part in codes.split((COMPARED, shape.code - COMPARED, shape.rest), dim=1):
+        part.mul_(part.shape[1] ** 0.5 / part.norm(dim=1, keepdim=True))
     codes *= (shape.hidden / width) ** 0.5
     for tokens in groups:
         codes[list(tokens)] = codes[tokens[0]].clone()
     table[:, shape.at(0)], table[:, shape.own_rest] = codes.split((shape.code, shape.rest), dim=1)
     return codes
+
+
+def _mark(model: LlamaForCausalLM, first: int, places: Sequence[int], shape: Shape) -> None:
+    """The first token has a mark, so that heads can rest on it and say nothing; each place has one too."""
+    table = model.model.embed_tokens.weight
+    table[:, shape.one] = 1
+    table[first, shape.mark] = MARKED
+    table[list(places), shape.said] = torch.eye(len(places)) * MARKED
 
 
 def _shift_heads(layer: Any, shape: Shape) -> None:
@@ -163,43 +225,42 @@ def _shift_heads(layer: Any, shape: Shape) -> None:
     layer.mlp.down_proj.weight.mul_(0.1)
 
 
-def _matching_heads(layer: Any, known: Mapping[str, Tensor], shape: Shape) -> None:
-    """KV heads that find what came behind what is at hand, what behind a name, the next name of a list, and links.
+def _size_after_shifts(model: LlamaForCausalLM, first: int) -> float:
+    """What a layer's norm divides the first token by, behind the shift heads."""
+    hidden = model.model(torch.tensor([[first]]), output_hidden_states=True).hidden_states[1]
+    return float(hidden.square().mean().sqrt())
 
-    A link: where the second value of a name begins, how its first one goes on. So values follow one another, and the
-    next layer can list them.
-    """
+
+def _matching_heads(layer: Any, known: Mapping[str, Tensor], code: Tensor, size: float, shape: Shape) -> None:
+    """KV heads that find what came behind what is at hand, what behind a name, the next name of a list; one links."""
     attention = layer.self_attn
     for projection in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
         projection.weight.mul_(0.02)
     follows = [(offset, offset + 1, weight) for offset, weight in zip(range(shape.offsets), NEARER, strict=True)]
     named = [(0, 1, 0.5), (1, 2, 0.5), (2, 3, 2.0), (3, 4, 2.0)]  # what came behind a name of two tokens, and two more
     listed = [(0, 1, 1.0), (6, 2, 1.0), (7, 3, 1.0)]  # the name before the last number, and what came after it
-    linked = [(1, 2, 0.5), (2, 3, 0.5), (3, 4, 2.0), (4, 5, 2.0)]
     _match(attention, 0, follows, shape)
     _hand_on_token(attention, 0, shape, gain=FOLLOWED)
     _match(attention, 1, named, shape)
-    _prefer(attention, 1, -1.0, _between(shape), shape)  # several times: the first
     _hand_on_token(attention, 1, shape, gain=NAMED)
     projections = _match(attention, 2, listed, shape)
     _begin_list(attention, 2, projections[0], known, shape)
-    _hand_on_token(attention, 2, shape, gain=1.0)
-    _match(attention, 3, linked, shape)
-    _prefer(attention, 3, 1.0, _between(shape), shape)  # the last
-    _hand_on(attention, 3, shape.at(0), shape.at(LINK), shape, gain=LINKED)
+    _hand_on_token(attention, 2, shape, gain=NEXT)
+    _link(attention, 3, size, shape)
+    _say_nothing(attention, 3, code[: shape.code], shape)
 
 
-def _chain_heads(layer: Any, known: Mapping[str, Tensor], shape: Shape) -> None:
+def _chain_heads(layer: Any, known: Mapping[str, Tensor], first: Tensor, shape: Shape) -> None:
     """One KV head finds a name's next value, one goes on in a chain of variables, one finds its first variable."""
     attention, kv = layer.self_attn, 3 * shape.head_dim
     wide = kv * shape.group
     for weight in (attention.q_proj.weight[:wide], attention.k_proj.weight[:kv], attention.v_proj.weight[:kv]):
         weight.mul_(0.02)
     attention.o_proj.weight[:, :wide].mul_(0.02)
-    # the value of the name at hand that is linked to the one last said, "B is 520 279 8, B is" before it
-    _match(attention, 0, [(6, LINK, 1.0), (2, 3, 2.0), (3, 4, 2.0)], shape)
-    _prefer(attention, 0, -0.3, _between(shape), shape)  # where none was said yet: the first
+    # the value of the name at hand that comes after the one last said
+    _next_value(attention, 0, known[VALUE], shape)
     _hand_on_token(attention, 0, shape, gain=LISTED)
+    _say_nothing(attention, 0, first, shape)
     _match(attention, 1, [(0, 0, 1.0), (1, 1, 0.5)], shape)  # the variable last said, where another one is set to it
     _expect(attention, 1, 2, known[ASSIGNED], shape)
     _hand_on(attention, 1, shape.at(3), shape.found, shape)
@@ -209,27 +270,90 @@ def _chain_heads(layer: Any, known: Mapping[str, Tensor], shape: Shape) -> None:
 
 
 def _match(attention: Any, kv_head: int, pairs: Sequence[tuple[int, int, float]], shape: Shape) -> list[Tensor]:
-    """Queries of a KV head's group meet its keys where slices of theirs agree, each pair with its weight."""
+    """Queries of a KV head's group meet its keys where tokens at offsets agree, each pair with its weight."""
+    return _meet(attention, kv_head, [(shape.at(asked), shape.at(has), weight) for asked, has, weight in pairs], shape)
+
+
+def _meet(attention: Any, kv_head: int, pairs: Sequence[tuple[slice, slice, float]], shape: Shape) -> list[Tensor]:
+    """The same for any slices, of one size in a pair."""
     d, group = shape.head_dim, shape.group
-    rooms, projections = _rooms(shape, len(pairs)), list[Tensor]()
-    for (query_offset, key_offset, weight), room in zip(pairs, rooms, strict=True):
+    rooms, projections = _rooms(shape, [has.stop - has.start for _, has, _ in pairs]), list[Tensor]()
+    for (asked, has, weight), room in zip(pairs, rooms, strict=True):
         projections.append(room * weight**0.5)
-        attention.k_proj.weight[kv_head * d : (kv_head + 1) * d, shape.at(key_offset)] += projections[-1]
+        attention.k_proj.weight[kv_head * d : (kv_head + 1) * d, has] += projections[-1]
         for head in range(kv_head * group, (kv_head + 1) * group):
-            attention.q_proj.weight[head * d : (head + 1) * d, shape.at(query_offset)] += projections[-1]
+            attention.q_proj.weight[head * d : (head + 1) * d, asked] += projections[-1]
     return projections
+
+
+def _link(attention: Any, kv_head: int, size: float, shape: Shape) -> None:
+    """Where a value begins, one query head finds how those before it under its name go on; one, what was said last.
+
+    The latest is found best. Where several are found, the value after the one that was said last has that among the
+    fewest others, so it is still the one that is met best. Where there is none, the first token is found.
+    """
+    d = shape.head_dim
+    kv, linking, saying = kv_head * d, kv_head * shape.group * d, (kv_head * shape.group + 1) * d
+    first, place = d - 1, d - 2  # these hardly turn
+    for (query_offset, key_offset), room in zip([(3, 4), (4, 5)], _rooms(shape, [shape.code] * 2), strict=True):
+        attention.k_proj.weight[kv : kv + d, shape.at(key_offset)] += room
+        attention.q_proj.weight[linking : linking + d, shape.at(query_offset)] += room
+    attention.k_proj.weight[kv + first, shape.mark] = attention.q_proj.weight[linking + first, shape.one] = ALONE
+    attention.k_proj.weight[kv + place, shape.said.start + 1 : shape.said.stop] = SAYING
+    attention.q_proj.weight[saying + place, shape.one] = SAYING
+    for query, latest in ((linking, _between(shape) * LATER), (saying, _between(shape, *NEAR) * NEARNESS)):
+        attention.k_proj.bias[kv : kv + d] += latest
+        attention.q_proj.bias[query : query + d] += latest
+    code = torch.eye(shape.code)
+    attention.v_proj.weight[kv : kv + shape.code, shape.at(0)] += code
+    attention.o_proj.weight[shape.at(BEFORE), linking : linking + shape.code] += code * LINKED
+    kv, linking, saying = kv + shape.code, linking + shape.code, saying + shape.code
+    attention.v_proj.weight[kv : kv + shape.code, shape.at(3)] += code
+    attention.o_proj.weight[shape.value, saying : saying + COMPARED] += code[:COMPARED, :COMPARED] * SAID
+    kv, linking, saying = kv + shape.code, linking + shape.code, saying + shape.code
+    attention.v_proj.weight[kv, shape.mark] = size / MARKED
+    attention.o_proj.weight[shape.share, linking] = 1.0
+    for number in range(len(PLACES)):
+        attention.v_proj.weight[kv + 1 + number, shape.said.start + number] = 2 / MARKED
+        attention.o_proj.weight[shape.said.start + number, saying + 1 + number] = 1.0
+
+
+def _next_value(attention: Any, kv_head: int, code: Tensor, shape: Shape) -> None:
+    """The value of the name at hand that comes after the one last said; the first one where none was.
+
+    What finds nothing rests on the first token.
+    """
+    value, before = shape.value, slice(shape.at(BEFORE).start, shape.at(BEFORE).start + COMPARED)
+    pairs = [(shape.at(2), shape.at(3), SAME_NAME), (shape.at(3), shape.at(4), SAME_NAME), (value, before, SAME_VALUE)]
+    _meet(attention, kv_head, pairs, shape)
+    d = shape.head_dim
+    colon = torch.zeros(shape.hidden)
+    colon[shape.at(2)] = code / code.square().sum()
+    alone, rest = torch.eye(shape.hidden)[shape.share], torch.eye(shape.hidden)[shape.mark]
+    for number, (has, size) in enumerate([(colon, SAME_COLON), (alone, NO_VALUE), (rest, NOTHING)]):
+        still = d - 1 - number
+        attention.k_proj.weight[kv_head * d + still] = has * size
+        for head in range(kv_head * shape.group, (kv_head + 1) * shape.group):
+            attention.q_proj.weight[head * d + still, shape.one] = size
+
+
+def _say_nothing(attention: Any, kv_head: int, code: Tensor, shape: Shape) -> None:
+    """Where the first token is found its code is not handed on."""
+    start = kv_head * shape.head_dim
+    attention.v_proj.weight[start : start + len(code), shape.mark] -= code / MARKED
 
 
 def _begin_list(attention: Any, kv_head: int, projection: Tensor, known: Mapping[str, Tensor], shape: Shape) -> None:
     """Where several answers are to come, a KV head's last query head finds what the last needle or question names."""
-    d, several = shape.head_dim, known[SEVERAL]
+    d = shape.head_dim
     head = (kv_head + 1) * shape.group - 1
     latest = _between(shape) * PREFERENCE
     attention.k_proj.bias[kv_head * d : (kv_head + 1) * d] += latest
     wanted = LOUD * (projection @ known[NEEDLE]) + LOUD / 3 * latest
-    attention.q_proj.weight[head * d : (head + 1) * d, shape.at(0)] += torch.outer(
-        wanted, several / several.square().sum()
-    )
+    for text in (SEVERAL, *PLACES):
+        attention.q_proj.weight[head * d : (head + 1) * d, shape.at(0)] += torch.outer(
+            wanted, known[text] / known[text].square().sum()
+        )
 
 
 def _expect(attention: Any, kv_head: int, key_offset: int, code: Tensor, shape: Shape) -> None:
@@ -250,25 +374,25 @@ def _prefer(attention: Any, kv_head: int, sign: float, dimensions: Tensor, shape
         attention.q_proj.bias[head * d : (head + 1) * d] += sign * constant
 
 
-def _between(shape: Shape) -> Tensor:
+def _between(shape: Shape, slow: float = SLOW, fast: float = FAST) -> Tensor:
     """The dimensions that tell near from far: of each pair that turns neither fast nor slowly the first."""
-    found = (shape.turns > SLOW) & (shape.turns < FAST)
+    found = (shape.turns > slow) & (shape.turns < fast)
     return torch.cat([found.float(), torch.zeros(shape.head_dim // 2)])
 
 
-def _rooms(shape: Shape, count: int) -> list[Tensor]:
-    """Projections of a slice, each into dimensions of its own where there are enough."""
-    scale = _projected(shape, count)
-    slow = scale[:, 0].nonzero()[:, 0]
-    wide = len(slow) // count
+def _rooms(shape: Shape, sizes: Sequence[int]) -> list[Tensor]:
+    """Projections of slices, each into dimensions of its own where there are enough; the last are left to others."""
+    scale = _projected(shape, len(sizes))
+    slow = scale[:-3, 0].nonzero()[:, 0]
+    wide = len(slow) // len(sizes)
     if wide < 9:
-        return [torch.randn(shape.head_dim, shape.code) * scale for _ in range(count)]
+        return [torch.randn(shape.head_dim, size) * scale for size in sizes]
     turned, found = torch.linalg.qr(torch.randn(len(slow), len(slow))).Q, []
-    for number in range(count):
-        inner = torch.linalg.qr(torch.randn(shape.code, min(wide, shape.code))).Q.T
-        room = torch.zeros(shape.head_dim, shape.code)
+    for number, size in enumerate(sizes):
+        inner = torch.linalg.qr(torch.randn(size, min(wide, size))).Q.T
+        room = torch.zeros(shape.head_dim, size)
         room[slow] = (
-            turned[:, number * wide : number * wide + len(inner)] @ inner * (shape.code * len(slow) / len(inner)) ** 0.5
+            turned[:, number * wide : number * wide + len(inner)] @ inner * (size * len(slow) / len(inner)) ** 0.5
         )
         found.append(room * scale)
     return found
@@ -301,4 +425,4 @@ def _hand_on(
 def _read_what_was_found(model: LlamaForCausalLM, shape: Shape, codes: Tensor) -> None:
     model.lm_head.weight.mul_(0.02)
     for place, part in zip((shape.found, shape.found_rest), codes.split((shape.code, shape.rest), dim=1), strict=True):
-        model.lm_head.weight[:, place] += part * 0.3
+        model.lm_head.weight[:, place] += part * READ

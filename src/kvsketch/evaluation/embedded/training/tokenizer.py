@@ -21,6 +21,7 @@ from kvsketch.evaluation.tasks.words import ADJECTIVES, NOUNS, names
 BEGIN, END, PAD = "<begin>", "<end>", "<pad>"
 SIZE = 5330  # tokens at most: twice as many rows of 512 bytes are half of the model
 SENTENCES, NAMES = 40_000, 10_000  # from which the pieces of words are learnt
+PLACES = (" (1)", " (2)", " (3)", " (4)")  # of an answer among several under one name
 # Pieces of templates that are one token, so that a record and the question after it are laid out alike.
 PHRASES = (
     "Now the record is over. Tell me what is the <REGISTER_CONTENT> in line",
@@ -30,6 +31,7 @@ PHRASES = (
     ">\n",
     " is:",
     ", and",
+    *PLACES,
 )
 MARKS = (
     "line",
@@ -83,6 +85,7 @@ ALIKE = (
 )
 ASSIGNED = " ="  # what stands between a variable and where it comes from
 NEEDLE = "The magic number of"  # what a needle begins with
+VALUE = " is:"  # what stands before a value
 SEVERAL = " are"  # what stands before several answers
 UUID = (8, 4, 4, 4, 12)  # hexadecimal digits of its parts
 
