@@ -384,7 +384,10 @@ from kvsketch.kernels.sources import Entries
 torch.set_num_threads(2)
 query, keys, values = torch.randn(1, 8, 1, 64), *torch.randn(2, 1, 2, 9000, 64).unbind()
 ask = lambda: kernel.attend(query, [Entries(WeightedTokens(keys, values))], 2, 0.125).out
+torch.randn(512, 512) @ torch.randn(512, 512)
+torchs = set(os.listdir("/proc/self/task"))
 here = ask()
+assert set(os.listdir("/proc/self/task")) == torchs, "a step has more threads than torch, or others"
 runtimes = {line.split()[-1] for line in open("/proc/self/maps") if "omp" in line.rpartition("/")[2]}
 assert len(runtimes) == 1, runtimes
 child = os.fork()
@@ -407,6 +410,33 @@ for turn in range(20):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_there_is_one_runtime_of_threads_and_a_forked_process_goes_on():
     subprocess.run([sys.executable, "-c", TOGETHER], check=True, timeout=100)
+
+
+AT_ONCE = """
+import hashlib, torch
+from kvsketch.attention import WeightedTokens
+from kvsketch.kernels.native import attention as kernel
+from kvsketch.kernels.sources import Entries
+torch.set_num_threads(2)
+torch.manual_seed(0)
+query, keys, values = torch.randn(1, 8, 1, 64), *torch.randn(2, 1, 2, 9000, 64).unbind()
+found = {hashlib.sha256(kernel.attend(query, [Entries(WeightedTokens(keys, values))], 2, 0.125).out.numpy()).hexdigest()
+         for _ in range(300)}
+print(*found)
+"""
+
+
+@needs_c
+def test_threads_that_are_preempted_and_processes_at_once_all_get_the_same_answer():
+    """More threads than cores: none waits for ever, and all say the same."""
+    at_once = [subprocess.Popen([sys.executable, "-c", AT_ONCE], stdout=subprocess.PIPE) for _ in range(3)]
+    try:
+        said = [process.communicate(timeout=100)[0].decode().split() for process in at_once]
+    finally:
+        for process in at_once:
+            process.kill()
+    assert all(process.returncode == 0 for process in at_once)
+    assert len({word for words in said for word in words}) == 1, said
 
 
 EVERY_KERNEL = "definition or classifier or buckets_visited or signs_are_those or centres_are or same_bits"

@@ -52,7 +52,7 @@ assert world() == before
 
 
 def test_no_published_result_names_a_folder_of_a_machine():
-    found = sorted((SOURCE.parent.parent / "docs" / "results").glob("*.jsonl"))
+    found = sorted((SOURCE.parent.parent / "docs" / "results").rglob("*.jsonl"))
     assert found
     for path in found:
         named = re.search(r"(?<![\w.~-])/(?:\w[\w.-]*/)+[\w.-]*", path.read_text(encoding="utf-8"))
