@@ -365,15 +365,6 @@ def _expect(attention: Any, kv_head: int, key_offset: int, code: Tensor, shape: 
         attention.q_proj.bias[head * d : (head + 1) * d] += projection @ code
 
 
-def _prefer(attention: Any, kv_head: int, sign: float, dimensions: Tensor, shape: Shape) -> None:
-    """Whatever the tokens are, a KV head's logits fall with the distance, or rise, as these dimensions turn."""
-    constant = dimensions * PREFERENCE
-    d = shape.head_dim
-    attention.k_proj.bias[kv_head * d : (kv_head + 1) * d] += constant
-    for head in range(kv_head * shape.group, (kv_head + 1) * shape.group):
-        attention.q_proj.bias[head * d : (head + 1) * d] += sign * constant
-
-
 def _between(shape: Shape, slow: float = SLOW, fast: float = FAST) -> Tensor:
     """The dimensions that tell near from far: of each pair that turns neither fast nor slowly the first."""
     found = (shape.turns > slow) & (shape.turns < fast)
