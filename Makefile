@@ -128,7 +128,7 @@ PROFILES := src/kvsketch/assets/profiles
 INDEXES := src/kvsketch/assets/indexes
 NOVELS := charles-dickens_great-expectations jane-austen_emma mark-twain_the-adventures-of-huckleberry-finn \
 	wilkie-collins_the-moonstone
-index: $(VENV)/ready ## the index of the embedded model that is part of the package, anew: three minutes
+index: $(VENV)/ready ## the index of the embedded model that is part of the package, anew: two minutes
 	$(BIN)/kvsketch fit --out index-report
 	rm -rf $(INDEXES)/embedded && mv index-report $(INDEXES)/embedded
 
