@@ -376,14 +376,17 @@ def test_the_switch_is_auto_or_off(fresh, monkeypatch, caplog):
         native.library()
 
 
-TOGETHER = """
-import os, sys, torch
+ASKING = """
+import hashlib, os, torch
 from kvsketch.attention import WeightedTokens
 from kvsketch.kernels.native import attention as kernel
 from kvsketch.kernels.sources import Entries
 torch.set_num_threads(2)
+torch.manual_seed(0)
 query, keys, values = torch.randn(1, 8, 1, 64), *torch.randn(2, 1, 2, 9000, 64).unbind()
 ask = lambda: kernel.attend(query, [Entries(WeightedTokens(keys, values))], 2, 0.125).out
+"""
+TOGETHER = """
 torch.randn(512, 512) @ torch.randn(512, 512)
 torchs = set(os.listdir("/proc/self/task"))
 here = ask()
@@ -409,27 +412,16 @@ for turn in range(20):
 @needs_c
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_there_is_one_runtime_of_threads_and_a_forked_process_goes_on():
-    subprocess.run([sys.executable, "-c", TOGETHER], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", ASKING + TOGETHER], check=True, timeout=100)
 
 
-AT_ONCE = """
-import hashlib, torch
-from kvsketch.attention import WeightedTokens
-from kvsketch.kernels.native import attention as kernel
-from kvsketch.kernels.sources import Entries
-torch.set_num_threads(2)
-torch.manual_seed(0)
-query, keys, values = torch.randn(1, 8, 1, 64), *torch.randn(2, 1, 2, 9000, 64).unbind()
-found = {hashlib.sha256(kernel.attend(query, [Entries(WeightedTokens(keys, values))], 2, 0.125).out.numpy()).hexdigest()
-         for _ in range(300)}
-print(*found)
-"""
+AT_ONCE = "print(*{hashlib.sha256(ask().numpy()).hexdigest() for _ in range(300)})"
 
 
 @needs_c
 def test_threads_that_are_preempted_and_processes_at_once_all_get_the_same_answer():
     """More threads than cores: none waits for ever, and all say the same."""
-    at_once = [subprocess.Popen([sys.executable, "-c", AT_ONCE], stdout=subprocess.PIPE) for _ in range(3)]
+    at_once = [subprocess.Popen([sys.executable, "-c", ASKING + AT_ONCE], stdout=subprocess.PIPE) for _ in range(3)]
     try:
         said = [process.communicate(timeout=100)[0].decode().split() for process in at_once]
     finally:
