@@ -37,6 +37,7 @@ from torch.nn.attention.flex_attention import flex_attention
 import gpu_paper
 from gpu_compiled import compiled
 from gpu_decode import decoding
+from gpu_fit import fitting
 from gpu_large import large
 from gpu_machine import Machine
 from kvsketch.attention import Partial, WeightedTokens, merge, weighted_attention
@@ -46,7 +47,7 @@ from kvsketch.kernels import kcenter
 from kvsketch.kernels.balanced_walk import strips, walk_in_triton
 from kvsketch.kernels.gpu import attention, flash, many_queries, routing
 from kvsketch.kernels.kcenter import reference
-from kvsketch.kernels.sources import Entries, Limits, Segments
+from kvsketch.kernels.sources import Entries, Limits, Segments, Staged
 
 HEADS, GROUP, WIDTH = 8, 4, 128
 SCALE = WIDTH**-0.5
@@ -63,6 +64,7 @@ FULL = {
     "prompt": (1024, 131_072, 16_384),
     "model": (32_768, 192),
     "large": (16_384, 131_072, 160),
+    "fitted": 16_384,
     "rounds": 100,
 }
 DRY = {
@@ -72,6 +74,8 @@ DRY = {
     "centred": (500, 20),
     "prompt": (20, 100, 40),
     "model": (300, 6),
+    "large": (60, 90, 8),
+    "fitted": 120,
     "rounds": 2,
 }
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -278,7 +282,7 @@ def looked_up(on: Machine, count: int, buckets: int, probes: int) -> Iterator[di
         sizes, edges = ends - begins, F.pad(ends, (1, 0))[:, None].contiguous()
         routers = [router(on, buckets, to_the_first=kind == "one of a fifth") for _ in copies]
         calls = [
-            partial(routed, query, *held, layers, sizes, edges, probes)
+            partial(routed, query, *held, layers, sizes, edges, Staged.on(on.device, 0, 0), probes)
             for held, layers in zip(copies, routers, strict=True)
         ]
         read = sum(int(call()[1].sum()) for call in calls) / len(calls) + HEADS * window.count
@@ -297,10 +301,11 @@ def one_head(
     mine, own = query[:, :GROUP], Segments(runs.begin[:, :1], runs.length[:, :1])
     held = [[WeightedTokens(x.keys[:, :1], x.values[:, :1]) for x in both] for both in copies]
     layers = [[tuple(x[:1].contiguous() for x in layer) for layer in both] for both in routers]
+    staged = Staged.on(on.device, 0, 0)
 
     def looking(past: WeightedTokens, window: WeightedTokens, learnt: Any) -> Any:
         scores = routing.classify(mine, *learnt, 1)
-        found, *_ = routing.visit(scores[0], sizes[:1], edges[:1], Limits(probes), (0, 0))
+        found, *_ = routing.visit(scores[0], sizes[:1], edges[:1], Limits(probes), staged)
         return attention.attend(mine, [Entries(past, segments=found), Entries(window)], 1, SCALE)
 
     def known(past: WeightedTokens, window: WeightedTokens) -> Any:
@@ -356,11 +361,12 @@ def router(on: Machine, buckets: int, *, to_the_first: bool) -> list[tuple[Tenso
 
 
 def routed(
-    query: Tensor, past: WeightedTokens, window: WeightedTokens, layers: Any, sizes: Tensor, edges: Tensor, probes: int
-) -> Any:
+    query: Tensor, past: WeightedTokens, window: WeightedTokens, layers: Any, sizes: Tensor, edges: Tensor,
+    staged: Staged, probes: int,
+) -> Any:  # fmt: skip
     """The answer, and how many tokens of the past were read."""
     scores = routing.classify(query, *layers, HEADS)
-    runs, read, _ = routing.visit(scores[0], sizes, edges, Limits(probes), (0, 0))
+    runs, read, _ = routing.visit(scores[0], sizes, edges, Limits(probes), staged)
     return ours(query, past, window, runs=runs), read
 
 
@@ -471,6 +477,7 @@ def sections(on: Machine, sizes: dict[str, Any]) -> dict[str, Iterator[dict[str,
         "prompts": prompts(on, *sizes["prompt"]),
         "models": decoding(on, *sizes["model"]),
         "large model": large(on, *sizes["large"]),
+        "fitting": fitting(on, sizes["fitted"]),
     }
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvsketch.attention import WeightedTokens
 from kvsketch.kernels import gpu
-from kvsketch.kernels.sources import Entries, Limits, Segments
+from kvsketch.kernels.sources import Entries, Limits, Segments, Staged
 
 TARGET, PROCESSORS, SHARED = 90, 132, 232_448  # compute capability 9.0: H100 and H200
 OPTIONS = {"num_warps", "num_stages"}
@@ -26,6 +26,7 @@ NAMES = {
     torch.int64: "i64",
     torch.int32: "i32",
     torch.int8: "i8",
+    torch.float64: "fp64",
 }
 
 
@@ -33,9 +34,11 @@ def compiled() -> Iterator[str]:
     """A line for each kernel and kind of call: for 8 KV heads × 128 in bfloat16, four query heads each."""
     import kvsketch.kernels.gpu.attend as of_attention
     import kvsketch.kernels.gpu.attend_many as of_prompts
+    import kvsketch.kernels.gpu.draws as of_draws
     import kvsketch.kernels.gpu.route as of_routes
     import kvsketch.kernels.gpu.walk as of_walks
     from kvsketch.kernels.balanced_walk import walk_in_triton
+    from kvsketch.kernels.draws import in_triton as drawn_in_triton
     from kvsketch.kernels.gpu import attention, many_queries, routing
 
     on_hopper = {"processors": lambda device: PROCESSORS, "shared_memory": lambda device: SHARED}
@@ -54,12 +57,17 @@ def compiled() -> Iterator[str]:
         with patch.object(of_routes, "last" if name == "inner" else "inner", _Launches([])):
             yield f"classifier, 1,024 units and buckets, {name} layer: {_needs(*_launched(of_routes, name, call))}"
     sizes, edges = torch.zeros(8, 1024, dtype=torch.int64), torch.zeros(8, 1, 1025, dtype=torch.int64)
-    call = partial(routing._visited, torch.empty(8, 1, 1024), sizes, edges, Limits(32), (9, 9), left=False)
+    call = partial(
+        routing._visited, torch.empty(8, 1, 1024), sizes, edges, Limits(32), Staged.on(sizes.device, 9, 9), left=False
+    )
     yield f"choice of 32 buckets: {_needs(*_launched(of_routes, 'visit', call))}"
     blocks = torch.empty(4096, 256, 128, dtype=torch.bfloat16)
     given = torch.empty(4096, 256), torch.full((4096,), 256), 0.1, 0.25
     launched = _launched(of_walks, "keep_half", lambda: walk_in_triton._kept(blocks, blocks, *given))
     yield f"walk, blocks halved: {_needs(*launched)}"
+    address = (1, 2, torch.zeros(8, 1, 1, dtype=torch.int64), 3, torch.zeros(32, 256, dtype=torch.int64))
+    call = partial(drawn_in_triton._drawn, address, (8, 32, 256), address[2].device)
+    yield f"draws: {_needs(*_launched(of_draws, 'draw', call))}"
     yield from _centres()
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from gpu_decode import taken
+from gpu_decode import STOCK_STEPS, taken
 from gpu_machine import Machine, summed_up
 from kvsketch import SketchCache, make_cache, parse_spec, prefill
 from kvsketch.evaluation.speed.made import made_up
@@ -34,6 +34,7 @@ FORMS = {
     "balancekv": "balancekv(keep=0.25)",
     "saap": "saap(probes=32, window=2047)",
 }
+STOCK = "stock"  # a cache of transformers' own
 CHUNK = 16_384
 ROUNDS = 3  # of reading
 
@@ -41,22 +42,23 @@ ROUNDS = 3  # of reading
 def large(on: Machine, read: int, count: int, steps: int) -> Iterator[dict[str, Any]]:
     """Rows of reading so many tokens, and of steps behind so many, and behind the former eight times."""
     on_gpu = on.device.type == "cuda"
-    model = _model(SHAPE if on_gpu else SMALL, on)
+    model = model_of(SHAPE if on_gpu else SMALL, on)
     text, about = model.config, describe_model(model)
     ids = torch.randint(1, text.vocab_size, (8, max(read, count) + steps), generator=on.draw, device=on.device)
     index = (1024, 1024) if on_gpu else (8, 12)
     with made_up(text.num_key_value_heads, text.head_dim, range(text.num_hidden_layers), index, about) as ready:
+        configs = {form: ready(parse_spec(spec)).for_model(lambda: about) for form, spec in FORMS.items()}
 
-        def new(spec: str) -> SketchCache:
-            return make_cache(model, ready(parse_spec(spec)).for_model(lambda: about))
+        def new(form: str) -> SketchCache | DynamicCache:
+            return make_cache(model, configs[form]) if form in configs else DynamicCache(config=model.config)
 
         yield from _reading(on, model, ids[:1, :read], new)
         for texts, tokens in ((ids[:1], count), (ids, read)):
-            for form, spec in FORMS.items():
-                yield _steps(on, model, texts[:, : tokens + steps], tokens, form, lambda spec=spec: new(spec))
+            for form in (*FORMS, STOCK):
+                yield _steps(on, model, texts[:, : tokens + steps], tokens, form, new)
 
 
-def _model(shape: dict[str, Any], on: Machine) -> PreTrainedModel:
+def model_of(shape: dict[str, Any], on: Machine) -> PreTrainedModel:
     config = LlamaConfig(**shape, max_position_embeddings=1 << 20, bos_token_id=None, eos_token_id=None)
     kind = torch.get_default_dtype()
     torch.set_default_dtype(on.dtype if on.device.type == "cuda" else torch.float32)
@@ -69,42 +71,51 @@ def _model(shape: dict[str, Any], on: Machine) -> PreTrainedModel:
 
 
 def _reading(
-    on: Machine, model: PreTrainedModel, ids: Tensor, new: Callable[[str], SketchCache]
+    on: Machine, model: PreTrainedModel, ids: Tensor, new: Callable[[str], SketchCache | DynamicCache]
 ) -> Iterator[dict[str, Any]]:
     """How long a prompt takes, each form in turn."""
-    seconds = {form: list[float]() for form in ("stock", "exact", "balancekv")}
+    seconds = {form: list[float]() for form in (STOCK, *FORMS)}
     for number in range(ROUNDS + 1):
         for form, found in seconds.items():
-            at = _now(on)
-            if form == "stock":
-                model(input_ids=ids, past_key_values=DynamicCache(config=model.config), logits_to_keep=1)
-            else:
-                prefill(model, ids, new(FORMS[form]))
+            at = now(on)
+            _read(model, ids, new(form), len(ids[0]))
             if number:  # the first one compiles
-                found.append(1e6 * (_now(on) - at))
+                found.append(1e6 * (now(on) - at))
     for form, found in seconds.items():
         ratio = statistics.median(found) / statistics.median(seconds["exact"])
         row = {"what": "prompt, 8B", "form": form, "tokens": ids.shape[1]}
         yield row | {"us": {"eager": summed_up(found)}, "of_exact": ratio}
 
 
+def _read(model: PreTrainedModel, ids: Tensor, cache: SketchCache | DynamicCache, chunk: int) -> None:
+    if isinstance(cache, SketchCache):
+        prefill(model, ids, cache, chunk=chunk)
+        return
+    with torch.no_grad():
+        for part in ids.split(chunk, 1):
+            model(input_ids=part, past_key_values=cache, logits_to_keep=1)
+
+
 def _steps(
-    on: Machine, model: PreTrainedModel, ids: Tensor, count: int, form: str, new: Callable[[], SketchCache]
-) -> dict[str, Any]:
-    """Steps behind so many tokens, recorded where there is a GPU."""
-    on_gpu = on.device.type == "cuda"
+    on: Machine, model: PreTrainedModel, ids: Tensor, count: int, form: str,
+    new: Callable[[str], SketchCache | DynamicCache],
+) -> dict[str, Any]:  # fmt: skip
+    """Steps behind so many tokens, recorded where there is a GPU and the cache is ours."""
     before = _held(on)
-    at = _now(on)
-    cache = prefill(model, ids[:, :count], new(), chunk=max(1, CHUNK // len(ids)))
+    at = now(on)
+    cache = new(form)
+    _read(model, ids[:, :count], cache, max(1, CHUNK // len(ids)))
     row: dict[str, Any] = {"what": "steps, 8B", "form": form, "tokens": count, "texts": len(ids)}
-    row |= {"reading_s": _now(on) - at, "reading_peak": _peak(on) - before, "cache_bytes": cache.nbytes}
-    graphs = recorded(model, CudaGraphs(on.device)) if on_gpu else None
-    us = taken(on, model, cache, ids[:, count:], count, graphs)[1]
-    row |= {"us": {"graph" if on_gpu else "eager": us}}
+    row |= {"reading_s": now(on) - at, "reading_peak": _peak(on) - before}
+    row |= {"cache_bytes": cache.nbytes} if isinstance(cache, SketchCache) else {}
+    graphs = recorded(model, CudaGraphs(on.device)) if on.device.type == "cuda" and form != STOCK else None
+    following = ids[:, count : count + STOCK_STEPS] if form == STOCK else ids[:, count:]
+    us = taken(on, model, cache, following, count, graphs)[1]
+    row |= {"us": {"graph" if graphs else "eager": us}}
     return row | {"tokens_per_s": 1e6 * len(ids) / us["mean"], "peak": _peak(on) - before}
 
 
-def _now(on: Machine) -> float:
+def now(on: Machine) -> float:
     if on.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -121,7 +121,7 @@ def test_a_reading_that_is_interrupted_anywhere_goes_on_or_says_that_it_cannot(p
         interrupt(work, draw.randint(1, 7000))
         if refusal_of(cache.stack.check_whole) is not None:
             continue
-        if cache.seen == 0 or cache.prompt.due:
+        if cache.seen == 0 or cache.prompt.held:
             work()
         found = state_of(cache, asked=False)
         for name, one in right.items():

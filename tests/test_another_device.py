@@ -98,8 +98,30 @@ def test_a_prompt_asks_the_device_once_in_each_layer(prompts, there, spec):
         asked[line.split(":")[0]] += count
     layers = len(model.model.layers)
     assert asked.keys() <= {"before_call.py", "positions.py", "attention.py", "weights.py", "strips.py"}, waits.lines
-    assert layers <= asked["before_call.py"] <= layers + 1
+    assert 2 * layers <= asked["before_call.py"] <= 2 * layers + 1, "an answer is brought, and read"
     assert asked["positions.py"] + asked["attention.py"] <= 3
+
+
+@pytest.mark.parametrize("layer", [0, 1, -1])
+def test_numbers_that_are_none_are_refused_though_the_answer_comes_late(prompts, there, layer):
+    model, (ids, _) = both("llama")[1].to(there), (x.to(there) for x in prompts)
+    cache, weight = (
+        kvsketch.make_cache(model, "balancekv(keep=0.25)"),
+        model.model.layers[layer].self_attn.k_proj.weight,
+    )
+    good, number = weight.detach().clone(), range(len(model.model.layers))[layer]
+    with torch.no_grad():
+        weight.fill_(float("nan"))
+        with pytest.raises(ValueError, match=f"layer {number} was given keys that are NaN or infinite"):
+            kvsketch.prefill(model, ids, cache)
+        weight.copy_(good)
+        if layer:
+            with pytest.raises(ValueError, match="failed half-way"):
+                kvsketch.prefill(model, ids, cache)
+            cache.reset()
+        assert cache.seen == 0
+        kvsketch.prefill(model, ids[:1], cache)
+    assert cache.seen == 150
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -163,7 +163,7 @@ def test_keys_that_are_not_finite(model, value):
     with torch.no_grad():
         weight.copy_(good)
     assert cache.get_seq_length() == 0
-    kvsketch.prefill(model, zoo.tokens(1, 200), cache)  # the cache is as good as new
+    kvsketch.prefill(model, zoo.tokens(2, 200), cache)  # the cache is as good as new, and any rows may come
     assert cache.get_seq_length() == 200
 
 

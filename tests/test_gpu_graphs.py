@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kvsketch
+from kvsketch.caches.core.config import BLOCK
 from kvsketch.huggingface.graphs import LEAST, LOOKED_AT, CudaGraphs, recorded
 from kvsketch.kernels import native, reading
 from kvsketch.kernels.indexed_attention import reference
@@ -103,6 +104,32 @@ def test_replayed_steps_are_steps(spec, rows, tmp_path):
     assert_same(twin, cache)
     assert graphs.taken + graphs.recorded + graphs.replayed >= STEPS - LEAST
     assert graphs.replayed > STEPS / 2, vars(graphs)
+
+
+@pytest.mark.parametrize(
+    ("spec", "most"),
+    [
+        ("balancekv(keep=100, window=16)", 1),
+        ("balancekv(keep=0.25, window=16)", 1),
+        ("keydiff(keep=0.25)", 1),  # has no weights; of it 8 tokens leave at a time
+        ("clustergen(keep=0.5)", 2),  # whose window grows
+        ("saap(index=INDEX, probes=4, window=15, staging=64, full_layers=0)", 1),  # sorted in meanwhile
+        ("saap(index=INDEX, probes=4, window=15, staging=64)", 3),  # of whose first layer all stay in the window
+        ("keydiff(keep=0.25, heads=PROFILE)", 2),
+    ],
+)
+def test_a_step_is_recorded_anew_only_where_what_it_reads_has_moved(spec, most, tmp_path):
+    """Tokens leave three times and more, and what they leave behind is read where there was room for it."""
+    model, graphs = build("llama", layers=2), Lists()
+    if "PROFILE" in spec:
+        spec = spec.replace("PROFILE", repr(made_profile(tmp_path / "profile.json", model)))
+    cache, mask, _ = read(model, spec, 1, tmp_path)
+    twin, following = cache.fork(), tokens(1, 3 * BLOCK + 10, seed=5)
+    expected = decoded(model, cache, mask, following)
+    assert_close(decoded(model, twin, mask, following, graphs), expected)
+    assert_same(twin, cache)
+    assert graphs.recorded <= most, vars(graphs)
+    assert graphs.taken + graphs.recorded + graphs.replayed >= following.shape[1] - LEAST
 
 
 def test_whoever_looks_at_a_cache_finds_it_as_after_any_step(tmp_path):

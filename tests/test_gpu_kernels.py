@@ -7,12 +7,14 @@ import pytest
 import torch
 
 import test_contract
+from kvsketch.algorithms.draws import uniforms
 from kvsketch.attention import NO_MASS, Partial, WeightedTokens, merge, weighted_attention
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.tokens import NewTokens, Unrotated
 from kvsketch.caches.forgetting.balancekv.practical import WALKS
 from kvsketch.kernels import few_queries, gpu, native
 from kvsketch.kernels.balanced_walk import strips, walk_in_triton
+from kvsketch.kernels.draws import in_triton
 from kvsketch.kernels.gpu import attention
 from kvsketch.kernels.sources import Entries, Segments
 from made_index import make_index
@@ -210,6 +212,15 @@ def test_blocks_are_halved_as_by_torch(shape, dtype, sizes, walk):
     assert torch.equal(kept, walk_in_triton.keep_half(keys, values, *given))
 
 
+def test_draws_are_those_of_torch_bit_for_bit():
+    heads, ranks = torch.tensor([[5], [0], [77]], device=DEVICE), torch.arange(-3, 700, device=DEVICE)
+    for address in ((3, 1, heads, 2, ranks), (heads[..., None], 4, ranks.view(19, 37).T), (2**62, -1, ranks), (ranks,)):
+        found = in_triton.uniforms(*address)
+        assert torch.equal(found, uniforms(*address))
+    assert in_triton.uniforms(3, ranks.int()) is None
+    assert in_triton.uniforms(3, ranks[:0]) is None
+
+
 def test_it_is_refused_where_it_would_be_wrong(monkeypatch):
     draw = torch.Generator().manual_seed(2)
     part = entries(draw, (1, 2, 50, 32, 32))
@@ -359,7 +370,7 @@ def waits_of(config, steps, padding=0):
     query, keys, values = (x.to(DEVICE) for x in stream(count, rows=1 if not padding else ROWS))
     valid = padded_in_front(count, padding).to(DEVICE) if padding else None
     waiting, cache = list[list[str]](), LayerCache(config, 0)
-    few_queries.name(DEVICE)  # kernels are tried first
+    gpu.works(attention.WHAT, DEVICE, query.dtype, attention._check)  # kernels are tried first
     with native.off(), torch.no_grad():
         feed(cache, *(x[:, :, :300] for x in (query, keys, values)), [300], valid)
         for place in range(300, count):

@@ -5,7 +5,7 @@ import torch
 
 from kvsketch.caches.lookup.saap import classified
 from kvsketch.kernels.gpu import routing
-from kvsketch.kernels.sources import Limits
+from kvsketch.kernels.sources import Limits, Staged
 from test_gpu_kernels import DEVICE, interpreted  # noqa: F401 (a fixture that all tests here use)
 from test_native import SOME_LIMITS, check_visits
 
@@ -19,7 +19,7 @@ def test_of_buckets_worth_the_same_the_earlier_come_first():
     scores = torch.tensor([0.1, 0.3, 0.1, 0.3, 0.2], device=DEVICE)[None, None]
     sizes = torch.tensor([[4, 1, 4, 2, 0]], device=DEVICE)
     edges = torch.nn.functional.pad(sizes.cumsum(1), (1, 0))[:, None].contiguous()
-    runs, read, _ = routing.visit(scores, sizes, edges, Limits(4), (11, 2))
+    runs, read, _ = routing.visit(scores, sizes, edges, Limits(4), Staged.on(DEVICE, 11, 2))
     assert runs.begin[0, 0, 0].tolist() == [4, 9, 11, 0, 11]
     assert runs.length[0, 0, 0].tolist() == [1, 2, 0, 4, 2]
     assert read.item() == 9

@@ -15,12 +15,17 @@ _STEP, _FIRST, _SECOND = (c - (1 << 64) for c in (0x9E3779B97F4A7C15, 0xBF58476D
 
 def uniforms(*address: int | Int64[Tensor, "..."]) -> Float[Tensor, "..."]:
     """Numbers in [0, 1), one per element of the broadcast address, independent between addresses."""
+    return _shift(state_of(*address), 11).to(torch.float64) * 2.0**-53
+
+
+def state_of(*address: int | Int64[Tensor, "..."]) -> Int64[Tensor, "..."]:
+    """64 bits that all parts of an address have gone into, one after another."""
     state: Tensor | None = None
     for part in address:
         number = part.long() if isinstance(part, Tensor) else torch.tensor(part, dtype=torch.int64, device="cpu")
         state = _scramble(number) if state is None else _scramble(state + number)
     assert state is not None, "an address has at least one part"
-    return _shift(state, 11).to(torch.float64) * 2.0**-53
+    return state
 
 
 def _scramble(x: Tensor) -> Tensor:

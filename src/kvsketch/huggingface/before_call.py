@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kvsketch.caches.core.storage import fetched
 from kvsketch.huggingface.attention import autocast_of
 from kvsketch.huggingface.layer import SketchLayer
 from kvsketch.huggingface.layers import LayerStack
@@ -92,17 +93,31 @@ def check_layers(stack: LayerStack, decoder: Any, rows: int) -> None:
         layer.check_watched(module)
 
 
-def check_finite(index: int, keys: Tensor, values: Tensor) -> None:
-    """Refuse a layer's keys and values that are no numbers."""
-    extremes = [torch.stack(torch.aminmax(x.detach())) for x in (keys, values)]  # NaN wins; no copy of a long prompt
-    if bool(torch.stack(extremes).isfinite().all()):  # for both at once: each question stops a GPU
-        return
-    for name, least_and_most in zip(("keys", "values"), extremes, strict=True):
-        if not bool(least_and_most.isfinite().all()):
-            raise ValueError(
-                f"layer {index} was given {name} that are NaN or infinite; it has stored none of them. "
-                "Look for an overflow in the model (float16?) or in its inputs"
-            )
+class Finite:
+    """Whether a layer's keys and values are numbers: asked at once, and waited for when the answer is needed.
+
+    Each question that is waited for stops a GPU, which then has nothing to do until Python has found it more.
+    """
+
+    def __init__(self, index: int, keys: Tensor, values: Tensor) -> None:
+        self.index = index
+        extremes = [torch.stack(torch.aminmax(x.detach())) for x in (keys, values)]  # NaN wins; no copy of a prompt
+        self.there = torch.stack(extremes).isfinite().all(1)
+        self.told = fetched(self.there)
+
+    def or_nothing(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Tensors as they are, or of zeros if they are not all numbers: so no method has others to choose among."""
+        right = self.there.all()
+        return tuple(torch.where(right, x, torch.zeros((), dtype=x.dtype, device=x.device)) for x in tensors)
+
+    def check(self) -> None:
+        """Refuse what is no numbers."""
+        for name, right in zip(("keys", "values"), self.told().tolist(), strict=True):
+            if not right:
+                raise ValueError(
+                    f"layer {self.index} was given {name} that are NaN or infinite; it has stored none of them. "
+                    "Look for an overflow in the model (float16?) or in its inputs"
+                )
 
 
 def check_goes_on(input_ids: Tensor, stack: LayerStack) -> None:

@@ -14,7 +14,7 @@ from kvsketch.caches.core.spans import Protected
 from kvsketch.caches.registry import parse_spec
 from kvsketch.huggingface import stock, taking_back
 from kvsketch.huggingface.attention import check_mask, check_not_empty, refuse_weights
-from kvsketch.huggingface.before_call import check_caches_are_used, check_finite, check_goes_on, check_numbers
+from kvsketch.huggingface.before_call import Finite, check_caches_are_used, check_goes_on, check_numbers
 from kvsketch.huggingface.cache_file import check_same_weights, write_cache
 from kvsketch.huggingface.compressing import check_can_become, hold_again
 from kvsketch.huggingface.graphs import Steps
@@ -46,6 +46,7 @@ class SketchCache(Cache):
     def reset(self) -> None:
         """Forget everything, a call that failed half-way included."""
         self.underway, self.seen_before = False, 0  # a call has begun, with so many tokens seen
+        self.unheard: Finite | None = None  # whether the latest layer was given numbers
         self.read_by: str | None = None  # the fingerprint of the model whose keys are held, taken when the first came
         # New layers: stock ones do not always forget that they recorded, or their length.
         self._stack = LayerStack(self.config, self.model, self.protect)
@@ -59,7 +60,7 @@ class SketchCache(Cache):
         """Refuse what cannot be read, before any layer takes a part of it; the decoder tells what it was given."""
         if self.in_recorded_step:
             return
-        self.underway = False  # an interruption may have left it
+        self.underway, self.unheard = False, None  # an interruption may have left them
         new = given.get("input_ids")
         new = given.get("inputs_embeds") if new is None else new
         if not isinstance(new, Tensor):
@@ -90,6 +91,7 @@ class SketchCache(Cache):
             return
         begun, self.underway = self.underway, False
         if not failed:
+            self._hear()
             for layer in self.stack.summing:
                 stock.release_history(layer)
             self.stack.touched = False
@@ -149,12 +151,36 @@ class SketchCache(Cache):
         # One token at a time is not looked at: the check would stall a GPU at every layer of every
         # step, and a NaN shows in the logits as it does with any cache.
         if count > 1 and not torch.compiler.is_compiling():
-            check_finite(layer_idx, key_states, value_states)
+            key_states, value_states = self._numbers_alone(layer, layer_idx, key_states, value_states)
         self.stack.touched, self.stack.latest = self.underway, layer
         keys, values = layer.update(key_states, value_states, *args, **kwargs)
         if not isinstance(layer, SketchLayer):
             stock.release_unused(layer, prompt=count > 1)
         return keys, values
+
+    def _numbers_alone(self, layer: Any, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        """Refuse keys and values of which some are NaN or infinite: now, or as soon as that is known.
+
+        The first layer waits until attention is under way and has stored none of them then, so that the cache is as
+        good as before. Those behind it on a GPU go on, with zeros for what is to be refused: a call that has begun has
+        failed half-way in any case.
+        """
+        finite = Finite(index, keys, values)
+        self._hear()
+        if not isinstance(layer, SketchLayer):
+            finite.check()
+        elif keys.device.type == "cpu" or not self.underway or layer is self.stack.counting[0]:
+            layer.refuse = finite.check
+        else:
+            self.unheard = finite
+            return finite.or_nothing(keys, values)
+        return keys, values
+
+    def _hear(self) -> None:
+        """Refuse what an earlier layer was given, if that was no numbers."""
+        unheard, self.unheard = self.unheard, None
+        if unheard is not None:
+            unheard.check()
 
     def _check_in_step(self, layer: Any, index: int, count: int) -> None:
         """Refuse tokens for a layer behind the first one that are not those that the first one took."""

@@ -2,9 +2,10 @@
 
 A step can be recorded where the numbers that Python knows are those of the next step too. What changes from step to
 step, the place of the new token and its rank, is counted by the device (`LayerCache.open`). Tokens leave windows
-between steps, in blocks, and then a step is recorded anew: what it reads may lie elsewhere by then.
+between steps, in blocks. If then all that a step reads lies where it lay (`LayerCache.marks`), with empty places behind
+it for what comes, the step is replayed again; if not, one is recorded anew.
 
-    open ─ a step as it is ─ a step recorded ─ replayed … replayed ─ close, tokens leave ─ open …
+    open ─ a step as it is ─ a step recorded ─ replayed … replayed ─ close, tokens leave ─ open ─ replayed …
 
 Whoever looks at the cache in between finds it closed, as after any step.
 """
@@ -14,8 +15,10 @@ import logging
 import threading
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -34,6 +37,7 @@ Step = Callable[[], ModelOutput]
 MOST = 256  # tokens for which there is room at once, where nothing leaves
 LEAST = 4  # before something leaves: for fewer it is not worth while
 OFTEN = 3  # times in a row
+KEPT = 4  # recorded steps of a cache, as it may go from one of several states to another and back
 INPUTS = ("input_ids", "position_ids")  # change from step to step; the mask does not, for new tokens are real ones
 SEEN_TO = (*INPUTS, "attention_mask", "past_key_values")
 PLAIN = {"use_cache": (None, True), "return_dict": (None, True), "labels": (None,), "inputs_embeds": (None,)}
@@ -109,6 +113,16 @@ class CudaGraphs:
         return graph.replay, out
 
 
+@dataclass(frozen=True)
+class Recorded:
+    """A step that can be taken again as long as all that it reads is where it was."""
+
+    marks: object
+    replay: Callable[[], object]
+    out: ModelOutput
+    beside: list[object]  # what it reads beside what `marks` speaks of, which would be gone
+
+
 class Steps:
     """The steps of one cache, which `forward` takes."""
 
@@ -126,12 +140,18 @@ class Steps:
         self.waited = 0  # so many steps in a row could not
         self.short = 0  # so many steps in a row there was no room for several more
         self.looked_at = 0  # so many times in a row layers were closed before a step was replayed
-        self.replay: Callable[[], object] | None = None
-        self.out: ModelOutput | None = None
+        self.marks: object = None  # where what a step reads lies now
+        self.now: Recorded | None = None  # what is replayed
+        self.known: deque[Recorded] = deque(maxlen=KEPT)
 
     def fit(self, inputs: Mapping[str, Tensor], rest: Mapping[str, Any]) -> bool:
         """Whether layers are open for a step with these."""
-        same = self.open and self.inference == torch.is_inference_mode_enabled() and self.rest == rest
+        return self.open and self._known(inputs, rest)
+
+    def _known(self, inputs: Mapping[str, Tensor], rest: Mapping[str, Any]) -> bool:
+        """Whether steps that were recorded are right for these inputs."""
+        same = self.inference == torch.is_inference_mode_enabled() and self.rest == rest
+        same = same and self.inputs.keys() == inputs.keys()
         return same and all(_alike(self.inputs[name], x) for name, x in inputs.items())
 
     def may_open(self) -> bool:
@@ -154,6 +174,7 @@ class Steps:
         except BaseException as error:
             self.inside = False
             self._close()
+            self.known.clear()
             if isinstance(error, NotRecordedError):
                 self._forget()
             raise
@@ -163,18 +184,31 @@ class Steps:
     def close(self) -> None:
         """Have layers as they are after a step that was not recorded."""
         if self.open and not self.inside:
-            self.looked_at = self.looked_at + 1 if self.replay is None else 0
+            self.looked_at = self.looked_at + 1 if self.now is None else 0
             self.refused = LOOKED_AT if self.looked_at == OFTEN else self.refused
             self._close()
 
     def _open(self, inputs: Mapping[str, Tensor], rest: dict[str, Any]) -> None:
-        self.open, self.inference = True, torch.is_inference_mode_enabled()
-        self.inputs, self.rest = {name: x.clone() for name, x in inputs.items()}, rest
+        self.open = True
+        if not self._known(inputs, rest):
+            self.known.clear()
+            self.inference, self.rest = torch.is_inference_mode_enabled(), rest
+            self.inputs = {name: x.clone() for name, x in inputs.items()}
+        if not self._laid_out(anew=False) and self.known:
+            for layer in self.stack.sketch:  # something has moved: then all may, so as to stay there for long
+                layer.held.close()
+            self._laid_out(anew=True)
+
+    def _laid_out(self, *, anew: bool) -> bool:
+        """Open all layers; whether what a recorded step reads is where it was."""
         for layer in self.stack.sketch:
-            layer.held.open(self.room)
+            layer.held.open(self.room, anew=anew)
+        self.marks = [layer.held.marks() for layer in self.stack.sketch]
+        self.now = next((one for one in self.known if one.marks == self.marks), None)
+        return self.now is not None
 
     def _close(self) -> None:
-        self.replay, self.out, self.warm = None, None, False
+        self.now, self.warm = None, False
         for layer in self.stack.sketch:
             layer.held.close()
         self.open = False
@@ -183,18 +217,19 @@ class Steps:
         def step() -> ModelOutput:
             return self.forward(**self.inputs, past_key_values=cache, use_cache=True, return_dict=True, **self.rest)
 
-        if self.replay is not None:
-            self.replay()
+        if self.now is not None:
+            self.now.replay()
         elif self.warm:
-            self.replay, self.out = self.graphs.record(step)
-            self.out["past_key_values"] = None  # or what the cache has would have the cache
+            replay, out = self.graphs.record(step)
+            out["past_key_values"] = None  # or what the cache has would have the cache
+            self.now = Recorded(self.marks, replay, out, [layer.held.read_beside() for layer in self.stack.sketch])
+            self.known.append(self.now)
         else:
             out, wrong = self.graphs.take(step)
             self.warm, self.waited = wrong is None, 0 if wrong is None else self.waited + 1
             self.refused = wrong if self.waited == OFTEN else None  # the first step may look at what is new to it
             return out
-        assert self.out is not None, "it was recorded"
-        return _copied(self.out, cache)
+        return _copied(self.now.out, cache)
 
     def _came_one(self) -> None:
         for layer in self.stack.sketch:

@@ -33,6 +33,7 @@ class SketchLayer(CacheLayerMixin):
         self.positions = Positions()
         self.watcher: Callable[[Query, Partial], None] | None = None  # is told what is asked, and what comes of it
         self.pending = 0  # new tokens that were taken and that attention has not asked for yet
+        self.refuse: Callable[[], None] | None = None  # refuses those, if they are no numbers
         self.broken = False  # a read failed in its middle
         self.cropped = True  # `crop` was called since the last read
 
@@ -60,12 +61,23 @@ class SketchLayer(CacheLayerMixin):
     ) -> Partial:
         """Attention over all that is held and the new tokens, which are held from now on."""
         self.broken = True  # until the read is through
-        part = self.held.read(query, new, scale, softcap, lse=lse, sinks=sinks)
+        part = self.held.read(query, new, scale, softcap, lse=lse, sinks=sinks, begin=self._begin)
         if self.is_first and self.held.next_rank is None:
             self.positions.remember(new, self.held.seen)
             self.positions.checked = False
         self.broken = self.cropped = False
         return part
+
+    def _begin(self) -> None:
+        """Called before a read changes anything: refuse tokens that are no numbers."""
+        refuse, self.refuse = self.refuse, None
+        if refuse is not None:
+            try:
+                refuse()
+            except ValueError:
+                self.held.forget_start()
+                self.broken = False
+                raise
 
     def came_one(self) -> None:
         """Count a token that every row has got, where only the device has."""
@@ -171,7 +183,7 @@ class SketchLayer(CacheLayerMixin):
         self.held.reset()
         self.held.recording = False
         self.positions = Positions()
-        self.pending, self.cropped = 0, True
+        self.pending, self.refuse, self.cropped = 0, None, True
         self.broken = self.is_initialized = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -74,9 +74,9 @@ class Prompt:
     def begin(self) -> None:
         """Hold all of what comes now until it is read, where the method asks for that and nothing came yet."""
         if self.config.holds_back and not self.held and self.stack.seen == 0:
-            self.held = True
             for layer in self.stack.sketch:
                 layer.held.recording = True
+            self.held = True  # last: after an interruption the next call begins again
 
     def read_already(self, ids: Tensor, mask: Tensor | None) -> int:
         """How many of a prompt's tokens were read by the same call, if that was interrupted and nothing came since."""
@@ -96,12 +96,10 @@ class Prompt:
         self.latest = self.latest if already else len(self.texts)
         try:
             yield
-            self.unfinished = None
-        except BaseException:
-            self.unfinished = Unfinished(ids, mask, before, self.stack.seen)
-            raise
         finally:
+            self.unfinished = Unfinished(ids, mask, before, self.stack.seen)
             self.open = False
+        self.unfinished = None
 
     def complete(self, cache: Any, ids: Tensor | None = None, progress: Callable[[int], None] | None = None) -> bool:
         """Do now what an interruption has left undone; whether these tokens are those that it had just read."""

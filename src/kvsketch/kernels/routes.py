@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvsketch.kernels.gpu import routing as in_triton
 from kvsketch.kernels.native import routing as in_c
-from kvsketch.kernels.sources import Layer, Limits, Segments
+from kvsketch.kernels.sources import Layer, Limits, Segments, Staged
 
 
 def classify(
@@ -27,11 +27,11 @@ def visit(
     sizes: Int64[Tensor, "l c"],
     edges: Int64[Tensor, "l r c_1"],
     limits: Limits,
-    staged: tuple[int, int],
+    staged: Staged,
     *,
     left: bool = False,
 ) -> tuple[Segments, Int64[Tensor, "1 l q"], Float[Tensor, "l q c"] | None] | None:
-    """Runs of the buckets that each query visits, and of what is staged (where, how much); how many entries they are.
+    """Runs of the buckets that each query visits, and of what is staged; how many entries they are.
 
     With `left` the logs of the sizes of the other buckets too. None where no kernel does it.
     """

@@ -1,7 +1,7 @@
 """What a query reads, before it is read, and what says which of it: so that one kernel can read all in one call."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -67,6 +67,19 @@ class Entries:
 
 Source = tuple[Entries, ...]  # no lane is in two of them
 Layer = tuple[Float[Tensor, "h _ _"], Float[Tensor, "h 1 _"]]  # of a classifier: weights and biases of every head
+
+
+class Staged(NamedTuple):
+    """Entries that wait: where they begin, how many they are, and both on the device, whatever stands behind them."""
+
+    begin: int
+    count: int
+    at: Int64[Tensor, " n"]
+
+    @classmethod
+    def on(cls, device: torch.device, begin: int, count: int) -> "Staged":
+        """So many entries, on this device."""
+        return cls(begin, count, torch.tensor([begin, count], device=device))
 
 
 @dataclass(frozen=True)

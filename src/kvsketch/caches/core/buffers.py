@@ -15,6 +15,7 @@ from kvsketch.attention import WeightedTokens, log_mass_of
 from kvsketch.caches.core.storage import in_front, storage_bytes
 from kvsketch.caches.core.tokens import Columns
 
+ROOM, STEPS = 256, 4  # places more at a time, at least, while steps are recorded; so many times that may be empty
 SPARE = 32  # places allocated beyond those asked for; and one in SPARE of them, so that growing stays cheap
 
 
@@ -28,6 +29,7 @@ class Growing:
     def __init__(self, dim: int, first: Tensor | None = None, spare: int = SPARE) -> None:
         """Empty, or with a tensor that is nobody else's; so many places are spare at least."""
         self.dim, self.spare = dim, spare
+        self.least = 0  # so many places are there in any case
         self.length = 0
         self.buffer: Tensor | None = None
         if first is not None:
@@ -46,7 +48,7 @@ class Growing:
 
     def _make_room(self, length: int, like: Tensor, most: int | None = None) -> None:
         if self.buffer is None or length > self.buffer.shape[self.dim]:
-            room = length + self._spare(length)
+            room = max(self.least, length + self._spare(length))
             shape = list(like.shape)
             shape[self.dim] = room if most is None else max(length, min(room, most))
             grown = torch.empty(shape, dtype=like.dtype, device=like.device)
@@ -54,6 +56,19 @@ class Growing:
                 grown.narrow(self.dim, 0, self.length).copy_(self.view)
             self.buffer = grown
         self.make_writable()
+
+    def with_room(self, room: int, rest: float | int) -> Tensor:
+        """The places in use and those behind them, `room` in all; there is this number in those that are not in use.
+
+        As long as it is for the same room they stay where they are.
+        """
+        self.least = room
+        if self.view.shape[self.dim] < room:
+            self._make_room(room, self.view, room)
+        self.make_writable()
+        assert self.buffer is not None, "there is room"
+        self.buffer.narrow(self.dim, self.length, room - self.length).fill_(rest)
+        return self.buffer.narrow(self.dim, 0, room)
 
     def append(self, new: Tensor) -> None:
         """Add places at the end; an interruption leaves none that are not filled."""
@@ -105,7 +120,7 @@ class Growing:
     def give_back(self) -> None:
         """Shrink a buffer that has more room than growing by tokens ever makes, as after a long chunk."""
         assert self.buffer is not None
-        if self.buffer.shape[self.dim] > self.length + 2 * self._spare(self.length):
+        if self.buffer.shape[self.dim] > max(self.least, self.length + 2 * self._spare(self.length)):
             self.buffer = self.view.clone()
 
     def _spare(self, length: int) -> int:
@@ -123,6 +138,8 @@ class Window:
         # While there are empty columns, see `open`: how many are not, as Python knows it, and where the first one is.
         self.filled: int | None = None
         self.place: Int64[Tensor, " 1"] | None = None
+        self.room = 0  # so many columns there were with them
+        self.counter: Int64[Tensor, " 1"] | None = None  # the latest of these: it stays where it is
 
     @property
     def length(self) -> int:
@@ -153,12 +170,14 @@ class Window:
         self.append_notes(new.notes)
 
     def open(self, count: int) -> None:
-        """Have `count` empty columns: what `put` puts there changes tensors, and nothing that Python knows."""
+        """Have `count` empty columns at least: what `put` puts there changes tensors, and nothing that Python knows."""
         self.filled = start = self.length
+        if start + count > self.room:  # a second time: it grows from call to call
+            self.room = roomy(start + count, 0) if self.room else start + count
         for grown in self._all:
-            grown.resize(start + count, grown.view, start + count if count <= grown.spare else None)
-            grown.view.narrow(grown.dim, start, count).fill_(-1 if grown is self.ranks else 0)
-        self.place = torch.full((1,), start, device=self.ranks.view.device)
+            grown.with_room(self.room, -1 if grown is self.ranks else 0)
+            grown.length = self.room
+        self.place = self.counter = written(self.counter, torch.full((1,), start, device=self.ranks.view.device))
 
     def put(self, new: Columns) -> None:
         """Fill the first empty column."""
@@ -176,6 +195,10 @@ class Window:
             grown.length = min(grown.length, self.filled + came)
             grown.give_back()
         self.filled = self.place = None
+
+    def marks(self) -> object:
+        """Where what is read lies, while there are empty columns."""
+        return self.ragged, marks_of(self.place, *(grown.view for grown in self._all))
 
     def append_notes(self, notes: Int64[Tensor, "b h n t"] | None) -> None:
         """Add notes about columns that have none yet."""
@@ -254,6 +277,25 @@ class Window:
     def _all(self) -> tuple[Growing, ...]:
         exact = (self.keys, self.values, self.ranks)
         return exact if self.notes is None else (*exact, self.notes)
+
+
+def roomy(count: int, before: int, most: int | None = None) -> int:
+    """For how many places there is room, so that this is seldom another number; never for more than `most`."""
+    step = max(ROOM, 1 << max(0, count.bit_length() - 6))
+    room = before if count <= before <= count + STEPS * step else (count // step + 2) * step
+    return room if most is None else max(count, min(room, most))
+
+
+def written(before: Tensor | None, new: Tensor) -> Tensor:
+    """What is new, in the place of what was before if that is like it: who reads there finds the new numbers."""
+    if before is None or (before.shape, before.dtype, before.device) != (new.shape, new.dtype, new.device):
+        return new
+    return writable(before).copy_(new)
+
+
+def marks_of(*tensors: Tensor | None) -> object:
+    """Where tensors lie, and how: whoever reads there reads the same as long as this is the same."""
+    return tuple(None if x is None else (x.data_ptr(), x.shape, x.stride(), x.dtype) for x in tensors)
 
 
 def writable(tensor: Tensor) -> Tensor:

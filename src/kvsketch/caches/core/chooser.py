@@ -14,13 +14,13 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from kvsketch.attention import WeightedTokens
+from kvsketch.attention import NO_MASS, WeightedTokens
 from kvsketch.caches.core.asking import log_weights
 from kvsketch.caches.core.budget import MOST, Budget
-from kvsketch.caches.core.buffers import Growing
+from kvsketch.caches.core.buffers import Growing, marks_of, roomy, written
 from kvsketch.caches.core.method import Holding, Method
 from kvsketch.caches.core.query import Query
-from kvsketch.caches.core.storage import chosen, storage_bytes, with_prefix
+from kvsketch.caches.core.storage import chosen_of, storage_bytes, with_prefix
 from kvsketch.caches.core.tokens import Arriving
 
 MASS = "mass"  # what an entry got of the attention of all queries so far, where a method declares it
@@ -48,9 +48,9 @@ class Entries:
 
     def with_new(self, new: Arriving, start: int = 0) -> "Entries":
         """Those from `start` on and the new tokens: what there is to choose from. Numbers about new ones are 0."""
-        keys, values = (
-            torch.cat([held[:, start:], came], 1) for held, came in ((self.keys, new.keys), (self.values, new.values))
-        )
+        keys, values = new.keys, new.values
+        if start < self.count:
+            keys, values = torch.cat([self.keys[:, start:], keys], 1), torch.cat([self.values[:, start:], values], 1)
         return Entries(keys, values, self.about_with_new(new, start), self.per_lane, self.numbers)
 
     def about_with_new(self, new: Arriving, start: int = 0) -> dict[str, Tensor]:
@@ -109,6 +109,9 @@ class ChosenEntries(Holding):
         self.held = dict[str, Growing]()  # keys, values, weights, and what is declared per entry
         self.per_lane = dict[str, Tensor]()
         self.host = dict[str, Any]()
+        self.room = 0  # for so many entries there has been room since steps were recorded: they stay where they lie
+        self.is_open = False
+        self.there: Tensor | None = None  # while open the logs of weights, where nothing is said of them
 
     def entries(self, like: Arriving | None = None) -> Entries:
         """What is held; nothing yet, of tokens like these."""
@@ -131,7 +134,7 @@ class ChosenEntries(Holding):
             parts = kept.made
         elif kept.index is not None:
             pool = held.with_new(new, start) if kept.pool is None else kept.pool
-            parts = (chosen(pool.keys, kept.index), chosen(pool.values, kept.index))
+            parts = tuple(chosen_of((pool.keys, pool.values), kept.index))
         else:  # what is there stays where it lies
             parts, start, fresh = (new.keys, new.values), held.count, False
         for name, x in zip(("keys", "values"), parts, strict=True):
@@ -155,7 +158,7 @@ class ChosenEntries(Holding):
     def _replace(self, name: str, start: int, x: Tensor, *, fresh: bool = True) -> None:
         """Have `x` from `start` on; `fresh`: nobody else has it."""
         grown = self.held.get(name)
-        if not start and fresh and self.budget.fixed is None:
+        if not start and fresh and self.budget.fixed is None and not self.room:
             self.held[name] = Growing(1, x)  # no copy, and no room to spare
             return
         if not start and (grown is None or len(grown.view) != len(x)):
@@ -169,10 +172,38 @@ class ChosenEntries(Holding):
         grown.replace_from(start, x, self.budget.capacity)
 
     def _weigh(self) -> None:
-        """The entries as attention takes them."""
-        weights = (self.held[name].view[None] if name in self.held else None for name in ("log_mass", "log_value"))
-        found = WeightedTokens(self.held["keys"].view[None], self.held["values"].view[None], *weights)
-        self.weighted = found if found.count else None
+        """The entries as attention takes them; while they are open, with empty slots behind them."""
+        count, names = self.held["keys"].length, ("keys", "values", "log_mass", "log_value")
+        each = [self.held[name].view if name in self.held else None for name in names]
+        if self.is_open and count:
+            self.room = roomy(count, self.room, self.budget.capacity)
+            rests = (0.0, 0.0, NO_MASS, NO_MASS)
+            each = [
+                self.held[name].with_room(self.room, rest) if name in self.held else None
+                for name, rest in zip(names, rests, strict=True)
+            ]
+            if each[2] is None:
+                mass = torch.zeros(1, self.room, device=self.held["keys"].view.device)
+                mass[:, count:] = NO_MASS
+                each[2] = self.there = written(self.there, mass)
+        keys, values, *weights = (None if x is None else x[None] for x in each)
+        assert keys is not None
+        assert values is not None
+        self.weighted = WeightedTokens(keys, values, *weights) if count else None
+
+    # -- while steps are recorded
+
+    def open(self, *, anew: bool) -> None:
+        self.is_open, self.room = True, 0 if anew else self.room
+        self._weigh()
+
+    def close(self) -> None:
+        self.is_open = False
+        self._weigh()
+
+    def marks(self) -> object:
+        tokens = self.weighted
+        return None if tokens is None else marks_of(tokens.keys, tokens.values, tokens.log_mass, tokens.log_value)
 
     # -- reading
 
@@ -196,7 +227,7 @@ class ChosenEntries(Holding):
 
     @property
     def nbytes(self) -> int:
-        return storage_bytes([*(x.buffer for x in self.held.values()), *self.per_lane.values()])
+        return storage_bytes([*(x.buffer for x in self.held.values()), *self.per_lane.values(), self.there])
 
     def details(self, count: int) -> dict[str, float]:
         return self.chooser.details(self.entries(), count)

@@ -179,6 +179,31 @@ class Lanes:
             notes = None if notes is None else chosen(notes, index)
         return Arriving(keys, values, bundle.count, bundle.lane_heads(keys.device), notes, few)
 
+    # -- while steps are recorded
+
+    def open(self, *, anew: bool) -> None:
+        """Begin to be read by steps that are recorded."""
+        for bundle in self.bundles:
+            if bundle.count:
+                bundle.holding.open(anew=anew)
+
+    def close(self) -> None:
+        """Be as before."""
+        for bundle in self.bundles:
+            if bundle.count:
+                bundle.holding.close()
+
+    def marks(self) -> object:
+        """Where what a step reads lies, and whose it is."""
+        return [
+            (bundle.rows, bundle.heads, bundle.whole, bundle.holding.marks() if bundle.count else None)
+            for bundle in self.bundles
+        ]
+
+    def read_beside(self) -> list[object]:
+        """What a step reads beside what is held: it says whose that is."""
+        return [*((bundle.part, dict(bundle.at)) for bundle in self.bundles), dict(self._order_at)]
+
     # -- reading
 
     def answer(self, query: Query) -> Answer:

@@ -16,6 +16,7 @@ from kvsketch.attention import Partial, join_queries, merge
 from kvsketch.caches.core.allocation import SharesOf, budget_of, budgets_of
 from kvsketch.caches.core.asking import WINDOW, Asking, Notes
 from kvsketch.caches.core.budget import Budget
+from kvsketch.caches.core.buffers import marks_of, written
 from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.core.layer_state import LayerState
 from kvsketch.caches.core.part import HeadPart
@@ -61,6 +62,7 @@ class LayerCache(LayerState):
         *,
         lse: bool = True,
         sinks: Float[Tensor, " hg"] | None = None,
+        begin: Callable[[], None] = lambda: None,
     ) -> Partial:
         """Attention of the new tokens' queries over all that is held and the new tokens; then they are held too.
 
@@ -68,6 +70,7 @@ class LayerCache(LayerState):
         so where it is padding in other rows, or where its key is to have a gradient: what is held has none. Several
         tokens see everything where `prefill` is exact, also where a method looks things up. `lse=False`: the answer is
         not merged with anything else. Learned `sinks` are not in the answer, but in what methods note about attention.
+        `begin` is called before anything changes, and may refuse.
         """
         if not self.started:
             self._start(new)
@@ -78,20 +81,23 @@ class LayerCache(LayerState):
             padded=new.valid is not None,
         )  # fmt: skip
         if not streaming or count <= self.config.chunk:
-            return self._read_part(asked, new, joins_first=joins_first, lse=lse)
+            return self._read_part(asked, new, joins_first=joins_first, lse=lse, begin=begin)
         parts = [
-            self._read_part(asked.part(start, stop), new.part(start, stop), joins_first=False, lse=lse)
+            self._read_part(asked.part(start, stop), new.part(start, stop), joins_first=False, lse=lse, begin=begin)
             for start, stop in chunks(count, self.config.chunk)
         ]
         return join_queries(parts)
 
-    def _read_part(self, asked: Query, new: NewTokens, *, joins_first: bool, lse: bool) -> Partial:
+    def _read_part(
+        self, asked: Query, new: NewTokens, *, joins_first: bool, lse: bool, begin: Callable[[], None]
+    ) -> Partial:
         """Answer queries, and hold their tokens."""
         ranks = self._ranks(new)
         unrotated = None if new.unrotated is None else new.unrotated.queries.detach()
         asked = replace(asked, unrotated=unrotated, ranks=ranks)
         lse = lse or bool(self.config.askings)
         if joins_first:
+            begin()
             self._count(new)
             for stream, columns, seen in self._arriving(new, ranks):
                 stream.append_one(columns, seen)
@@ -112,6 +118,7 @@ class LayerCache(LayerState):
             asked.queries, new.keys, new.values, asked.scale, valid=new.valid, softcap=asked.softcap, lse=lse
         )
         whole = merge(among, *(part for part in (answer.attended, answer.estimated) if part is not None))
+        begin()
         self._observe(asked, answer, whole)
         self._remember(asked, new)
         first_and_whole = self.seen == 0 and self.config.prefill == "exact" and not self.recording
@@ -229,15 +236,24 @@ class LayerCache(LayerState):
         self.settle()
         return min(stream.may_come for stream in self.streams.all)
 
-    def open(self, count: int) -> None:
-        """Have so many tokens come one by one, no more than there is room for, without a number of ours changing."""
+    def open(self, count: int, *, anew: bool = True) -> None:
+        """Have so many tokens come one by one, no more than there is room for, without a number of ours changing.
+
+        What was read before stays where it lay, if there is room and not all of it is to be laid out `anew`.
+        """
         assert self.opened is None, "what was opened is closed first"
         self.opened = self.seen
         for stream in self.streams.all:
-            stream.take_notes()
-            stream.window.open(count)
-            stream.window.ragged = True
-        self.next_rank = self.lengths_on(self.window.ranks.view.device).clone()
+            stream.open(count, anew=anew)
+        self.next_rank = self.counter = written(self.counter, self.lengths_on(self.window.ranks.view.device).clone())
+
+    def marks(self) -> object:
+        """Where what a step reads lies, once this is open: a recorded step goes on where that is the same."""
+        return marks_of(self.next_rank), [stream.marks() for stream in self.streams.all]
+
+    def read_beside(self) -> list[object]:
+        """What a step reads beside that: whoever records it keeps it."""
+        return [stream.past.read_beside() for stream in self.streams.all if stream.past is not None]
 
     def came_one(self) -> None:
         """Count a token that every row has got."""
@@ -250,8 +266,7 @@ class LayerCache(LayerState):
         if self.opened is None:
             return
         for stream in self.streams.all:
-            stream.window.close(self.seen - self.opened)
-            stream.window.ragged = self.ragged
+            stream.close(self.seen - self.opened, ragged=self.ragged)
         self.opened = self.next_rank = None
 
     def budget_of_layer(self, other: "LayerCache") -> Budget:
@@ -272,6 +287,13 @@ class LayerCache(LayerState):
         if self.row_shares is not None:  # said before any token came
             self.share(self.row_shares)
         self.kind = (heads, width, new.keys.dtype)
+
+    def forget_start(self) -> None:
+        """Be as before the first tokens, if those were refused."""
+        if not self.seen:
+            shares = self.row_shares
+            self.reset()
+            self.row_shares = shares
 
     def budget_for(self, rows: int, token_bytes: int) -> Budget:
         """What so many rows may hold, whose keys and values take so many bytes a token; refuses less than is needed.

@@ -65,6 +65,19 @@ class Holding(ABC):
         chosen = {name: x[lanes.to(x.device)] if one_lane or len(x) > 1 else x.clone() for name, x in tensors.items()}
         self.restore(chosen, self.numbers(), count)
 
+    def open(self, *, anew: bool) -> None:  # noqa: B027 (what is not read from the same place has nothing to do)
+        """Begin to be read by steps that are recorded: what they read stays in its place as long as that can be.
+
+        `anew`: steps will be recorded anew in any case, so that there may be room for more.
+        """
+
+    def close(self) -> None:  # noqa: B027
+        """Be as before `open`, after which nothing was written."""
+
+    def marks(self) -> object:
+        """Where what a step reads lies, once this is open. Steps that were recorded go on where it is the same."""
+        return object()  # it may be elsewhere
+
     @property
     def nbytes(self) -> int:
         """Bytes of memory held, spare room included."""

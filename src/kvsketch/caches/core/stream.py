@@ -255,6 +255,27 @@ class Stream:
         """How many tokens the past has of those that have left the window, row by row."""
         return list(left)
 
+    # -- while steps are recorded
+
+    def open(self, count: int, *, anew: bool) -> None:
+        """Have so many tokens come one by one without a number of ours changing."""
+        self.take_notes()
+        self.window.open(count)
+        self.window.ragged = True
+        if self.past is not None:
+            self.past.open(anew=anew)
+
+    def close(self, came: int, *, ragged: bool) -> None:
+        """Have those tokens that came, and be as before."""
+        self.window.close(came)
+        self.window.ragged = ragged
+        if self.past is not None:
+            self.past.close()
+
+    def marks(self) -> object:
+        """Where what a step reads lies."""
+        return self.window.marks(), None if self.past is None else self.past.marks()
+
     # -- rows, tail, state
 
     def crop(self, lengths: Sequence[int]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvsketch.attention import WeightedTokens
 from kvsketch.attention import weighted_attention as attend_visible
+from kvsketch.caches.core.buffers import marks_of, written
 from kvsketch.caches.core.query import Answer, Query
 from kvsketch.caches.core.storage import storage_bytes
 from kvsketch.caches.lookup.config import BucketedConfig
@@ -148,7 +149,8 @@ class Buckets(Index):
             total = sums_of_groups(x, labels, self.number)
             before = torch.zeros_like(total) if self.means is None else self.means[number]
             means.append(before + (total / new.clamp_min(1)[..., None] - before) * share)
-        self.means = (means[0], means[1])
+        old_keys, old_values = self.means or (None, None)
+        self.means = (written(old_keys, means[0]), written(old_values, means[1]))
 
     def sorted_in(self, store: Store) -> None:
         """Find where buckets begin now."""
@@ -157,9 +159,12 @@ class Buckets(Index):
             torch.searchsorted(labels, numbers.expand(len(labels), -1).contiguous()) + start
             for start, labels in store.labels_of_runs()
         ]
-        self.edges = torch.stack(edges, 1)
-        self.sizes = self.edges.diff(dim=2).sum(1)
+        self.edges = written(self.edges, torch.stack(edges, 1))
+        self.sizes = written(self.sizes, self.edges.diff(dim=2).sum(1))
         self.ready = self.method.limits.probes > 0 or self.means is not None
+
+    def marks(self) -> object:
+        return self.ready, marks_of(self.edges, self.sizes, *(self.means or ()))
 
     @property
     def nbytes(self) -> int:
@@ -174,4 +179,4 @@ class Buckets(Index):
         means = (tensors["key_means"], tensors["value_means"])
         if self.sizes is None or any(x.ndim != 3 or x.shape[:2] != self.sizes.shape for x in means):
             raise ValueError(f"means of shapes {[tuple(x.shape) for x in means]} of {self.number} buckets")
-        self.means, self.counted, self.ready = means, self.sizes, True
+        self.means, self.counted, self.ready = means, self.sizes.clone(), True

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from kvsketch.attention import WeightedTokens
 from kvsketch.caches.core.budget import Budget
-from kvsketch.caches.core.buffers import Growing, writable
+from kvsketch.caches.core.buffers import Growing, marks_of, roomy, writable, written
 from kvsketch.caches.core.method import Holding, Method
 from kvsketch.caches.core.query import Answer, Query
-from kvsketch.caches.core.storage import chosen, storage_bytes
+from kvsketch.caches.core.storage import chosen, listed_on, storage_bytes
 from kvsketch.caches.core.tokens import Arriving, Seen
 from kvsketch.kernels.indexed_attention.reference import MASK_AT_ONCE
-from kvsketch.kernels.sources import Entries, Segments
+from kvsketch.kernels.sources import Entries, Segments, Staged
 from kvsketch.kernels.weighted_attention.reference import attend_where
 
 BASE = 4
@@ -72,6 +72,10 @@ class Index(ABC):
     def sorted_in(self, store: "Store") -> None:  # noqa: B027
         """Called when runs have changed."""
 
+    def marks(self) -> object:
+        """Where what `find` reads lies, see `Holding.marks`."""
+        return object()
+
     def tensors(self) -> dict[str, Tensor]:
         """What cannot be made again from the tokens."""
         return {}
@@ -96,6 +100,11 @@ class Store(Holding):
         self.key_width = 0
         self.runs: list[int] = []  # where each run begins
         self.sorted_to = 0  # where the staging begins
+        self.at: Int64[Tensor, " 3"] | None = (
+            None  # that, how many tokens it has, and how many there are, on the device
+        )
+        self.room = 0  # for so many tokens there has been room since steps were recorded
+        self.open_pairs: Float[Tensor, "l n de"] | None = None  # while they are: pairs, and empty places behind them
         self.reads: Float[Tensor, "l 2"] | None = None  # tokens that queries read, and that they could have read
 
     @property
@@ -106,17 +115,18 @@ class Store(Holding):
     @property
     def keys(self) -> Float[Tensor, "l n d"]:
         """Those of all tokens; a view."""
-        return self.pairs.view[..., : self.key_width]
+        return self._parted(self.pairs.view)[0]
 
     @property
     def values(self) -> Float[Tensor, "l n e"]:
         """Those of all tokens; a view."""
-        return self.pairs.view[..., self.key_width :]
+        return self._parted(self.pairs.view)[1]
 
     @property
-    def staged(self) -> tuple[int, int]:
+    def staged(self) -> Staged:
         """Where the staging begins, and how many tokens are in it."""
-        return self.sorted_to, self.count - self.sorted_to
+        assert self.at is not None, "there are tokens"
+        return Staged(self.sorted_to, self.count - self.sorted_to, self.at)
 
     # -- reading
 
@@ -128,19 +138,26 @@ class Store(Holding):
 
     def tokens(self) -> WeightedTokens:
         """All tokens, as those of one row whose heads are the lanes."""
-        return WeightedTokens(self.keys[None], self.values[None])
+        return WeightedTokens(*(x[None] for x in self._parted(self._pairs())))
+
+    def _pairs(self) -> Float[Tensor, "l n de"]:
+        """Keys with their values behind them; while this is open, with empty places behind all."""
+        return self.pairs.view if self.open_pairs is None else self.open_pairs
+
+    def _parted(self, pairs: Tensor) -> tuple[Tensor, Tensor]:
+        return pairs[..., : self.key_width], pairs[..., self.key_width :]
 
     def read_places(self, query: Query, places: Segments | None) -> Answer:
         """Attention over these places of the runs, and over what waits in the staging."""
         shape = (1, len(self.pairs.view), query.queries.shape[2], 1)
-        begin, length = (torch.full(shape, number, device=query.queries.device) for number in self.staged)
+        begin, length = (number.repeat(shape) for number in self.staged.at[:2])
         if places is not None:
             begin, length = torch.cat([places.begin, begin], 3), torch.cat([places.length, length], 3)
         return self.read_runs(Segments(begin, length), length.sum(3))
 
     def read_runs(self, runs: Segments, read: Int64[Tensor, "1 l q"], *more: Entries) -> Answer:
         """Attention over these runs of places, so many of them, and over other entries."""
-        found = Entries(self.tokens(), segments=runs, pairs=self.pairs.view[None])
+        found = Entries(self.tokens(), segments=runs, pairs=self._pairs()[None])
         return Answer(None, read=read, unread=((found,), *((one,) for one in more)))
 
     def read_where(self, query: Query, visible: Callable[[int, int], Bool[Tensor, "1 l q n"]]) -> Answer:
@@ -164,6 +181,7 @@ class Store(Holding):
         """Count for the report what was read of what could have been."""
         if read is None:
             return
+        assert self.at is not None, "they read something"
         by_query = read[0]
         asked: Tensor | int = by_query.shape[1]
         if query.padded:
@@ -172,7 +190,7 @@ class Store(Holding):
         before = by_query.new_zeros(len(by_query), 2, dtype=torch.float64) if self.reads is None else self.reads
         self.reads = writable(before)  # and written to where it lies
         self.reads[:, 0].add_(by_query.sum(1))
-        self.reads[:, 1].add_(asked * self.count)
+        self.reads[:, 1].add_(self.at[2] * asked)  # a number of the device's: it is another one when a step is replayed
 
     def share_read(self) -> Float[Tensor, " l"] | None:
         return None if self.reads is None else self.reads[:, 0] / self.reads[:, 1].clamp_min(1)
@@ -188,6 +206,11 @@ class Store(Holding):
             due = self.count // self.index.staging * self.index.staging
             if due > self.sorted_to:
                 self._sort_in(due, self.index.staging)
+        self._note_places()
+
+    def _note_places(self) -> None:
+        numbers = self.sorted_to, self.count - self.sorted_to, self.count
+        self.at = written(self.at, listed_on(self.pairs.view.device, numbers))
 
     def _sort_in(self, stop: int, staging: int) -> None:
         """Have runs up to here; those that are as they should be stay."""
@@ -212,6 +235,18 @@ class Store(Holding):
         """Where every run begins, and its labels."""
         for start, stop in pairwise([*self.runs, self.sorted_to]):
             yield start, self.labels.view[:, start:stop, 0].contiguous()
+
+    # -- while steps are recorded
+
+    def open(self, *, anew: bool) -> None:
+        self.room = roomy(self.count, 0 if anew else self.room)
+        self.open_pairs = self.pairs.with_room(self.room, 0.0)
+
+    def close(self) -> None:
+        self.open_pairs = None
+
+    def marks(self) -> object:
+        return marks_of(self._pairs(), self.reads, self.at), self.index.marks()
 
     # -- state
 
@@ -247,6 +282,7 @@ class Store(Holding):
             self.index.sorted_in(self)
         prefix = "index."
         self.index.restore({n.removeprefix(prefix): x for n, x in tensors.items() if n.startswith(prefix)})
+        self._note_places()
         self.wants_asking = self.index.ready
 
 

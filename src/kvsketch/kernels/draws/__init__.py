@@ -1,16 +1,18 @@
-"""Random numbers by address, `algorithms/draws.uniforms`; `native.py` draws the same ones in C."""
+"""Random numbers by address, `algorithms/draws.uniforms`; `native.py` draws the same in C, `in_triton.py` on GPUs."""
 
 from jaxtyping import Float, Int64
 from torch import Tensor
 
 from kvsketch.algorithms import draws
-from kvsketch.kernels.draws import native
+from kvsketch.kernels.draws import in_triton, native
 
 
 def uniforms(*address: int | Int64[Tensor, "..."]) -> Float[Tensor, "..."]:
     """Numbers in [0, 1), one per element of the broadcast address, independent between addresses."""
-    found = native.uniforms(*address)
-    return draws.uniforms(*address) if found is None else found
+    for form in (in_triton, native):
+        if (found := form.uniforms(*address)) is not None:
+            return found
+    return draws.uniforms(*address)
 
 
 __all__ = ["uniforms"]

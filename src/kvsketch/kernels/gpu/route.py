@@ -116,16 +116,16 @@ def _last_layer(given, weights, units, buckets, INNER: tl.constexpr, BUCKETS: tl
 
 @triton.jit
 def visit(
-    scores, sizes, edges, begin, length, summed, read, left,  # where they begin
-    queries, runs, staged_from, staged, most, mass,
+    scores, sizes, edges, staged_at, begin, length, summed, read, left,  # where they begin
+    queries, runs, most, mass,
     PROBES: tl.constexpr, BUCKETS: tl.constexpr, BUCKET_BLOCK: tl.constexpr, PLACES: tl.constexpr,
     PER_TOKEN: tl.constexpr, LIMITS: tl.constexpr, LEFT: tl.constexpr,
 ):  # fmt: skip
     """Runs of the buckets that one query visits; `LIMITS`: 1 tokens, 2 a share of all, 4 mass."""
     number = tl.program_id(0).to(tl.int64)
     lane = number // queries
-    # see `attend.py`: no kernels anew as these grow
-    runs, staged_from, staged = (runs - 3) // 2, (staged_from - 3) // 2, (staged - 3) // 2
+    runs = (runs - 3) // 2  # see `attend.py`: no kernels anew as these grow
+    staged_from, staged = tl.load(staged_at), tl.load(staged_at + 1)
     width = PROBES * runs + 1
     begin += number * width
     length += number * width

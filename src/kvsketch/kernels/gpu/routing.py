@@ -6,7 +6,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from kvsketch.kernels import gpu
-from kvsketch.kernels.sources import Layer, Limits, Segments
+from kvsketch.kernels.sources import Layer, Limits, Segments, Staged
 
 MOST_ROWS = 64  # of a group's queries together
 MOST_BUCKETS = 4096
@@ -65,7 +65,7 @@ def visit(
     sizes: Int64[Tensor, "l c"],
     edges: Int64[Tensor, "l r c_1"],
     limits: Limits,
-    staged: tuple[int, int],
+    staged: Staged,
     *,
     left: bool = False,
 ) -> tuple[Segments, Int64[Tensor, "1 l q"], Float[Tensor, "l q c"] | None] | None:
@@ -91,7 +91,7 @@ def visit(
 
 
 def _visited(
-    scores: Tensor, sizes: Tensor, edges: Tensor, limits: Limits, staged: tuple[int, int], left: bool
+    scores: Tensor, sizes: Tensor, edges: Tensor, limits: Limits, staged: Staged, left: bool
 ) -> tuple[Segments, Tensor, Tensor | None]:
     lanes, queries, buckets = scores.shape
     probes, runs, device = min(limits.probes, buckets), edges.shape[1], scores.device
@@ -105,8 +105,8 @@ def _visited(
 
     with gpu.current(device):
         kernel[(lanes * queries,)](
-            *(scores, sizes, edges, begin, length, summed, read, scores if others is None else others),
-            *(queries, 2 * runs + 3, 2 * staged[0] + 3, 2 * staged[1] + 3),
+            *(scores, sizes, edges, staged.at, begin, length, summed, read, scores if others is None else others),
+            *(queries, 2 * runs + 3),
             *(float(limits.visit or 0.0), float(limits.mass or 0.0)),
             PROBES=probes, BUCKETS=buckets, BUCKET_BLOCK=gpu.power_of_two(buckets), PLACES=gpu.power_of_two(probes),
             PER_TOKEN=limits.per_token, LIMITS=kinds, LEFT=left, num_warps=4,
@@ -133,7 +133,7 @@ def _check(device: torch.device, dtype: torch.dtype) -> None:
     edges = F.pad(sizes.cumsum(1), (1, 0))[:, None].contiguous()
     for middle in (0.0, right.median()):  # probabilities, and numbers of which half are below 0
         scores = (right[0] - middle).float().contiguous()
-        runs, read, left = _visited(scores, sizes, edges, Limits(200), (2600, 3), left=True)
+        runs, read, left = _visited(scores, sizes, edges, Limits(200), Staged.on(device, 2600, 3), left=True)
         best = scores[:, 0].topk(200).indices
         assert torch.equal(runs.begin[0, :, 0, :200], edges[:, 0].gather(1, best)), "the largest come first"
         assert torch.equal(read[0, :, 0], sizes.gather(1, best).sum(1) + 3), "as many as there are"

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvsketch.kernels import native
 from kvsketch.kernels.native.attention import MOST_QUERIES
-from kvsketch.kernels.sources import Layer, Limits, Segments
+from kvsketch.kernels.sources import Layer, Limits, Segments, Staged
 
 
 def classify(
@@ -43,7 +43,7 @@ def visit(
     sizes: Int64[Tensor, "l c"],
     edges: Int64[Tensor, "l r c_1"],
     limits: Limits,
-    staged: tuple[int, int],
+    staged: Staged,
     *,
     left: bool = False,
 ) -> tuple[Segments, Int64[Tensor, "1 l q"], Float[Tensor, "l q c"] | None] | None:
@@ -60,7 +60,7 @@ def visit(
         *(lanes, queries, buckets, limits.probes, runs, int(limits.per_token)),
         -1.0 if limits.visit is None else float(limits.visit),
         -1.0 if limits.mass is None else limits.mass,
-        *(int(isinstance(limits.visit, float)), *staged),
+        *(int(isinstance(limits.visit, float)), staged.begin, staged.count),
         None if others is None else others.data_ptr(),
     )
     failed = library.kvs_visit(ctypes.byref(asked), *native.addresses(scores, sizes, edges, begin, length, read))

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.chooser import Chooser, ChosenEntries, Entries, Kept, check_vectors
 from kvsketch.caches.core.method import Holding
-from kvsketch.caches.core.storage import chosen, in_front, listed_on
+from kvsketch.caches.core.storage import chosen, chosen_of, in_front, listed_on
 from kvsketch.caches.core.tokens import Arriving
 from kvsketch.caches.forgetting.apart import towards
 from kvsketch.caches.forgetting.balancekv.levels import Levels, Schedule
@@ -136,14 +136,16 @@ class Halves(Chooser):
 
         Numbers are drawn by head, level, and how many tokens of the level were halved before.
         """
-        device, lanes = here.device, len(here)
+        device, lanes, total = here.device, len(here), sum(sizes)
         lengths = listed_on(device, sizes)
-        starts = lengths.cumsum(0) - lengths
-        places = starts[:, None] + torch.arange(max(sizes), device=device)
-        real = places < (starts + lengths)[:, None]
+        if min(sizes) == max(sizes):  # they lie side by side
+            places, index = torch.arange(total, device=device).view(len(sizes), -1), here[:, :total]
+        else:
+            starts = lengths.cumsum(0) - lengths
+            places = starts[:, None] + torch.arange(max(sizes), device=device)
+            index = here[:, places.masked_fill(places >= (starts + lengths)[:, None], 0).flatten()]
         drawn = uniforms(self.options.seed, self.options.layer, heads[:, None, None], level, done + places)
-        index = here[:, places.masked_fill(~real, 0).flatten()]
-        keys, values = (chosen(x, index).unflatten(1, places.shape).flatten(0, 1) for x in (pool.keys, pool.values))
+        keys, values = (x.unflatten(1, places.shape).flatten(0, 1) for x in chosen_of((pool.keys, pool.values), index))
         return Blocks(keys, values, drawn.flatten(0, 1), lengths.repeat(lanes)), places
 
     def _halve(self, each: Sequence[Blocks]) -> list[Bool[Tensor, "m n"]]:
@@ -198,6 +200,8 @@ def _set_apart(
 
     The mean stands for "the rest" of the paper: the least ⟨k, Σk'⟩ / ‖k‖ is the least mean of correlations.
     """
-    order = towards(chosen(pool.keys, there), key_sum).sort(dim=1, stable=True).indices
-    apart, rest = (part.sort(dim=1).values for part in order.tensor_split([most], dim=1))
-    return there.gather(1, apart), there.gather(1, rest)
+    keys = pool.keys if there.shape[1] == pool.count else chosen(pool.keys, there)
+    order = towards(keys, key_sum).sort(dim=1, stable=True).indices
+    away = torch.zeros_like(there, dtype=torch.bool).scatter_(1, order[:, :most], True)
+    found = there.gather(1, in_front(away))
+    return found[:, :most], found[:, most:]
