@@ -1,6 +1,7 @@
 """An index's folder: it loads as it was written, and refuses what it was not made for."""
 
 import copy
+import os
 
 import pytest
 import torch
@@ -35,6 +36,14 @@ def test_copies_share_their_layers(tmp_path):
     make_index(tmp_path)
     index = read_index(tmp_path)
     assert copy.deepcopy({"index": index})["index"] is index
+
+
+def test_caches_that_are_there_together_share_an_index_until_its_folder_changes(tmp_path):
+    make_index(tmp_path, layers=[1])
+    one = read_index(tmp_path)
+    assert read_index(tmp_path) is one
+    os.utime(tmp_path / layer_file(1), ns=(1, 1))
+    assert read_index(tmp_path) is not one
 
 
 def test_a_layer_that_was_not_fitted_or_is_lost_is_named(tmp_path):

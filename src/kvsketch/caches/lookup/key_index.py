@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from jaxtyping import Float
@@ -28,6 +29,7 @@ HOW = (
     "kvsketch fit --out FOLDER"
 )
 AGAIN = f"Or make one: {HOW}"
+_known = WeakValueDictionary[tuple[Any, ...], "KeyIndex"]()  # by folder, and what its files were
 FILE = "file"  # of a layer's part of the description: the digest of its file
 
 
@@ -190,8 +192,21 @@ def own_index(facts: dict[str, Any]) -> Path:
 
 
 def read_index(folder: str | Path) -> KeyIndex:
-    """The index in a folder, wherever a program goes from there; its layers are read when they are asked for."""
+    """The index in a folder, wherever a program goes from there; its layers are read when they are asked for.
+
+    As long as anybody has it, and no file in the folder is another, it is the same one: it is large, and so are its
+    copies on devices.
+    """
     folder = Path(folder).absolute()
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    files_now = folder, *((file.name, (about := file.stat()).st_mtime_ns, about.st_size) for file in files)
+    found = _known.get(files_now)
+    if found is None:
+        found = _known[files_now] = _read_index(folder)
+    return found
+
+
+def _read_index(folder: Path) -> KeyIndex:
     path = folder / DESCRIPTION
     if not path.is_file():
         raise ValueError(f"{folder} is no index: it has no {DESCRIPTION}. Make one: {HOW}")
