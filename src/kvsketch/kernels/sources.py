@@ -73,13 +73,13 @@ class Staged(NamedTuple):
     """Entries that wait: where they begin, how many they are, and both on the device, whatever stands behind them."""
 
     begin: int
-    count: int
+    number: int
     at: Int64[Tensor, " n"]
 
     @classmethod
-    def on(cls, device: torch.device, begin: int, count: int) -> "Staged":
+    def on(cls, device: torch.device, begin: int, number: int) -> "Staged":
         """So many entries, on this device."""
-        return cls(begin, count, torch.tensor([begin, count], device=device))
+        return cls(begin, number, torch.tensor([begin, number], device=device))
 
 
 @dataclass(frozen=True)

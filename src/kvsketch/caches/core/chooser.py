@@ -134,7 +134,8 @@ class ChosenEntries(Holding):
             parts = kept.made
         elif kept.index is not None:
             pool = held.with_new(new, start) if kept.pool is None else kept.pool
-            parts = tuple(chosen_of((pool.keys, pool.values), kept.index))
+            keys, values = chosen_of((pool.keys, pool.values), kept.index)
+            parts = (keys, values)
         else:  # what is there stays where it lies
             parts, start, fresh = (new.keys, new.values), held.count, False
         for name, x in zip(("keys", "values"), parts, strict=True):

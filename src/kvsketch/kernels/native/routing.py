@@ -60,7 +60,7 @@ def visit(
         *(lanes, queries, buckets, limits.probes, runs, int(limits.per_token)),
         -1.0 if limits.visit is None else float(limits.visit),
         -1.0 if limits.mass is None else limits.mass,
-        *(int(isinstance(limits.visit, float)), staged.begin, staged.count),
+        *(int(isinstance(limits.visit, float)), staged.begin, staged.number),
         None if others is None else others.data_ptr(),
     )
     failed = library.kvs_visit(ctypes.byref(asked), *native.addresses(scores, sizes, edges, begin, length, read))
