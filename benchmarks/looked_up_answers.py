@@ -95,13 +95,15 @@ if __name__ == "__main__":
     parser.add_argument("--samples", type=int, default=40)
     parser.add_argument("--buckets", type=int, default=1024)
     parser.add_argument("--probes", type=int, default=32)
-    parser.add_argument("--methods", default=",".join(FORMS), help="names, as in the table of this file")
+    parser.add_argument(
+        "--methods", default="; ".join(FORMS), help="names, as in the table of this file, with semicolons between them"
+    )
     parser.add_argument("--fitted-to", choices=["own", "needles"], default="own")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     own = given.fitted_to == "own"
     index = fitted(given.out, given.fitted_to, list(TASKS) if own else ["niah_single"], given.buckets)
-    names, tasks = named(index, given.probes, given.methods.split(",")), TASKS if own else OUTSIDE
+    names, tasks = named(index, given.probes, given.methods.split("; ")), TASKS if own else OUTSIDE
     options = ("--lengths", given.lengths, "--samples", given.samples, "--batch", 8, "--asked", "before")
     ask(given.out, tasks, [*BESIDE, *names], *options)
     sum_up(given.out, given.fitted_to, names, tasks)

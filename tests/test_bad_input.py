@@ -167,6 +167,19 @@ def test_keys_that_are_not_finite(model, value):
     assert cache.get_seq_length() == 200
 
 
+def test_keys_that_are_not_finite_are_told_from_a_wrong_rotation_and_then_forgotten(model):
+    cache = kvsketch.prefill(model, zoo.tokens(1, 40), kvsketch.make_cache(model, "expected_attention(keep=0.25)"))
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    good = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(float("nan"))
+        with pytest.raises(ValueError, match=r"layer 0 was given keys that are NaN or infinite"):
+            model(zoo.tokens(1, 20), past_key_values=cache)
+        weight.copy_(good)
+        assert model(zoo.tokens(1, 1), past_key_values=cache).logits.isfinite().all()
+    assert cache.seen == 41
+
+
 def test_a_nan_in_a_decode_step_shows_in_its_logits(model, filled):
     embedding = torch.full((1, 1, 64), float("nan"))
     with torch.no_grad():

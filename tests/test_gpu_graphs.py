@@ -30,6 +30,9 @@ SPECS = [
     "snapkv(keep=100)",
     "kmeans(index=INDEX, probes=4, estimate=True, window=15, staging=16)",
     "saap(index=INDEX, probes=4, window=15, staging=16)",
+    "retrieval(top=0.1, window=15)",
+    "lsh(kind='magicpig', window=15)",
+    "streaming_llm(keep=64, heads='pyramid')",
 ]
 
 
@@ -130,6 +133,31 @@ def test_a_step_is_recorded_anew_only_where_what_it_reads_has_moved(spec, most, 
     assert_same(twin, cache)
     assert graphs.recorded <= most, vars(graphs)
     assert graphs.taken + graphs.recorded + graphs.replayed >= following.shape[1] - LEAST
+
+
+def test_protected_tokens_that_leave_meanwhile_are_read():
+    model, graphs, mask = build("llama", layers=2), Lists(), torch.ones(2, 150, dtype=torch.int64)
+    cache = kvsketch.make_cache(model, "keydiff(keep=0.5)", protect=[[(110, 140)], [(5, 9)]])
+    cache = kvsketch.prefill(model, tokens(2, 150), cache)
+    twin, following = cache.fork(), tokens(2, 60, seed=5)
+    expected = decoded(model, cache, mask, following)
+    assert_close(decoded(model, twin, mask, following, graphs), expected)
+    assert_same(twin, cache)
+    assert graphs.replayed > 40, vars(graphs)
+
+
+@pytest.mark.parametrize("spec", ["exact", "keydiff(keep=0.25)", "balancekv(keep='60KB', window=16)"])
+def test_room_for_recorded_steps_is_given_back(spec, tmp_path):
+    model = build("llama", layers=2)
+    cache, mask, following = read(model, spec, 1, tmp_path)
+    twin = cache.fork()
+    decoded(model, cache, mask, following)
+    with recorded(model, Lists()), torch.no_grad():
+        for token in following.split(1, 1):
+            step(model, twin, token)
+        assert twin.fork().nbytes <= 1.1 * cache.nbytes
+        assert twin.nbytes <= (1.1 if "KB" in spec else 12) * cache.nbytes, "a budget in bytes holds meanwhile too"
+    assert twin.nbytes <= 1.1 * cache.nbytes
 
 
 def test_whoever_looks_at_a_cache_finds_it_as_after_any_step(tmp_path):

@@ -38,11 +38,11 @@ def test_copies_share_their_layers(tmp_path):
     assert copy.deepcopy({"index": index})["index"] is index
 
 
-def test_caches_that_are_there_together_share_an_index_until_its_folder_changes(tmp_path):
+def test_caches_that_are_there_together_share_an_index_until_it_is_fitted_anew(tmp_path):
     make_index(tmp_path, layers=[1])
     one = read_index(tmp_path)
     assert read_index(tmp_path) is one
-    os.utime(tmp_path / layer_file(1), ns=(1, 1))
+    os.utime(tmp_path / DESCRIPTION, ns=(1, 1))
     assert read_index(tmp_path) is not one
 
 

@@ -105,17 +105,18 @@ class Finite:
         self.there = torch.stack(extremes).isfinite().all(1)
         self.told = fetched(self.there)
 
-    def or_nothing(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Tensors as they are, or of zeros if they are not all numbers: so no method has others to choose among."""
+    def or_nothing(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Both as they are, or zeros if they are not all numbers: so no method has others to choose among."""
         right = self.there.all()
-        return tuple(torch.where(right, x, torch.zeros((), dtype=x.dtype, device=x.device)) for x in tensors)
+        return torch.where(right, keys, keys.new_zeros(())), torch.where(right, values, values.new_zeros(()))
 
-    def check(self) -> None:
-        """Refuse what is no numbers."""
+    def check(self, *, late: bool = False) -> None:
+        """Refuse what is no numbers; `late`: the layer has gone on with zeros for it."""
+        stored = "" if late else "; it has stored none of them"
         for name, right in zip(("keys", "values"), self.told().tolist(), strict=True):
             if not right:
                 raise ValueError(
-                    f"layer {self.index} was given {name} that are NaN or infinite; it has stored none of them. "
+                    f"layer {self.index} was given {name} that are NaN or infinite{stored}. "
                     "Look for an overflow in the model (float16?) or in its inputs"
                 )
 

@@ -1,7 +1,7 @@
 """A transformers `Cache` whose full-attention layers are kvsketch's; sliding and other layers stay stock."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -91,7 +91,13 @@ class SketchCache(Cache):
             return
         begun, self.underway = self.underway, False
         if not failed:
-            self._hear()
+            try:
+                self._hear()
+            except ValueError:
+                self.prompt.call_ended(self, begun=begun, failed=True)
+                raise
+        self.unheard = None
+        if not failed:
             for layer in self.stack.summing:
                 stock.release_history(layer)
             self.stack.touched = False
@@ -150,37 +156,42 @@ class SketchCache(Cache):
             self._recognise()
         # One token at a time is not looked at: the check would stall a GPU at every layer of every
         # step, and a NaN shows in the logits as it does with any cache.
+        refuse: Callable[[], None] | None = None
         if count > 1 and not torch.compiler.is_compiling():
-            key_states, value_states = self._numbers_alone(layer, layer_idx, key_states, value_states)
+            key_states, value_states, refuse = self._numbers_alone(layer, layer_idx, key_states, value_states)
         self.stack.touched, self.stack.latest = self.underway, layer
         keys, values = layer.update(key_states, value_states, *args, **kwargs)
-        if not isinstance(layer, SketchLayer):
+        if isinstance(layer, SketchLayer):
+            layer.refuse = refuse
+        else:
             stock.release_unused(layer, prompt=count > 1)
         return keys, values
 
-    def _numbers_alone(self, layer: Any, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+    def _numbers_alone(
+        self, layer: Any, index: int, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor, Callable[[], None] | None]:
         """Refuse keys and values of which some are NaN or infinite: now, or as soon as that is known.
 
         The first layer waits until attention is under way and has stored none of them then, so that the cache is as
-        good as before. Those behind it on a GPU go on, with zeros for what is to be refused: a call that has begun has
-        failed half-way in any case.
+        good as before: what is returned refuses them. Those behind it on a GPU go on, with zeros for what is to be
+        refused: a call that has begun has failed half-way in any case.
         """
         finite = Finite(index, keys, values)
         self._hear()
-        if not isinstance(layer, SketchLayer):
+        if not isinstance(layer, SketchLayer) or layer.held.config.before_rotation:  # which is compared, and so waits
             finite.check()
         elif keys.device.type == "cpu" or not self.underway or layer is self.stack.counting[0]:
-            layer.refuse = finite.check
+            return keys, values, finite.check
         else:
             self.unheard = finite
-            return finite.or_nothing(keys, values)
-        return keys, values
+            keys, values = finite.or_nothing(keys, values)
+        return keys, values, None
 
     def _hear(self) -> None:
         """Refuse what an earlier layer was given, if that was no numbers."""
         unheard, self.unheard = self.unheard, None
         if unheard is not None:
-            unheard.check()
+            unheard.check(late=True)
 
     def _check_in_step(self, layer: Any, index: int, count: int) -> None:
         """Refuse tokens for a layer behind the first one that are not those that the first one took."""
@@ -279,6 +290,11 @@ class SketchCache(Cache):
         if self.steps is not None:
             self.steps.close()
 
+    def without_room(self) -> None:
+        """Have no more room than without recorded steps."""
+        for layer in self.stack.sketch:
+            layer.held.without_room()
+
     # -- copies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SketchCache":
@@ -291,6 +307,7 @@ class SketchCache(Cache):
         if self.model.guard is not None:
             self.model.guard.caches.add(twin)
         twin.prompt.open = False
+        twin.without_room()
         return twin
 
     def __reduce__(self) -> NoReturn:

@@ -140,7 +140,6 @@ class Steps:
         self.waited = 0  # so many steps in a row could not
         self.short = 0  # so many steps in a row there was no room for several more
         self.looked_at = 0  # so many times in a row layers were closed before a step was replayed
-        self.marks: object = None  # where what a step reads lies now
         self.now: Recorded | None = None  # what is replayed
         self.known: deque[Recorded] = deque(maxlen=KEPT)
 
@@ -203,12 +202,17 @@ class Steps:
         """Open all layers; whether what a recorded step reads is where it was."""
         for layer in self.stack.sketch:
             layer.held.open(self.room, anew=anew)
-        self.marks = [layer.held.marks() for layer in self.stack.sketch]
-        self.now = next((one for one in self.known if one.marks == self.marks), None)
+        marks = self._marks()
+        self.now = next((one for one in self.known if one.marks == marks), None)
         return self.now is not None
+
+    def _marks(self) -> object:
+        return [layer.held.marks() for layer in self.stack.sketch]
 
     def _close(self) -> None:
         self.now, self.warm = None, False
+        if self.refused is not None:
+            self.known.clear()
         for layer in self.stack.sketch:
             layer.held.close()
         self.open = False
@@ -220,10 +224,12 @@ class Steps:
         if self.now is not None:
             self.now.replay()
         elif self.warm:
+            marks = self._marks()
             replay, out = self.graphs.record(step)
             out["past_key_values"] = None  # or what the cache has would have the cache
-            self.now = Recorded(self.marks, replay, out, [layer.held.read_beside() for layer in self.stack.sketch])
-            self.known.append(self.now)
+            self.now = Recorded(marks, replay, out, [layer.held.read_beside() for layer in self.stack.sketch])
+            if marks == self._marks():  # there are things that may lie elsewhere each time
+                self.known.append(self.now)
         else:
             out, wrong = self.graphs.take(step)
             self.warm, self.waited = wrong is None, 0 if wrong is None else self.waited + 1
@@ -288,7 +294,7 @@ class Recording:
     def end(self) -> None:
         """Leave all caches as they are after steps that were not recorded."""
         for cache in self.caches:
-            cache._close()
+            cache.without_room()
             cache.steps = None
 
     def _steps_of(self, cache: Any) -> Steps:

@@ -15,7 +15,8 @@ from kvsketch.attention import WeightedTokens, log_mass_of
 from kvsketch.caches.core.storage import in_front, storage_bytes
 from kvsketch.caches.core.tokens import Columns
 
-ROOM, STEPS = 256, 4  # places more at a time, at least, while steps are recorded; so many times that may be empty
+ROOM = 256  # while steps are recorded there is room for so many places more at a time, at least
+MOST_IDLE = 4  # and for no more than so many times that
 SPARE = 32  # places allocated beyond those asked for; and one in SPARE of them, so that growing stays cheap
 
 
@@ -29,7 +30,7 @@ class Growing:
     def __init__(self, dim: int, first: Tensor | None = None, spare: int = SPARE) -> None:
         """Empty, or with a tensor that is nobody else's; so many places are spare at least."""
         self.dim, self.spare = dim, spare
-        self.least = 0  # so many places are there in any case
+        self.least = 0  # so many places are not given back
         self.length = 0
         self.buffer: Tensor | None = None
         if first is not None:
@@ -123,6 +124,12 @@ class Growing:
         if self.buffer.shape[self.dim] > max(self.least, self.length + 2 * self._spare(self.length)):
             self.buffer = self.view.clone()
 
+    def without_room(self) -> None:
+        """Give back what `with_room` asked for."""
+        self.least = 0
+        if self.buffer is not None:
+            self.give_back()
+
     def _spare(self, length: int) -> int:
         return max(self.spare, length // SPARE)
 
@@ -139,7 +146,7 @@ class Window:
         self.filled: int | None = None
         self.place: Int64[Tensor, " 1"] | None = None
         self.room = 0  # so many columns there were with them
-        self.counter: Int64[Tensor, " 1"] | None = None  # the latest of these: it stays where it is
+        self.place_kept: Int64[Tensor, " 1"] | None = None  # the tensor that is `place`, whenever there is one
 
     @property
     def length(self) -> int:
@@ -169,15 +176,17 @@ class Window:
         self.ranks.append(new.ranks)
         self.append_notes(new.notes)
 
-    def open(self, count: int) -> None:
-        """Have `count` empty columns at least: what `put` puts there changes tensors, and nothing that Python knows."""
+    def open(self, count: int, most: int | None) -> None:
+        """Have `count` empty columns at least, and no more than `most` columns in all, if that is known.
+
+        What `put` puts there changes tensors, and nothing that Python knows.
+        """
         self.filled = start = self.length
-        if start + count > self.room:  # a second time: it grows from call to call
-            self.room = roomy(start + count, 0) if self.room else start + count
+        self.room = roomy(start + count, self.room, most)
         for grown in self._all:
             grown.with_room(self.room, -1 if grown is self.ranks else 0)
             grown.length = self.room
-        self.place = self.counter = written(self.counter, torch.full((1,), start, device=self.ranks.view.device))
+        self.place = self.place_kept = written(self.place_kept, torch.full((1,), start, device=self.ranks.view.device))
 
     def put(self, new: Columns) -> None:
         """Fill the first empty column."""
@@ -195,6 +204,12 @@ class Window:
             grown.length = min(grown.length, self.filled + came)
             grown.give_back()
         self.filled = self.place = None
+
+    def without_room(self) -> None:
+        """Give back the room of empty columns."""
+        self.room, self.place_kept = 0, None
+        for grown in self._all:
+            grown.without_room()
 
     def marks(self) -> object:
         """Where what is read lies, while there are empty columns."""
@@ -282,7 +297,7 @@ class Window:
 def roomy(count: int, before: int, most: int | None = None) -> int:
     """For how many places there is room, so that this is seldom another number; never for more than `most`."""
     step = max(ROOM, 1 << max(0, count.bit_length() - 6))
-    room = before if count <= before <= count + STEPS * step else (count // step + 2) * step
+    room = before if count <= before <= count + MOST_IDLE * step else (count // step + 2) * step
     return room if most is None else max(count, min(room, most))
 
 

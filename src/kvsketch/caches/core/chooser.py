@@ -111,7 +111,7 @@ class ChosenEntries(Holding):
         self.host = dict[str, Any]()
         self.room = 0  # for so many entries there has been room since steps were recorded: they stay where they lie
         self.is_open = False
-        self.there: Tensor | None = None  # while open the logs of weights, where nothing is said of them
+        self.there: Tensor | None = None  # the logs of weights while this is open, where nothing is said of them
 
     def entries(self, like: Arriving | None = None) -> Entries:
         """What is held; nothing yet, of tokens like these."""
@@ -200,6 +200,12 @@ class ChosenEntries(Holding):
 
     def close(self) -> None:
         self.is_open = False
+        self._weigh()
+
+    def without_room(self) -> None:
+        self.room, self.there = 0, None
+        for grown in self.held.values():
+            grown.without_room()
         self._weigh()
 
     def marks(self) -> object:

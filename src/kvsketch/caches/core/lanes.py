@@ -200,8 +200,14 @@ class Lanes:
             for bundle in self.bundles
         ]
 
+    def without_room(self) -> None:
+        """Give back what was only there for steps that are recorded."""
+        for bundle in self.bundles:
+            if bundle.count:
+                bundle.holding.without_room()
+
     def read_beside(self) -> list[object]:
-        """What a step reads beside what is held: it says whose that is."""
+        """Tensors that say which lanes a bundle has: made once, and a recorded step reads them where they are."""
         return [*((bundle.part, dict(bundle.at)) for bundle in self.bundles), dict(self._order_at)]
 
     # -- reading

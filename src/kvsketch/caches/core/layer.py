@@ -245,7 +245,8 @@ class LayerCache(LayerState):
         self.opened = self.seen
         for stream in self.streams.all:
             stream.open(count, anew=anew)
-        self.next_rank = self.counter = written(self.counter, self.lengths_on(self.window.ranks.view.device).clone())
+        lengths = self.lengths_on(self.window.ranks.view.device).clone()
+        self.next_rank = self.next_rank_kept = written(self.next_rank_kept, lengths)
 
     def marks(self) -> object:
         """Where what a step reads lies, once this is open: a recorded step goes on where that is the same."""
@@ -253,7 +254,13 @@ class LayerCache(LayerState):
 
     def read_beside(self) -> list[object]:
         """What a step reads beside that: whoever records it keeps it."""
-        return [stream.past.read_beside() for stream in self.streams.all if stream.past is not None]
+        return [stream.read_beside() for stream in self.streams.all]
+
+    def without_room(self) -> None:
+        """Have no more room than without recorded steps."""
+        self.next_rank_kept = None
+        for stream in self.streams.all:
+            stream.without_room()
 
     def came_one(self) -> None:
         """Count a token that every row has got."""

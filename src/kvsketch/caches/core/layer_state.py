@@ -38,7 +38,7 @@ class LayerState:
         # While tokens come that the device counts: how many had been seen before, and the rank of the next one.
         self.opened: int | None = None
         self.next_rank: Int64[Tensor, "b 1"] | None = None
-        self.counter: Int64[Tensor, "b 1"] | None = None  # the latest of these: it stays where it is
+        self.next_rank_kept: Int64[Tensor, "b 1"] | None = None  # the tensor that is that, whenever there is one
         self.ragged = False  # whether rows may have unequal lengths
         self.spans: list[Spans] = []  # what is protected of each row
         self.heads = 0  # KV heads

@@ -74,6 +74,9 @@ class Holding(ABC):
     def close(self) -> None:  # noqa: B027
         """Be as before `open`, after which nothing was written."""
 
+    def without_room(self) -> None:  # noqa: B027
+        """Give back what was only there for steps that are recorded."""
+
     def marks(self) -> object:
         """Where what a step reads lies, once this is open. Steps that were recorded go on where it is the same."""
         return object()  # it may be elsewhere

@@ -87,6 +87,10 @@ class ProtectingStream(Stream):
         found = super().look(query)
         return replace(found, unread=(*self.kept.look(query).unread, *found.unread))
 
+    @property
+    def lanes(self) -> list[Lanes]:
+        return [*super().lanes, self.kept]
+
     def map_rows(self, rows: list[int]) -> None:
         super().map_rows(rows)
         self.spans = [self.spans[row] for row in rows]

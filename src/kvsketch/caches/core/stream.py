@@ -257,24 +257,49 @@ class Stream:
 
     # -- while steps are recorded
 
+    @property
+    def lanes(self) -> list[Lanes]:
+        """All that a query reads beside the window."""
+        return [] if self.past is None else [self.past]
+
     def open(self, count: int, *, anew: bool) -> None:
         """Have so many tokens come one by one without a number of ours changing."""
         self.take_notes()
-        self.window.open(count)
+        self.window.open(count, self._most_columns())
         self.window.ragged = True
-        if self.past is not None:
-            self.past.open(anew=anew)
+        for lanes in self.lanes:
+            lanes.open(anew=anew)
 
     def close(self, came: int, *, ragged: bool) -> None:
         """Have those tokens that came, and be as before."""
         self.window.close(came)
         self.window.ragged = ragged
-        if self.past is not None:
-            self.past.close()
+        for lanes in self.lanes:
+            lanes.close()
 
     def marks(self) -> object:
         """Where what a step reads lies."""
-        return self.window.marks(), None if self.past is None else self.past.marks()
+        return self.window.marks(), [lanes.marks() for lanes in self.lanes]
+
+    def read_beside(self) -> list[object]:
+        """What a step reads beside that, see `Lanes.read_beside`."""
+        return [lanes.read_beside() for lanes in self.lanes]
+
+    def without_room(self) -> None:
+        """Have no more room than without recorded steps."""
+        self.window.without_room()
+        for lanes in self.lanes:
+            lanes.without_room()
+
+    def _most_columns(self) -> int | None:
+        """How many columns the window has at most, sinks included; None where it grows with the text."""
+        most = 0
+        for row in range(len(self.left)):
+            now, later = (self.window_size(row, length) for length in (MOST // 2, MOST))
+            if now is None or now != later:
+                return None
+            most = max(most, self.config.sinks + now + self.config.leaving)
+        return most
 
     # -- rows, tail, state
 

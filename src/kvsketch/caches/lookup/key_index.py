@@ -194,16 +194,24 @@ def own_index(facts: dict[str, Any]) -> Path:
 def read_index(folder: str | Path) -> KeyIndex:
     """The index in a folder, wherever a program goes from there; its layers are read when they are asked for.
 
-    As long as anybody has it, and no file in the folder is another, it is the same one: it is large, and so are its
-    copies on devices.
+    As long as anybody has it, and its files are the same, it is the same one: it is large, and so are its copies on
+    devices.
     """
     folder = Path(folder).absolute()
-    files = sorted(folder.iterdir()) if folder.is_dir() else []
-    files_now = folder, *((file.name, (about := file.stat()).st_mtime_ns, about.st_size) for file in files)
+    files_now = folder, *map(_version, [folder / DESCRIPTION, *sorted(folder.glob("layer-*.safetensors"))])
     found = _known.get(files_now)
     if found is None:
         found = _known[files_now] = _read_index(folder)
     return found
+
+
+def _version(file: Path) -> tuple[Any, ...]:
+    """Another one for every change of a file; of one that is not there too."""
+    try:
+        about = file.stat()
+    except OSError:  # it has gone meanwhile
+        return (file.name,)
+    return file.name, about.st_mtime_ns, about.st_size, about.st_ino
 
 
 def _read_index(folder: Path) -> KeyIndex:

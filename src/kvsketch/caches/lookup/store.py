@@ -73,7 +73,7 @@ class Index(ABC):
         """Called when runs have changed."""
 
     def marks(self) -> object:
-        """Where what `find` reads lies, see `Holding.marks`."""
+        """Where what `find` reads lies, see `Holding.marks`: anywhere, if it goes by numbers that only Python knows."""
         return object()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -100,9 +100,8 @@ class Store(Holding):
         self.key_width = 0
         self.runs: list[int] = []  # where each run begins
         self.sorted_to = 0  # where the staging begins
-        self.at: Int64[Tensor, " 3"] | None = (
-            None  # that, how many tokens it has, and how many there are, on the device
-        )
+        # On the device: where the staging begins, how many tokens are in it, and how many there are in all.
+        self.at: Int64[Tensor, " 3"] | None = None
         self.room = 0  # for so many tokens there has been room since steps were recorded
         self.open_pairs: Float[Tensor, "l n de"] | None = None  # while they are: pairs, and empty places behind them
         self.reads: Float[Tensor, "l 2"] | None = None  # tokens that queries read, and that they could have read
@@ -172,9 +171,8 @@ class Store(Holding):
             read.append(found.sum(3))
             return found
 
-        part = attend_where(
-            query.queries, self.tokens(), query.scale, seen, softcap=query.softcap, at_once=MASK_AT_ONCE
-        )
+        held = WeightedTokens(self.keys[None], self.values[None])  # as many as masks are of, also while this is open
+        part = attend_where(query.queries, held, query.scale, seen, softcap=query.softcap, at_once=MASK_AT_ONCE)
         return Answer(part, read=torch.cat(read, 2))
 
     def observe(self, query: Query, read: Int64[Tensor, "1 l q"] | None, lse: Tensor | None) -> None:
@@ -245,6 +243,10 @@ class Store(Holding):
     def close(self) -> None:
         self.open_pairs = None
 
+    def without_room(self) -> None:
+        self.room = 0
+        self.pairs.without_room()
+
     def marks(self) -> object:
         return marks_of(self._pairs(), self.reads, self.at), self.index.marks()
 
@@ -255,7 +257,7 @@ class Store(Holding):
 
     @property
     def nbytes(self) -> int:
-        return storage_bytes([self.pairs.buffer, self.labels.buffer, self.reads]) + self.index.nbytes
+        return storage_bytes([self.pairs.buffer, self.labels.buffer, self.reads, self.at]) + self.index.nbytes
 
     def tensors(self) -> dict[str, Tensor]:
         found = {"pairs": self.pairs.view, "labels": self.labels.view}
