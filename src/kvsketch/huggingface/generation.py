@@ -96,7 +96,6 @@ def prefill(
         input_ids, protect = input_ids[:, already:], ()
         attention_mask = None if attention_mask is None else attention_mask[:, already:]
     if input_ids.shape[1] == 0:  # all of it
-        cache.prompt.unfinished = None
         cache.prompt.end(cache, progress)
         return cache
     (rows, count), mask = input_ids.shape, attention_mask

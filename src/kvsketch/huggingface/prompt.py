@@ -33,12 +33,11 @@ NO_QUESTIONS = (
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A call of `kvsketch.prefill` that was interrupted: all that it was given, and how far it came."""
+    """A call of `kvsketch.prefill` that has not come to its end: all that it was given, and where it began."""
 
     ids: Tensor
     mask: Tensor | None
     before: int  # tokens held when it began
-    seen: int  # and when it ended
 
 
 class Prompt:
@@ -61,7 +60,8 @@ class Prompt:
         self.due = False  # whether all of it was read, and what was to follow has not come to its end
         self.texts = list[Tensor]()  # what was read so far
         self.latest = 0  # texts that there were before the latest `kvsketch.prefill`
-        self.unfinished: Unfinished | None = None  # what that was to read, if it was interrupted
+        self.unfinished: Unfinished | None = None  # what that is to read, until all of it is done
+        self.in_it = False  # whether the latest tokens that came are of that
         self.decoder: weakref.ref[nn.Module] | None = None  # what reads
 
     @property
@@ -81,7 +81,7 @@ class Prompt:
     def read_already(self, ids: Tensor, mask: Tensor | None) -> int:
         """How many of a prompt's tokens were read by the same call, if that was interrupted and nothing came since."""
         left = self.unfinished
-        if left is None or left.seen != self.stack.seen or not (_equal(left.ids, ids) and _equal(left.mask, mask)):
+        if left is None or not self.in_it or not (_equal(left.ids, ids) and _equal(left.mask, mask)):
             return 0
         self.stack.check_whole()
         return self.stack.seen - left.before
@@ -92,14 +92,13 @@ class Prompt:
         self.begin()
         self._drop_unread()
         already = self.read_already(ids, mask)
-        before, self.open = self.stack.seen - already, True
         self.latest = self.latest if already else len(self.texts)
+        self.in_it = already > 0
+        self.unfinished, self.open = Unfinished(ids, mask, self.stack.seen - already), True
         try:
             yield
         finally:
-            self.unfinished = Unfinished(ids, mask, before, self.stack.seen)
             self.open = False
-        self.unfinished = None
 
     def complete(self, cache: Any, ids: Tensor | None = None, progress: Callable[[int], None] | None = None) -> bool:
         """Do now what an interruption has left undone; whether these tokens are those that it had just read."""
@@ -131,6 +130,7 @@ class Prompt:
 
     def note(self, decoder: nn.Module, given: Mapping[str, Any]) -> None:
         """The call is read now."""
+        self.in_it = self.open
         if self.held and not self.again:
             self._drop_unread()
             ids = given.get("input_ids")
@@ -226,6 +226,7 @@ class Prompt:
     def end(self, cache: Any, progress: Callable[[int], None] | None = None) -> None:
         """All of it is read: choose, layer by layer. `progress` hears of its second reading if there is one."""
         if not self.held:
+            self.unfinished = None
             return
         self.due = True
         decoder = None if self.decoder is None else self.decoder()
@@ -236,6 +237,7 @@ class Prompt:
             for layer in self.stack.sketch:
                 layer.settle(recording=False)
         self.held, self.due, self.texts, self.decoder, self.noted = False, False, [], None, self.stack.seen
+        self.unfinished = None
 
     def check_noted(self) -> None:
         """Refuse to choose of a text that has gone on since the model read on behind it."""
@@ -256,6 +258,9 @@ class Prompt:
 
     def _read_behind(self, cache: Any, decoder: Any, progress: Callable[[int], None] | None) -> None:
         own = torch.cat(self.texts, 1)
+        if own.shape[1] != self.stack.seen:  # an interruption has left there what was read behind it
+            self.stack.touched = True
+            self.stack.check_whole()
         texts = [Behind(ids := one.to(own.device).expand(len(own), -1), torch.ones_like(ids)) for one in self.questions]
         if not texts:
             again = _without_padding(own, self.stack.sketch[0].positions.real)
