@@ -243,7 +243,7 @@ def check_visits(visit, limits, device):
     edges += torch.cat([torch.zeros(lanes, 1, dtype=torch.int64), lengths.sum(2).cumsum(1)[:, :-1]], 1)[..., None]
     sizes = lengths.sum(1)
     given = (x.to(device) for x in (scores, sizes, edges))
-    segments, count, left = visit(*given, limits, Staged.on(device, rows - 7, 7), left=True)
+    segments, count, left = visit(*given, limits, Staged.on(torch.device(device), rows - 7, 7), left=True)
     segments, count, left = Segments(segments.begin.cpu(), segments.length.cpu()), count.cpu(), left.cpu()
     index = Buckets.__new__(Buckets)
     index.edges = edges
