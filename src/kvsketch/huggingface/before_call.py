@@ -4,7 +4,8 @@ What stock layers take cannot be taken back, so a call is looked at as a whole, 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from kvsketch.huggingface.layers import LayerStack
 from kvsketch.huggingface.modules import attention_modules
 from kvsketch.huggingface.weights import device_of
 
+STORED_NONE = "; it has stored none of them"
 # The property's name up to transformers 5.17, and the one since.
 CHECKPOINTING = next(
     name for name in ("is_activation_checkpointing", "is_gradient_checkpointing") if hasattr(PreTrainedModel, name)
@@ -94,31 +96,54 @@ def check_layers(stack: LayerStack, decoder: Any, rows: int) -> None:
 
 
 class Finite:
-    """Whether a layer's keys and values are numbers: asked at once, and waited for when the answer is needed.
+    """Whether the layers of a call are given numbers, and not NaN or infinite ones: each is asked, and heard later.
 
-    Each question that is waited for stops a GPU, which then has nothing to do until Python has found it more.
+    A question that is waited for stops a GPU, which then has nothing to do until Python has found it more.
     """
 
-    def __init__(self, index: int, keys: Tensor, values: Tensor) -> None:
-        self.index = index
+    def __init__(self) -> None:
+        self.unheard: Callable[[str], None] | None = None  # refuses what the latest layer was given
+
+    def of(
+        self, layer: Any, index: int, keys: Tensor, values: Tensor, *, late: bool
+    ) -> tuple[Tensor, Tensor, Callable[[], None] | None]:
+        """Refuse a layer's keys and values of which some are no numbers: now, or as soon as that is known.
+
+        What is returned refuses them once attention is under way, and before any is stored, so that the cache is as
+        good as before. With `late` a layer on a GPU goes on, with zeros for what is to be refused: a call that has
+        begun has failed half-way in any case.
+        """
         extremes = [torch.stack(torch.aminmax(x.detach())) for x in (keys, values)]  # NaN wins; no copy of a prompt
-        self.there = torch.stack(extremes).isfinite().all(1)
-        self.told = fetched(self.there)
+        there = torch.stack(extremes).isfinite().all(1)
+        refuse = partial(_refuse, index, fetched(there))
+        self.hear()
+        if not isinstance(layer, SketchLayer) or layer.held.config.before_rotation:  # which is compared, and so waits
+            refuse(STORED_NONE)
+            return keys, values, None
+        if keys.device.type == "cpu" or not late:
+            return keys, values, partial(refuse, STORED_NONE)
+        self.unheard, right = refuse, there.all()
+        keys, values = (torch.where(right, x, x.new_zeros(())) for x in (keys, values))
+        return keys, values, None
 
-    def or_nothing(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Both as they are, or zeros if they are not all numbers: so no method has others to choose among."""
-        right = self.there.all()
-        return torch.where(right, keys, keys.new_zeros(())), torch.where(right, values, values.new_zeros(()))
+    def hear(self) -> None:
+        """Refuse what an earlier layer was given, if that was no numbers."""
+        refuse, self.unheard = self.unheard, None
+        if refuse is not None:
+            refuse("")
 
-    def check(self, *, late: bool = False) -> None:
-        """Refuse what is no numbers; `late`: the layer has gone on with zeros for it."""
-        stored = "" if late else "; it has stored none of them"
-        for name, right in zip(("keys", "values"), self.told().tolist(), strict=True):
-            if not right:
-                raise ValueError(
-                    f"layer {self.index} was given {name} that are NaN or infinite{stored}. "
-                    "Look for an overflow in the model (float16?) or in its inputs"
-                )
+    def forget(self) -> None:
+        """Whatever was asked is of a call that has failed."""
+        self.unheard = None
+
+
+def _refuse(index: int, told: Callable[[], Tensor], more: str) -> None:
+    for name, right in zip(("keys", "values"), told().tolist(), strict=True):
+        if not right:
+            raise ValueError(
+                f"layer {index} was given {name} that are NaN or infinite{more}. "
+                "Look for an overflow in the model (float16?) or in its inputs"
+            )
 
 
 def check_goes_on(input_ids: Tensor, stack: LayerStack) -> None:

@@ -46,7 +46,7 @@ class SketchCache(Cache):
     def reset(self) -> None:
         """Forget everything, a call that failed half-way included."""
         self.underway, self.seen_before = False, 0  # a call has begun, with so many tokens seen
-        self.unheard: Finite | None = None  # whether the latest layer was given numbers
+        self.finite = Finite()  # what its layers are given
         self.read_by: str | None = None  # the fingerprint of the model whose keys are held, taken when the first came
         # New layers: stock ones do not always forget that they recorded, or their length.
         self._stack = LayerStack(self.config, self.model, self.protect)
@@ -60,7 +60,8 @@ class SketchCache(Cache):
         """Refuse what cannot be read, before any layer takes a part of it; the decoder tells what it was given."""
         if self.in_recorded_step:
             return
-        self.underway, self.unheard = False, None  # an interruption may have left them
+        self.underway = False  # an interruption may have left it
+        self.finite.forget()
         new = given.get("input_ids")
         new = given.get("inputs_embeds") if new is None else new
         if not isinstance(new, Tensor):
@@ -90,19 +91,19 @@ class SketchCache(Cache):
         if self.in_recorded_step:
             return
         begun, self.underway = self.underway, False
-        if not failed:
+        if failed:
+            self.finite.forget()
+            if begun:
+                self.stack.forget_refused(self.seen_before)
+        else:
             try:
-                self._hear()
+                self.finite.hear()
             except ValueError:
                 self.prompt.call_ended(self, begun=begun, failed=True)
                 raise
-        self.unheard = None
-        if not failed:
             for layer in self.stack.summing:
                 stock.release_history(layer)
             self.stack.touched = False
-        elif begun:
-            self.stack.forget_refused(self.seen_before)
         self.prompt.call_ended(self, begun=begun, failed=failed)
 
     def _check_call(self, rows: int, count: int) -> None:
@@ -158,7 +159,8 @@ class SketchCache(Cache):
         # step, and a NaN shows in the logits as it does with any cache.
         refuse: Callable[[], None] | None = None
         if count > 1 and not torch.compiler.is_compiling():
-            key_states, value_states, refuse = self._numbers_alone(layer, layer_idx, key_states, value_states)
+            late = self.underway and layer is not self.stack.counting[0]
+            key_states, value_states, refuse = self.finite.of(layer, layer_idx, key_states, value_states, late=late)
         self.stack.touched, self.stack.latest = self.underway, layer
         keys, values = layer.update(key_states, value_states, *args, **kwargs)
         if isinstance(layer, SketchLayer):
@@ -166,32 +168,6 @@ class SketchCache(Cache):
         else:
             stock.release_unused(layer, prompt=count > 1)
         return keys, values
-
-    def _numbers_alone(
-        self, layer: Any, index: int, keys: Tensor, values: Tensor
-    ) -> tuple[Tensor, Tensor, Callable[[], None] | None]:
-        """Refuse keys and values of which some are NaN or infinite: now, or as soon as that is known.
-
-        The first layer waits until attention is under way and has stored none of them then, so that the cache is as
-        good as before: what is returned refuses them. Those behind it on a GPU go on, with zeros for what is to be
-        refused: a call that has begun has failed half-way in any case.
-        """
-        finite = Finite(index, keys, values)
-        self._hear()
-        if not isinstance(layer, SketchLayer) or layer.held.config.before_rotation:  # which is compared, and so waits
-            finite.check()
-        elif keys.device.type == "cpu" or not self.underway or layer is self.stack.counting[0]:
-            return keys, values, finite.check
-        else:
-            self.unheard = finite
-            keys, values = finite.or_nothing(keys, values)
-        return keys, values, None
-
-    def _hear(self) -> None:
-        """Refuse what an earlier layer was given, if that was no numbers."""
-        unheard, self.unheard = self.unheard, None
-        if unheard is not None:
-            unheard.check(late=True)
 
     def _check_in_step(self, layer: Any, index: int, count: int) -> None:
         """Refuse tokens for a layer behind the first one that are not those that the first one took."""

@@ -13,13 +13,12 @@ Whoever looks at the cache in between finds it closed, as after any step.
 import functools
 import logging
 import threading
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +27,12 @@ from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
 from kvsketch.huggingface.attention import autocast_of, check_mask
+from kvsketch.huggingface.cuda import CudaGraphs, Graphs, NotRecordedError
 from kvsketch.huggingface.layer import SketchLayer
 from kvsketch.huggingface.supported import unwrapped
 from kvsketch.kernels.gpu import attention as in_triton
 
 M = TypeVar("M", bound=nn.Module)
-Step = Callable[[], ModelOutput]
 MOST = 256  # tokens for which there is room at once, where nothing leaves
 LEAST = 4  # before something leaves: for fewer it is not worth while
 OFTEN = 3  # times in a row
@@ -43,74 +42,7 @@ SEEN_TO = (*INPUTS, "attention_mask", "past_key_values")
 PLAIN = {"use_cache": (None, True), "return_dict": (None, True), "labels": (None,), "inputs_embeds": (None,)}
 LOOKED_AT = "the cache is looked at, or its rows are moved, after every step or two"
 UNEVEN = "rows of unequal lengths have few steps between tokens that leave their windows"
-PROTOTYPE = "Synchronization debug mode is a prototype"  # so begins what torch says of what finds out waits
 _log = logging.getLogger("kvsketch")
-
-
-class NotRecordedError(Exception):
-    """A step that does something that cannot be recorded."""
-
-
-@runtime_checkable
-class Graphs(Protocol):
-    """What records."""
-
-    def take(self, step: Step) -> tuple[ModelOutput, str | None]:
-        """Take a step as it is, where later ones will be recorded; what in it, if anything, could not be."""
-
-    def record(self, step: Step) -> tuple[Callable[[], object], ModelOutput]:
-        """Take a step and record it: what takes it again, and where its output is then.
-
-        `NotRecordedError` if that cannot be; then nothing was taken.
-        """
-
-
-class CudaGraphs:
-    """CUDA graphs, which share their memory: one of them is in use at a time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
-        self.latest: torch.cuda.CUDAGraph | None = None  # is still there while the next one is made
-
-    def take(self, step: Step) -> tuple[ModelOutput, str | None]:
-        now = torch.cuda.current_stream(self.stream.device)
-        self.stream.wait_stream(now)
-        # A recording that fails leaves some versions of torch in a bad state, so what would end one is found before.
-        mode = torch.cuda.get_sync_debug_mode()
-        try:
-            with warnings.catch_warnings(record=True) as said, torch.cuda.stream(self.stream):
-                warnings.simplefilter("always")
-                torch.cuda.set_sync_debug_mode("warn")
-                out = step()
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
-            now.wait_stream(self.stream)
-        waits = [one for one in said if "synchronizing CUDA operation" in str(one.message)]
-        for one in said:
-            if one not in waits and PROTOTYPE not in str(one.message):
-                warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
-        where = f"{waits[0].filename}:{waits[0].lineno}" if waits else ""
-        return out, f"a step waits for a number of the GPU's, or copies one there ({where})" if waits else None
-
-    def record(self, step: Step) -> tuple[Callable[[], object], ModelOutput]:
-        graph = torch.cuda.CUDAGraph()
-        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        try:
-            with torch.cuda.stream(self.stream):
-                # Not `with torch.cuda.graph`, which gives back all memory first: that takes longer than a step.
-                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-                try:
-                    out = step()
-                except BaseException:
-                    with suppress(RuntimeError):
-                        graph.capture_end()
-                    raise
-                graph.capture_end()
-        except RuntimeError as error:
-            raise NotRecordedError(f"{type(error).__name__}: {error!s:.300}") from error
-        self.latest = graph
-        graph.replay()
-        return graph.replay, out
 
 
 @dataclass(frozen=True)

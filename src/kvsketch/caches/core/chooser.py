@@ -174,23 +174,23 @@ class ChosenEntries(Holding):
 
     def _weigh(self) -> None:
         """The entries as attention takes them; while they are open, with empty slots behind them."""
-        count, names = self.held["keys"].length, ("keys", "values", "log_mass", "log_value")
-        each = [self.held[name].view if name in self.held else None for name in names]
-        if self.is_open and count:
+        count, self.weighted = self.held["keys"].length, None
+        if not count:
+            return
+        if self.is_open:
             self.room = roomy(count, self.room, self.budget.capacity)
-            rests = (0.0, 0.0, NO_MASS, NO_MASS)
-            each = [
-                self.held[name].with_room(self.room, rest) if name in self.held else None
-                for name, rest in zip(names, rests, strict=True)
-            ]
-            if each[2] is None:
-                mass = torch.zeros(1, self.room, device=self.held["keys"].view.device)
-                mass[:, count:] = NO_MASS
-                each[2] = self.there = written(self.there, mass)
-        keys, values, *weights = (None if x is None else x[None] for x in each)
-        assert keys is not None
-        assert values is not None
-        self.weighted = WeightedTokens(keys, values, *weights) if count else None
+
+        def places(name: str, rest: float) -> Tensor:
+            held = self.held[name]
+            return (held.with_room(self.room, rest) if self.is_open else held.view)[None]
+
+        weights = [places(name, NO_MASS) if name in self.held else None for name in ("log_mass", "log_value")]
+        if self.is_open and weights[0] is None:
+            mass = torch.zeros(1, self.room, device=self.held["keys"].view.device)
+            mass[:, count:] = NO_MASS
+            self.there = written(self.there, mass)
+            weights[0] = self.there[None]
+        self.weighted = WeightedTokens(places("keys", 0.0), places("values", 0.0), *weights)
 
     # -- while steps are recorded
 

@@ -18,7 +18,7 @@ from kvsketch.caches.core.answers import complete, in_rows, joined
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.method import Holding, Method
 from kvsketch.caches.core.query import Answer, Query
-from kvsketch.caches.core.storage import chosen, in_front, listed_on, with_prefix
+from kvsketch.caches.core.storage import chosen, chosen_of, in_front, listed_on, with_prefix
 from kvsketch.caches.core.tokens import Arriving, Columns
 from kvsketch.kernels.sources import Entries
 
@@ -175,7 +175,7 @@ class Lanes:
         if tokens.count > count:
             real = tokens.ranks[bundle.rows] >= 0
             index = in_front(real)[:, :count].repeat_interleave(len(bundle.heads), 0)
-            keys, values = chosen(keys, index), chosen(values, index)
+            keys, values = chosen_of((keys, values), index)
             notes = None if notes is None else chosen(notes, index)
         return Arriving(keys, values, bundle.count, bundle.lane_heads(keys.device), notes, few)
 

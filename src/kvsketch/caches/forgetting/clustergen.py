@@ -14,7 +14,7 @@ from kvsketch.caches.core.budget import Budget, seen_when
 from kvsketch.caches.core.checks import check_choice, check_count, check_number
 from kvsketch.caches.core.chooser import Chooser, Entries, Kept
 from kvsketch.caches.core.config import BLOCK, WEIGHTS, BudgetedConfig
-from kvsketch.caches.core.storage import chosen, in_front
+from kvsketch.caches.core.storage import chosen, chosen_of, in_front
 from kvsketch.caches.core.tokens import Arriving
 from kvsketch.caches.forgetting.apart import towards
 from kvsketch.kernels.groups import sums_of_groups
@@ -143,9 +143,10 @@ class Clusters:
 
     def at(self, index: Int64[Tensor, "l m"]) -> "Clusters":
         """Those with these numbers."""
+        keys, values = chosen_of((self.keys, self.values), index)
         return Clusters(
-            chosen(self.keys, index),
-            chosen(self.values, index),
+            keys,
+            values,
             self.sizes.gather(1, index),
             self.reach.gather(1, index),
         )
@@ -183,7 +184,7 @@ def _clustered(clusters: Clusters, count: int, entries: str) -> Clusters:
         keys, values = (means(x, owner, clusters.sizes, sizes) for x in (clusters.keys, clusters.values))
         distance = (clusters.keys - chosen(keys, owner)).float().norm(dim=2)
     else:
-        keys, values = (chosen(x, order.values) for x in (clusters.keys, clusters.values))
+        keys, values = chosen_of((clusters.keys, clusters.values), order.values)
         distance = found.distance[0]
     reach = torch.zeros_like(nothing, dtype=clusters.reach.dtype)
     reach = reach.scatter_reduce(1, owner, (clusters.reach + distance).to(reach.dtype), "amax")

@@ -43,7 +43,7 @@ def _drawn(address: tuple[int | Tensor, ...], shape: tuple[int, ...], device: to
 
     first = tuple(takewhile(lambda x: isinstance(x, int), address))  # the same for all: the CPU has it at once
     rest = [x if isinstance(x, Tensor) else torch.full((), x, device=device) for x in address[len(first) :]]
-    strides = [tuple(2 * step + 3 for step in ([0] * SIZES + [*x.expand(shape).stride()])[-SIZES:]) for x in rest]
+    strides = [tuple(gpu.odd(step) for step in ([0] * SIZES + [*x.expand(shape).stride()])[-SIZES:]) for x in rest]
     out, sizes = torch.empty(shape, dtype=torch.float64, device=device), ([1] * SIZES + [*shape])[-SIZES:]
     with gpu.current(device):
         kernel[(-(-prod(shape) // BLOCK),)](

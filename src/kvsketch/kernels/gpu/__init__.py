@@ -122,6 +122,11 @@ def power_of_two(count: int, least: int = 1) -> int:
     return max(least, 1 << max(0, count - 1).bit_length())
 
 
+def odd(number: int) -> int:
+    """A number that changes from step to step, as kernels take it (`attend.plain`)."""
+    return 2 * number + 3
+
+
 def bits(*things: object | None) -> int:
     """Which of them there are."""
     return sum(1 << place for place, thing in enumerate(things) if thing is not None)

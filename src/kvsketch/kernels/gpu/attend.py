@@ -86,7 +86,7 @@ def _slot(lane, slots, HAS: tl.constexpr):
 
 
 @triton.jit
-def _plain(number):
+def plain(number):
     """A number that changes from step to step comes as 2n + 3: of a 1, or of sixteens, Triton makes kernels anew."""
     return (number - 3) // 2
 
@@ -94,16 +94,16 @@ def _plain(number):
 @triton.jit
 def _runs(slot, step, sizes):
     """Where a lane's list of runs begins, for the query at hand."""
-    return (slot * sizes[3] + tl.where(sizes[3] > 1, step, 0)) * _plain(sizes[2])
+    return (slot * sizes[3] + tl.where(sizes[3] > 1, step, 0)) * plain(sizes[2])
 
 
 @triton.jit
 def _count(lane, step, pointers, sizes, HAS: tl.constexpr):
     """How many entries of a part a lane reads."""
     slot = _slot(lane, pointers[4], HAS)
-    count = tl.zeros([], tl.int64) + _plain(sizes[0])
+    count = tl.zeros([], tl.int64) + plain(sizes[0])
     if HAS >= 8:
-        last = _runs(tl.maximum(slot, 0), step, sizes) + _plain(sizes[2]) - 1
+        last = _runs(tl.maximum(slot, 0), step, sizes) + plain(sizes[2]) - 1
         count = tl.load(pointers[6] + last)
     return tl.where(slot >= 0, count, 0)
 
@@ -124,18 +124,18 @@ def _part(
     row, head = slot // part_heads, slot % part_heads
     keys += row * key_row + head * key_head
     values += row * value_row + head * value_head
-    log_mass += row * _plain(mass_row) + head * _plain(mass_head)
-    log_value += row * _plain(extra_row) + head * _plain(extra_head)
+    log_mass += row * plain(mass_row) + head * plain(mass_head)
+    log_value += row * plain(extra_row) + head * plain(extra_head)
     runs = _runs(slot, step, sizes)
     # Places in runs and weights are found a round ahead, so that keys and values are on their way while others are
     # worked on. Nothing is loaded of an empty slot, in which may be anything.
     ahead = start + tl.arange(0, AT_ONCE)
     there = ahead < stop
     if search >= 0 and search <= MOST_LISTED:
-        befores, shifts = _listed(begins + runs, ends + runs, _plain(sizes[2]), search)
+        befores, shifts = _listed(begins + runs, ends + runs, plain(sizes[2]), search)
         ahead = _placed(ahead, befores, shifts)
     if search > MOST_LISTED:
-        ahead = _place(ahead, begins + runs, ends + runs, _plain(sizes[2]), there, search)
+        ahead = _place(ahead, begins + runs, ends + runs, plain(sizes[2]), there, search)
     if HAS & 3:
         mass_ahead, value_ahead = weights(log_mass, log_value, ahead, there, HAS)
     for begin in tl.range(start, stop, AT_ONCE):
@@ -153,7 +153,7 @@ def _part(
         if search >= 0 and search <= MOST_LISTED:
             ahead = _placed(ahead, befores, shifts)
         if search > MOST_LISTED:
-            ahead = _place(ahead, begins + runs, ends + runs, _plain(sizes[2]), there, search)
+            ahead = _place(ahead, begins + runs, ends + runs, plain(sizes[2]), there, search)
         if HAS & 3:
             mass_ahead, value_ahead = weights(log_mass, log_value, ahead, there, HAS)
         key, value = pairs(keys, values, key_step, value_step, at, ok, WIDTH, VALUE_WIDTH, KEY_BLOCK, VALUE_BLOCK)

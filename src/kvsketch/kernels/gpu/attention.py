@@ -171,8 +171,8 @@ def _description(part: Entries, lanes: int) -> Description:
         halvings = -(-runs.bit_length() // HALVINGS) * HALVINGS
     return (
         (keys, tokens.values, mass[0], extra[0], slots, begins, ends),
-        (*keys.stride()[:3], *tokens.values.stride()[:3], *map(_odd, (*mass[1], *extra[1]))),
-        (_odd(keys.shape[2]), keys.shape[1], _odd(runs), by_query),
+        (*keys.stride()[:3], *tokens.values.stride()[:3], *map(gpu.odd, (*mass[1], *extra[1]))),
+        (gpu.odd(keys.shape[2]), keys.shape[1], gpu.odd(runs), by_query),
         _has(part) + 8 * (1 + halvings),
     )
 
@@ -180,8 +180,3 @@ def _description(part: Entries, lanes: int) -> Description:
 def _has(part: Entries) -> int:
     """Which weights a part has, and whether it is of some lanes."""
     return gpu.bits(part.tokens.log_mass, part.tokens.log_value, part.lanes)
-
-
-def _odd(number: int) -> int:
-    """A number that changes from step to step, as `attend.py` takes it."""
-    return 2 * number + 3

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from kvsketch.kernels.gpu.attend import plain
+
 # The increment and the two multipliers of `algorithms/draws.py`, as signed integers.
 STEP = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
 FIRST = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
@@ -25,15 +27,9 @@ def draw(
     for part in tl.static_range(PARTS):
         at = tl.zeros([BLOCK], tl.int64)
         for size in tl.static_range(4):
-            at += places[size] * _plain(strides[part][size])
+            at += places[size] * plain(strides[part][size])
         state = _scrambled(state + tl.load(parts[part] + at, mask=ok, other=0))
     tl.store(out + number, _shifted(state, 11).to(tl.float64) * 1.1102230246251565e-16, mask=ok)  # 2⁻⁵³
-
-
-@triton.jit
-def _plain(number):
-    """A number that changes from call to call comes as 2n + 3, see `attend.py`."""
-    return (number - 3) // 2
 
 
 @triton.jit

@@ -8,6 +8,8 @@ that are worth most, in the order of their worth, and writes down the runs of th
 import triton
 import triton.language as tl
 
+from kvsketch.kernels.gpu.attend import plain
+
 NOTHING = tl.constexpr(float("-inf"))
 LEAST = tl.constexpr(-(1 << 63))  # behind everything, whatever it is worth
 LEAST_BITS = tl.constexpr(-(1 << 31))
@@ -124,7 +126,7 @@ def visit(
     """Runs of the buckets that one query visits; `LIMITS`: 1 tokens, 2 a share of all, 4 mass."""
     number = tl.program_id(0).to(tl.int64)
     lane = number // queries
-    runs = (runs - 3) // 2  # see `attend.py`: no kernels anew as these grow
+    runs = plain(runs)
     staged_from, staged = tl.load(staged_at), tl.load(staged_at + 1)
     width = PROBES * runs + 1
     begin += number * width

@@ -106,7 +106,7 @@ def _visited(
     with gpu.current(device):
         kernel[(lanes * queries,)](
             *(scores, sizes, edges, staged.at, begin, length, summed, read, scores if others is None else others),
-            *(queries, 2 * runs + 3),
+            *(queries, gpu.odd(runs)),
             *(float(limits.visit or 0.0), float(limits.mass or 0.0)),
             PROBES=probes, BUCKETS=buckets, BUCKET_BLOCK=gpu.power_of_two(buckets), PLACES=gpu.power_of_two(probes),
             PER_TOKEN=limits.per_token, LIMITS=kinds, LEFT=left, num_warps=4,

@@ -23,7 +23,7 @@ from kvsketch.attention import NO_MASS, Partial, WeightedTokens
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.method import Holding, Method
 from kvsketch.caches.core.query import Answer, Query
-from kvsketch.caches.core.storage import chosen, in_front, made_of, tensors_of
+from kvsketch.caches.core.storage import chosen_of, in_front, made_of, tensors_of
 from kvsketch.caches.core.tokens import Arriving
 from kvsketch.caches.forgetting.balancekv.batches import (
     DENOMINATOR,
@@ -79,7 +79,7 @@ class Sets:
         """Close the holes that forgotten tokens leave, in tensors as wide as the fullest lane needs."""
         held = self.held
         order = in_front(held)[:, : int(held.sum(1).max())]
-        self.keys, self.values = (chosen(x, order) for x in (self.keys, self.values))
+        self.keys, self.values = chosen_of((self.keys, self.values), order)
         self.levels = self.levels.gather(2, order[:, None].expand(-1, 2, -1))
 
 

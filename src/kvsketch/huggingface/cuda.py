@@ -1,0 +1,78 @@
+"""What records a step: CUDA graphs, and what else can stand in their place."""
+
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol, runtime_checkable
+
+import torch
+from transformers.utils import ModelOutput
+
+Step = Callable[[], ModelOutput]
+PROTOTYPE = "Synchronization debug mode is a prototype"  # so begins what torch says of what finds out waits
+
+
+class NotRecordedError(Exception):
+    """A step that does something that cannot be recorded."""
+
+
+@runtime_checkable
+class Graphs(Protocol):
+    """What records."""
+
+    def take(self, step: Step) -> tuple[ModelOutput, str | None]:
+        """Take a step as it is, where later ones will be recorded; what in it, if anything, could not be."""
+
+    def record(self, step: Step) -> tuple[Callable[[], object], ModelOutput]:
+        """Take a step and record it: what takes it again, and where its output is then.
+
+        `NotRecordedError` if that cannot be; then nothing was taken.
+        """
+
+
+class CudaGraphs:
+    """CUDA graphs, which share their memory: one of them is in use at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self.latest: torch.cuda.CUDAGraph | None = None  # is still there while the next one is made
+
+    def take(self, step: Step) -> tuple[ModelOutput, str | None]:
+        now = torch.cuda.current_stream(self.stream.device)
+        self.stream.wait_stream(now)
+        # A recording that fails leaves some versions of torch in a bad state, so what would end one is found before.
+        mode = torch.cuda.get_sync_debug_mode()
+        try:
+            with warnings.catch_warnings(record=True) as said, torch.cuda.stream(self.stream):
+                warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("warn")
+                out = step()
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+            now.wait_stream(self.stream)
+        waits = [one for one in said if "synchronizing CUDA operation" in str(one.message)]
+        for one in said:
+            if one not in waits and PROTOTYPE not in str(one.message):
+                warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+        where = f"{waits[0].filename}:{waits[0].lineno}" if waits else ""
+        return out, f"a step waits for a number of the GPU's, or copies one there ({where})" if waits else None
+
+    def record(self, step: Step) -> tuple[Callable[[], object], ModelOutput]:
+        graph = torch.cuda.CUDAGraph()
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        try:
+            with torch.cuda.stream(self.stream):
+                # Not `with torch.cuda.graph`, which gives back all memory first: that takes longer than a step.
+                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+                try:
+                    out = step()
+                except BaseException:
+                    with suppress(RuntimeError):
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+        except RuntimeError as error:
+            raise NotRecordedError(f"{type(error).__name__}: {error!s:.300}") from error
+        self.latest = graph
+        graph.replay()
+        return graph.replay, out
