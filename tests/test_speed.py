@@ -183,7 +183,8 @@ def test_whole_models_are_timed_beside_exact(read, tmp_path):
     plan = Plan(rounds=2, methods=("uniform(keep=0.25)", "snapkv(keep=0.25)", "saap"), lengths=())
     model, ids = zoo.build("llama"), zoo.tokens(1, 304, seed=5)
     rows, said = RowsFile(tmp_path / "speed.jsonl", ABOUT, KEY), []
-    subject = whole.Subject("small", model, 300, ids[0, 300:], ids[:, :300] if read else None)
+    prompt, piece = (ids[:, :300], None) if read else (None, ids[:, :20])
+    subject = whole.Subject("small", model, 300, ids[0, 300:], prompt, piece)
     steps = list(whole.run(subject, plan, rows, lambda config: config, said.append))
     assert sum(settled for _, settled in steps) == 5
     assert said[0].startswith("saap is left out of small: saap looks things up in an index of this model")
@@ -195,6 +196,7 @@ def test_whole_models_are_timed_beside_exact(read, tmp_path):
         assert row["right"]
         assert row["seconds"] > 0 < row["exact"]
         assert ("reading" in row) is read
+        assert read or (row["piece"] > 0 and row["piece_tokens"] == 20)
     assert model.config._attn_implementation != "kvsketch"
     assert next(whole.run(subject, plan, rows, lambda config: config, said.append)) == ("small, 300 tokens", 4)
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         load_cache,
         make_cache,
         prefill,
+        split_prompt,
         study,
     )
 
@@ -81,6 +82,7 @@ _HOMES = {
         "load_cache",
         "make_cache",
         "prefill",
+        "split_prompt",
         "study",
     ),
 }
@@ -122,6 +124,7 @@ __all__ = [
     "methods",
     "parse_spec",
     "prefill",
+    "split_prompt",
     "study",
     "weighted_attention",
 ]

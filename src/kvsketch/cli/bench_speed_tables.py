@@ -19,7 +19,8 @@ NOTE = (
     "step reads; of memory: those over its time, as a share of the speed at which much memory was read right before "
     "it. × exact: time of exact with the same kernels over this time, in the same turns (of stock and two "
     "products: with the default kernels). Stock is the call of transformers; folded, with the queries of a group "
-    "together; neither has to take in the token."
+    "together; neither has to take in the token. A piece: caches were filled, and prompt/s is of the tokens that were "
+    "read behind them."
 )
 
 
@@ -86,6 +87,8 @@ def _whole(rows: "Sequence[Row]", title: str) -> Group:
         if "reading" in row:
             whole = row["reading"] + row["compressing"]
             cells += [f"{row['tokens'] / whole:,.0f}", f"{row['compressing']:.2f} s"]
+        elif "piece" in row:
+            cells += [f"{row['piece_tokens'] / row['piece']:,.0f}", "a piece"]
         else:
             cells += ["", ""]
         table.add_row(*cells, held)

@@ -1,6 +1,6 @@
 """kvsketch for transformers: the only part of the library that imports it.
 
-What users call: `generation.py`, `attaching.py`, `loading.py`, `studying.py`.
+What users call: `generation.py`, `attaching.py`, `loading.py`, `studying.py`, `templates.py`.
 
     attaching.py     gives a model our attention, and takes it away again; supported.py: which models
     attention.py     the attention function and the mask function; rotation.py: vectors before they are rotated
@@ -23,6 +23,7 @@ from kvsketch.huggingface.graphs import cuda_graphs
 from kvsketch.huggingface.loading import load_cache
 from kvsketch.huggingface.report import LayerReport, Report
 from kvsketch.huggingface.studying import study
+from kvsketch.huggingface.templates import split_prompt
 
 __all__ = [
     "LayerReport",
@@ -35,5 +36,6 @@ __all__ = [
     "load_cache",
     "make_cache",
     "prefill",
+    "split_prompt",
     "study",
 ]

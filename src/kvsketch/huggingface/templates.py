@@ -9,7 +9,10 @@ def uses_template(tokenizer: PreTrainedTokenizerBase, raw: bool) -> bool:
 
 
 def split_prompt(tokenizer: PreTrainedTokenizerBase, text: str, question: str) -> tuple[str, str]:
-    """A user's message in the chat template, cut before the question."""
+    """A user's message, a text and a question on it, in the tokenizer's chat template: cut before the question.
+
+    The first part is to be read, and the second what follows it; both hold all special tokens that they need.
+    """
     border = "\u2063kvsketch\u2063"  # invisible separators: no text has them around this word
     message = [{"role": "user", "content": f"{text}{border}{question}"}]
     rendered = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)

@@ -23,6 +23,7 @@ STOCK, FOLDED, PRODUCTS, EXACT = "stock", "stock, folded", "two products", "exac
 C, TORCH = "C", "torch"  # kernels
 LEAST = 64  # tokens
 WARM = 2  # steps that are not counted
+PIECE = 512  # tokens that are read behind caches that were filled
 METHODS = (
     "uniform(keep=0.25)",
     "balancekv(keep=0.25)",
@@ -52,7 +53,7 @@ class Plan:
     methods: Sequence[str] = METHODS
     index: tuple[int, int] = (1024, 1024)
     end_to_end: Sequence[int] = (32768, 131072)
-    prompts: int = 32768  # longer ones are not read: caches are filled
+    prompts: int = 32768  # longer ones are not read: caches are filled, and a piece is read behind them
     layers: int = 8
     real: bool = True
     within: float = 2.0

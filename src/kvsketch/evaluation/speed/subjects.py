@@ -10,7 +10,7 @@ from kvsketch.evaluation.board import timed
 from kvsketch.evaluation.results.rows import RowsFile, key_of
 from kvsketch.evaluation.speed import whole
 from kvsketch.evaluation.speed.made import made_up, random_llama
-from kvsketch.evaluation.speed.plan import KEY, LLAMA, WARM, Plan
+from kvsketch.evaluation.speed.plan import KEY, LLAMA, PIECE, WARM, Plan
 from kvsketch.huggingface.identity import describe_model
 
 READS = 3  # of the real model's prompt
@@ -34,10 +34,16 @@ def run_llama(plan: Plan, rows: RowsFile, say: Say) -> Steps:
         for tokens in plan.end_to_end:
             generator = torch.Generator().manual_seed(1)
             ids = torch.randint(1, 1000, (1, tokens + WARM + plan.rounds), generator=generator)
-            prompt = ids[:, :tokens] if tokens <= plan.prompts else None
-            if prompt is None:
-                say(f"a prompt of {tokens:,} tokens is not read (--prompts {tokens} would): caches are filled")
-            subject = whole.Subject(LLAMA, model, tokens, ids[0, tokens:], prompt)
+            following = ids[0, tokens:]
+            if tokens <= plan.prompts:
+                subject = whole.Subject(LLAMA, model, tokens, following, prompt=ids[:, :tokens])
+            else:
+                say(
+                    f"a prompt of {tokens:,} tokens is not read (--prompts {tokens} would): caches are filled, and "
+                    f"{PIECE} tokens are read behind them"
+                )
+                piece = torch.randint(1, 1000, (1, PIECE), generator=generator)
+                subject = whole.Subject(LLAMA, model, tokens, following, piece=piece)
             yield from whole.run(subject, plan, rows, ready, say)
 
 
@@ -56,5 +62,5 @@ def run_real(plan: Plan, rows: RowsFile, say: Say) -> Steps:
         lambda text: tokenizer(text)["input_ids"]
     )
     ids = torch.tensor([document])
-    subject = whole.Subject(SMOLLM2, model, tokens, ids[0, tokens:], ids[:, :tokens], READS)
+    subject = whole.Subject(SMOLLM2, model, tokens, ids[0, tokens:], ids[:, :tokens], reads=READS)
     yield from whole.run(subject, plan, rows, lambda config: config, say)

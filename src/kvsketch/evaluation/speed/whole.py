@@ -29,14 +29,15 @@ from kvsketch.huggingface import SketchCache, attach, detach, make_cache
 from kvsketch.huggingface.identity import describe_model
 from kvsketch.huggingface.modules import heads_of
 
-Prompt = dict[str, float]  # seconds of reading, and of compressing
+Prompt = dict[str, float]  # seconds of reading, and of compressing; or of a piece, and its tokens
 
 
 @dataclass(frozen=True)
 class Subject:
     """A model, by the name of its part, and so many tokens in its context; those that come one by one then.
 
-    `prompt`: the text that is read; None: caches are filled with random keys and values. `reads`: times it is read.
+    `prompt`: the text that is read; None: caches are filled with random keys and values, and `piece` is read behind
+    them. `reads`: times a prompt is read.
     """
 
     part: str
@@ -44,6 +45,7 @@ class Subject:
     tokens: int
     next: Int64[Tensor, " m"]
     prompt: Int64[Tensor, "1 n"] | None = None
+    piece: Int64[Tensor, "1 p"] | None = None
     reads: int = 1
 
     @property
@@ -113,6 +115,10 @@ class Source(ABC):
     def cache(self, way: str, config: MethodConfig | str) -> Cache:
         """A cache of this way that holds the subject's tokens; `config` is the way itself for stock's."""
 
+    def end(self, way: str, config: MethodConfig | str, cache: Cache) -> None:
+        """Note what can be seen of a cache that was timed, before it goes."""
+        self.nbytes[way] = _bytes(cache)
+
     def be_ready_for(self, config: MethodConfig | str) -> None:
         """Have the model as this way has it, with nothing of another's."""
         detach(self.model)
@@ -136,6 +142,16 @@ class Filled(Source):
             else:
                 made.update(keys, values, layer)
         return made
+
+    def end(self, way: str, config: MethodConfig | str, cache: Cache) -> None:
+        """Read a piece behind it, once for each way."""
+        super().end(way, config, cache)
+        piece = self.subject.piece
+        if piece is None or way in self.prompts:
+            return
+        self.be_ready_for(config)
+        taken = seconds(partial(self.model, piece, past_key_values=cache, logits_to_keep=1))
+        self.prompts[way] = {"piece": taken, "piece_tokens": piece.shape[1]}
 
 
 class Read(Source):
@@ -205,8 +221,8 @@ def _steps(source: Source, way: str, config: MethodConfig | str) -> tuple[float,
         if number == 0:
             exact, own = (one.logits[0, -1] for one in found)
             error = float((exact - own).norm() / own.norm())
-    for (_, cache), name in zip(both, (EXACT, way), strict=True):
-        source.nbytes[name] = _bytes(cache)
+    for (ours, cache), name in zip(both, (EXACT, way), strict=True):
+        source.end(name, ours, cache)
     detach(model)
     return error, taken[0][WARM:], taken[1][WARM:]
 

@@ -4,9 +4,8 @@ A build lies in a folder whose name says all that it depends on: the sources, th
 instructions. So nothing old is ever used, and one folder serves several machines. It is loaded only if the file is the
 one that the build wrote, and only from a folder that nobody else can write to.
 
-Wheels carry no binaries by now: a build takes some seconds, and needs nothing but a C compiler. A wheel with builds
-(`build_into(PREBUILT / place, march)` for the places of `_places`) needs none: the best one for the machine is taken,
-if it was made from these sources.
+A wheel may bring builds along, one for every level of `LEVELS` (`make wheel`): then no compiler is needed, and the best
+one for the machine is taken, if it was made from these sources.
 """
 
 import hashlib
@@ -19,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 from kvsketch.files import private, replacing, user_cache
 
@@ -28,11 +28,27 @@ PREBUILT = HERE / "built"
 FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-fopenmp")  # and $CFLAGS
 SECONDS = 120
 LIBRARY, DIGEST, SOURCES = "kernels.so", "kernels.sha256", "sources.sha256"
-LEVELS = {  # of x86-64, the best first, and what Linux calls what they need
-    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx2", "fma", "f16c"},
-    "x86-64-v3": {"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"},
-    "x86-64": set[str](),
+V3 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
+V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+
+
+class Level(NamedTuple):
+    """Machines that a build brought along is for: what they must be able to do, in Linux's words, and the flags."""
+
+    needs: frozenset[str]
+    flags: tuple[str, ...]
+
+
+LEVELS = {  # by machine, the best first
+    "x86_64": {
+        "v4-bf16": Level(V4 | {"avx512_bf16"}, ("-march=x86-64-v4", "-mavx512bf16")),
+        "v4": Level(V4, ("-march=x86-64-v4",)),
+        "v3": Level(V3, ("-march=x86-64-v3",)),
+        "any": Level(frozenset(), ("-march=x86-64",)),
+    },
+    "aarch64": {"any": Level(frozenset(), ("-march=armv8-a",))},
 }
+NATIVE = ("-march=native",)
 
 
 class CannotBuildError(Exception):
@@ -41,7 +57,7 @@ class CannotBuildError(Exception):
 
 def built() -> Path:
     """The compiled kernels, which are compiled now if they are not there yet."""
-    for place in _places():
+    for place in fitting_places():
         if _is_right(PREBUILT / place) and _reads(PREBUILT / place / SOURCES, _digest_of_sources()):
             return PREBUILT / place / LIBRARY
     compiler = _compiler()
@@ -62,9 +78,9 @@ def _compiler() -> list[str]:
     raise CannotBuildError(f"there is no C compiler ({named[0] if named else 'cc'}); install gcc or clang")
 
 
-def _flags(march: str) -> list[str]:
-    """How to compile: what the user adds comes last, and so holds."""
-    return [*FLAGS, f"-march={march}", *_words("CFLAGS")]
+def _flags(machine: tuple[str, ...]) -> list[str]:
+    """How to compile for a machine: what the user adds comes last, and so holds."""
+    return [*FLAGS, *machine, *_words("CFLAGS")]
 
 
 def _words(variable: str) -> list[str]:
@@ -86,7 +102,7 @@ def _key(compiler: list[str]) -> str:
         version = _run([*compiler, "--version"])
     except (OSError, subprocess.SubprocessError) as error:
         raise CannotBuildError(f"{' '.join(compiler)} does not run: {error}") from error
-    parts = [*_flags("native"), *compiler, version.stdout, platform.machine(), *_processor(), _digest_of_sources()]
+    parts = [*_flags(NATIVE), *compiler, version.stdout, platform.machine(), *_processor(), _digest_of_sources()]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
 
 
@@ -106,20 +122,25 @@ def _processor() -> list[str]:
     return sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
 
 
-def _places() -> list[str]:
-    """Where builds for this machine would be that a wheel brings, the best one first."""
+def places() -> dict[str, Level]:
+    """Where a wheel for this kind of machine has its builds, below `PREBUILT`; the best first."""
+    machine = platform.machine()
+    return {f"{sys.platform}-{machine}-{name}": level for name, level in LEVELS.get(machine, {}).items()}
+
+
+def fitting_places() -> list[str]:
+    """Those of them whose builds run here."""
     can = {word for line in _processor() for word in line.split()}
-    levels = [level for level, needed in LEVELS.items() if needed <= can] if platform.machine() == "x86_64" else [""]
-    return [f"{sys.platform}-{platform.machine()}-{level}" for level in levels]
+    return [place for place, level in places().items() if level.needs <= can]
 
 
-def build_into(folder: Path, march: str = "native") -> Path:
-    """The kernels, compiled anew into this folder, for these instructions."""
-    _compile(_compiler(), folder, march)
+def build_into(folder: Path, machine: tuple[str, ...] = NATIVE) -> Path:
+    """The kernels, compiled anew into this folder, with these flags for the machine."""
+    _compile(_compiler(), folder, machine)
     return folder / LIBRARY
 
 
-def _compile(compiler: list[str], folder: Path, march: str) -> None:
+def _compile(compiler: list[str], folder: Path, machine: tuple[str, ...]) -> None:
     """Write the library and its digest; each appears whole, whoever else does the same at the same time."""
     try:
         private(folder)
@@ -127,7 +148,7 @@ def _compile(compiler: list[str], folder: Path, march: str) -> None:
             raise CannotBuildError(f"others can write to {open_to_others}: make it yours alone (chmod go-w)")
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch) / LIBRARY
-            command = [*compiler, *_flags(march), str(SOURCE), "-o", str(made), "-lm"]
+            command = [*compiler, *_flags(machine), str(SOURCE), "-o", str(made), "-lm"]
             done = _run(command)
             if done.returncode:
                 raise CannotBuildError(f"{' '.join(command)} failed: {done.stderr.strip()[-300:]}")
