@@ -26,7 +26,7 @@ from kvsketch.kernels.weighted_attention import weighted_attention as chosen
 ROWS, HEADS, GROUP, QUERIES, ENTRIES, WIDTH = 2, 2, 4, 3, 200, 32
 SCALE = WIDTH**-0.5
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-ROUTES = {"reference": reference.attend, "biased": fused.attend_biased, "folded": fused.attend_folded}
+ROUTES = {"reference": reference.attend, "biased": fused.attend_biased}
 
 
 def draw(dtype=torch.float32, *, entries=ENTRIES, queries=QUERIES, value_width=WIDTH, spread=2.0):

@@ -412,6 +412,10 @@ def test_longrope_on_one_side_of_the_switch_is_right():
     assert torch.equal(model.generate(long, **short), stock.generate(long, **short))
     with torch.no_grad():
         assert torch.equal(model(long).logits, stock(long).logits)
+        alive = kvsketch.prefill(model, ids, kvsketch.make_cache(model, "exact"))
+        model(ids[:, :1], past_key_values=alive)
+        assert torch.equal(model(long, use_cache=False).logits, stock(long).logits), "one that has read is alive"
+    assert alive.seen == 25
 
 
 def test_a_fork_that_is_dropped_at_the_rotary_switch():

@@ -20,7 +20,9 @@ from kvsketch.caches.forgetting.threshold import shares_of_prompt
 from kvsketch.caches.registry import parse_spec
 from kvsketch.evaluation.board.peak import peak_bytes
 from kvsketch.evaluation.inspection.kept import held_tokens as tokens_of_layers
+from kvsketch.files import TensorFile
 from kvsketch.huggingface import prompt, rereading
+from kvsketch.huggingface.loading import _check_shares
 from lanes import entries_of
 from states import difference, state_of
 
@@ -902,6 +904,21 @@ def test_shares_that_no_prompt_can_have_set_are_refused(llama, tmp_path):
     cache.save(tmp_path / "cache")
     with pytest.raises(ValueError, match="whose mean cannot be above 1"):
         kvsketch.load_cache(llama, tmp_path / "cache")
+    narrow, wide = [[["entries", 2.14]] * 2, [["entries", 0.71]] * 2]  # of 64 and 256 numbers: 1 in the mean of bytes
+    with TensorFile(tmp_path / "cache") as file:
+        _check_shares([narrow, wide], [64, 256], file)
+        with pytest.raises(ValueError, match="whose mean cannot be above 1"):
+            _check_shares([narrow, wide], [64, 64], file)
+
+
+def test_an_exact_cache_has_no_error_to_measure(llama):
+    for spec, said in (
+        ("exact(noting='window')", False),
+        ("exact(sinks=0)", False),
+        ("uniform(prefill='streaming')", True),
+    ):
+        cache = read(llama, spec, zoo.tokens(1, 40))
+        assert ("error not measured" in str(cache.report())) is said
 
 
 def test_weights_are_left_in_strips(monkeypatch):

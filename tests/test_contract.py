@@ -9,6 +9,7 @@ from kvsketch.attention import exact_attention
 from kvsketch.caches.core.config import BLOCK
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.tokens import NewTokens, Unrotated
+from kvsketch.caches.forgetting.uniform import Uniform
 from kvsketch.caches.registry import METHODS, methods, parse_spec
 from made_index import make_index
 from pretend import pretended
@@ -371,6 +372,19 @@ def test_what_has_left_the_window_cannot_be_taken_back(name):
     with pytest.raises(ValueError, match=r"cannot take back 500 tokens: only the last \d+ of 600"):
         cache.crop(500)
     assert_same(held(cache), before)
+
+
+def test_of_rows_the_one_that_cannot_is_named():
+    """All of a short row may be taken back; it is not the one that is in the way."""
+    _, keys, values = stream(300, rows=2)
+    valid = torch.ones(2, 300, dtype=torch.bool)
+    valid[0, :290] = False
+    cache = LayerCache(Uniform(keep=0.3), 0)
+    cache.hold(NewTokens(keys, values, valid))
+    free = 300 - cache.left[1] - cache.config.sinks
+    with pytest.raises(ValueError, match=f"cannot take back 200 tokens: only the last {free} of 300"):
+        cache.crop(200, [10, 200])
+    cache.crop(free, [10, free])
 
 
 @pytest.mark.parametrize("name", [name for name in BUDGETED if name not in READ_WHOLE])

@@ -277,7 +277,7 @@ def test_an_exact_cache_hands_on_what_is_protected(llama):
 
 def test_the_heads_of_streaming_heads_are_as_many_as_fit_beside_them(llama, tmp_path):
     spec = f"streaming_heads(keep=0.51, heads={made_profile(tmp_path / 'profile.json', llama)!r})"
-    for protect, whole in (([], 2), ([(0, 100)], 1)):
+    for protect, whole in (([], 2), ([(0, 100)], 1), ([(100, 200)], 1)):
         cache = read(llama, spec, zoo.tokens(1, 240), protect=protect)
         assert sum(entries == 240 for layer in cache.report().layers for entries in layer.entries) == whole
     shares = cache.sketch_layers[0].held.shares

@@ -1,12 +1,14 @@
 """Calls of a few tokens: what they are told by, and what each method makes of them."""
 
+import math
+
 import pytest
 import torch
 
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.tokens import NewTokens
 from kvsketch.caches.forgetting.balancekv import BalanceKV
-from kvsketch.caches.forgetting.clustergen import ClusterGen
+from kvsketch.caches.forgetting.clustergen import ClusterGen, Clusters, _joined
 from kvsketch.caches.forgetting.subgen import SubGen
 from kvsketch.caches.forgetting.uniform import Uniform
 from kvsketch.caches.registry import parse_spec
@@ -85,6 +87,19 @@ def test_joined_clusters_are_the_means_of_their_tokens():
         torch.testing.assert_close(total, all_of_them.flatten(0, 1)[:, :count].sum(1), rtol=1e-3, atol=1e-2)
     near = torch.cdist(keys.flatten(0, 1)[:, :count], centres.keys).amin(2)
     assert (near.amax(1) <= reach.amax(1)).all(), "no token is farther from all than any may be"
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_keys_that_are_no_numbers_are_joined_last(wrong):
+    """They cannot be refused where tokens come one by one; and what is joined must come to an end."""
+    keys = torch.randn(2, 30, 4)
+    keys[0, 7], keys[0, 20] = wrong, wrong
+    sizes = torch.ones(2, 30, dtype=torch.int32)
+    found = _joined(Clusters(keys, keys, sizes, torch.zeros(2, 30)), 5)
+    assert found.sizes.sum(1).tolist() == [30, 30]
+    assert found.keys.isfinite().all(2).sum(1).tolist() == [3, 5]
+    found = _joined(Clusters(keys, keys, sizes, torch.zeros(2, 30)), 1)
+    assert found.sizes.flatten().tolist() == [30, 30]
 
 
 def test_equal_keys_are_joined_two_by_two():

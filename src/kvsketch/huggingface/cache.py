@@ -41,7 +41,7 @@ class SketchCache(Cache):
         self.asked_for_length = False  # see DropGuard
         self.steps: Steps | None = None  # while they are recorded
         if model.guard is not None:
-            model.guard.caches.add(self)
+            model.guard.watch(self)
 
     def reset(self) -> None:
         """Forget everything, a call that failed half-way included."""
@@ -103,7 +103,7 @@ class SketchCache(Cache):
                 raise
             for layer in self.stack.summing:
                 stock.release_history(layer)
-            self.stack.touched = False
+            self.stack.touched = self.asked_for_length = False
         self.prompt.call_ended(self, begun=begun, failed=failed)
 
     def _check_call(self, rows: int, count: int) -> None:
@@ -281,7 +281,7 @@ class SketchCache(Cache):
         own = {name: value for name, value in self.__dict__.items() if name != "steps"}
         twin.__dict__.update({"steps": None} | {name: copy.deepcopy(value, memo) for name, value in own.items()})
         if self.model.guard is not None:
-            self.model.guard.caches.add(twin)
+            self.model.guard.watch(twin)
         twin.prompt.open = False
         twin.without_room()
         return twin
@@ -337,7 +337,7 @@ class SketchCache(Cache):
 
     def report(self) -> Report:
         """What is held, against what an uncompressed cache would hold."""
-        return report_on(self.stack)
+        return report_on(self.stack, self.model.group)
 
     def new_tokens(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> dict[str, Tensor]:
         """Inputs for `generate` that continue from this cache with only the new tokens.

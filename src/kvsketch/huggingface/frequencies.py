@@ -1,5 +1,6 @@
 """Rotary frequencies that change when a text gets long, so that keys from before and after do not fit together."""
 
+import threading
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,13 +43,21 @@ class DropGuard:
 
     rope: ChangingFrequencies
     caches: "weakref.WeakSet[Any]" = field(default_factory=weakref.WeakSet)
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def watch(self, cache: Any) -> None:
+        """One of this model's caches, as long as there is one."""
+        with self.lock:
+            self.caches.add(cache)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return DropGuard, (self.rope,)  # a copy has no caches yet
 
     def check_not_dropped(self, total: int) -> None:
         """Called where attention runs without one of our caches."""
-        for cache in self.caches:
+        with self.lock:
+            caches = list(self.caches)
+        for cache in caches:
             # `generate` asks the cache that it was given for its length before every call, dropped or not. It then
             # reads the whole text again; transformers 5.17 goes on with the last token alone.
             crossed = cache.seen <= self.rope.limit < total or cache.seen == self.rope.limit

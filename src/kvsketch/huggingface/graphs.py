@@ -285,6 +285,7 @@ def cuda_graphs(model: M) -> Iterator[M]:
     `with kvsketch.cuda_graphs(model): model.generate(..., past_key_values=cache)`. Answers are the same. Other calls,
     and caches whose steps cannot be recorded, go on as they are; why is said once in the log. The model stays as it is
     in the block: weights that are moved, and hooks or adapters that are exchanged, are not noticed by what is replayed.
+    Threads may share the block, if they use one CUDA stream: recorded steps share their memory.
     """
     inner = unwrapped(model)
     device = next(inner.parameters()).device

@@ -14,6 +14,7 @@ from kvsketch.huggingface.attaching import attach, detach, is_attached, is_watch
 from kvsketch.huggingface.cache import SketchCache
 from kvsketch.huggingface.cache_file import config_for, read_description
 from kvsketch.huggingface.layer import SketchLayer
+from kvsketch.huggingface.modules import heads_of
 from kvsketch.huggingface.supported import unwrapped
 from kvsketch.huggingface.weights import devices_of_layers
 
@@ -58,8 +59,9 @@ def _restore(
     kinds = [type(layer).__name__ for layer in cache.layers]
     if [saved["type"] for saved in known["layers"]] != kinds:
         raise ValueError(f"{file.path} does not hold the layers that this model has: {', '.join(dict.fromkeys(kinds))}")
-    _check_shares([layer["state"].get("budgets", []) for layer in known["layers"]], file)
-    _check_row_shares([layer["state"].get("row_shares") for layer in known["layers"]], file)
+    states, widths = [layer["state"] for layer in known["layers"]], _widths(cache)
+    _check_shares([state.get("budgets", []) for state in states], widths, file)
+    _check_row_shares([state.get("row_shares") for state in states], widths, file)
     order = sorted(range(len(kinds)), key=lambda index: not isinstance(cache.layers[index], SketchLayer))
     for index in order:
         layer, state = cache.layers[index], known["layers"][index]["state"]
@@ -78,17 +80,33 @@ def _restore(
     cache.stack.check_whole()
 
 
-def _check_shares(budgets: Sequence[Any], file: TensorFile) -> None:
-    """Refuse heads that all together would have more than there is: the mean of their shares is 1."""
-    heads = [head for layer in budgets if isinstance(layer, list) for head in layer]
-    shares = [head[-1] for head in heads if isinstance(head, list) and head]
-    numbers = [share for share in shares if type(share) is float]  # others are refused where they are read
-    if numbers and sum(numbers) > 1.001 * len(numbers):
-        raise ValueError(f"{file.path} holds heads with shares of {numbers!s:.80}, whose mean cannot be above 1")
+def _widths(cache: SketchCache) -> list[int]:
+    """Of every layer's keys: a share of a wider layer's budget is more bytes."""
+    width = heads_of(cache.model.config)[1]
+    return width if isinstance(width, list) else [width] * len(cache.layers)
 
 
-def _check_row_shares(given: Sequence[Any], file: TensorFile) -> None:
+def _check_shares(budgets: Sequence[Any], widths: Sequence[int], file: TensorFile) -> None:
+    """Refuse heads that all together would have more than there is: the mean of their shares is 1, byte by byte."""
+    heads = [
+        (head[-1], width)
+        for layer, width in zip(budgets, widths, strict=True)
+        if isinstance(layer, list)
+        for head in layer
+        if isinstance(head, list) and head
+    ]
+    known = [(share, width) for share, width in heads if type(share) is float]  # others are refused where they are read
+    if sum(share * width for share, width in known) > 1.001 * sum(width for _, width in known):
+        shares = [share for share, _ in known]
+        raise ValueError(f"{file.path} holds heads with shares of {shares!s:.80}, whose mean cannot be above 1")
+
+
+def _check_row_shares(given: Sequence[Any], widths: Sequence[int], file: TensorFile) -> None:
     """The same of shares that a prompt has set, row by row."""
-    layers = [rows for rows in given if isinstance(rows, list) and all(isinstance(row, list) for row in rows)]
-    for row in zip(*layers, strict=False):
-        _check_shares([[[share] for share in heads] for heads in row], file)
+    known = [
+        (rows, width)
+        for rows, width in zip(given, widths, strict=True)
+        if isinstance(rows, list) and all(isinstance(row, list) for row in rows)
+    ]
+    for row in zip(*(rows for rows, _ in known), strict=False):
+        _check_shares([[[share] for share in heads] for heads in row], [width for _, width in known], file)

@@ -49,6 +49,13 @@ class ModelLink:
         return part_of(self.divisions, layer, heads, every[layer] if isinstance(every, list) else every)
 
     @property
+    def group(self) -> int:
+        """Query heads of a KV head; the most, where layers differ."""
+        every = heads_of(self.config)[0]
+        least = min(heads for heads in every if heads) if isinstance(every, list) else every
+        return int(self.config.num_attention_heads // least)
+
+    @property
     def parts(self) -> int:
         """Over how many processes heads are probably divided, before any keys came."""
         return max((one.parts for one in self.divisions if one.name in (None, TENSOR_PARALLEL)), default=1)

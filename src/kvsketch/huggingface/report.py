@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kvsketch.caches.exact import Exact
 from kvsketch.huggingface.layer import SketchLayer
 from kvsketch.huggingface.layers import LayerStack, bytes_held
 from kvsketch.kernels import few_queries
@@ -36,6 +37,7 @@ class Report:
     layers: tuple[LayerReport, ...]
     protected: tuple[int, ...] = ()  # tokens of each row that are never dropped, where there are any
     kernels: str = "torch"  # what computes the attention of a step
+    exact: bool = False  # whether everything is held, and read: then there is no error
 
     @property
     def nbytes(self) -> int:
@@ -67,8 +69,8 @@ class Report:
             lines.append(f"{_range(self.protected)} tokens of a row are protected")
         if self.error is not None:
             lines.append(f"mean error of the answers {self.error:.3f}, measured after {self._measured_at:,} tokens")
-        elif any(layer.entries for layer in self.layers) and self.method != "exact":
-            why = 'prefill="streaming", or made from another cache by compress'
+        elif any(layer.entries for layer in self.layers) and not self.exact:
+            why = 'prefill="streaming", padding at its end, or made from another cache by compress'
             lines.append(f"error not measured: no call of this cache saw a whole prompt exactly ({why})")
         for warning in dict.fromkeys(layer.warning for layer in self.layers if layer.warning):
             where = ", ".join(str(layer.layer) for layer in self.layers if layer.warning == warning)
@@ -94,8 +96,8 @@ class Report:
         return f"{layer.layer:>5} {entries:>22} {layer.nbytes:>14,} {share:>8} {error:>7}{details}"
 
 
-def report_on(stack: LayerStack) -> Report:
-    """What the layers of a cache hold now."""
+def report_on(stack: LayerStack, group: int) -> Report:
+    """What the layers of a cache hold now, of a model with so many query heads for a KV head."""
     layers = [
         _report_on_layer(index, layer)
         if isinstance(layer, SketchLayer)
@@ -105,9 +107,10 @@ def report_on(stack: LayerStack) -> Report:
     held = [layer.held for layer in stack.sketch[:1]]
     protected = tuple(own.within(0, n) for one in held for own, n in zip(one.spans, one.lengths, strict=True))
     keys = [layer.held.window.keys.view for layer in stack.sketch if layer.held.started]
-    names = {few_queries.name(x.device, x.dtype) for x in keys} or {few_queries.name(torch.device("cpu"))}
+    names = {few_queries.name(x.device, x.dtype, group) for x in keys} or {few_queries.name(torch.device("cpu"))}
     kernels = " and ".join(sorted(names))
-    return Report(str(stack.config), stack.seen, tuple(layers), protected if any(protected) else (), kernels)
+    exact = isinstance(stack.config, Exact)
+    return Report(str(stack.config), stack.seen, tuple(layers), protected if any(protected) else (), kernels, exact)
 
 
 def _report_on_layer(index: int, layer: SketchLayer) -> LayerReport:

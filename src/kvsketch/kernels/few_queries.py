@@ -23,10 +23,10 @@ def attend(
     return in_c.attend(query, parts, heads, scale, softcap) if found is None else found
 
 
-def name(device: torch.device, dtype: torch.dtype = torch.float32) -> str:
-    """Which kernels a device has for numbers of a kind, for reports."""
+def name(device: torch.device, dtype: torch.dtype = torch.float32, group: int = 1) -> str:
+    """Which kernels a device has for numbers of a kind, and so many query heads of a KV head, for reports."""
     if dtype not in native.DTYPES:
         return "torch"
     if in_triton.runs_on(device):
         return "Triton"
-    return native.name() if device.type == "cpu" else "torch"
+    return native.name() if device.type == "cpu" and group <= in_c.MOST_QUERIES else "torch"

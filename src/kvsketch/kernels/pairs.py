@@ -13,6 +13,7 @@ from torch import Tensor
 from kvsketch.kernels.distances import squared_distances, squared_norms
 
 AT_ONCE = 1 << 22  # costs worked on together: 32 MiB in float64
+WORST = 1e300  # what it costs to join what has no distance: keys that are no numbers, which are joined last
 TINY = 1e-300
 
 
@@ -48,6 +49,7 @@ def _cheapest(means: Float[Tensor, "l n d"], sizes: Int64[Tensor, "l n"]) -> tup
             apart = (place[:, some, None] ^ place[:, None]).double() * TINY
             distances = torch.where(distances == 0, apart, distances)
         costs = distances.mul_((1 / (1 / n[:, some, None] + 1 / n[:, None])).sqrt_().sqrt_())
+        costs.nan_to_num_(nan=WORST, posinf=WORST)
         costs.diagonal(start, 1, 2).fill_(torch.inf)
         costs.masked_fill_((sizes == 0)[:, None], torch.inf).masked_fill_((sizes[:, some] == 0)[..., None], torch.inf)
         cost[:, some], other[:, some] = costs.min(2)

@@ -360,8 +360,9 @@ class LayerCache(LayerState):
         sinks = self.config.sinks
         left = self.left
         there = [length - (gone + sinks if gone else 0) for length, gone in zip(self.lengths, left, strict=True)]
-        if count > self.seen or any(less > most for less, most in zip(dropped, there, strict=True)):
-            most = min(there, default=0)
+        stuck = [most for less, most in zip(dropped, there, strict=True) if less > most]
+        if stuck or count > self.seen:
+            most = min(stuck or there, default=0)
             raise ValueError(f"cannot take back {count} tokens: only the last {most} of {self.seen} are uncompressed")
 
     def go_back(self, seen: int, lengths: Sequence[int]) -> None:

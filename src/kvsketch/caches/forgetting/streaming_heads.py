@@ -42,7 +42,8 @@ class StreamingHeads(BudgetedConfig):
         return self.sinks + self.window
 
     def window_size(self, budget: Budget, count: int) -> int | None:
-        return count if budget.share * (budget.fraction or 0) >= WHOLE else self.window
+        full = budget.share * (budget.fraction or 0) >= WHOLE
+        return count + budget.beside if full else self.window  # protected tokens are not in `count`, but stay here too
 
     def new_method(self, layer: int) -> None:
         """Nothing remains of what leaves the window."""

@@ -24,7 +24,7 @@ from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.buffers import Growing, marks_of, roomy, writable, written
 from kvsketch.caches.core.method import Holding, Method
 from kvsketch.caches.core.query import Answer, Query
-from kvsketch.caches.core.storage import chosen, listed_on, storage_bytes
+from kvsketch.caches.core.storage import chosen, listed_on, storage_bytes, with_prefix
 from kvsketch.caches.core.tokens import Arriving, Seen
 from kvsketch.kernels.indexed_attention.reference import MASK_AT_ONCE
 from kvsketch.kernels.sources import Entries, Segments, Staged
@@ -282,8 +282,7 @@ class Store(Holding):
             self.runs = _wanted(self.sorted_to, self.index.staging)
         if self.runs:
             self.index.sorted_in(self)
-        prefix = "index."
-        self.index.restore({n.removeprefix(prefix): x for n, x in tensors.items() if n.startswith(prefix)})
+        self.index.restore(with_prefix(tensors, "index."))
         self._note_places()
         self.wants_asking = self.index.ready
 

@@ -1,17 +1,12 @@
 """Weighted attention through torch's fused CPU kernel: no logits in memory, keys read once per KV head.
 
 `softmax_attention` is the one call; it gives the log of the denominator, which the public
-`scaled_dot_product_attention` does not. Two routes bring the weights into it:
-
-- biased: log weights as an additive float32 bias on the logits;
-- folded: log weights as two more key dimensions (a high and a low part, so that nothing is lost in
-  16 bits), for fused kernels that take no bias.
+`scaled_dot_product_attention` does not. `attend_biased` brings the weights into it, as a float32 bias on the logits.
 
 With a ≠ b the values get more columns: the kernel averages [a/c·v, b/c] under the weights
 c = max(a, b), and the answer is the ratio of the two.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -22,7 +17,6 @@ from torch import Tensor
 from kvsketch.attention import NO_MASS, Partial, WeightedTokens, fold_groups, unfold_groups
 
 LEAST_MASS = 1e-19  # of the largest weight: the root of the least number, so that quotients stay numbers
-DEAD = -3e4  # log weight of an empty slot in the folded route: exp gives 0, and 16 bits can hold it
 
 
 def can_run(query: Tensor, softcap: float | None) -> bool:
@@ -107,31 +101,6 @@ def attend_biased(query: Float[Tensor, "b hg q d"], tokens: WeightedTokens, scal
     part = softmax_attention(fold_groups(query, tokens.keys.shape[1]), tokens.keys, values, scale, bias=bias)
     if log_weight is not None:
         part = _without_dead_rows(part, log_weight)
-    return _finish(part, query, tokens.values.shape[-1], shares_mass)
-
-
-def attend_folded(query: Float[Tensor, "b hg q d"], tokens: WeightedTokens, scale: float) -> Partial:
-    """Weighted attention with the log weights as two more key dimensions: no bias, no mask."""
-    values, log_weight, shares_mass = _one_weight(tokens)
-    heads = tokens.keys.shape[1]
-    queries = fold_groups(query, heads)
-    if log_weight is None:
-        return _finish(
-            softmax_attention(queries, tokens.keys, values, scale), query, tokens.values.shape[-1], shares_mass
-        )
-    # A shift by the largest weight cancels in the ratio and is added back to the lse.
-    shift = log_weight.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
-    relative = (log_weight.float() - shift).clamp_min(DEAD)
-    step = 2.0 ** round(-math.log2(scale))  # a power of two near 1/scale: exact in 16 bits
-    high, low = _split((relative / (scale * step)).expand(-1, heads, -1), query.dtype)
-    steps = torch.full_like(queries[..., :1], step)
-    part = softmax_attention(
-        torch.cat([queries, steps, steps], -1),
-        torch.cat([tokens.keys, high[..., None], low[..., None]], -1),
-        values,
-        scale,
-    )
-    part = _without_dead_rows(Partial(part.out, part.lse + shift), log_weight)
     return _finish(part, query, tokens.values.shape[-1], shares_mass)
 
 
