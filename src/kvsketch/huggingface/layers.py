@@ -19,7 +19,7 @@ from kvsketch.huggingface import stock
 from kvsketch.huggingface.head_shares import HeadShares
 from kvsketch.huggingface.layer import HybridSketchLayer, SketchLayer
 from kvsketch.huggingface.model import ModelLink
-from kvsketch.huggingface.modules import OURS, heads_of
+from kvsketch.huggingface.modules import OURS, heads_of, of_layer
 from kvsketch.huggingface.whole import Whole
 
 
@@ -54,7 +54,7 @@ class LayerStack:
         assert isinstance(self.config, BudgetedConfig), "others hold everything"
         heads = heads_of(self.model.config)[0]
         ours = [index for index, kind in enumerate(self.kinds) if kind in OURS]
-        by_layer = {index: heads[index] if isinstance(heads, list) else heads for index in ours}
+        by_layer = {index: of_layer(heads, index) for index in ours}
         return HeadShares(self.config, self.model, by_layer, length)
 
     def _new_layer(self, index: int, kind: str, options: dict[str, Any]) -> Any:

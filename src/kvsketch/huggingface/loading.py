@@ -14,7 +14,7 @@ from kvsketch.huggingface.attaching import attach, detach, is_attached, is_watch
 from kvsketch.huggingface.cache import SketchCache
 from kvsketch.huggingface.cache_file import config_for, read_description
 from kvsketch.huggingface.layer import SketchLayer
-from kvsketch.huggingface.modules import heads_of
+from kvsketch.huggingface.modules import heads_of, of_layer
 from kvsketch.huggingface.supported import unwrapped
 from kvsketch.huggingface.weights import devices_of_layers
 
@@ -83,7 +83,7 @@ def _restore(
 def _widths(cache: SketchCache) -> list[int]:
     """Of every layer's keys: a share of a wider layer's budget is more bytes."""
     width = heads_of(cache.model.config)[1]
-    return width if isinstance(width, list) else [width] * len(cache.layers)
+    return [of_layer(width, index) for index in range(len(cache.layers))]
 
 
 def _check_shares(budgets: Sequence[Any], widths: Sequence[int], file: TensorFile) -> None:

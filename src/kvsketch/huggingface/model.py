@@ -12,7 +12,7 @@ from kvsketch.caches.core.part import HeadPart
 from kvsketch.huggingface.attention import ATTENTION_NAME
 from kvsketch.huggingface.frequencies import ChangingFrequencies, DropGuard
 from kvsketch.huggingface.identity import GONE, Identity
-from kvsketch.huggingface.modules import heads_of
+from kvsketch.huggingface.modules import heads_of, of_layer
 from kvsketch.huggingface.spread import TENSOR_PARALLEL, Division, part_of
 
 
@@ -45,8 +45,7 @@ class ModelLink:
 
     def part_of(self, layer: int, heads: int) -> HeadPart:
         """Which of a layer's KV heads are here, where keys of so many came."""
-        every = heads_of(self.config)[0]
-        return part_of(self.divisions, layer, heads, every[layer] if isinstance(every, list) else every)
+        return part_of(self.divisions, layer, heads, of_layer(heads_of(self.config)[0], layer))
 
     @property
     def group(self) -> int:

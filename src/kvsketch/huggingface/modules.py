@@ -28,3 +28,8 @@ def heads_of(config: Any) -> tuple[Any, Any]:
     heads, width = config_value(config, "num_key_value_heads"), config_value(config, "head_dim")
     queries = config.num_attention_heads
     return heads or queries, width or config.hidden_size // queries
+
+
+def of_layer(said: Any, index: int) -> Any:
+    """What a config says of one layer, where it says one thing of all or a list."""
+    return said[index] if isinstance(said, list) else said

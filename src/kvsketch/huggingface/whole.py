@@ -9,7 +9,7 @@ from kvsketch.caches.core.budget import parse_bytes
 from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.core.spans import Protected, Spans
 from kvsketch.huggingface.model import ModelLink
-from kvsketch.huggingface.modules import heads_of
+from kvsketch.huggingface.modules import heads_of, of_layer
 
 
 @dataclass
@@ -40,5 +40,5 @@ class Whole:
 
     def token_bytes(self, index: int, dtype: torch.dtype | None = None) -> int:
         """Bytes that keys and values of a token take in a layer, by the model's config."""
-        heads, width = (found[index] if isinstance(found, list) else found for found in heads_of(self.model.config))
+        heads, width = (of_layer(found, index) for found in heads_of(self.model.config))
         return 2 * heads * width * (dtype or self.dtype or torch.float32).itemsize
