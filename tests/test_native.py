@@ -448,6 +448,30 @@ def test_threads_that_are_preempted_and_processes_at_once_all_get_the_same_answe
     assert len({word for words in said for word in words}) == 1, said
 
 
+ON_ONE = """
+import time
+ask()  # a team is made
+one = {min(os.sched_getaffinity(0))}
+for thread in os.listdir("/proc/self/task"):
+    os.sched_setaffinity(int(thread), one)
+def taken(threads):
+    torch.set_num_threads(threads)
+    began = time.perf_counter()
+    for _ in range(100):
+        ask()
+    return time.perf_counter() - began
+print(min(taken(2) / taken(1) for _ in range(3)))
+"""
+
+
+@needs_c
+@pytest.mark.skipif(sys.platform != "linux", reason="binds threads to a core")
+def test_two_threads_on_one_core_give_up_waiting_for_each_other():
+    """Else they take seventeen times as long as one: each turns until the system takes it aside."""
+    done = subprocess.run([sys.executable, "-c", ASKING + ON_ONE], check=True, timeout=100, capture_output=True)
+    assert float(done.stdout) < 2
+
+
 EVERY_KERNEL = "definition or classifier or buckets_visited or signs_are_those or centres_are or same_bits"
 
 

@@ -325,14 +325,21 @@ int kvs_attend(const struct shape *given, const struct source *sources, int64_t 
         pieces[i].sums = (struct sums){next, next + own, next + 2 * own};
         next += own * (of.value_width + 2);
     }
-    int failed = 0, used = use_threads(threads, work * (of.width + of.value_width) < SMALL ? 1 : found);
+    static struct company company = {LEAST_CREDIT, 0, 0};
+    int failed = 0, small = work * (of.width + of.value_width) < SMALL;
+    struct together it = begin_together(&company, threads, small ? 1 : found);
     size_t scratch = sizeof(float) * ((of.width + of.value_width) * TILE + 2 * of.width * of.group * of.queries);
-    PRAGMA(omp parallel for schedule(dynamic) num_threads(used) reduction(|:failed) if (used > 1))
-    for (int64_t i = 0; i < found; i++) {
-        float *own = kept_memory(2, scratch);
-        if (own) work_off(&of, queries, sources + pieces[i].source, pieces + i, own);
-        else failed = 1;
+    PRAGMA(omp parallel num_threads(it.threads) reduction(|:failed) if (it.threads > 1)) {
+        int64_t began = begin_own(&it);
+        PRAGMA(omp for schedule(dynamic) nowait)
+        for (int64_t i = 0; i < found; i++) {
+            float *own = kept_memory(2, scratch);
+            if (own) work_off(&of, queries, sources + pieces[i].source, pieces + i, own);
+            else failed = 1;
+        }
+        end_own(&it, began);
     }
+    end_together(&it);
     if (!failed) finish(&of, pieces, found, room, out, lse, room + rows);
     return failed;
 }

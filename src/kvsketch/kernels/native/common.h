@@ -8,6 +8,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -173,6 +174,67 @@ INLINE vf sums_of(const vf *a) {
 static int alone = 0;
 __attribute__((unused)) static int use_threads(int64_t wanted, int64_t work) {
     return alone || wanted < 2 || work < 2 ? 1 : (int)wanted;
+}
+
+// Whether company pays, for what is called at every step. Where another process computes too, a thread of a team may come
+// late, and those that are done wait for it, turning. Then the calling thread would be faster alone: it works alone for a
+// while, and longer each time that company does not pay again. How long it would take alone is the time that processors
+// spent on all parts.
+#define MOST_CREDIT 2         // times what the parts take: so much may company lose before it is given up
+#define LEAST_CREDIT 4000000   // nanoseconds: or so much
+#define FIRST_PAUSE 100000000  // for so long
+#define LONGEST_PAUSE 2000000000
+struct company {
+    int64_t credit, pause, until;  // what it has won; how long it was given up, and until when
+};
+struct together {
+    struct company *company;
+    int64_t began, spent;  // when; by processors
+    int threads;
+};
+
+INLINE int64_t time_of(clockid_t clock) {
+    struct timespec now;
+    clock_gettime(clock, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+INLINE int64_t peek(const int64_t *at) { return __atomic_load_n(at, __ATOMIC_RELAXED); }
+INLINE void put(int64_t *at, int64_t x) { __atomic_store_n(at, x, __ATOMIC_RELAXED); }
+
+// Begin with so many parts, as many threads as `threads` says.
+__attribute__((unused)) static struct together begin_together(struct company *company, int64_t threads, int64_t parts) {
+    struct together it = {company, 0, 0, use_threads(threads, parts)};
+    if (it.threads < 2) return it;
+    it.began = time_of(CLOCK_MONOTONIC);
+    if (it.began < peek(&company->until)) it.threads = 1;
+    return it;
+}
+
+// A thread begins with its parts; and it has no more.
+INLINE int64_t begin_own(const struct together *it) {
+    return it->threads < 2 ? 0 : time_of(CLOCK_THREAD_CPUTIME_ID);
+}
+INLINE void end_own(struct together *it, int64_t began) {
+    if (it->threads < 2) return;
+    __atomic_fetch_add(&it->spent, time_of(CLOCK_THREAD_CPUTIME_ID) - began, __ATOMIC_RELAXED);
+}
+
+// All parts are done: note what company was worth.
+__attribute__((unused)) static void end_together(struct together *it) {
+    if (it->threads < 2) return;
+    struct company *company = it->company;
+    int64_t now = time_of(CLOCK_MONOTONIC), credit = peek(&company->credit) + it->spent - (now - it->began);
+    int64_t most = MOST_CREDIT * it->spent > LEAST_CREDIT ? MOST_CREDIT * it->spent : LEAST_CREDIT;
+    if (credit >= most) credit = most, put(&company->pause, 0);
+    if (credit < 0) {
+        int64_t pause = 2 * peek(&company->pause);
+        pause = pause ? pause : FIRST_PAUSE;
+        pause = pause < LONGEST_PAUSE ? pause : LONGEST_PAUSE;
+        put(&company->pause, pause), put(&company->until, now + pause);
+        credit = 0;
+    }
+    put(&company->credit, credit);
 }
 
 // Memory that a thread keeps from call to call: fresh memory costs more than some of the arithmetic. It goes when the

@@ -182,13 +182,20 @@ int kvs_classify(const struct asked *of, const struct layer *layers, float *scor
         float *to = layer == last ? logits : inner;
         int64_t together = of->heads < threads ? COLUMNS : 2 * COLUMNS, wide = layer->columns;
         int64_t blocks = (wide + together - 1) / together;
-        int used = use_threads(threads, wide * layer->inner * every * of->heads < (1 << 18) ? 1 : of->heads * blocks);
-        PRAGMA(omp parallel for schedule(dynamic) num_threads(used) if (used > 1))
-        for (int64_t n = 0; n < of->heads * blocks; n++) {
-            int64_t h = n / blocks, begin = n % blocks * together, end = begin + together;
-            times(layer, (int)of->kind, h, from + h * every * stride, stride, to + h * every * wide, wide, every, begin,
-                  end < wide ? end : wide, layer != last);
+        int64_t parts = of->heads * blocks, small = wide * layer->inner * every * of->heads < (1 << 18);
+        static struct company company = {LEAST_CREDIT, 0, 0};
+        struct together it = begin_together(&company, threads, small ? 1 : parts);
+        PRAGMA(omp parallel num_threads(it.threads) if (it.threads > 1)) {
+            int64_t began = begin_own(&it);
+            PRAGMA(omp for schedule(dynamic) nowait)
+            for (int64_t n = 0; n < parts; n++) {
+                int64_t h = n / blocks, begin = n % blocks * together, end = begin + together;
+                times(layer, (int)of->kind, h, from + h * every * stride, stride, to + h * every * wide, wide, every,
+                      begin, end < wide ? end : wide, layer != last);
+            }
+            end_own(&it, began);
         }
+        end_together(&it);
         from = to, stride = wide;
     }
     memset(scores, 0, sizeof(float) * of->rows * of->heads * of->count * last->columns);
