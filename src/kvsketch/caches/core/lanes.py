@@ -45,7 +45,7 @@ class Bundle:
     def of(self, x: Tensor) -> Tensor:
         """The part [l, …] of something [b, h, …] that belongs to these lanes."""
         if self.whole:
-            return x.flatten(0, 1)
+            return x[0] if len(self.rows) == 1 else x.flatten(0, 1)
         if len(self.rows) == 1 and self.heads == [*range(self.heads[0], self.heads[-1] + 1)]:
             return x[self.rows[0], self.heads[0] : self.heads[-1] + 1]  # where they lie, without a copy
         rows, heads, _ = self._index(x.device)
@@ -227,7 +227,8 @@ class Lanes:
         if len(found) > 1:
             answers = [(bundle.lanes, answer) for bundle, answer in found]
             answer = joined(answers, query, self.heads, self._order(query.queries.device))
-        return replace(in_rows(answer, self.rows), unread=sources)
+        answer = in_rows(answer, self.rows)
+        return Answer(answer.attended, answer.estimated, answer.read, sources)
 
     def _ask(self, bundle: Bundle, query: Query, asked: Tensor | None) -> Answer:
         """The answer of a bundle's lanes, as KV heads of one row; what is still to be read is of numbered lanes."""
@@ -236,7 +237,8 @@ class Lanes:
         if bundle.holding.weighted is not None:
             return Answer(None, unread=((bundle.weighted(self.heads),),))
         answer = bundle.holding.answer(bundle.query(query, self.heads), None if asked is None else bundle.of(asked))
-        return replace(answer, unread=tuple((bundle.numbered(part, self.heads),) for (part,) in answer.unread))
+        unread = tuple((bundle.numbered(part, self.heads),) for (part,) in answer.unread)
+        return Answer(answer.attended, answer.estimated, answer.read, unread)
 
     def _order(self, device: torch.device) -> Int64[Tensor, " l"]:
         if device not in self._order_at:

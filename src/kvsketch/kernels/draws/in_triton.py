@@ -18,7 +18,7 @@ BLOCK, WARPS = 512, 4
 def uniforms(*address: int | Int64[Tensor, "..."]) -> Float[Tensor, "..."] | None:
     """The numbers of `algorithms/draws.uniforms`, bit for bit."""
     tensors = [x for x in address if isinstance(x, Tensor)]
-    if not tensors or torch.compiler.is_compiling() or not gpu.wanted_on(tensors[0].device):
+    if not tensors or not gpu.wanted_on(tensors[0].device):
         return None
     device, shape = tensors[0].device, torch.broadcast_shapes(*(x.shape for x in tensors))
     alike = all(type(x) is Tensor and x.dtype == torch.int64 and x.device == device for x in tensors)

@@ -39,7 +39,9 @@ _for_graphs = dict[torch.device, tuple[Tensor, Iterator[int]]]()  # kept for goo
 
 
 def wanted_on(device: torch.device) -> bool:
-    """Whether kernels for this device are asked for at all."""
+    """Whether kernels for this device are asked for at all; asked before all else, for on a CPU that is mostly all."""
+    if torch.compiler.is_compiling():
+        return False
     wanted = os.environ.get(SWITCH, "auto")
     if wanted not in ("auto", "off"):
         raise ValueError(f"{SWITCH} is {wanted!r}, and must be auto or off")

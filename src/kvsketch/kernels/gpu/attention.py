@@ -36,6 +36,8 @@ def attend(
     None where Triton does not do it: many queries, another device, numbers that do not lie side by side, wide heads, a
     wanted gradient.
     """
+    if not gpu.wanted_on(query.device):
+        return None
     _, query_heads, queries, width = query.shape
     group, value_width = query_heads // heads, parts[0].tokens.values.shape[3]
     if not 0 < queries * group <= MOST_ROWS or max(width, value_width) > gpu.MOST_WIDTH or query.stride(3) != 1:

@@ -18,6 +18,8 @@ def classify(
     query: Float[Tensor, "b hg q d"], inner: Layer | None, last: Layer, heads: int
 ) -> Float[Tensor, "b h q c"] | None:
     """See `kernels/routes.py`."""
+    if not gpu.wanted_on(query.device):
+        return None
     _, query_heads, count, width = query.shape
     there = [*(inner or ()), *last]
     rows, buckets = count * (query_heads // heads), there[-1].shape[-1]
@@ -70,6 +72,8 @@ def visit(
     left: bool = False,
 ) -> tuple[Segments, Int64[Tensor, "1 l q"], Float[Tensor, "l q c"] | None] | None:
     """See `kernels/routes.py`."""
+    if not gpu.wanted_on(scores.device):
+        return None
     queries, buckets = scores.shape[1:]
     if scores.dtype != torch.float32 or not all(x.is_contiguous() for x in (scores, sizes, edges)):
         return None
