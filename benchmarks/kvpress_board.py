@@ -22,7 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from kvsketch.cli.app import progress_bar
-from kvsketch.evaluation.board.names import EXACT, PROMPT_KEY, SPEED_KEY
+from kvsketch.evaluation.board.names import EXACT, SAME_PROMPT, SPEED_KEY
 from kvsketch.evaluation.board.peak import peak_bytes
 from kvsketch.evaluation.board.timed import READ, WARM, Plan
 from kvsketch.evaluation.results.names import ANSWERS, PROMPTS, SPEED
@@ -106,10 +106,10 @@ def specs(keeps: list[float], presses: list[str]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def answer(presses: Presses, prompt: Row, asked: str, press: Any) -> Row:
+def answer(presses: Presses, prompt: Row, press: Any) -> Row:
     """What is measured of one prompt; the question is known before it is compressed, or comes after."""
     question = prompt["question"]
-    known, rest = (question[:-1], question[-1:]) if asked == "before" else ([], question)
+    known, rest = (question[:-1], question[-1:]) if prompt["asked"] == "before" else ([], question)
     ids = torch.tensor([prompt["context"] + known])
     began = time.perf_counter()
     cache = presses.read(ids, press)
@@ -130,12 +130,11 @@ def answer(presses: Presses, prompt: Row, asked: str, press: Any) -> Row:
 def answers(presses: Presses, prompts: list[Row], wanted: dict[str, Any], rows: RowsFile) -> Iterator[str]:
     """Ask what the file does not hold yet."""
     for prompt in prompts:
-        for asked in prompt["asked"]:
-            for method, press in wanted.items():
-                labels = {name: prompt[name] for name in PROMPT_KEY} | {"asked": asked, "method": method}
-                yield f"{prompt['task']}, {method}"
-                if key_of(labels) not in rows.done:
-                    rows.add([labels | answer(presses, prompt, asked, press)])
+        for method, press in wanted.items():
+            labels = {name: prompt[name] for name in SAME_PROMPT} | {"method": method}
+            yield f"{prompt['task']}, {method}"
+            if key_of(labels) not in rows.done:
+                rows.add([labels | answer(presses, prompt, press)])
 
 
 @torch.no_grad()
@@ -183,7 +182,7 @@ def first_of_each(prompts: list[Row], samples: int) -> list[Row]:
     numbers: dict[tuple[Any, ...], int] = {}
     kept = []
     for prompt in prompts:
-        kind = tuple(prompt[name] for name in PROMPT_KEY if name != "sample")
+        kind = tuple(prompt[name] for name in SAME_PROMPT if name != "sample")
         numbers[kind] = numbers.get(kind, 0) + 1
         kept += [prompt] if numbers[kind] <= samples else []
     return kept
@@ -192,12 +191,12 @@ def first_of_each(prompts: list[Row], samples: int) -> list[Row]:
 def main(given: argparse.Namespace) -> None:
     if not (given.board / PROMPTS).is_file():
         raise SystemExit(f"{given.board} has no {PROMPTS}: name a folder that kvsketch bench all has written")
-    runs, prompts = read_rows(given.board / PROMPTS, PROMPT_KEY)
+    runs, prompts = read_rows(given.board / PROMPTS, SAME_PROMPT)
     made = {name: runs[-1][name] for name in ("model", "fingerprint", "dtype", "kvsketch")}
     about = {"package": PACKAGE} | provenance() | made
     presses = Presses(given.model, made["dtype"])
     wanted, prompts = specs(given.keep, given.presses), first_of_each(prompts, given.samples)
-    total = len(wanted) * sum(len(prompt["asked"]) for prompt in prompts)
+    total = len(wanted) * len(prompts)
     with progress_bar() as bar:
         steps = answers(presses, prompts, wanted, RowsFile(given.out / ANSWERS, about, KEY))
         show(bar, steps, total)

@@ -46,7 +46,9 @@ def answer(model, cache):
         ("uniform(keep='12 parsecs')", "is not a size"),
         ("uniform(keep='lots')", "is not a size"),
         ("uniform(keep='0MB')", "no memory at all"),
+        ("uniform(keep='0.25')", "has no quotes, as in keep=0.25"),
         ("uniform(keep=50)", "needs at least"),
+        ("uniform(keep=1)", r"keep=1\.0 is all that it reads"),
         ("streaming_llm(keep=20)", "needs at least"),
         ("uniform(window=0)", "window must be a whole number of at least 1"),
         ("uniform(sinks=-1)", "sinks must be a whole number of at least 0"),
@@ -104,6 +106,7 @@ for call, message in (
     (lambda: kvsketch.prefill(model, ids, cache, protect=ids), "protect is (start, stop) pairs of whole numbers"),
     (lambda: kvsketch.make_cache(model, by_questions, questions=["Who?"]), "a question is token ids, 1 × tokens, got"),
     (lambda: cache.new_tokens("Who?"), "new tokens are token ids, rows × tokens, got str"),
+    (lambda: kvsketch.prefill(model, ids, cache, attention_mask=[[1]]), "covers the new tokens alone, (1, 9), got"),
 ):
     try:
         call()
@@ -149,6 +152,8 @@ def test_new_tokens_of_an_empty_cache(model):
 def test_new_tokens_for_other_rows(filled):
     with pytest.raises(ValueError, match="holds 1 rows, but 2 came"):
         filled.new_tokens(zoo.tokens(2, 3))
+    with pytest.raises(ValueError, match=r"covers the new tokens alone, \(1, 3\), got shape \(1, 2\)"):
+        filled.new_tokens(zoo.tokens(1, 3), torch.ones(1, 2))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -367,7 +372,7 @@ def test_prefill_arguments(model):
     cache = kvsketch.make_cache(model)
     with pytest.raises(ValueError, match="chunk must be a whole number of at least 1, got 0"):
         kvsketch.prefill(model, zoo.tokens(1, 5), cache, chunk=0)
-    with pytest.raises(ValueError, match="attention_mask must cover the new tokens"):
+    with pytest.raises(ValueError, match="attention_mask must be a tensor that covers the new tokens alone"):
         kvsketch.prefill(model, zoo.tokens(1, 5), cache, attention_mask=torch.ones(1, 4))
 
 

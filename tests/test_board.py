@@ -16,7 +16,7 @@ from kvsketch.evaluation.board.content import content
 from kvsketch.evaluation.board.equal import Fitter
 from kvsketch.evaluation.board.gathering import Rows, Wanted
 from kvsketch.evaluation.board.lines import Line, line_of
-from kvsketch.evaluation.board.names import FITTED_KEY, PROMPT_KEY, SPEED_KEY
+from kvsketch.evaluation.board.names import FITTED_KEY, SAME_PROMPT, SPEED_KEY
 from kvsketch.evaluation.board.page import About, write_board
 from kvsketch.evaluation.board.peak import peak_bytes
 from kvsketch.evaluation.board.plan import Choice, chosen
@@ -65,8 +65,8 @@ def test_one_run_makes_one_page_and_goes_on_where_it_stopped(small):
     for row in whole[SPEED]:
         assert row["peak_nbytes"] > row["nbytes"] > 0
         assert min(row["step"] + row["exact_step"] + row["reading"]) > 0
-    asked = read_rows(small / "out" / PROMPTS, PROMPT_KEY)[1]
-    assert {key_of(row, PROMPT_KEY) for row in asked} == {key_of(row, PROMPT_KEY) for row in whole[ANSWERS]}
+    asked = read_rows(small / "out" / PROMPTS, SAME_PROMPT)[1]
+    assert {key_of(row, SAME_PROMPT) for row in asked} == {key_of(row, SAME_PROMPT) for row in whole[ANSWERS]}
     written = [(small / "out" / name).stat().st_mtime_ns for name in (PROMPTS, ANSWERS)]
     assert written == sorted(written)  # another package need not wait for our answers
     page = (small / "out" / "board.html").read_text()

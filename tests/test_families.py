@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+import transformers as T
 from transformers import DynamicCache
 
 import kvsketch
@@ -162,10 +163,8 @@ def test_remote_code_is_refused():
 
 
 def test_encoder_decoder_models_are_refused():
-    import transformers
-
     small = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 32}
-    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**small))
+    model = T.T5ForConditionalGeneration(T.T5Config(**small))
     with pytest.raises(ValueError, match="encoder-decoder"):
         kvsketch.make_cache(model)
 
@@ -321,22 +320,82 @@ def test_detach_gives_back_what_the_user_chose_last():
     assert model.config._attn_implementation == "eager"
 
 
-def test_a_vision_language_model_has_only_its_text_attached():
-    import transformers
-
+def gemma_with_images():
     text = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
     text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "layer_types": ["sliding_attention", "full_attention"]}
+    text |= {"sliding_window": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14})
-    with warnings.catch_warnings():
+    images = {"mm_tokens_per_image": 4, "image_token_index": 96, "boi_token_index": 95, "eoi_token_index": 94}
+    config = T.Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14}, **images)
+    with warnings.catch_warnings(), torch.random.fork_rng():
         warnings.simplefilter("ignore")
-        model = transformers.Gemma3ForConditionalGeneration(config).eval()
+        torch.manual_seed(0)
+        return T.Gemma3ForConditionalGeneration(config).eval()
+
+
+def test_a_vision_language_model_has_only_its_text_attached():
+    model = gemma_with_images()
     before = model.config.vision_config._attn_implementation
     kvsketch.make_cache(model, "uniform")
     assert model.config.text_config._attn_implementation == "kvsketch"
     assert model.config.vision_config._attn_implementation == before
     kvsketch.detach(model)
     assert model.config.text_config._attn_implementation == before
+
+
+def test_a_model_that_reads_images_too_reads_text_as_stock_does():
+    """It hands its decoder a mask for every kind of layer, and embeddings in place of ids."""
+    stock, ours = gemma_with_images(), gemma_with_images()
+    calls, mask = calls_of(ROWS), padding_mask()
+    expected = logits(stock, DynamicCache(config=stock.config), calls, mask)
+    real = torch.cat([mask, mask.new_ones(ROWS, STEPS)], 1).bool()
+    for spec in ("exact", "uniform(keep=1.0)"):
+        got = logits(ours, kvsketch.make_cache(ours, spec), calls, mask)
+        torch.testing.assert_close(got[real], expected[real], rtol=1e-4, atol=2e-5)
+    cache, ids = kvsketch.make_cache(ours, "exact"), calls[0][:1]
+    with pytest.raises(ValueError, match="leave out token_type_ids"), torch.no_grad():
+        ours(ids, past_key_values=cache, token_type_ids=torch.zeros_like(ids))
+    with pytest.raises(ValueError, match="keydiff or snapkv"):
+        ours.generate(ids, past_key_values=kvsketch.make_cache(ours, keep=0.25), max_new_tokens=2)
+    kvsketch.prefill(ours, ids, cache)
+    assert cache.seen == ids.shape[1]
+
+
+SMALL = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL |= {"num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+INDEXED = {"index_block_size": 8, "index_topk_blocks": 2, "index_n_heads": 2, "index_head_dim": 16}
+
+
+def small(kind, **given):
+    config = T.AutoConfig.for_model(kind, **SMALL | given)
+    return T.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "reason"),
+    [
+        ("minimax_m3_vl_text", EXPERTS | INDEXED | {"layer_types": ["full_attention", "minimax_m3_sparse"]}, "sparse"),
+        ("deepseek_v4", {"num_experts_per_tok": 2, "n_routed_experts": 4}, "compressed_attention"),
+    ],
+)
+def test_layers_whose_masks_only_their_own_code_knows_are_refused(kind, given, reason):
+    if kind not in T.CONFIG_MAPPING:
+        pytest.skip("this transformers does not have it")
+    with pytest.raises(ValueError, match=f"does not know .*{reason}"):
+        kvsketch.attach(small(kind, **given))
+
+
+def test_attention_that_goes_by_more_than_we_know_and_attention_that_looks_twice_are_refused():
+    ids = torch.randint(1, 97, (1, 40))
+    cases = [("diffllama", {}, "twice")]
+    if "inkling_text" in T.CONFIG_MAPPING:
+        experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        cases.append(("inkling_text", experts | {"layer_types": ["hybrid", "hybrid"]}, "position_bias"))
+    for kind, given, reason in cases:
+        model = small(kind, **given)
+        with pytest.raises(ValueError, match=reason), torch.no_grad():
+            model(ids, past_key_values=kvsketch.make_cache(model))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "phi3"])

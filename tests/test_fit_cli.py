@@ -9,6 +9,7 @@ import kvsketch
 from commands import refused, run
 from fitted import TOKENIZER, tiny_model, write_corpus
 from kvsketch.caches.lookup.key_index import own_index, read_index
+from kvsketch.caches.registry import parse_spec
 from kvsketch.evaluation.embedded import load_embedded
 from kvsketch.huggingface.identity import describe_model
 
@@ -26,7 +27,7 @@ def saved(tmp_path):
 
 
 def test_a_model_is_fitted_and_what_was_found_is_shown(saved, tmp_path):
-    out = tmp_path / "index"
+    out = tmp_path / "an owner's index"
     done = run("fit", saved, "--corpus", write_corpus(tmp_path), "-o", out, *SMALL, "--steps", 20, "--layers", "1,2")
     assert done.returncode == 0, done.stderr
     index = read_index(out)
@@ -34,9 +35,9 @@ def test_a_model_is_fitted_and_what_was_found_is_shown(saved, tmp_path):
     index.check_model(describe_model(tiny_model()))
     assert index.description["model"]["id"] == str(saved)
     assert index.description["made_with"]["torch"] == torch.__version__
-    assert (
-        f"use it: saap(index='{out}', probes=2, visit=0.1, estimate=True, prefer='density', window=24)" in done.stderr
-    )
+    spec = f"saap(index={str(out)!r}, probes=2, visit=0.1, estimate=True, prefer='density', window=24)"
+    assert f"use it: {spec}" in done.stderr
+    assert parse_spec(spec).folder == out
     measured = next(row for row in index.description["layers"]["1"]["held_out"]["classifier"] if row["probes"] == 2)
     assert f"{measured['recall']:.3f} / {measured['selectivity']:.3f}" in done.stdout
     again = run(

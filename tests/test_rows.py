@@ -42,6 +42,27 @@ def test_rows_come_back_and_are_not_written_twice(tmp_path):
     RowsFile(path, RUN | {"model": "./a"})  # the same model under another name
 
 
+def test_rows_of_a_method_that_has_learnt_something_else_since_are_refused(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    RowsFile(path, RUN | {"learnt": {"saap": "one", "keydiff(heads='profile')": "two"}}).add([row(0)])
+    RowsFile(path, RUN | {"learnt": {"saap": "one", "kmeans": "three"}})  # others may be added
+    RowsFile(path, RUN)
+    for method in ("saap", "kmeans"):
+        with pytest.raises(ValueError, match=f"rows of {method} with another index or profile"):
+            RowsFile(path, RUN | {"learnt": {method: "four"}})
+
+
+def test_without_the_line_that_says_what_made_them_rows_are_refused_with_that_advice(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    RowsFile(path, RUN).add([row(0)])
+    whole = path.read_bytes()
+    first, rest = whole.split(b"\n", 1)
+    for damaged in (first.replace(b'"a"', b'"b"') + b"\n" + rest, rest):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"line 1: .*Put it back as it was, or write to another folder"):
+            read_rows(path)
+
+
 HOLDS = """
 import fcntl, sys
 file = open(sys.argv[1], "rb")

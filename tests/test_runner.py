@@ -1,19 +1,24 @@
 """The runner's answers are the model's own; interrupted runs lose and repeat nothing."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 
 import zoo
+from kvsketch.caches.lookup.key_index import find_index
 from kvsketch.evaluation.answers.able import first_prompts, unable
 from kvsketch.evaluation.answers.plan import Plan
 from kvsketch.evaluation.answers.runner import Runner
+from kvsketch.evaluation.board.names import SAME_PROMPT
+from kvsketch.evaluation.board.prompts import write_prompts
 from kvsketch.evaluation.embedded import load_embedded
 from kvsketch.evaluation.embedded.training.tokenizer import build_tokenizer
 from kvsketch.evaluation.results.rows import RowsFile, key_of, read_rows
 from kvsketch.evaluation.tasks import Question, Sample
 from kvsketch.evaluation.tasks.haystack import haystack_of
+from kvsketch.huggingface.identity import describe_model
 
 TOKENIZER = build_tokenizer()
 TINY = {"model": "tiny", "fingerprint": "1", "kvsketch": "0.1.0"}
@@ -163,6 +168,23 @@ def test_a_question_that_opens_the_document_is_always_known():
     rows = rows_of(Runner(tiny(), TOKENIZER, both))
     assert {row["asked"] for row in rows if row["task"] == "math_find"} == {"before"}
     assert len(rows) == both.answers
+
+
+def test_prompts_for_another_package_are_asked_whenever_ours_are(tmp_path):
+    """Also where a folder goes on with more than before."""
+    model, path = tiny(), tmp_path / "prompts.jsonl"
+    for asked in (("after",), ("before", "after")):
+        write_prompts(path, TINY, Runner(model, TOKENIZER, plan(asked=asked)))
+    rows = read_rows(path, SAME_PROMPT)[1]
+    assert len(rows) == 6
+    assert {(row["sample"], row["asked"]) for row in rows} == set(itertools.product(range(3), ("after", "before")))
+
+
+def test_a_runner_says_which_index_and_profile_its_methods_go_by():
+    methods = ("exact", "saap", "keydiff(keep=0.25)", "keydiff(keep=0.25, heads='profile')")
+    learnt = Runner(*load_embedded(), plan(methods=methods)).learnt
+    assert set(learnt) == {"saap", "keydiff(keep=0.25, heads='profile')"}
+    assert learnt["saap"] == find_index("saap", describe_model(load_embedded()[0])).digest
 
 
 def test_what_a_model_cannot_do_is_left_out():

@@ -1,5 +1,6 @@
 """Specs and budgets as a user writes them."""
 
+import numpy as np
 import pytest
 
 import kvsketch
@@ -21,6 +22,7 @@ def test_a_spec_shows_the_budget_and_what_differs_from_the_defaults():
     assert str(Uniform(sinks=2)) == "uniform(keep=0.25, sinks=2)"
     assert str(Uniform(keep="512MB", seed=3)) == "uniform(keep='512MB', seed=3)"
     assert kvsketch.parse_spec(" uniform ( keep = 4096 ) ") == Uniform(keep=4096)
+    assert str(Uniform(keep=np.float64(0.5))) == "uniform(keep=0.5)"  # as it comes out of numpy.linspace
 
 
 def test_a_budget_alone_is_the_recommended_method():

@@ -238,6 +238,9 @@ def test_a_text_of_the_users_can_be_the_haystack(tmp_path):
     assert len(places) == 80
     assert all((b - a) % 50 == 1 for a, b in itertools.pairwise(places))  # in order, and round again
     assert not any(sentence in sample.context for sentence in SENTENCES)
+    plain = TextFile(book).sentences
+    book.write_bytes(b"\xef\xbb\xbf" + book.read_bytes().replace(b"! ", b"!\r\n"))  # as other systems write it
+    assert TextFile(book).sentences == plain
     (tmp_path / "empty.txt").write_text("\n \n")
     with pytest.raises(ValueError, match="is empty"):
         TextFile(tmp_path / "empty.txt")
@@ -334,6 +337,8 @@ def case_without_text():
         (json.dumps(case_without_text()), "line 1: not a LongEval lines case"),
         (json.dumps({"prompt": "x"}), "line 1: not a LongEval lines case"),
         (json.dumps(case() | {"num_lines": math.inf}), "line 1: not a LongEval lines case"),
+        (json.dumps(case() | {"expected_number": "many"}), "line 1: not a LongEval lines case"),
+        (json.dumps(case() | {"expected_number": 42.5}), r"line 1: .*expected_number that is no whole one"),
         (json.dumps(case() | {"random_idx": ["x", 10**400]}), "line 1: not a LongEval lines case"),
         (json.dumps(case() | {"random_idx": ["x", -1]}), r"not a LongEval lines case .*line -1 of 1"),
         (json.dumps(case()).replace("torpid", r"\ud800"), "letters that UTF-8 does not have"),

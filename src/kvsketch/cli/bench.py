@@ -186,12 +186,12 @@ def measure(
     """Run a plan, or the part of it that the model can do, into a folder's rows; `before` is told what will run."""
     from kvsketch.evaluation.answers.able import first_prompts, unable
     from kvsketch.evaluation.answers.runner import Runner
-    from kvsketch.evaluation.results.rows import RowsFile, read_rows
+    from kvsketch.evaluation.results.rows import LEARNT, RowsFile, read_rows
 
     runner = Runner(model, tokenizer, plan)
     if not runner.template and not plan.raw:
         say("the tokenizer has no chat template: prompts are given to the model as they are")
-    file = RowsFile(out / ANSWERS, describe(model, name, runner.fingerprint))
+    file = RowsFile(out / ANSWERS, describe(model, name, runner.fingerprint) | {LEARNT: runner.learnt})
     if able is not None:
         first = Runner(model, tokenizer, first_prompts(plan))
         _fill(file, first)

@@ -89,14 +89,16 @@ def bench_text(
 
 def run(plan: "Plan", inputs: Inputs) -> None:
     """Measure what is missing, with a bar; then table and picture of all that was asked for."""
-    from kvsketch.evaluation.results.rows import RowsFile
+    from kvsketch.evaluation.results.rows import LEARNT, RowsFile
     from kvsketch.evaluation.texts import measure
     from kvsketch.evaluation.texts.plan import KEY
+    from kvsketch.huggingface.identity import Identity
 
     texts = inputs.texts.read(inputs.tokenizer, inputs.model)
     for text in texts:
         plan.starts(text)  # a text that is too short shows now, not after hours
-    rows = RowsFile(inputs.out / TEXTS, inputs.about, KEY)
+    learnt = Identity(inputs.model).learnt(plan.configs.values())
+    rows = RowsFile(inputs.out / TEXTS, inputs.about | {LEARNT: learnt}, KEY)
     with reported(lambda: show(plan, texts, inputs.out)), progress_bar(MofNCompleteColumn()) as bar:
         task = bar.add_task("reading", total=len(texts) * plan.windows * len(plan.configs))
         for label, settled in measure.run(inputs.model, texts, plan, rows):
@@ -159,8 +161,9 @@ def table_of(rows: "Sequence[Row]", plan: "Plan") -> Group:
         baseline = f"{BASELINE}(keep={getattr(plan.configs[name], 'keep', None)!r})"
         ratio = None if name == baseline else compare(rows, name, baseline)
         low, high = mean.interval
-        ends = () if ratio is None else map(_three_digits, (ratio.mean, ratio.low, ratio.high))
-        paired = "" if ratio is None else "{} [{}, {}]".format(*ends)
+        paired = "" if ratio is None else _three_digits(ratio.mean)
+        if ratio is not None and ratio.pairs > 1:
+            paired += f" [{_three_digits(ratio.low)}, {_three_digits(ratio.high)}]"
         read = "" if mean.looked_up is None else f"{mean.looked_up:.1%}"
         cells = [name, f"{mean.share:.1%}", *([read] if looking else [])]
         cells += [f"{mean.kl:.3f}" + (f" [{low:.3f}, {high:.3f}]" if mean.windows > 1 else ""), paired]

@@ -159,12 +159,20 @@ class Board:
 
         together = min(read_together(make_cache(self.model), self.given.batch), self.given.samples)
         fitter = Fitter(self.model, self.document[:, : self.given.timed.tokens], together)
-        rows = RowsFile(self.given.out / FITTED, self.about, FITTED_KEY)
+        rows = RowsFile(self.given.out / FITTED, self._about(self.chosen.specs), FITTED_KEY)
         _show_progress(fitter.run(self.chosen.specs, rows), len(self.chosen.specs))
         found = fitter.found(rows)
         return {"exact": None} | {found[spec]: line_of(spec).keep for spec in self.chosen.specs}
 
     # -- measuring
+
+    def _about(self, methods: "Sequence[str]") -> dict[str, object]:
+        """What makes rows of these methods."""
+        from kvsketch.caches.registry import parse_spec
+        from kvsketch.evaluation.results.rows import LEARNT
+        from kvsketch.huggingface.identity import Identity
+
+        return self.about | {LEARNT: Identity(self.model).learnt(map(parse_spec, methods))}
 
     def measure(self) -> None:
         """Make the rows that are missing."""
@@ -184,7 +192,7 @@ class Board:
         from kvsketch.evaluation.texts import measure as texts
         from kvsketch.evaluation.texts.plan import KEY
 
-        rows = RowsFile(self.given.out / TEXTS, self.about, KEY)
+        rows = RowsFile(self.given.out / TEXTS, self._about(self.predictions.methods), KEY)
         total = len(self.texts) * self.predictions.windows * len(self.predictions.configs)
         _show_progress(texts.run(self.model, self.texts, self.predictions, rows), total)
 
@@ -193,7 +201,7 @@ class Board:
         from kvsketch.evaluation.board.names import SPEED_KEY
         from kvsketch.evaluation.results.rows import RowsFile
 
-        rows = RowsFile(self.given.out / SPEED, self.about, SPEED_KEY)
+        rows = RowsFile(self.given.out / SPEED, self._about(self.timed.methods), SPEED_KEY)
         steps = speed.run(self.model, self.document, self.timed, rows)
         _show_progress(steps, len(self.timed.methods))
 

@@ -207,7 +207,7 @@ def _show_result(index: "KeyIndex", out: Path | None, settings: "FitSettings") -
     probes = max(count for count in PROBES if count <= max(1, min(SHOWN_PROBES, settings.buckets // 4)))
     output().print(_table(index, probes))
     window = "" if settings.shards.apart == APART else f", window={settings.shards.apart}"
-    where = "" if out is None else f"index='{out}', "
+    where = "" if out is None else f"index={str(out)!r}, "
     say(f"use it: saap({where}probes={probes}, visit=0.1, estimate=True, prefer='density'{window})")
 
 

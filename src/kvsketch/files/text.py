@@ -24,9 +24,9 @@ def name_of(path: str | Path) -> str:
 
 
 def as_text(content: bytes, name: str | Path) -> str:
-    """The text that bytes are, in UTF-8."""
+    """The text that bytes are, in UTF-8; without the mark that some files begin with, and with plain line ends."""
     try:
-        return content.decode()
+        return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{name} is no text in UTF-8: byte {error.start:,} is {content[error.start]:#04x}. Convert it first, for "

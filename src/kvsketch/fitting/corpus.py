@@ -80,7 +80,7 @@ def _texts_of(path: Path) -> Iterator[str]:
         raise ValueError(f"{path}: a corpus is made of .txt files (a text each) and .jsonl files (a text a line)")
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
-    content = as_text(path.read_bytes(), path).replace("\r\n", "\n").replace("\r", "\n")
+    content = as_text(path.read_bytes(), path)
     if path.suffix == ".txt":
         yield content
         return

@@ -25,6 +25,9 @@ from kvsketch.huggingface.frequencies import GUARD
 from kvsketch.kernels.weighted_attention import reference
 
 ATTENTION_NAME = "kvsketch"  # must not contain "flash": transformers looks for that word
+# What some models hand to their attention that changes its answer, and neither we nor torch's own attention know.
+NOT_KNOWN = ("sinks", "indices", "block_indices")
+NOT_KNOWN_TO_US = ("position_bias", *NOT_KNOWN)
 
 
 @runtime_checkable
@@ -127,6 +130,12 @@ def attention(
         layer.check_asked_by(module)
     if kwargs.get("output_attentions"):
         refuse_weights()
+    for name in NOT_KNOWN if layer is None else NOT_KNOWN_TO_US:
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"the attention of this model goes by {name} too ({type(module).__name__}): kvsketch does not serve "
+                "it, kvsketch.detach(model) and use transformers' own cache"
+            )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     unrotated = None if layer is None else layer.before_rotation(module, query, key)
     query, key, value = (as_autocast(x) for x in (query, key, value))
@@ -188,7 +197,8 @@ def check_mask(attention_mask: Tensor, rows: int, new: int, seen: int) -> None:
     if attention_mask.ndim != 2:
         raise ValueError(
             f"a kvsketch cache takes a 2-D padding mask, rows × tokens, got shape {tuple(attention_mask.shape)}: "
-            "custom 4-D masks and packed sequences are not supported, give each sequence a row of its own"
+            "custom 4-D masks, packed sequences and images whose tokens see each other are not supported. Give each "
+            "sequence a row of its own; leave out token_type_ids, which make such a mask of text too"
         )
     if attention_mask.shape[0] != rows:
         raise ValueError(f"the attention mask is for {attention_mask.shape[0]} rows, but {rows} came")
@@ -247,6 +257,8 @@ def _stock_attention(
     causal = getattr(module, "is_causal", True) if causal is None else causal
     partly_new = attention_mask is None and causal and 1 < queries < count  # a chunk after an ordinary cache
     if partly_new or (attention_mask is not None and attention_mask.ndim == 2):
+        if attention_mask is not None:  # of all tokens, where a layer may have the latest alone
+            attention_mask = attention_mask[:, -count:]
         attention_mask = _mask_of_all_keys(query, count, attention_mask)
     if attention_mask is not None and attention_mask.shape[-1] != count:
         raise ValueError(

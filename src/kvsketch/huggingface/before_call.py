@@ -146,6 +146,15 @@ def _refuse(index: int, told: Callable[[], Tensor], more: str) -> None:
             )
 
 
+def check_own_mask(mask: object, ids: Tensor) -> None:
+    """Refuse a mask that is not of these tokens; None is one."""
+    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
+        came = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(
+            f"attention_mask must be a tensor that covers the new tokens alone, {tuple(ids.shape)}, got {came}"
+        )
+
+
 def check_goes_on(input_ids: Tensor, stack: LayerStack) -> None:
     """Refuse tokens that cannot go on from what layers hold."""
     check_ids(input_ids, "new tokens are token ids, rows × tokens")

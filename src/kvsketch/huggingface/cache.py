@@ -14,13 +14,14 @@ from kvsketch.caches.core.spans import Protected
 from kvsketch.caches.registry import parse_spec
 from kvsketch.huggingface import stock, taking_back
 from kvsketch.huggingface.attention import check_mask, check_not_empty, refuse_weights
-from kvsketch.huggingface.before_call import Finite, check_caches_are_used, check_goes_on, check_numbers
+from kvsketch.huggingface.before_call import Finite, check_caches_are_used, check_goes_on, check_numbers, check_own_mask
 from kvsketch.huggingface.cache_file import check_same_weights, write_cache
 from kvsketch.huggingface.compressing import check_can_become, hold_again
 from kvsketch.huggingface.graphs import Steps
 from kvsketch.huggingface.layer import SketchLayer
 from kvsketch.huggingface.layers import LayerStack, bytes_held
 from kvsketch.huggingface.model import ModelLink
+from kvsketch.huggingface.modules import OURS
 from kvsketch.huggingface.prompt import Prompt
 from kvsketch.huggingface.report import Report, report_on
 from kvsketch.huggingface.rows import reorder_rows, repeat_rows, select_rows
@@ -66,6 +67,10 @@ class SketchCache(Cache):
         new = given.get("inputs_embeds") if new is None else new
         if not isinstance(new, Tensor):
             return  # the decoder will say so
+        mask = given.get("attention_mask")
+        if isinstance(mask, Mapping):  # made by a model around this one (Gemma 3 with images), a mask for every kind
+            mask = next((mask[kind] for kind in OURS if kind in mask), None)
+            given = {**given, "attention_mask": mask}
         rows, count = new.shape[:2]
         check_not_empty(count)
         self.model.check_module(module)
@@ -74,7 +79,6 @@ class SketchCache(Cache):
         check_caches_are_used(module)
         if given.get("output_attentions"):
             refuse_weights()
-        mask = given.get("attention_mask")
         if isinstance(mask, Tensor):
             check_mask(mask, rows, count, self.stack.seen)
         if not torch.compiler.is_compiling():  # which cannot trace what looks at numbers
@@ -347,6 +351,7 @@ class SketchCache(Cache):
         (`torch.cat([answer[:, -1:], question], 1)`).
         """
         check_goes_on(input_ids, self.stack)
+        check_own_mask(attention_mask, input_ids)
         if self.recording and not self.prompt.held:
             self.end_recording()
         new = torch.ones_like(input_ids) if attention_mask is None else attention_mask

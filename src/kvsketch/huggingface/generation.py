@@ -14,7 +14,7 @@ from kvsketch.caches.core.spans import Given, read_spans
 from kvsketch.caches.core.tokens import chunks
 from kvsketch.caches.registry import chosen_method
 from kvsketch.huggingface.attaching import attach
-from kvsketch.huggingface.before_call import check_ids, check_tokens
+from kvsketch.huggingface.before_call import check_ids, check_own_mask, check_tokens
 from kvsketch.huggingface.cache import SketchCache
 from kvsketch.huggingface.identity import Identity
 from kvsketch.huggingface.prompt import NO_QUESTIONS
@@ -138,7 +138,4 @@ def _check_prompt(input_ids: Tensor, attention_mask: Tensor | None, chunk: int |
         raise ValueError(f"a prompt is rows × tokens with at least one token, got shape {tuple(input_ids.shape)}")
     if chunk is not None:
         check_count("chunk", chunk, least=1)
-    if attention_mask is not None and attention_mask.shape != input_ids.shape:
-        raise ValueError(
-            f"attention_mask must cover the new tokens, {tuple(input_ids.shape)}, got {tuple(attention_mask.shape)}"
-        )
+    check_own_mask(attention_mask, input_ids)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import weakref
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
@@ -85,6 +86,11 @@ class Identity:
                 f"is longer than {rope.limit} tokens: use a method that does not look ahead, such as keydiff"
             )
         return config.for_model(lambda: self.facts, held=held)
+
+    def learnt(self, configs: Iterable[MethodConfig]) -> dict[str, str]:
+        """For those that go by something that was learnt of this model, which one it is now."""
+        found = {str(config): config.learnt_digest(lambda: self.facts) for config in configs}
+        return {name: digest for name, digest in found.items() if digest is not None}
 
 
 def fingerprint(model: PreTrainedModel) -> str:

@@ -111,7 +111,12 @@ class SketchLayer(CacheLayerMixin):
         self.positions.check(positions, valid, self.held.lengths or [0] * rows)
 
     def check_asked_by(self, module: nn.Module) -> None:
-        """The attention function has found this layer; refuse a module that is another model's."""
+        """The attention function has found this layer; refuse a second look, and another model's module."""
+        if not self.pending:
+            raise ValueError(
+                f"{type(module).__name__} looks at the tokens of layer {self.held.layer} twice: kvsketch does not "
+                "serve such a model, use transformers' own cache"
+            )
         self.pending = 0
         if id(module) not in self.model.modules:
             self.model.check_module(module)

@@ -63,8 +63,8 @@ class Positions:
                     f"row {row} goes on at position {first[row]}, but the cache has read {lengths[row]} of its tokens "
                     f"and expects position {lengths[row] + known}. To continue with new tokens only, pass generate "
                     "**cache.new_tokens(ids), and a model that is called by itself position_ids too, where rows are "
-                    "padded; to pass the whole text, its beginning must be what the cache has read (use_cache=False "
-                    "passes it again at every step)"
+                    "padded; to pass the whole text, it must begin with what the cache has read and go on "
+                    "(use_cache=False passes it again at every step)"
                 )
         self.offsets = [o if r and not n else k for o, k, r, n in zip(offsets, before, begun, lengths, strict=True)]
         self.checked = True

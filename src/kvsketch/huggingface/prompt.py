@@ -165,8 +165,9 @@ class Prompt:
             )
         if not isinstance(given.get("input_ids"), Tensor):
             raise ValueError(
-                f"{self.config} has the model read on behind the prompt, and embeddings came instead of token "
-                'ids: use another method, with heads="profile" for instance'
+                f"{self.config} has the model read on behind the prompt, and embeddings came instead of token ids (a "
+                "model that reads images too makes them of text as well): use a method that reads a prompt once, as "
+                "keydiff or snapkv"
             )
         self._check_padding(given.get("attention_mask"), count)
         if decoder.training:

@@ -11,6 +11,11 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, CacheLayerMixin
 from kvsketch.huggingface.frequencies import changing_frequencies
 from kvsketch.huggingface.modules import OURS
 
+# Kinds of layers that we know: ours, and those that stay as they are. Others have masks that only their own code knows.
+SERVED = (
+    *OURS, "sliding_attention", "chunked_attention", "hybrid_sliding", "linear_attention", "conv", "dummy",
+)  # fmt: skip
+
 
 def unwrapped(model: nn.Module) -> Any:
     """The transformers model itself, where adapters (peft) or the compiler are wrapped around it."""
@@ -44,6 +49,11 @@ def check_supported(model: PreTrainedModel) -> Any:
     if getattr(text, "num_kv_shared_layers", None) or any(getattr(text, "kv_sharing_modes", None) or ()):
         raise ValueError(f"layers of {name} share one cache: kvsketch does not serve it, use transformers' own cache")
     kinds, _ = get_layer_types_and_kwargs(text)
+    if others := sorted(set(kinds) - set(SERVED)):
+        raise ValueError(
+            f"{name} has layers that kvsketch does not know ({', '.join(others)}): it does not serve the model, use "
+            "transformers' own cache"
+        )
     if not any(issubclass(DYNAMIC_LAYER_TYPE_MAPPING.get(kind, object), CacheLayerMixin) for kind in kinds):
         raise ValueError(
             f"{name} has no attention layer ({', '.join(sorted(set(kinds)))}): use transformers' own cache"

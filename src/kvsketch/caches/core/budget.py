@@ -4,6 +4,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 Keep = float | int | str
@@ -70,6 +71,13 @@ def seen_when(left: int, exact: Callable[[int], int], most: int) -> int:
     return bisect_left(range(most), left, key=lambda seen: seen - exact(seen))
 
 
+def plain(keep: Keep) -> Keep:
+    """A budget in Python's own numbers: numpy's look the same, but are not read back from a spec."""
+    if isinstance(keep, bool) or not isinstance(keep, Real):
+        return keep
+    return int(keep) if isinstance(keep, Integral) else float(keep)
+
+
 def check_keep(keep: Keep) -> None:
     """Refuse a budget that is none."""
     expected = 'a fraction in (0, 1] such as 0.25, a number of entries such as 4096, or bytes such as "512MB"'
@@ -89,7 +97,8 @@ def parse_bytes(text: str) -> int:
     units = {unit.lower(): size for unit, size in UNITS.items()}
     if found is None or found[2].lower() not in units:
         raise ValueError(
-            f"keep={text[:60]!r} is not a size: expected a number and one of {', '.join(UNITS)}, as in '512MB'"
+            f"keep={text[:60]!r} is not a size: expected a number and one of {', '.join(UNITS)}, as in '512MB'; a "
+            "fraction or a number of entries has no quotes, as in keep=0.25"
         )
     size = float(found[1]) * units[found[2].lower()]
     if size > MOST * 10**6:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kvsketch.caches.core.asking import Asking, Askings
-from kvsketch.caches.core.budget import MOST, Budget, Keep, check_keep
+from kvsketch.caches.core.budget import MOST, Budget, Keep, check_keep, plain
 from kvsketch.caches.core.checks import check_choice, check_count
 from kvsketch.caches.core.method import Method
 from kvsketch.caches.core.profile import PROFILE, find_profile
@@ -96,6 +96,10 @@ class MethodConfig(ABC):
         self.check_model(facts, held=held)
         return self
 
+    def learnt_digest(self, facts: Callable[[], dict[str, Any]]) -> str | None:
+        """What it goes by that was learnt of a model, an index or a profile, in a few letters that change with it."""
+        return self.source_digest()
+
     def source_digest(self) -> str | None:
         """What this config takes from elsewhere, in a few letters that change when that does."""
         return None
@@ -142,6 +146,7 @@ class BudgetedConfig(MethodConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "keep", plain(self.keep))
         check_keep(self.keep)
         named = isinstance(self.heads, str) and self.heads.endswith(".json")
         if not named and self.heads not in (EQUAL, PYRAMID, PROFILE, THRESHOLD):
@@ -173,14 +178,20 @@ class BudgetedConfig(MethodConfig):
         if self.heads not in (EQUAL, PYRAMID, THRESHOLD) and not held:
             find_profile(self.heads, facts()).check_keep(self.keep)
 
+    def learnt_digest(self, facts: Callable[[], dict[str, Any]]) -> str | None:
+        if self.heads in (EQUAL, PYRAMID, THRESHOLD):
+            return super().learnt_digest(facts)
+        return find_profile(self.heads, facts()).digest
+
     def with_full_paths(self) -> "MethodConfig":
         return replace(self, heads=str(Path(self.heads).resolve())) if self.heads.endswith(".json") else self
 
     def check_entries(self, entries: int | None) -> None:
         """Refuse a fixed number of entries that the exact parts alone would use up."""
         if entries is not None and entries < self.least_entries():
+            whole = " (keep=1.0 is all that it reads)" if self.keep == 1 else ""
             raise ValueError(
-                f"keep={self.keep!r} leaves {entries} entries per row and KV head, but {self} needs at least "
+                f"keep={self.keep!r} leaves {entries} entries per row and KV head{whole}, but {self} needs at least "
                 f"{self.least_entries()}: give more, or fewer sinks or a smaller window"
             )
 

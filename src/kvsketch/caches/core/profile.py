@@ -15,7 +15,7 @@ from typing import Any
 from kvsketch.caches.core.belonging import first_of_model
 from kvsketch.caches.core.budget import Budget, Keep
 from kvsketch.caches.core.shares import Shares, filled
-from kvsketch.files import DamagedError, read_json, user_cache, write_json
+from kvsketch.files import DamagedError, digest_of, read_json, user_cache, write_json
 
 FORMAT = 1
 UNKNOWN = 0.25  # a number of entries, or of bytes, is divided as this fraction is
@@ -35,6 +35,13 @@ class Profile:
     model: Mapping[str, Any]  # what there is to know about the model
     keeps: Sequence[float]  # from the largest to the smallest
     parts: Mapping[int, Sequence[Sequence[float]]]  # of each layer's heads, for each of these
+
+    @property
+    def digest(self) -> str:
+        """Another one whenever another thing was measured."""
+        return digest_of({"keeps": self.keeps, "parts": {str(layer): heads for layer, heads in self.parts.items()}})[
+            :16
+        ]
 
     def shares(self, budget: Budget) -> Shares:
         """Of a budget of this mean; between what was measured they are interpolated by the logarithm."""

@@ -61,6 +61,7 @@ class Runner:
         for config in self.methods.values():
             now.fitted(config)  # an index or a profile that is not there, or another model's, shows now too
         self.fingerprint = now.fingerprint  # what tells this model from others
+        self.learnt = now.learnt(self.methods.values())
         self.batch = read_together(exact, plan.batch)
         self.template = uses_template(tokenizer, plan.raw)
         self._fitters = dict[tuple[str, str], Fitter]()

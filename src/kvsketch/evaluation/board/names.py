@@ -3,7 +3,6 @@
 from kvsketch.evaluation.results.rows import KEY
 
 SAME_PROMPT = tuple(name for name in KEY if name != "method")
-PROMPT_KEY = tuple(name for name in SAME_PROMPT if name != "asked")
 SPEED_KEY = ("text", "tokens", "steps", "turns", "method")
 FITTED_KEY = ("text", "tokens", "together", "method")
 EXACT = "exact"  # what everything held is called, of whichever package

@@ -14,7 +14,9 @@ from typing import Any
 
 FORMAT = 2
 CHECK = "check"  # the last part of every line
+LEARNT = "learnt"  # the part of a run that says which index or profile its methods go by
 REMOVE = "Remove that line, and run the same command again: its row is made anew"
+FIRST = "Before any row there is a line that says what made them. Put it back as it was, or write to another folder"
 # What makes a row the same row: everything an answer depends on but the model.
 KEY = (
     "task", "wording", "haystack", "cases", "template", "asked", "length", "depth", "sample", "new_tokens", "method",
@@ -26,7 +28,10 @@ class RowsFile:
     """One file of rows, all by the same model and version."""
 
     def __init__(self, path: Path, run: Mapping[str, Any], key: Sequence[str] = KEY) -> None:
-        """Open or begin the file; `run` says what made the rows: model, fingerprint, version and more."""
+        """Open or begin the file; `run` says what made the rows: model, fingerprint, version and more.
+
+        Its part "learnt", if there is one, says of methods which index or profile they go by.
+        """
         from kvsketch.files import claim  # not above: to show help is not worth torch
 
         if path.exists() and not path.is_file():
@@ -52,6 +57,15 @@ class RowsFile:
                     raise ValueError(
                         f"{path} holds rows of another {what}: {written}; this is {this}. Write to another folder"
                     )
+        learnt = dict[str, str]()
+        for earlier in runs:
+            learnt |= earlier.get(LEARNT, {})
+        for method, now in run.get(LEARNT, {}).items():
+            if learnt.get(method, now) != now:
+                raise ValueError(
+                    f"{path} holds rows of {method} with another index or profile than there is now. Write to another "
+                    "folder, or put that one back"
+                )
         _drop_cut_line(path)
         if run not in runs[-1:]:
             self._write([{"run": run}])
@@ -102,11 +116,13 @@ def read_rows(path: Path, key: Sequence[str] = KEY) -> tuple[list[dict[str, Any]
     if not lines and not b'{"run": '.startswith(cut[:8]):
         raise ValueError(f"{path} is not a file of rows: it begins with {cut[:40]!r}")
     for number, line in enumerate(lines, 1):
-        found = _read_line(line, f"{path}, line {number}")
+        found = _read_line(line, f"{path}, line {number}", REMOVE if runs else FIRST)
         if "run" in found:
             runs.append(found["run"])
-        elif not runs or any(name not in found for name in key):
+        elif any(name not in found or isinstance(found[name], list) for name in key):
             raise ValueError(f"{path}, line {number}: not a row of a kvsketch benchmark")
+        elif not runs:
+            raise ValueError(f"{path}, line {number}: {FIRST}")
         elif (first := places.setdefault(key_of(found, key), number)) != number:
             raise ValueError(f"{path}, line {number}: this row stands in line {first} already. Remove one of the two")
         else:
@@ -114,12 +130,12 @@ def read_rows(path: Path, key: Sequence[str] = KEY) -> tuple[list[dict[str, Any]
     return runs, rows
 
 
-def _read_line(line: bytes, where: str) -> Row:
+def _read_line(line: bytes, where: str, advice: str) -> Row:
     """A line as it was before it got its checksum, which must be right."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:  # broken UTF-8 is a ValueError
-        raise ValueError(f"{where}: not JSON ({error!s:.100}); is this a file of rows? {REMOVE}") from error
+        raise ValueError(f"{where}: not JSON ({error!s:.100}); is this a file of rows? {advice}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{where}: not a row but {line[:40]!r}")
     run = found.get("run")
@@ -132,7 +148,7 @@ def _read_line(line: bytes, where: str) -> Row:
         raise ValueError(f"{where}: not a row of a kvsketch benchmark")
     check = found.pop(CHECK)
     if check != _checksum(found):
-        raise ValueError(f"{where}: damaged, it is not what was written. {REMOVE}")
+        raise ValueError(f"{where}: damaged, it is not what was written. {advice}")
     return found
 
 

@@ -80,7 +80,7 @@ class TextFile(Haystack):
 
     def __init__(self, path: str | Path) -> None:
         content = read_file(path)  # once: what comes through a pipe does not come again
-        text = as_text(content, path).replace("\r\n", "\n").replace("\r", "\n")
+        text = as_text(content, path)
         self.name = name_with_digest(name_of(path), text.encode())
         found = re.split(r"\n\s*\n", SENTENCE_END.sub(r"\g<0>\n\n", text))
         self.sentences = [" ".join(sentence.split()) for sentence in found if sentence.strip()]

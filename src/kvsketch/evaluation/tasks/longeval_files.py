@@ -26,17 +26,18 @@ def read_cases(path: str | Path) -> tuple[str, list[Sample]]:
     return name, [_case(line, path, number) for number, line in lines if line.strip()]
 
 
-def _case(line: str, path: Path, number: int) -> Sample:
+def _case(line: str, path: Path, at: int) -> Sample:
     try:
         case = json.loads(line)
         context, mark, question = case["prompt"].rpartition(MARK)
-        answer, count, place = str(case["expected_number"]), int(case["num_lines"]), int(case["random_idx"][1])
+        number, count, place = float(case["expected_number"]), int(case["num_lines"]), int(case["random_idx"][1])
+        if not number.is_integer():
+            raise ValueError("an expected_number that is no whole one")
+        answer = str(int(number))
         if not 0 <= place < count or not is_text(case["prompt"] + answer):
             raise ValueError(f"line {place} of {count}, or letters that UTF-8 does not have")
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError, RecursionError) as error:
-        raise ValueError(f"{path}, line {number}: not a LongEval lines case ({error!r:.100})") from error
+        raise ValueError(f"{path}, line {at}: not a LongEval lines case ({error!r:.100})") from error
     if not mark:
-        raise ValueError(
-            f"{path}, line {number}: the prompt has no {MARK.strip()!r}, so it is not a LongEval lines case"
-        )
+        raise ValueError(f"{path}, line {at}: the prompt has no {MARK.strip()!r}, so it is not a LongEval lines case")
     return Sample(context, (Question(mark + question, (answer,), f"{answer}>", place / max(1, count - 1)),))
