@@ -88,8 +88,8 @@ class Identity:
         return config.for_model(lambda: self.facts, held=held)
 
     def learnt(self, configs: Iterable[MethodConfig]) -> dict[str, str]:
-        """For those that go by something that was learnt of this model, which one it is now."""
-        found = {str(config): config.learnt_digest(lambda: self.facts) for config in configs}
+        """For those that go by something that was learnt of this model, which one it is now; refuses others, too."""
+        found = {str(config): self.fitted(config).learnt_digest(lambda: self.facts) for config in configs}
         return {name: digest for name, digest in found.items() if digest is not None}
 
 

@@ -97,7 +97,7 @@ class MethodConfig(ABC):
         return self
 
     def learnt_digest(self, facts: Callable[[], dict[str, Any]]) -> str | None:
-        """What it goes by that was learnt of a model, an index or a profile, in a few letters that change with it."""
+        """Which index or profile this goes by, in a few letters that change with it; of a config that fits a model."""
         return self.source_digest()
 
     def source_digest(self) -> str | None:

@@ -59,9 +59,6 @@ class IndexedConfig(BucketedConfig):
         vars(found)["learnt"] = find_index(self.name, facts())
         return found
 
-    def learnt_digest(self, facts: Callable[[], dict[str, Any]]) -> str | None:
-        return self.for_model(facts).source_digest()
-
     def source_digest(self) -> str | None:
         return self.learnt.digest
 

@@ -58,10 +58,9 @@ class Runner:
         exact = make_cache(model, Exact())
         now = exact.model.now()
         assert now is not None, "the model is here"
-        for config in self.methods.values():
-            now.fitted(config)  # an index or a profile that is not there, or another model's, shows now too
-        self.fingerprint = now.fingerprint  # what tells this model from others
+        # An index or a profile that is not there, or another model's, shows now too.
         self.learnt = now.learnt(self.methods.values())
+        self.fingerprint = now.fingerprint  # what tells this model from others
         self.batch = read_together(exact, plan.batch)
         self.template = uses_template(tokenizer, plan.raw)
         self._fitters = dict[tuple[str, str], Fitter]()

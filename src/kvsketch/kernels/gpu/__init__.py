@@ -39,7 +39,7 @@ _for_graphs = dict[torch.device, tuple[Tensor, Iterator[int]]]()  # kept for goo
 
 
 def wanted_on(device: torch.device) -> bool:
-    """Whether kernels for this device are asked for at all; asked before all else, for on a CPU that is mostly all."""
+    """Whether kernels for this device are asked for at all. Callers look here first: on most CPUs that is the end."""
     if torch.compiler.is_compiling():
         return False
     wanted = os.environ.get(SWITCH, "auto")
