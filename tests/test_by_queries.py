@@ -21,7 +21,7 @@ from kvsketch.caches.registry import parse_spec
 from kvsketch.evaluation.board.peak import peak_bytes
 from kvsketch.evaluation.inspection.kept import held_tokens as tokens_of_layers
 from kvsketch.files import TensorFile
-from kvsketch.huggingface import prompt, rereading
+from kvsketch.huggingface import free_memory, rereading
 from kvsketch.huggingface.loading import _check_shares
 from lanes import entries_of
 from states import difference, state_of
@@ -568,7 +568,7 @@ def test_what_is_held_at_most_while_a_prompt_is_read():
 
 
 def test_who_has_no_room_for_the_whole_prompt_hears_of_it_before_it_is_read(llama, monkeypatch, tmp_path):
-    monkeypatch.setattr(prompt, "MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(free_memory, "MEMORY", tmp_path / "meminfo")
     token = 3 * 2 * 2 * 16 * 4  # layers, keys and values, heads, width, bytes
     for spec, chunk, tokens in (("kvzip", 200, 400), ("kvzip", 50, 250), ("snapkv(heads='threshold')", 200, 200)):
         for free, short in ((tokens * token - 1024, True), (tokens * token + 1024, False)):

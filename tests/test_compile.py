@@ -21,9 +21,9 @@ def unbroken(model, **inputs):
     assert explained.graph_break_count == 0, explained.break_reasons
     assert explained.graph_count == 1, explained.graph_count
 
-def compiled(model):
+def compiled(model, *, whole=False):
     torch._dynamo.reset()
-    return torch.compile(model.forward, backend="eager", dynamic=True)
+    return torch.compile(model.forward, backend="eager", dynamic=True, fullgraph=whole)  # whole: or it is an error
 """
 STEP = """
 for case in sys.argv[1:]:
@@ -45,9 +45,7 @@ for spec in sys.argv[1:]:
     inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1)[:, -1:]
     with torch.no_grad():
         expected = model(**inputs, past_key_values=cache.fork()).logits
-        torch._dynamo.reset()
-        unbroken(model, **inputs, past_key_values=cache.fork())
-        got = compiled(model)(**inputs, past_key_values=cache).logits
+        got = compiled(model, whole=True)(**inputs, past_key_values=cache).logits
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 """
 DECODE = """

@@ -364,12 +364,26 @@ def test_rows_of_unequal_lengths_wait_only_where_tokens_leave_the_window(name, m
     assert len(waiting) <= 4
 
 
-def waits_of(config, steps, padding=0):
+@pytest.mark.parametrize("name", ["streaming_llm", "clustergen"])
+def test_windows_of_unequal_lengths_wait_no_more_than_others(name, monkeypatch):
+    """But that each window has steps of its own in which tokens leave it."""
+    monkeypatch.delenv(gpu.INTERPRETED, raising=False)
+    config = KINDS[name](**SMALL[name])
+    assert config.window_by_budget
+    assert len(waits_of(config, steps=16, shares=rising)) <= HEADS * (name in BLOCKS)
+
+
+def rising(_, heads, budget):
+    """Shares of a layer's heads, no two of which are alike."""
+    return [2 * (head + 1) / (heads + 1) for head in range(heads)]
+
+
+def waits_of(config, steps, padding=0, shares=None):
     """What each decode step that waits for something waits for."""
     count = 300 + steps
     query, keys, values = (x.to(DEVICE) for x in stream(count, rows=1 if not padding else ROWS))
     valid = padded_in_front(count, padding).to(DEVICE) if padding else None
-    waiting, cache = list[list[str]](), LayerCache(config, 0)
+    waiting, cache = list[list[str]](), LayerCache(config, 0, shares=shares)
     gpu.works(attention.WHAT, DEVICE, query.dtype, attention._check)  # kernels are tried first
     with native.off(), torch.no_grad():
         feed(cache, *(x[:, :, :300] for x in (query, keys, values)), [300], valid)

@@ -1,7 +1,7 @@
 """Exact attention: nothing leaves the window."""
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
 from typing import Any, ClassVar
 
 from kvsketch.caches.core.asking import CONTEXT, LAST, MAX, MEAN, QUESTIONS, SECOND, SUM, WINDOW, Asking, Askings
@@ -48,9 +48,9 @@ class Exact(KeepingConfig):
         if SECOND in names and QUESTIONS in names:
             raise ValueError(f"noting={self.noting!r}: a prompt is read again or questions are, leave one of them out")
 
-    @property
+    @cached_property
     def askings(self) -> Askings:
-        return _askings(self.noting)
+        return Askings(tuple(ASKINGS[name] for name in _names(self.noting) if name != NOTHING))
 
     @property
     def holds_back(self) -> bool:
@@ -61,11 +61,6 @@ class Exact(KeepingConfig):
 
     def new_method(self, layer: int) -> None:
         """Nothing ever leaves the window."""
-
-
-@cache
-def _askings(noting: str) -> Askings:
-    return Askings(tuple(ASKINGS[name] for name in _names(noting) if name != NOTHING))
 
 
 def _names(noting: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -159,9 +160,15 @@ def made_text(task: str, tokens: int, seed: str, tokenizer: "PreTrainedTokenizer
     return written(Fitter(TASKS[task], setting, count).sample(tokens, seed))
 
 
-def listed(text: str, between: str = ",") -> list[str]:
-    """What an option lists, with commas between, or with something else."""
-    return [part.strip() for part in text.split(between) if part.strip()]
+def listed(text: str) -> list[str]:
+    """What an option lists, with commas between."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def specs(text: str) -> list[str]:
+    """The methods that an option lists, with ; between them. One in quotes belongs to a path."""
+    parts = re.findall(r"""(?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^;])+""", text)
+    return [part.strip() for part in parts if part.strip()]
 
 
 def numbers(option: str, text: str, kind: Callable[[str], N]) -> list[N]:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvsketch.cli.app import MOST, listed, or_default, reported, some_numbers
+from kvsketch.cli.app import MOST, listed, or_default, reported, some_numbers, specs
 from kvsketch.cli.bench import AbleOption, AskedOption, HaystackOption, NewTokensOption
 from kvsketch.cli.bench_error_inputs import Texts
 from kvsketch.cli.board import Board, Given
@@ -96,7 +96,7 @@ def bench_all(
     """Compare all methods at equal bytes, on one page. Run it again to go on after an interruption."""
     usual = QUICK if quick else USUAL
     given = Given(
-        out=out, model=model, able=able, beside=tuple(beside or ()), methods=listed(methods or "", ";"), index=index,
+        out=out, model=model, able=able, beside=tuple(beside or ()), methods=specs(methods or ""), index=index,
         heads=listed(heads), keeps=some_numbers("--keep", or_default(keep, usual.keep), float), tasks=listed(tasks),
         lengths=some_numbers("--lengths", or_default(lengths, usual.lengths), int),
         samples=or_default(samples, usual.samples),

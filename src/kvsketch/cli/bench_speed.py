@@ -11,13 +11,13 @@ from rich.progress import MofNCompleteColumn
 from kvsketch.cli.app import (
     MOST,
     check_folder,
-    listed,
     numbers,
     output,
     progress_bar,
     reported,
     say_no_pictures,
     some_numbers,
+    specs,
 )
 from kvsketch.cli.bench import about_run
 from kvsketch.cli.bench_speed_tables import NOTE, tables
@@ -88,7 +88,7 @@ def bench_speed(
         Plan(
             lengths=some_numbers("--lengths", lengths, int), kv_heads=kv_heads, group=group, width=width, dtype=dtype,
             threads=threads or torch.get_num_threads(), rounds=rounds, between=size(between),
-            methods=listed(methods, ";"), index=(buckets, hidden), prompts=prompts, layers=layers,
+            methods=specs(methods), index=(buckets, hidden), prompts=prompts, layers=layers,
             end_to_end=numbers("--end-to-end", end_to_end, int), real=real,
         ),
         out,

@@ -11,7 +11,7 @@ from rich.progress import MofNCompleteColumn
 from rich.table import Table
 from rich.text import Text as Line
 
-from kvsketch.cli.app import MOST, listed, output, progress_bar, reported, say_no_pictures
+from kvsketch.cli.app import MOST, listed, output, progress_bar, reported, say_no_pictures, specs
 from kvsketch.cli.bench_error_inputs import Inputs, Texts, load_inputs
 from kvsketch.cli.notes import say
 from kvsketch.cli.options import Device, ModelName, Precision, RowsFolder
@@ -72,7 +72,7 @@ def bench_text(
     from kvsketch.huggingface.supported import check_context
 
     plan = Plan(
-        methods=listed(methods, ";"),
+        methods=specs(methods),
         keeps=budgets(keep),
         tokens=tokens,
         next=next_tokens,

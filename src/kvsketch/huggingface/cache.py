@@ -115,7 +115,7 @@ class SketchCache(Cache):
         self.model.check_attached()
         self.asked_for_length = False
         self.stack.check_whole()
-        if self.stack.rows not in (0, rows):
+        if self.stack.rows and self.stack.rows != rows:  # `in` is not traced for a size that may change
             raise ValueError(
                 f"the cache holds {self.stack.rows} rows, but {rows} came: for beams or several answers "
                 "from a filled cache call cache.batch_repeat_interleave(n) first"

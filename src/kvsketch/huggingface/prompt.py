@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,13 +17,13 @@ from torch import Tensor, nn
 from kvsketch.caches.core.config import MANY, MethodConfig
 from kvsketch.caches.core.storage import in_front
 from kvsketch.caches.forgetting.threshold import sets_shares, shares_of_prompt
+from kvsketch.huggingface.free_memory import free_memory
 from kvsketch.huggingface.frequencies import ChangingFrequencies
 from kvsketch.huggingface.layers import LayerStack
 from kvsketch.huggingface.protecting import check_protected, lengths_of
 from kvsketch.huggingface.rereading import Behind, check_room_behind, most_behind, pieces, read_behind
 from kvsketch.huggingface.supported import check_context, context_of
 
-MEMORY = Path("/proc/meminfo")
 NO_QUESTIONS = (
     "{} goes by questions, and there are none: kvsketch.make_cache(model, method, questions=[ids, ...]), token ids of "
     "each, as the prompt goes on with them; kvsketch.study(model, tokenizer, text) writes some"
@@ -212,7 +211,7 @@ class Prompt:
         again = most_behind(self.stack.seen + count) if self.config.askings.second else 0
         token = sum(whole.token_bytes(layer.held.layer, dtype) for layer in self.stack.sketch)
         needed = rows * (count + again) * token // whole.model.parts
-        free = _free_memory(decoder.device)
+        free = free_memory(decoder.device)
         if free is not None and needed > free:
             told = f" and {again:,} that are read again" if again else ""
             warnings.warn(
@@ -295,17 +294,3 @@ def _equal(left: Tensor | None, right: Tensor | None) -> bool:
     if left is None or right is None:
         return left is right
     return left.device == right.device and torch.equal(left, right)
-
-
-def _free_memory(device: torch.device) -> int | None:
-    """Bytes that may still be had, where that is known."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    if device.type != "cpu":
-        return None
-    try:  # on Linux; elsewhere nothing is said
-        with MEMORY.open() as file:
-            lines = dict(line.split(":", 1) for line in file)
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None

@@ -1,26 +1,43 @@
-"""Answers of bundles of lanes, put together in the order of the batch, and completed with what is still to be read."""
+"""Answers of some lanes each, put together in the order of the batch, and completed with what is still to be read."""
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from kvsketch.attention import NO_MASS, Partial, merge
+from kvsketch.attention import NO_MASS, Partial, WeightedTokens, merge
 from kvsketch.caches.core.query import Answer, Query
 from kvsketch.kernels.reading import read
 from kvsketch.kernels.sources import Source
 
 
-def complete(answer: Answer, query: Query, heads: int, *more: Source, lse: bool = True) -> Answer:
-    """The answer with all that is still to be read, and these sources, in one call."""
-    sources = (*answer.unread, *more)
-    if not sources:
+def complete(answer: Answer, query: Query, heads: int, *, lse: bool = True) -> Answer:
+    """The answer with all that is still to be read, in one call."""
+    if not answer.unread:
         return answer
     lse = lse or answer.attended is not None
-    part = read(query.queries, sources, heads, query.scale, softcap=query.softcap, lse=lse)
+    part = read(query.queries, answer.unread, heads, query.scale, softcap=query.softcap, lse=lse)
     attended = part if answer.attended is None else merge(answer.attended, part)
     return Answer(attended, answer.estimated, answer.read)
+
+
+def side_by_side(answers: Sequence[Answer]) -> tuple[Source, ...]:
+    """What is still to be read for answers of some lanes each: for all of them, kind by kind."""
+    kinds = zip_longest(*(answer.unread for answer in answers), fillvalue=())
+    return tuple(tuple(part for source in kind for part in source) for kind in kinds)
+
+
+def in_one_row(tokens: WeightedTokens) -> WeightedTokens:
+    """The lanes of all rows as KV heads of one row."""
+    rows, heads = tokens.keys.shape[:2]
+
+    def flat(x: Tensor) -> Tensor:
+        return x.expand(rows, heads, *x.shape[2:]).flatten(0, 1)[None]
+
+    log_mass, log_value = (None if x is None else flat(x) for x in (tokens.log_mass, tokens.log_value))
+    return WeightedTokens(flat(tokens.keys), flat(tokens.values), log_mass, log_value)
 
 
 def in_rows(answer: Answer, rows: int) -> Answer:

@@ -27,7 +27,7 @@ MASS = "mass"  # what an entry got of the attention of all queries so far, where
 
 
 @dataclass(frozen=True)
-class Entries:
+class Held:
     """What the lanes of a bundle hold, and what a method has declared about it."""
 
     keys: Float[Tensor, "l n d"]
@@ -41,17 +41,17 @@ class Entries:
         """Entries of each lane."""
         return self.keys.shape[1]
 
-    def part(self, start: int, stop: int) -> "Entries":
+    def part(self, start: int, stop: int) -> "Held":
         """Entries start…stop-1."""
         about = {name: x[:, start:stop] for name, x in self.per_entry.items()}
-        return Entries(self.keys[:, start:stop], self.values[:, start:stop], about, self.per_lane, self.numbers)
+        return Held(self.keys[:, start:stop], self.values[:, start:stop], about, self.per_lane, self.numbers)
 
-    def with_new(self, new: Arriving, start: int = 0) -> "Entries":
+    def with_new(self, new: Arriving, start: int = 0) -> "Held":
         """Those from `start` on and the new tokens: what there is to choose from. Numbers about new ones are 0."""
         keys, values = new.keys, new.values
         if start < self.count:
             keys, values = torch.cat([self.keys[:, start:], keys], 1), torch.cat([self.values[:, start:], values], 1)
-        return Entries(keys, values, self.about_with_new(new, start), self.per_lane, self.numbers)
+        return Held(keys, values, self.about_with_new(new, start), self.per_lane, self.numbers)
 
     def about_with_new(self, new: Arriving, start: int = 0) -> dict[str, Tensor]:
         """What is declared about each of these."""
@@ -70,9 +70,8 @@ class Kept:
     index: Int64[Tensor, "l k"] | None
     start: int = 0
     log_mass: Float[Tensor, "#l k"] | None = None  # log of how many tokens each stands for; None: 1
-    log_value: Float[Tensor, "#l k"] | None = None  # log of its weight in the answer; None: the same
     made: tuple[Float[Tensor, "l k d"], Float[Tensor, "l k e"]] | None = None
-    pool: Entries | None = None  # what `index` counts in, where the chooser has put it together already
+    pool: Held | None = None  # what `index` counts in, where the chooser has put it together already
     per_entry: dict[str, Tensor] = field(default_factory=dict)
     per_lane: dict[str, Tensor] = field(default_factory=dict)
     numbers: dict[str, Any] = field(default_factory=dict)
@@ -87,13 +86,13 @@ class Chooser(Method):
     mass_of_last = False  # whether an entry's mass is what it got from the last query, not from all so far
 
     @abstractmethod
-    def choose(self, held: Entries, new: Arriving, budget: Budget) -> Kept:
+    def choose(self, held: Held, new: Arriving, budget: Budget) -> Kept:
         """What lanes with this budget hold once these tokens have come."""
 
-    def check(self, held: Entries, count: int, budget: Budget) -> None:
+    def check(self, held: Held, count: int, budget: Budget) -> None:
         """Refuse entries that cannot be what is held of `count` tokens."""
 
-    def details(self, held: Entries, count: int) -> dict[str, float]:
+    def details(self, held: Held, count: int) -> dict[str, float]:
         """What a report should show beside entries and bytes."""
         return {}
 
@@ -113,15 +112,15 @@ class ChosenEntries(Holding):
         self.is_open = False
         self.there: Tensor | None = None  # the logs of weights while this is open, where nothing is said of them
 
-    def entries(self, like: Arriving | None = None) -> Entries:
+    def entries(self, like: Arriving | None = None) -> Held:
         """What is held; nothing yet, of tokens like these."""
         if self.held:
             about = {name: self.held[f"entry.{name}"].view for name in self.chooser.per_entry}
-            return Entries(self.held["keys"].view, self.held["values"].view, about, self.per_lane, self.host)
+            return Held(self.held["keys"].view, self.held["values"].view, about, self.per_lane, self.host)
         assert like is not None, "nothing is held"
         lanes, device = len(like.keys), like.keys.device
         none = {name: torch.zeros(lanes, 0, dtype=kind, device=device) for name, kind in self.chooser.per_entry.items()}
-        return Entries(like.keys[:, :0], like.values[:, :0], none)
+        return Held(like.keys[:, :0], like.values[:, :0], none)
 
     def write(self, new: Arriving) -> None:
         self.keep(self.chooser.choose(self.entries(new), new, self.budget), new)
@@ -142,9 +141,8 @@ class ChosenEntries(Holding):
             self._replace(name, start, x, fresh=fresh)
         lanes, count = len(new.keys), self.held["keys"].length
         shared = torch.zeros(1, count - kept.start, dtype=torch.float32, device=new.keys.device)
-        for name, weights in (("log_mass", kept.log_mass), ("log_value", kept.log_value)):
-            if weights is not None or name in self.held:
-                self._replace(name, kept.start, shared if weights is None else weights)
+        if kept.log_mass is not None or "log_mass" in self.held:
+            self._replace("log_mass", kept.start, shared if kept.log_mass is None else kept.log_mass)
         about = kept.per_entry
         if about.keys() < self.chooser.per_entry.keys():  # what is known about each entry goes with it
             known = held.about_with_new(new, kept.start)
@@ -184,13 +182,13 @@ class ChosenEntries(Holding):
             held = self.held[name]
             return (held.with_room(self.room, rest) if self.is_open else held.view)[None]
 
-        weights = [places(name, NO_MASS) if name in self.held else None for name in ("log_mass", "log_value")]
-        if self.is_open and weights[0] is None:
+        log_mass = places("log_mass", NO_MASS) if "log_mass" in self.held else None
+        if self.is_open and log_mass is None:
             mass = torch.zeros(1, self.room, device=self.held["keys"].view.device)
             mass[:, count:] = NO_MASS
             self.there = written(self.there, mass)
-            weights[0] = self.there[None]
-        self.weighted = WeightedTokens(places("keys", 0.0), places("values", 0.0), *weights)
+            log_mass = self.there[None]
+        self.weighted = WeightedTokens(places("keys", 0.0), places("values", 0.0), log_mass)
 
     # -- while steps are recorded
 
@@ -210,7 +208,7 @@ class ChosenEntries(Holding):
 
     def marks(self) -> object:
         tokens = self.weighted
-        return None if tokens is None else marks_of(tokens.keys, tokens.values, tokens.log_mass, tokens.log_value)
+        return None if tokens is None else marks_of(tokens.keys, tokens.values, tokens.log_mass)
 
     # -- reading
 
@@ -255,7 +253,7 @@ class ChosenEntries(Holding):
         self.chooser.check(self.entries(), count, self.budget)
 
 
-def check_vectors(held: Entries, *names: str) -> None:
+def check_vectors(held: Held, *names: str) -> None:
     """Refuse vectors about lanes that are not as wide as keys, or no numbers: those with these names, or all."""
     for name in names or held.per_lane:
         vectors = held.per_lane[name]
@@ -267,7 +265,7 @@ def _check(tensors: dict[str, Tensor], chooser: Chooser) -> None:
     """Refuse tensors that are not what a chooser holds."""
     kinds = {f"entry.{name}": kind for name, kind in chooser.per_entry.items()}
     of_lanes = {f"lane.{name}": kind for name, kind in chooser.per_lane.items()}
-    weights = {"log_mass", "log_value"} & tensors.keys()
+    weights = {"log_mass"} & tensors.keys()
     kinds |= dict.fromkeys(weights, torch.float32)
     keys, values = tensors.get("keys"), tensors.get("values")
     right = keys is not None and values is not None and keys.ndim == values.ndim == 3

@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -50,7 +51,7 @@ class MethodConfig(ABC):
         """Which queries say how much a token matters, where the method goes by that."""
         return None
 
-    @property
+    @cached_property
     def askings(self) -> Askings:
         """Whose attention is noted about tokens."""
         return Askings(() if self.asking is None else (self.asking,))
@@ -76,6 +77,10 @@ class MethodConfig(ABC):
     @abstractmethod
     def window_size(self, budget: Budget, count: int) -> int | None:
         """How many of the latest tokens stay exact once `count` were seen; None is all of them."""
+
+    def leave(self, length: int, window: int) -> int:
+        """How many of so many tokens have left such a window: a whole number of blocks."""
+        return max(0, length - self.sinks - window) // self.leaving * self.leaving
 
     @abstractmethod
     def new_method(self, layer: int) -> Method | None:

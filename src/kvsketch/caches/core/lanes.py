@@ -7,16 +7,16 @@ a head with another budget, is nothing special to a method: it sees the lanes of
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from kvsketch.caches.core.answers import complete, in_rows, joined
+from kvsketch.caches.core.answers import complete, in_rows, joined, side_by_side
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.method import Holding, Method
+from kvsketch.caches.core.part import Heads
 from kvsketch.caches.core.query import Answer, Query
 from kvsketch.caches.core.storage import chosen, chosen_of, in_front, listed_on, with_prefix
 from kvsketch.caches.core.tokens import Arriving, Columns
@@ -28,13 +28,14 @@ class Bundle:
     """Some KV heads of some rows, and what they hold. Lanes are counted row by row."""
 
     rows: list[int]
-    heads: list[int]  # counted from 0 among those that are here
+    heads: list[int]  # counted from 0 among those of the lanes
     budget: Budget
     holding: Holding
     count: int = 0  # tokens that came to each lane
     whole: bool = False  # whether these are all lanes there are, in their order
-    named: list[int] = field(default_factory=list)  # the heads' numbers in the whole model
-    at: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)  # all three, as tensors
+    placed: list[int] = field(default_factory=list)  # the heads' places in the layer
+    named: list[int] = field(default_factory=list)  # and their numbers in the whole model
+    at: dict[torch.device, tuple[Tensor, ...]] = field(default_factory=dict)  # all four, as tensors
     part: Entries | None = None  # what the holding's weighted tokens are to a query; made once
 
     @property
@@ -48,7 +49,7 @@ class Bundle:
             return x[0] if len(self.rows) == 1 else x.flatten(0, 1)
         if len(self.rows) == 1 and self.heads == [*range(self.heads[0], self.heads[-1] + 1)]:
             return x[self.rows[0], self.heads[0] : self.heads[-1] + 1]  # where they lie, without a copy
-        rows, heads, _ = self._index(x.device)
+        rows, heads, _, _ = self._index(x.device)
         return x[rows, heads].flatten(0, 1)
 
     def query(self, query: Query, heads: int) -> Query:
@@ -60,40 +61,38 @@ class Bundle:
 
     def lane_heads(self, device: torch.device) -> Int64[Tensor, " l"]:
         """The number of each lane's KV head in the whole model."""
-        rows, _, named = self._index(device)
+        rows, _, _, named = self._index(device)
         return named.expand(len(rows), -1).flatten()
 
-    def weighted(self, heads: int) -> Entries:
-        """All that the lanes hold, where attention over it is the answer."""
+    def weighted(self, here: int) -> Entries:
+        """All that the lanes hold, where attention over it is the answer; see `numbered`."""
         held = self.holding.weighted
         assert held is not None, "entries with weights"
         if self.part is None or self.part.tokens is not held:
-            self.part = self.numbered(Entries(held), heads)
+            self.part = self.numbered(Entries(held), here)
         return self.part
 
-    def numbered(self, part: Entries, heads: int) -> Entries:
-        """Entries of these lanes, with the numbers that the lanes have in the batch."""
-        if self.whole:
+    def numbered(self, part: Entries, here: int) -> Entries:
+        """Entries of these lanes, with the numbers that the lanes have in a batch of so many KV heads."""
+        if self.whole and len(self.heads) == here:
             return part
-        rows, own, _ = self._index(part.tokens.keys.device)
-        return replace(part, lanes=(rows * heads + own).flatten())
+        rows, _, placed, _ = self._index(part.tokens.keys.device)
+        return replace(part, lanes=(rows * here + placed).flatten())
 
-    def _index(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    def _index(self, device: torch.device) -> tuple[Tensor, ...]:
         if device not in self.at:
-            rows, heads, named = (listed_on(device, x) for x in (self.rows, self.heads, self.named))
-            self.at[device] = (rows[:, None], heads[None], named[None])
+            rows, *of_heads = (listed_on(device, x) for x in (self.rows, self.heads, self.placed, self.named))
+            self.at[device] = (rows[:, None], *(x[None] for x in of_heads))
         return self.at[device]
 
 
 class Lanes:
     """All lanes of a layer."""
 
-    def __init__(
-        self, method: Method, budgets: Sequence[Sequence[Budget]], numbers: Sequence[int] | None = None
-    ) -> None:
-        """For each KV head of each row what its lane may hold; and the heads' numbers in the whole model."""
+    def __init__(self, method: Method, budgets: Sequence[Sequence[Budget]], of_layer: Heads | None = None) -> None:
+        """For each KV head of each row what its lane may hold; and which heads these are, if not all."""
         self.method, self.heads = method, len(budgets[0])
-        self.named = list(range(self.heads) if numbers is None else numbers)
+        self.of_layer = Heads.every(self.heads) if of_layer is None else of_layer
         self.bundles = list[Bundle]()
         alike = dict[tuple[Budget, ...], list[int]]()
         for row, own in enumerate(budgets):
@@ -113,7 +112,8 @@ class Lanes:
         self.order = [place[lane] for lane in range(rows * heads)]
         for bundle in self.bundles:
             bundle.whole, bundle.at, bundle.part = len(self.bundles) == 1, {}, None
-            bundle.named = [self.named[head] for head in bundle.heads]
+            bundle.placed = [self.of_layer.places[head] for head in bundle.heads]
+            bundle.named = [self.of_layer.numbers[head] for head in bundle.heads]
         self._order_at = dict[torch.device, Tensor]()
 
     @property
@@ -221,8 +221,7 @@ class Lanes:
         wanted = not query.in_full and any(bundle.holding.wants_asking for bundle in self.bundles)
         asked = self.method.ask(query, self.heads) if wanted else None
         found = [(bundle, self._ask(bundle, query, asked)) for bundle in self.bundles]
-        kinds = zip_longest(*(answer.unread for _, answer in found), fillvalue=())
-        sources = tuple(tuple(part for source in kind for part in source) for kind in kinds)
+        sources = side_by_side([answer for _, answer in found])
         answer = found[0][1]
         if len(found) > 1:
             answers = [(bundle.lanes, answer) for bundle, answer in found]
@@ -235,9 +234,9 @@ class Lanes:
         if not bundle.count:
             return Answer(None)
         if bundle.holding.weighted is not None:
-            return Answer(None, unread=((bundle.weighted(self.heads),),))
+            return Answer(None, unread=((bundle.weighted(self.of_layer.here),),))
         answer = bundle.holding.answer(bundle.query(query, self.heads), None if asked is None else bundle.of(asked))
-        unread = tuple((bundle.numbered(part, self.heads),) for (part,) in answer.unread)
+        unread = tuple((bundle.numbered(part, self.of_layer.here),) for (part,) in answer.unread)
         return Answer(answer.attended, answer.estimated, answer.read, unread)
 
     def _order(self, device: torch.device) -> Int64[Tensor, " l"]:

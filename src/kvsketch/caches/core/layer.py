@@ -1,11 +1,11 @@
 """What one attention layer holds of its stream of tokens, and how a query reads it.
 
-One road for prompts, chunks of them and single tokens: `read` → `_read_part`. Where its KV heads have windows of
-different lengths a layer has a few streams (`stream.py`), else one.
+`read` is the road in: `_call` for prompts and chunks of them, `_step` for a single token. Where its KV heads have
+windows of different lengths a layer has a few streams (`stream.py`), else one.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -75,43 +75,43 @@ class LayerCache(LayerState):
         if not self.started:
             self._start(new)
         count, streaming = new.keys.shape[2], self.config.prefill == "streaming"
-        joins_first = count == 1 and new.valid is None and not _learns(query, new.keys, new.values)
         asked = Query(
             query, scale, softcap, in_full=count > 1 and not streaming, apart=count > 1, sinks=sinks,
             padded=new.valid is not None,
         )  # fmt: skip
+        lse = lse or bool(self.config.askings)
+        if count == 1 and new.valid is None and not _learns(query, new.keys, new.values):
+            return self._step(asked, new, lse=lse, begin=begin)
         if not streaming or count <= self.config.chunk:
-            return self._read_part(asked, new, joins_first=joins_first, lse=lse, begin=begin)
+            return self._call(asked, new, lse=lse, begin=begin)
         parts = [
-            self._read_part(asked.part(start, stop), new.part(start, stop), joins_first=False, lse=lse, begin=begin)
+            self._call(asked.part(start, stop), new.part(start, stop), lse=lse, begin=begin)
             for start, stop in chunks(count, self.config.chunk)
         ]
         return join_queries(parts)
 
-    def _read_part(
-        self, asked: Query, new: NewTokens, *, joins_first: bool, lse: bool, begin: Callable[[], None]
-    ) -> Partial:
-        """Answer queries, and hold their tokens."""
-        ranks = self._ranks(new)
-        unrotated = None if new.unrotated is None else new.unrotated.queries.detach()
-        asked = replace(asked, unrotated=unrotated, ranks=ranks)
-        lse = lse or bool(self.config.askings)
-        if joins_first:
-            begin()
-            self._count(new)
-            for stream, columns, seen in self._arriving(new, ranks):
-                stream.append_one(columns, seen)
-            answer = self.look(asked, lse=lse)
-            whole = _whole(answer)
-            assert whole is not None, "the new token itself is held"
-            self._observe(asked, answer, whole)
-            for asking, place in self._asking_now():
-                self.streams.all[0].note_step(asked, asked.over_all(whole.lse), asking, place)
-            if self.next_rank is None:
-                self.settle()
-            else:
-                self.next_rank.add_(1)
-            return whole
+    def _step(self, asked: Query, new: NewTokens, *, lse: bool, begin: Callable[[], None]) -> Partial:
+        """Hold a single token, and answer its query."""
+        asked, ranks = self._with_ranks(asked, new)
+        begin()
+        self._count(new)
+        for stream, columns, seen in self._arriving(new, ranks):
+            stream.append_one(columns, seen)
+        answer = self.look(asked, lse=lse)
+        whole = _whole(answer)
+        assert whole is not None, "the new token itself is held"
+        self._observe(asked, answer, whole)
+        for asking, place in self._asking_now():
+            self.streams.all[0].note_step(asked, asked.over_all(whole.lse), asking, place)
+        if self.next_rank is None:
+            self.settle()
+        else:
+            self.next_rank.add_(1)
+        return whole
+
+    def _call(self, asked: Query, new: NewTokens, *, lse: bool, begin: Callable[[], None]) -> Partial:
+        """Answer queries from what is held and among their own tokens, and hold these."""
+        asked, ranks = self._with_ranks(asked, new)
         answer = self.look(asked)
         lse = lse or answer.attended is not None
         among = causal_attention(
@@ -127,6 +127,12 @@ class LayerCache(LayerState):
         if before is not None:
             self._measure(before, asked)
         return whole
+
+    def _with_ranks(self, asked: Query, new: NewTokens) -> tuple[Query, Int64[Tensor, "b q"]]:
+        """What is asked, with where in its row and as it was before rotation; and where."""
+        ranks = self._ranks(new)
+        unrotated = None if new.unrotated is None else new.unrotated.queries.detach()
+        return replace(asked, unrotated=unrotated, ranks=ranks), ranks
 
     def attend(
         self,
@@ -150,17 +156,14 @@ class LayerCache(LayerState):
         Where the queries are to have a gradient a copy of it does: what is held will have changed by then.
         """
         streams = copy.deepcopy(self.streams) if _learns(asked.queries) else self.streams
-        return streams.answer(asked) if streams.only is None else streams.only.answer(asked, lse=lse)
+        return streams.answer(asked, lse=lse)
 
     @torch.no_grad()
     def _observe(self, asked: Query, answer: Answer, whole: Partial) -> None:
         """Commit what was to be noted about an answer, now that it is complete."""
         only = self.streams.only
-        whole = Partial(whole.out, asked.over_all(whole.lse))
-        if only is None:
-            self.streams.observe(asked, whole)
-        elif only.observes:
-            only.observe(asked, answer, whole)
+        if only is not None and only.observes:
+            only.observe(asked, answer, Partial(whole.out, asked.over_all(whole.lse)))
 
     @torch.no_grad()
     def _note(self, asked: Query, whole: Partial, new: NewTokens, ranks: Int64[Tensor, "b q"]) -> Notes | None:
@@ -211,12 +214,11 @@ class LayerCache(LayerState):
             stream.window.ragged = self.ragged
             stream.hold(replace(columns, notes=notes), seen, self.lengths, came, leave=not self.recording)
 
-    def _arriving(self, new: NewTokens, ranks: Int64[Tensor, "b q"]) -> Iterable[tuple[Stream, Columns, Seen]]:
+    def _arriving(self, new: NewTokens, ranks: Int64[Tensor, "b q"]) -> list[tuple[Stream, Columns, Seen]]:
         """New tokens for every stream, without their autograd history: it would keep activations alive."""
         columns = Columns(new.keys.detach(), new.values.detach(), ranks)
         seen = Seen.of(new, ranks, ahead=self.config.looks_ahead)
-        only = self.streams.only
-        return self.streams.divided(columns, seen) if only is None else [(only, columns, seen)]
+        return self.streams.divided(columns, seen)
 
     def settle(self) -> None:
         """Write to the past what is due to leave the window."""

@@ -26,7 +26,11 @@ class Holding(ABC):
     """
 
     weighted: WeightedTokens | None = None  # entries, as those of one row: then attention over them is the answer
-    wants_asking = False  # whether the answer depends on what the method makes of the queries
+
+    @property
+    def wants_asking(self) -> bool:
+        """Whether the answer depends on what the method makes of the queries."""
+        return False
 
     @abstractmethod
     def write(self, new: Arriving) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from kvsketch.caches.core.budget import Budget
-from kvsketch.caches.core.chooser import Chooser, Entries, Kept
+from kvsketch.caches.core.chooser import Chooser, Held, Kept
 from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.core.lanes import Lanes
 from kvsketch.caches.core.method import Method
+from kvsketch.caches.core.part import Heads
 from kvsketch.caches.core.query import Answer, Query
 from kvsketch.caches.core.spans import Spans, among
 from kvsketch.caches.core.storage import with_prefix
@@ -21,10 +22,10 @@ from kvsketch.caches.core.tokens import Arriving, Columns
 class Everything(Chooser):
     """All that comes stays."""
 
-    def choose(self, held: Entries, new: Arriving, budget: Budget) -> Kept:
+    def choose(self, held: Held, new: Arriving, budget: Budget) -> Kept:
         return Kept(None, held.count)
 
-    def check(self, held: Entries, count: int, budget: Budget) -> None:
+    def check(self, held: Held, count: int, budget: Budget) -> None:
         if held.count != count:
             raise ValueError(f"{held.count} entries of {count} protected tokens")
 
@@ -42,13 +43,13 @@ class ProtectingStream(Stream):
         method: Method | None,
         budgets: Sequence[Sequence[Budget]],
         spans: Sequence[Spans],
-        numbers: Sequence[int],
+        heads: Heads,
     ) -> None:
         """`spans` are those of each row."""
         self.spans = list(spans)
-        super().__init__(config, method, self._charged(budgets, config.sinks), numbers)
+        super().__init__(config, method, self._charged(budgets, config.sinks), heads)
         counts = [own.beside(config.sinks) for own in spans]
-        self.kept = Lanes(Everything(), [[Budget(None, count, count)] * len(budgets[0]) for count in counts])
+        self.kept = Lanes(Everything(), [[Budget(None, count, count)] * len(budgets[0]) for count in counts], heads)
 
     def _charged(self, budgets: Sequence[Sequence[Budget]], sinks: int) -> list[list[Budget]]:
         """What is left of these budgets of each row's KV heads."""

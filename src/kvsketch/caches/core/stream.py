@@ -17,17 +17,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvsketch.attention import Partial
-from kvsketch.caches.core.answers import complete
+from kvsketch.caches.core.answers import in_one_row
 from kvsketch.caches.core.asking import Asking, Notes, attention_got
 from kvsketch.caches.core.budget import MOST, Budget
 from kvsketch.caches.core.buffers import Window
 from kvsketch.caches.core.config import BLOCK, MANY, MethodConfig
 from kvsketch.caches.core.lanes import Lanes
 from kvsketch.caches.core.method import Method
+from kvsketch.caches.core.part import Heads
 from kvsketch.caches.core.query import Answer, Query
 from kvsketch.caches.core.storage import listed_on, storage_bytes, with_prefix
 from kvsketch.caches.core.tokens import Columns, Seen
-from kvsketch.kernels.sources import Entries
+from kvsketch.kernels.sources import Entries, Source
 
 AT_ONCE = 512  # queries of a call whose weights are taken together: none of them sees what comes behind them
 
@@ -36,16 +37,17 @@ class Stream:
     """Sinks, past and window."""
 
     def __init__(
-        self, config: MethodConfig, method: Method | None, budgets: Sequence[Sequence[Budget]], numbers: Sequence[int]
+        self, config: MethodConfig, method: Method | None, budgets: Sequence[Sequence[Budget]], heads: Heads
     ) -> None:
-        """`budgets` are those of each row's KV heads, `numbers` those of the heads; the window follows the first's."""
-        self.config, self.method, self.budgets, self.numbers = config, method, [own[0] for own in budgets], numbers
-        self.asking, self.askings, self.heads = config.asking, config.askings, len(budgets[0])
+        """`budgets` are those of each row's KV heads; the window follows the first's."""
+        self.config, self.method, self.budgets, self.heads = config, method, [own[0] for own in budgets], heads
+        self.asking, self.askings = config.asking, config.askings
         self.window = Window(config.leaving)
-        self.past = None if method is None else Lanes(method, budgets, numbers)
+        self.past = None if method is None else Lanes(method, budgets, heads)
         self.left = [0] * len(budgets)  # tokens of each row that left the window
         self.few = [False] * len(budgets)  # whether the present call has a few tokens of each row: neither one nor many
         self.may_come = 0  # so many tokens may come at least before one is due to leave
+        self.numbered: dict[torch.device, Tensor] = {}  # the lanes of its heads, among all of the layer
         self.waiting: list[Seen] = []  # the last columns, if they came one by one and nothing was noted about them yet
 
     @property
@@ -62,14 +64,22 @@ class Stream:
         """Have these budgets, for each KV head of each row, before anything has left."""
         assert self.method is not None, "a method chooses"
         assert not any(self.left), "nothing has been chosen yet"
-        self.past = Lanes(self.method, budgets, self.numbers)
+        self.past = Lanes(self.method, budgets, self.heads)
 
     # -- reading
 
-    def answer(self, query: Query, *, lse: bool = True) -> Answer:
-        """Attention over the window and over what the past holds, or looks up; nothing changes."""
-        window = [(Entries(self.window.tokens()),)] if self.window.length else []
-        return complete(self.look(query), query, self.heads, *window, lse=lse)
+    def of_window(self) -> Source:
+        """The window's tokens: every query reads them."""
+        if not self.window.length:
+            return ()
+        tokens = self.window.tokens()
+        if self.heads.all_here:
+            return (Entries(tokens),)
+        device = tokens.keys.device
+        if device not in self.numbered:
+            rows, places = torch.arange(len(self.left), device=device), listed_on(device, self.heads.places)
+            self.numbered[device] = (rows[:, None] * self.heads.here + places).flatten()
+        return (Entries(in_one_row(tokens), self.numbered[device]),)
 
     def look(self, query: Query) -> Answer:
         """What left the window answers, or is still to be read."""
@@ -182,15 +192,13 @@ class Stream:
 
     def due(self, lengths: Sequence[int]) -> list[int]:
         """How many tokens of each row should have left by now: a whole number of blocks."""
-        block = self.config.leaving
         due: list[int] = []  # `list[int]()` is more than the compiler can read
         self.may_come = MOST  # a window only grows
         for row, (length, left) in enumerate(zip(lengths, self.left, strict=True)):
             window = self.window_size(row, length)
-            beyond = 0 if window is None else max(0, length - self.config.sinks - window)
-            due.append(max(left, beyond // block * block))
+            due.append(left if window is None else max(left, self.config.leave(length, window)))
             if window is not None:
-                more = self.config.sinks + window + due[-1] + block - length
+                more = self.config.sinks + window + due[-1] + self.config.leaving - length
                 self.may_come = more if more < self.may_come else self.may_come  # the compiler breaks at min()
         return due
 
@@ -314,7 +322,7 @@ class Stream:
         self.take_notes()
         self.window.map_rows(torch.tensor(rows, device="cpu"))
         self.left, self.budgets = [self.left[row] for row in rows], [self.budgets[row] for row in rows]
-        self.may_come = 0
+        self.may_come, self.numbered = 0, {}
         if self.past is not None:
             self.past.map_rows(rows)
 

@@ -1,19 +1,21 @@
 """The streams of a layer: one, or a few where heads with other budgets have other windows."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from kvsketch.attention import Partial
+from kvsketch.caches.core.answers import complete, side_by_side
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.core.lanes import Lanes
+from kvsketch.caches.core.part import Heads
 from kvsketch.caches.core.protecting import ProtectingStream
 from kvsketch.caches.core.query import Answer, Query
 from kvsketch.caches.core.spans import Spans
+from kvsketch.caches.core.storage import listed_on
 from kvsketch.caches.core.stream import Stream
 from kvsketch.caches.core.tokens import Columns, Seen
 
@@ -25,6 +27,7 @@ class Streams:
         """No streams yet, for KV heads with these budgets."""
         self.budgets = list(budgets)
         self.heads = list[list[int]]()
+        self.places = dict[torch.device, list[Tensor]]()  # the same, on a device
         self.all = list[Stream]()
         self.only: Stream | None = None  # if it is one
 
@@ -35,58 +38,45 @@ class Streams:
             method.first_head = first
         kinds = dict.fromkeys(self.budgets) if config.window_by_budget else [None]
         self.heads = [[head for head in every if kind in (None, self.budgets[head])] for kind in kinds]
-        numbered = [
-            ([[self.budgets[head] for head in heads]] * len(spans), [first + head for head in heads])
-            for heads in self.heads
-        ]
-        if any(spans):
-            self.all = [ProtectingStream(config, method, each, spans, own) for each, own in numbered]
-        else:
-            self.all = [Stream(config, method, each, own) for each, own in numbered]
+        quiet = method is None or not (method.observes or method.takes_notes or method.looks_up)
+        assert quiet or len(kinds) == 1, "of heads with windows of their own nothing is noted"
+        self.all = []
+        for heads in self.heads:
+            own = Heads(heads, [first + head for head in heads], len(every))
+            budgets = [[self.budgets[head] for head in heads]] * len(spans)
+            plain = not any(spans)
+            self.all.append(
+                Stream(config, method, budgets, own) if plain else ProtectingStream(config, method, budgets, spans, own)
+            )
         self.only = self.all[0] if len(self.all) == 1 else None
 
-    def divided(self, columns: Columns, seen: Seen) -> Iterator[tuple[Stream, Columns, Seen]]:
+    def divided(self, columns: Columns, seen: Seen) -> list[tuple[Stream, Columns, Seen]]:
         """What comes, in parts: that of each stream's heads."""
-        for heads, stream in zip(self.heads, self.all, strict=True):
-            keys, unrotated = columns.keys[:, heads], None if seen.unrotated is None else seen.unrotated[:, heads]
-            grouped = None if seen.queries is None else seen.queries.unflatten(1, (len(self.budgets), -1))
-            queries = None if grouped is None else grouped[:, heads].flatten(1, 2)
-            own = replace(columns, keys=keys, values=columns.values[:, heads])
-            yield stream, own, Seen(keys, unrotated, seen.ranks, queries, seen.ahead)
+        if self.only is not None:
+            return [(self.only, columns, seen)]
+        device = columns.keys.device
+        if device not in self.places:
+            self.places[device] = [listed_on(device, heads) for heads in self.heads]
+        own = (
+            replace(columns, keys=columns.keys.index_select(1, each), values=columns.values.index_select(1, each))
+            for each in self.places[device]
+        )
+        return [(stream, part, Seen(part.keys, None, seen.ranks)) for stream, part in zip(self.all, own, strict=True)]
 
-    def answer(self, asked: Query) -> Answer:
-        """The answers of all streams, in the order of the heads; each holds something, or none does."""
-        answers = [stream.answer(self._of_heads(asked, n)) for n, stream in enumerate(self.all)]
-        parts = [answer.attended for answer in answers if answer.attended is not None]
-        if len(parts) < len(answers):
-            return Answer(None)
+    # -- reading
 
-        def together(each: Sequence[Tensor]) -> Tensor:
-            found = [x.unflatten(1, (len(own), -1)) for own, x in zip(self.heads, each, strict=True)]
-            return torch.cat(found, 1).index_select(1, self._order(found[0].device)).flatten(1, 2)
+    def answer(self, asked: Query, *, lse: bool = True) -> Answer:
+        """Attention over windows and pasts, or over what is looked up; nothing changes."""
+        return complete(self.look(asked), asked, len(self.budgets), lse=lse)
 
-        return Answer(Partial(together([part.out.float() for part in parts]), together([part.lse for part in parts])))
-
-    def observe(self, asked: Query, whole: Partial) -> None:
-        """Commit what was to be noted about an answer, stream by stream."""
-        for number, stream in enumerate(self.all):
-            if stream.observes:
-                part = Partial(*(self._some(x, number) for x in (whole.out, whole.lse)))
-                stream.observe(self._of_heads(asked, number), Answer(part), part)
-
-    def _of_heads(self, asked: Query, number: int) -> Query:
-        """What the heads of a stream are asked."""
-        unrotated = None if asked.unrotated is None else self._some(asked.unrotated, number)
-        return replace(asked, queries=self._some(asked.queries, number), unrotated=unrotated, sinks=None)
-
-    def _some(self, x: Tensor, number: int) -> Tensor:
-        """The part [b, h'g, …] of something [b, hg, …] for the heads of a stream."""
-        index = torch.tensor(self.heads[number], device=x.device)
-        return x.unflatten(1, (len(self.budgets), -1)).index_select(1, index).flatten(1, 2)
-
-    def _order(self, device: torch.device) -> Int64[Tensor, " h"]:
-        """Where each head is when streams are put one behind the other."""
-        return torch.tensor([head for heads in self.heads for head in heads], device=device).argsort()
+    def look(self, asked: Query) -> Answer:
+        """The same, but that windows and entries are still to be read: those of all streams in one call."""
+        if self.only is not None:
+            found, window = self.only.look(asked), self.only.of_window()
+        else:
+            found = Answer(None, unread=side_by_side([stream.look(asked) for stream in self.all]))
+            window = tuple(part for stream in self.all for part in stream.of_window())
+        return replace(found, unread=(*found.unread, window)) if window else found
 
     # -- reports
 
@@ -102,7 +92,8 @@ class Streams:
         found = [x for x in map(of_stream, self.all) if x is not None]
         if not found or len(found) < len(self.all):
             return None
-        return torch.cat([x.cpu() for x in found], 1)[:, self._order(torch.device("cpu"))]
+        order = torch.tensor([head for heads in self.heads for head in heads], device="cpu").argsort()
+        return torch.cat([x.cpu() for x in found], 1)[:, order]
 
     def details(self) -> dict[str, float]:
         """What a report should show beside entries and bytes: means over heads."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvsketch.caches.core.budget import Budget, seen_when
 from kvsketch.caches.core.checks import check_choice, check_count, check_number
-from kvsketch.caches.core.chooser import Chooser, Entries, Kept
+from kvsketch.caches.core.chooser import Chooser, Held, Kept
 from kvsketch.caches.core.config import BLOCK, WEIGHTS, BudgetedConfig
 from kvsketch.caches.core.storage import chosen, chosen_of, in_front
 from kvsketch.caches.core.tokens import Arriving
@@ -90,7 +90,7 @@ class Centres(Chooser):
         self.config = config
         self.per_entry = {"sizes": torch.int32, "reach": torch.float32}
 
-    def choose(self, held: Entries, new: Arriving, budget: Budget) -> Kept:
+    def choose(self, held: Held, new: Arriving, budget: Budget) -> Kept:
         """Reduce the clusters held and the new tokens together to the number of entries that there is room for."""
         pool = held.with_new(new)
         pool.per_entry["sizes"][:, held.count :] = 1
@@ -120,7 +120,7 @@ class Centres(Chooser):
             return number
         return room if new > room // 8 else room - room // 8
 
-    def details(self, held: Entries, count: int) -> dict[str, float]:
+    def details(self, held: Held, count: int) -> dict[str, float]:
         """How many tokens an entry stands for, and how far the farthest of them may be."""
         if not held.count:
             return {}

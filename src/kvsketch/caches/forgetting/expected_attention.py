@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvsketch.caches.core.budget import MOST, Budget
 from kvsketch.caches.core.checks import check_count, check_number
-from kvsketch.caches.core.chooser import Chooser, Entries
+from kvsketch.caches.core.chooser import Chooser, Held
 from kvsketch.caches.core.tokens import Arriving, Seen
 from kvsketch.caches.forgetting.apart import lengths
 from kvsketch.caches.forgetting.scored import Best, ScoredConfig
@@ -82,7 +82,7 @@ class MostExpected(Best):
         if notes.ndim != 4 or notes.shape[3] < 2 or bool(((positions < 0) | (positions > MOST)).any()):
             raise ValueError(f"notes of shape {tuple(notes.shape)} that are no queries and positions")
 
-    def lanes_after(self, held: Entries, new: Arriving) -> dict[str, Tensor]:
+    def lanes_after(self, held: Held, new: Arriving) -> dict[str, Tensor]:
         part = new.count / new.after
         mean, covariance = _mean_and_covariance(new)
         if new.before:
@@ -103,7 +103,7 @@ class MostExpected(Best):
 
     # -- scores
 
-    def scores(self, pool: Entries, per_lane: dict[str, Tensor], new: Arriving) -> Float[Tensor, "l n"]:
+    def scores(self, pool: Held, per_lane: dict[str, Tensor], new: Arriving) -> Float[Tensor, "l n"]:
         assert new.notes is not None, "tokens come with notes"
         turned = self._mean_rotation(new.notes[:, -1, -1] + 1 + self.config.least_window, new.keys)
         mean = per_lane["mean"].double() @ turned
@@ -119,7 +119,7 @@ class MostExpected(Best):
         known = {place: self.turned(place, self.ahead).double() for place in dict.fromkeys(first.tolist())}
         return torch.stack([known[place] for place in first.tolist()]).to(keys.device)
 
-    def check(self, held: Entries, count: int, budget: Budget) -> None:
+    def check(self, held: Held, count: int, budget: Budget) -> None:
         super().check(held, count, budget)
         mean, covariance, width = held.per_lane["mean"], held.per_lane["covariance"], held.keys.shape[2]
         shaped = mean.shape[2:] == (width,) and covariance.shape == (*mean.shape[:2], width * (width + 1) // 2)

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvsketch.caches.core.budget import Budget
-from kvsketch.caches.core.chooser import Chooser, Entries, check_vectors
+from kvsketch.caches.core.chooser import Chooser, Held, check_vectors
 from kvsketch.caches.core.tokens import Arriving
 from kvsketch.caches.forgetting.apart import sum_of_directions, towards
 from kvsketch.caches.forgetting.scored import Best, ScoredConfig
@@ -31,12 +31,12 @@ class LeastAlike(Best):
         super().__init__(config)
         self.per_lane = {**self.per_lane, "direction": torch.float64}
 
-    def lanes_after(self, held: Entries, new: Arriving) -> dict[str, Tensor]:
+    def lanes_after(self, held: Held, new: Arriving) -> dict[str, Tensor]:
         return {"direction": sum_of_directions(new.keys) + held.per_lane.get("direction", 0)}
 
-    def scores(self, pool: Entries, per_lane: dict[str, Tensor], new: Arriving) -> Float[Tensor, "l n"]:
+    def scores(self, pool: Held, per_lane: dict[str, Tensor], new: Arriving) -> Float[Tensor, "l n"]:
         return -towards(pool.keys, per_lane["direction"])
 
-    def check(self, held: Entries, count: int, budget: Budget) -> None:
+    def check(self, held: Held, count: int, budget: Budget) -> None:
         super().check(held, count, budget)
         check_vectors(held, "direction")

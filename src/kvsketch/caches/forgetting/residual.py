@@ -16,7 +16,7 @@ from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
 from kvsketch.caches.core.budget import MOST
-from kvsketch.caches.core.chooser import Entries
+from kvsketch.caches.core.chooser import Held
 from kvsketch.caches.core.storage import chosen
 
 FIRST = "first"  # the rank of an entry's first token
@@ -101,18 +101,18 @@ def _means(
     return (torch.cat(sums) / total.double()[..., None]).to(x.dtype)
 
 
-def tokens_kept(held: Entries) -> int:
+def tokens_kept(held: Held) -> int:
     """How many entries are tokens; those behind them are means."""
     return held.count - (held.per_lane[TOKENS].shape[1] if TOKENS in held.per_lane else 0)
 
 
-def means_of(entries: Entries, tokens: Float[Tensor, "l n"] | None = None) -> Means:
+def means_of(entries: Held, tokens: Float[Tensor, "l n"] | None = None) -> Means:
     """Entries as runs of so many tokens; of one each where nothing is said."""
     first = entries.per_entry[FIRST]
     return Means(entries.keys, entries.values, torch.ones_like(first).float() if tokens is None else tokens, first)
 
 
-def check_means(held: Entries, count: int) -> None:
+def check_means(held: Held, count: int) -> None:
     """Refuse means that are not of all that is left of `count` tokens but those kept."""
     means, first, kept = held.per_lane[TOKENS], held.per_entry[FIRST], tokens_kept(held)
     if means.ndim != 2 or kept < 0:

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvsketch.caches.core.asking import CONTEXT, QUESTIONS, SECOND, WINDOW, Asking
 from kvsketch.caches.core.budget import MOST, Budget, seen_when
 from kvsketch.caches.core.checks import check_choice, check_count, check_number
-from kvsketch.caches.core.chooser import Chooser, Entries, Kept
+from kvsketch.caches.core.chooser import Chooser, Held, Kept
 from kvsketch.caches.core.config import WindowedConfig
 from kvsketch.caches.core.tokens import Arriving
 from kvsketch.caches.forgetting.dropped import NEAREST, NONE, SPREAD, STANDS, places_of_dropped, with_weights_left
@@ -122,14 +122,14 @@ class Best(Chooser):
             self.per_entry, self.per_lane = {FIRST: torch.int32}, {TOKENS: torch.float32}
 
     @abstractmethod
-    def scores(self, pool: Entries, per_lane: dict[str, Tensor], new: Arriving) -> Float[Tensor, "l n"]:
+    def scores(self, pool: Held, per_lane: dict[str, Tensor], new: Arriving) -> Float[Tensor, "l n"]:
         """Of all entries there are to choose from, the new ones last, in float64; `per_lane` is as it is now."""
 
-    def lanes_after(self, held: Entries, new: Arriving) -> dict[str, Tensor]:
+    def lanes_after(self, held: Held, new: Arriving) -> dict[str, Tensor]:
         """What is known of each lane once these tokens have come."""
         return {}
 
-    def pool(self, held: Entries, new: Arriving) -> Entries:
+    def pool(self, held: Held, new: Arriving) -> Held:
         """What there is to choose from: each new token stands for itself."""
         pool = held.with_new(new)
         if STANDS in pool.per_entry:
@@ -150,11 +150,11 @@ class Best(Chooser):
         """How many entries' room is taken by what is known of a lane, where that is much."""
         return 0
 
-    def rooms(self, held: Entries, new: Arriving, budget: Budget) -> list[tuple[int, int]]:
+    def rooms(self, held: Held, new: Arriving, budget: Budget) -> list[tuple[int, int]]:
         """Of how many entries, one part of the pool after another, how many may be kept."""
         return [(held.count + new.count, self.room(new, budget)[0])]
 
-    def choose(self, held: Entries, new: Arriving, budget: Budget) -> Kept:
+    def choose(self, held: Held, new: Arriving, budget: Budget) -> Kept:
         tokens = tokens_kept(held)
         held, left = held.part(0, tokens), held.part(tokens, held.count)
         pool, per_lane, rooms = self.pool(held, new), self.lanes_after(held, new), self.rooms(held, new, budget)
@@ -175,10 +175,10 @@ class Best(Chooser):
         if STANDS in about:
             about[STANDS] = with_weights_left(self.config.weights, pool, start, index)
             log_mass = about[STANDS].log()
-        rest = Entries(pool.keys[:, start:], pool.values[:, start:])
+        rest = Held(pool.keys[:, start:], pool.values[:, start:])
         return Kept(index - start, start, log_mass, pool=rest, per_lane=per_lane, per_entry=about)
 
-    def _with_means(self, pool: Entries, start: int, index: Int64[Tensor, "l k"], left: Entries, room: int) -> Kept:
+    def _with_means(self, pool: Held, start: int, index: Int64[Tensor, "l k"], left: Held, room: int) -> Kept:
         """What was chosen from `start` on, and behind it means of all that is dropped, now and before."""
         dropped = means_of(pool).at(places_of_dropped(pool, start, index))
         means = joined(means_of(left, left.per_lane.get(TOKENS)).beside(dropped), room)
@@ -198,7 +198,7 @@ class Best(Chooser):
             start += count
         return torch.cat(parts, 1)
 
-    def check(self, held: Entries, count: int, budget: Budget) -> None:
+    def check(self, held: Held, count: int, budget: Budget) -> None:
         most = min(count, self.config.room(budget, count))
         if held.count > most:
             raise ValueError(f"{held.count} entries of {count} tokens, and there is room for {most}")
@@ -273,16 +273,16 @@ class ByAttention(Best):
         """The scores of tokens that leave the window together."""
         return self.asking.score(notes)
 
-    def scores(self, pool: Entries, per_lane: dict[str, Tensor], new: Arriving) -> Float[Tensor, "l n"]:
+    def scores(self, pool: Held, per_lane: dict[str, Tensor], new: Arriving) -> Float[Tensor, "l n"]:
         return pool.per_entry[self.column].double()
 
-    def pool(self, held: Entries, new: Arriving) -> Entries:
+    def pool(self, held: Held, new: Arriving) -> Held:
         pool = super().pool(held, new)
         assert new.notes is not None, "tokens come with notes"
         pool.per_entry[self.column][:, held.count :] = self.arriving(new.notes)
         return pool
 
-    def check(self, held: Entries, count: int, budget: Budget) -> None:
+    def check(self, held: Held, count: int, budget: Budget) -> None:
         super().check(held, count, budget)
         score = held.per_entry[self.column]
         if not bool((score.isfinite() & (score >= 0)).all()):
@@ -299,7 +299,7 @@ class Noted(ByAttention):
     column = "score"
     shared = ("parts",)
 
-    def parts(self, held: Entries, new: Arriving, budget: Budget) -> list[Part]:
+    def parts(self, held: Held, new: Arriving, budget: Budget) -> list[Part]:
         """What there is to choose from, part by part."""
         parts = [Part(*part) for part in held.numbers.get("parts", [])]
         window = self.config.seen_when(budget, new.after) - new.after - self.config.sinks
@@ -310,7 +310,7 @@ class Noted(ByAttention):
             return [*parts, Part(last.came + new.count, last.there + new.count, False)]
         return [*parts, Part(new.count, new.count, closed)]
 
-    def rooms(self, held: Entries, new: Arriving, budget: Budget) -> list[tuple[int, int]]:
+    def rooms(self, held: Held, new: Arriving, budget: Budget) -> list[tuple[int, int]]:
         room, parts = self.room(new, budget)[0], self.parts(held, new, budget)
         rooms, left = list[tuple[int, int]](), room
         for part in parts[:-1]:
@@ -319,13 +319,13 @@ class Noted(ByAttention):
             left -= own
         return [*rooms, (parts[-1].there, left)]
 
-    def choose(self, held: Entries, new: Arriving, budget: Budget) -> Kept:
+    def choose(self, held: Held, new: Arriving, budget: Budget) -> Kept:
         parts, rooms = self.parts(held, new, budget), self.rooms(held, new, budget)
         now = [[part.came, min(rooms[i]), part.closed] for i, part in enumerate(parts)]
         kept = super().choose(held, new, budget)
         return replace(kept, numbers=kept.numbers | {"parts": now})
 
-    def check(self, held: Entries, count: int, budget: Budget) -> None:
+    def check(self, held: Held, count: int, budget: Budget) -> None:
         super().check(held, count, budget)
         parts: Any = held.numbers["parts"]
         right = isinstance(parts, list) and all(

@@ -78,9 +78,8 @@ def leaving_scores(config: NotedConfig, held: LayerCache, row: int, budget: Budg
     """Scores of the tokens of a row that leave the window for the past when the prompt has been read."""
     length = held.lengths[row]
     window = config.window_size(budget, length - held.spans[row].within(config.sinks, length))
-    beyond = max(0, length - config.sinks - window)
     columns, method = held.window.columns, config.new_method(held.layer)
-    ranks, last = columns.ranks[row], config.sinks + beyond // config.leaving * config.leaving
+    ranks, last = columns.ranks[row], config.sinks + config.leave(length, window)
     leaving = (ranks >= config.sinks) & (ranks < last) & ~held.spans[row].among(ranks)
     where = leaving.nonzero()[:, 0]
     assert columns.notes is not None, "there are notes"

@@ -8,7 +8,7 @@ import torch
 from kvsketch.algorithms.sampling import Plan, choose_slots, last_writer, log_weights
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.checks import check_choice, check_seed
-from kvsketch.caches.core.chooser import Chooser, Entries, Kept
+from kvsketch.caches.core.chooser import Chooser, Held, Kept
 from kvsketch.caches.core.config import BLOCK, WEIGHTS, WindowedConfig
 from kvsketch.caches.core.storage import listed_on
 from kvsketch.caches.core.tokens import Arriving
@@ -55,7 +55,7 @@ class Reservoirs(Chooser):
     def __init__(self, config: Uniform, layer: int) -> None:
         self.config, self.layer = config, layer
 
-    def choose(self, held: Entries, new: Arriving, budget: Budget) -> Kept:
+    def choose(self, held: Held, new: Arriving, budget: Budget) -> Kept:
         """Offer the tokens to every lane's reservoir, each head with draws of its own."""
         plan, ranks = self.config.plan(budget), new.ranks
         drawn = uniforms(self.config.seed, self.layer, new.heads[:, None], ranks)
@@ -67,6 +67,6 @@ class Reservoirs(Chooser):
         weights = log_weights(plan, listed_on(taken.device, [new.after]), start + count)[:, start:]
         return Kept(index, start, weights.clamp_max(0.0) if self.config.weights == "none" else weights)
 
-    def check(self, held: Entries, count: int, budget: Budget) -> None:
+    def check(self, held: Held, count: int, budget: Budget) -> None:
         if held.count != self.config.plan(budget).slots_for(count):
             raise ValueError(f"{held.count} entries of lanes that have {self.config.plan(budget).slots_for(count)}")

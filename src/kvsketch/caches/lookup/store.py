@@ -95,7 +95,7 @@ class Store(Holding):
     """A place for every token, with its labels."""
 
     def __init__(self, index: Index) -> None:
-        self.index, self.wants_asking = index, index.ready
+        self.index = index
         self.pairs, self.labels = Growing(dim=1), Growing(dim=1)  # a pair: a token's key, and its value behind it
         self.key_width = 0
         self.runs: list[int] = []  # where each run begins
@@ -105,6 +105,10 @@ class Store(Holding):
         self.room = 0  # for so many tokens there has been room since steps were recorded
         self.open_pairs: Float[Tensor, "l n de"] | None = None  # while they are: pairs, and empty places behind them
         self.reads: Float[Tensor, "l 2"] | None = None  # tokens that queries read, and that they could have read
+
+    @property
+    def wants_asking(self) -> bool:
+        return self.index.ready
 
     @property
     def count(self) -> int:
@@ -222,7 +226,6 @@ class Store(Holding):
                 self._sort(start, end)
         self.runs, self.sorted_to = [start for start, _ in wanted], stop
         self.index.sorted_in(self)
-        self.wants_asking = self.index.ready
 
     def _sort(self, start: int, stop: int) -> None:
         order = self.labels.view[:, start:stop, 0].sort(dim=1, stable=True).indices
@@ -284,7 +287,6 @@ class Store(Holding):
             self.index.sorted_in(self)
         self.index.restore(with_prefix(tensors, "index."))
         self._note_places()
-        self.wants_asking = self.index.ready
 
 
 def _wanted(stop: int, staging: int) -> list[int]:

@@ -15,6 +15,7 @@ from kvsketch.caches.lookup.saap import IndexedConfig, Saap
 from kvsketch.caches.lookup.store import Store
 from kvsketch.evaluation.speed.clock import using
 from kvsketch.evaluation.speed.plan import TORCH
+from kvsketch.kernels.gpu.attention import doubled
 from kvsketch.kernels.sources import Entries
 
 HeldByHead = list[list[WeightedTokens]]  # of each KV head, as that of one row
@@ -81,25 +82,17 @@ def _asks(cache: LayerCache) -> bool:
 
 def _held(cache: LayerCache, asked: Query) -> tuple[HeldByHead, Partial | None, int]:
     """What a query reads of every head; what is answered otherwise, and the bytes that this may have read."""
-    heads = len(cache.streams.budgets)
-    held: HeldByHead = [[] for _ in range(heads)]
-    own: Partial | None = None
-    nbytes = 0
-    for mine, stream in zip(cache.streams.heads, cache.streams.all, strict=True):
-        queries = asked.queries.unflatten(1, (heads, -1))[:, mine].flatten(1, 2)
-        answer = stream.look(replace(asked, queries=queries, unrotated=queries))
-        parts = [part for source in answer.unread for part in source]
-        if stream.window.length:
-            parts.append(Entries(stream.window.tokens()))
-        for part in parts:
-            lanes = range(len(mine)) if part.lanes is None else part.lanes.tolist()
-            for place, lane in enumerate(lanes):
-                held[mine[lane]].append(_read(part, place))
-        others = [part for part in (answer.attended, answer.estimated) if part is not None]
-        if others:
-            assert len(mine) == heads, "such methods have one stream"
-            own, nbytes = merge(*others), _bytes_of(stream, answer)
-    return held, own, nbytes
+    held: HeldByHead = [[] for _ in cache.streams.budgets]
+    answer = cache.streams.look(replace(asked, unrotated=asked.queries))
+    for part in (part for source in answer.unread for part in source):
+        lanes = range(len(held)) if part.lanes is None else part.lanes.tolist()
+        for place, lane in enumerate(lanes):
+            held[lane].append(_read(part, place))
+    others = [part for part in (answer.attended, answer.estimated) if part is not None]
+    if not others:
+        return held, None, 0
+    assert cache.streams.only is not None, "methods that answer have one stream"
+    return held, merge(*others), _bytes_of(cache.streams.only, answer)
 
 
 def _bytes_of(stream: Stream, answer: Answer) -> int:
@@ -159,7 +152,7 @@ def _errors(
         asking, truth, plain = query[:, mine], wide, beside
         if parts:
             tokens = _joined(parts)
-            truth = _with(weighted_attention(asking.double(), _double(tokens), scale), wide)
+            truth = _with(weighted_attention(asking.double(), doubled(tokens), scale), wide)
             plain = _with(_plain(asking, tokens, scale), beside)
         assert truth is not None, "every head reads something"
         assert plain is not None, "as the truth"
@@ -171,11 +164,6 @@ def _errors(
 
 def _with(part: Partial, beside: Partial | None) -> Partial:
     return part if beside is None else merge(part, beside)
-
-
-def _double(tokens: WeightedTokens) -> WeightedTokens:
-    weights = [None if x is None else x.double() for x in (tokens.log_mass, tokens.log_value)]
-    return WeightedTokens(tokens.keys.double(), tokens.values.double(), *weights)
 
 
 def _plain(query: Float[Tensor, "1 g 1 d"], tokens: WeightedTokens, scale: float) -> Partial:

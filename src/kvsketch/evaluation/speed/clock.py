@@ -1,22 +1,19 @@
 """Times in turn, with a pass over other memory between two of them; how fast memory is read, and how much is free."""
 
-import math
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
 
 from kvsketch.evaluation.speed.plan import TORCH, Plan
+from kvsketch.huggingface.free_memory import free_memory
 from kvsketch.kernels import native
 
 Form = TypeVar("Form")
-MEMINFO = Path("/proc/meminfo")
-GROUP = Path("/sys/fs/cgroup")  # of processes that share a limit
 
 
 class Turn(NamedTuple):
@@ -103,25 +100,9 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def free_bytes() -> float | int:
-    """Memory that can be had now; infinite where the system does not tell."""
-    found = list[float | int]([math.inf])
-    if MEMINFO.is_file():
-        lines = MEMINFO.read_text().splitlines()
-        found += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    try:
-        limit, used = ((GROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        files = [int(x.split()[1]) for x in (GROUP / "memory.stat").read_text().splitlines() if "inactive_file" in x]
-        if limit.isdigit():
-            found.append(int(limit) - int(used) + sum(files[:1]))
-    except OSError:
-        pass  # no limit that is known
-    return min(found)
-
-
 def no_room(needed: float | int) -> str | None:
     """What to say where so many bytes are not there; None where they are."""
-    free = free_bytes()
-    if needed <= free:
+    free = free_memory(torch.device("cpu"))
+    if free is None or needed <= free:
         return None
     return f"it takes about {needed / 1e9:.1f} GB of memory, and {max(free, 0) / 1e9:.1f} GB are free"

@@ -27,7 +27,7 @@ class Plan:
 
     methods: Sequence[str]
     keeps: Sequence[Keep] = (0.5, 0.25, 0.125, 0.0625)
-    tokens: int = 4096
+    tokens: int
     next: int = 128
     call: int = 16
     windows: int = 20

@@ -210,7 +210,7 @@ int kvs_classify(const struct asked *of, const struct layer *layers, float *scor
 
 struct limits {
     int64_t lanes, queries, buckets, probes, runs, per_token;
-    double visit, mass;  // negative: no limit; below 1 or of `shares`: of all tokens
+    double visit, mass;  // negative: no limit; `share`: `visit` is a share of all tokens
     int64_t share, staged_from, staged;
     float *left;  // NULL, or [lanes, queries, buckets]: logs of the sizes of buckets that are not visited
 };

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from kvsketch.caches.core.budget import Budget
-from kvsketch.caches.core.chooser import Chooser, ChosenEntries, Entries, Kept, check_vectors
+from kvsketch.caches.core.chooser import Chooser, ChosenEntries, Held, Kept, check_vectors
 from kvsketch.caches.core.method import Holding
 from kvsketch.caches.core.storage import chosen, chosen_of, in_front, listed_on
 from kvsketch.caches.core.tokens import Arriving
@@ -80,7 +80,7 @@ class Halves(Chooser):
             for (holding, new, steps, _), kept in zip(now, halves, strict=True):
                 go_on(holding, new, steps, kept)
 
-    def choose(self, held: Entries, new: Arriving, budget: Budget) -> Kept:
+    def choose(self, held: Held, new: Arriving, budget: Budget) -> Kept:
         """Take the tokens and halve what does not fit any more."""
         steps = self.steps(held, new, budget)
         try:
@@ -91,7 +91,7 @@ class Halves(Chooser):
             kept: Kept = end.value
             return kept
 
-    def steps(self, held: Entries, new: Arriving, budget: Budget) -> Steps:
+    def steps(self, held: Held, new: Arriving, budget: Budget) -> Steps:
         """Level by level: what is left of one level's blocks joins the next, and is halved there in turn."""
         pool, known = held.with_new(new), _levels(held.numbers)
         schedule = Schedule(self.options.block, lambda count: self.room(budget, count), self.options.apart)
@@ -130,7 +130,7 @@ class Halves(Chooser):
         )
 
     def _blocks(
-        self, pool: Entries, here: Int64[Tensor, "l here"], sizes: list[int], level: int, done: int, heads: Tensor
+        self, pool: Held, here: Int64[Tensor, "l here"], sizes: list[int], level: int, done: int, heads: Tensor
     ) -> tuple[Blocks, Int64[Tensor, "c size"]]:
         """The first blocks of a level, of these sizes, of all lanes; and their places among the level's tokens.
 
@@ -166,7 +166,7 @@ class Halves(Chooser):
         parts = kept.split([len(blocks.keys) for blocks in each])
         return [part[:, : blocks.keys.shape[1]] for part, blocks in zip(parts, each, strict=True)]
 
-    def check(self, held: Entries, count: int, budget: Budget) -> None:
+    def check(self, held: Held, count: int, budget: Budget) -> None:
         levels = _levels(held.numbers)
         known = (*levels.held, *levels.halved, levels.apart)
         if any(type(number) is not int or number < 0 for number in known):
@@ -175,7 +175,7 @@ class Halves(Chooser):
             raise ValueError(f"{held.count} entries of {count} tokens in levels {levels!s:.80}")
         check_vectors(held)
 
-    def details(self, held: Entries, count: int) -> dict[str, float]:
+    def details(self, held: Held, count: int) -> dict[str, float]:
         """How many tokens an entry stands for."""
         return {"tokens per entry": count / max(1, held.count)}
 
@@ -194,7 +194,7 @@ def _levels(numbers: dict[str, list[int]]) -> Levels:
 
 
 def _set_apart(
-    pool: Entries, there: Int64[Tensor, "l n"], key_sum: Float[Tensor, "l d"], most: int
+    pool: Held, there: Int64[Tensor, "l n"], key_sum: Float[Tensor, "l d"], most: int
 ) -> tuple[Int64[Tensor, "l m"], Int64[Tensor, "l r"]]:
     """Of these tokens those whose keys point away from the mean of all keys so far, and the rest, each in their order.
 
