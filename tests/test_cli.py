@@ -97,6 +97,9 @@ def test_a_text_that_leaves_no_room_to_read_it_again(small_model, tmp_path):
         assert re.search(rf"again, as kvzip.* does: {re.escape(method)} instead", " ".join(done.stderr.split())), (
             done.stderr
         )
+    too_long = run("generate", small_model, "--prompt-file", "-", "--question", "?", text=8 * TEXT)
+    refused(too_long, "the text and the question have")
+    assert "instead" not in too_long.stderr
 
 
 def test_text_alone_is_continued(book):
@@ -163,6 +166,7 @@ MISTAKES = [
     (["--prompt-file", BOOK, "--method", "(" * 5000], "cannot read the spec"),
     (["--prompt-file", BOOK, "--method", "[/]"], "cannot read the spec '[/]'"),
     (["--prompt-file", BOOK, "--[bold]"], "No such option: --[bold]. See kvsketch generate --help"),
+    (["~/nowhere", "--prompt-file", BOOK], "there is no folder ~/nowhere: name a model's folder"),
     (["[/]", "--prompt-file", BOOK], "[/] cannot be loaded as a model with its tokenizer"),
     (["caf\udce9", "--prompt-file", BOOK], r"the argument 'caf\udce9' is no text in UTF-8"),
     (["--prompt-file", BOOK, "--device", "abacus"], "--device 'abacus' is not there"),
@@ -212,9 +216,11 @@ def test_mistakes_of_standard_input(text, message):
         (["lines", "--tasks", "caf\udce9"], r"the argument 'caf\udce9' is no text in UTF-8"),
         (["lines", "--out", BOOK], "--out must name a folder, a new one or one that is there"),
         (["error", "--seeds", 10**9], "--seeds': Input should be less than"),
+        (["error", "--methods", "exact"], "subgen, balancekv, keydiff; the study takes no others"),
+        (["error", "--methods", "streaming_heads"], "streaming_heads holds everything in some heads and a window in"),
         (["needle", "--haystack", "nowhere"], "there is no file nowhere"),
         (["lines", "--haystack", BOOK], "none of lines hides anything in a text: leave out --haystack"),
-        (["lines", "--methods", "exact; saap(index='nowhere')"], "nowhere is no index: it has no index.json"),
+        (["lines", "--methods", "exact; saap(index='no;where')"], "no;where is no index: it has no index.json"),
         (["needle", "--haystack", "{latin}"], "is no text in UTF-8"),
         (["needle", "--depths", "2"], "a depth is a share of the document from 0 to 1, got 2.0"),
         (["needle", "--depths", "nan"], "--depths must be numbers up to"),

@@ -125,6 +125,14 @@ def test_unknown_names_are_attribute_errors():
 
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = kvsketch.nothing
-    assert set(kvsketch.__all__) <= set(dir(kvsketch))
     for name in kvsketch.__all__:
         assert getattr(kvsketch, name) is not None
+
+
+def test_type_checkers_see_what_is_loaded_when_it_is_used():
+    import kvsketch
+
+    tree = ast.parse(Path(kvsketch.__file__).read_text())
+    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module.startswith("kvsketch")]
+    assert {alias.name: node.module for node in froms for alias in node.names} == kvsketch._HOME_OF
+    assert set(kvsketch.__all__) == {"__version__", *kvsketch._HOME_OF}

@@ -14,7 +14,7 @@ import pytest
 
 from kvsketch.evaluation.embedded.training.tokenizer import build_tokenizer
 from kvsketch.evaluation.tasks import TASKS, WORDINGS, Setting
-from kvsketch.evaluation.tasks.haystack import SENTENCES, TextFile, haystack_of
+from kvsketch.evaluation.tasks.haystack import SENTENCES, Grammar, TextFile, haystack_of
 from kvsketch.evaluation.tasks.length import Fitter
 from kvsketch.evaluation.tasks.lines import HEADER
 from kvsketch.evaluation.tasks.longeval_files import read_cases
@@ -78,9 +78,11 @@ def test_documents_of_any_length_are_filled_and_never_too_long(name, wording):
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_length_too_short_for_one_sample_is_refused(name):
-    with pytest.raises(ValueError, match=rf"{name}: 3 tokens are too few for one sample, which takes \d+"):
-        Fitter(TASKS[name], Setting(size=1), tokens_in).sample(3, "0")
+def test_a_length_too_short_for_one_sample_is_refused(name, tmp_path):
+    (tmp_path / "book.txt").write_text("The cow jumped over the moon. ")
+    for haystack, text in ((Grammar(), ""), (TextFile(tmp_path / "book.txt"), " in book.txt" * TASKS[name].hides)):
+        with pytest.raises(ValueError, match=rf"^{name}{text}: 3 tokens are too few for one sample, which takes \d+"):
+            Fitter(TASKS[name], Setting(size=1, haystack=haystack), tokens_in).sample(3, "0")
 
 
 def test_lines_have_longevals_words_and_distribution():
@@ -266,6 +268,21 @@ def test_a_text_comes_back_with_the_quotes_it_closes(tmp_path):
     assert text.sentences == [
         '"Who is there?"', "said he.", "(Nobody.)", "'Go on.'", "\u201cWell!\u201d", "A title", "It rained.",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["An entry of a log\n" * 500, "word " * 5000, "x" * 9000])
+def test_a_text_without_full_stops_fills_documents_too(text, tmp_path):
+    """By lines, or where those are long by words; a sentence as novels have it stays whole, however long."""
+    book = tmp_path / "book.txt"
+    book.write_text(f"{'It rained ' * 175}again. {text}")
+    first, *others = TextFile(book).sentences
+    assert len(first) == 1756
+    assert "".join("".join(others).split()) == "".join(text.split())
+    assert len(set(map(len, others))) <= 2  # as long as they may be, but for the last
+    assert max(map(len, others)) <= 400
+    book.write_text(text)
+    fitter = Fitter(TASKS["niah_single"], Setting(size=1, haystack=TextFile(book)), tokens_in)
+    assert 0.7 * 1500 <= tokens_in(fitter.sample(1500, "0")) <= 1500
 
 
 def test_several_texts_take_turns(tmp_path):

@@ -14,7 +14,6 @@ from benchmarks.selectivity import command
 from kvsketch.cli.app import MOST
 from kvsketch.cli.bench_error_inputs import (
     Layers,
-    Methods,
     ModelName,
     PromptFiles,
     Prompts,
@@ -27,6 +26,9 @@ from kvsketch.cli.ending import ending
 from kvsketch.cli.options import Device, Precision, RowsFolder
 
 MOST_SEEDS = 10_000
+Methods = Annotated[
+    str | None, typer.Option("--methods", "-m", help=f"Specs without budgets, with ; between ({command.METHODS}).")
+]
 Rates = Annotated[str | None, typer.Option(help=f"Shares of the past that methods aim to read ({command.RATES}).")]
 Seeds = Annotated[
     int | None, typer.Option(max=MOST_SEEDS, help=f"Seeds for methods that draw at random; {command.SEEDS}.")

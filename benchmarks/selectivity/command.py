@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING
 
 from rich.progress import MofNCompleteColumn
 
-from kvsketch.cli.app import MOST, listed, or_default, output, progress_bar, reported, say_no_pictures, some_numbers
+from kvsketch.cli.app import (
+    MOST,
+    listed,
+    or_default,
+    output,
+    progress_bar,
+    reported,
+    say_no_pictures,
+    some_numbers,
+    specs,
+)
 from kvsketch.cli.bench_error_inputs import Inputs, Texts, shares
 from kvsketch.cli.notes import say
 
@@ -63,7 +73,7 @@ def read_options(
     counted = some_numbers("--tables", or_default(tables, TABLES), int)
     for name, count, most in [*(("buckets", x, MOST) for x in made), *(("tables", x, MOST_PARTS) for x in counted)]:
         check_count(name, count, least=1, most=most)
-    named = listed(or_default(methods, METHODS), ";")
+    named = specs(or_default(methods, METHODS))
     if not index and methods is None:
         named.remove(LEARNT)
         say(f"{LEARNT} is left out: it looks things up by an index (--index FOLDER, made by kvsketch fit)")

@@ -27,27 +27,11 @@ from kvsketch.caches.lookup.retrieval import Retrieval
 from kvsketch.caches.lookup.saap import Saap
 from kvsketch.caches.recommended import recommended
 
-METHODS: dict[str, type[MethodConfig]] = {
-    "exact": Exact,
-    "streaming_llm": StreamingLLM,
-    "uniform": Uniform,
-    "clustergen": ClusterGen,
-    "subgen": SubGen,
-    "balancekv": BalanceKV,
-    "keydiff": KeyDiff,
-    "h2o": H2O,
-    "tova": Tova,
-    "snapkv": SnapKV,
-    "pyramidkv": PyramidKV,
-    "kvzip": KVzip,
-    "expected_attention": ExpectedAttention,
-    "streaming_heads": StreamingHeads,
-    "saap": Saap,
-    "kmeans": KMeans,
-    "lsh": LSH,
-    "random_buckets": RandomBuckets,
-    "retrieval": Retrieval,
-}
+KINDS: tuple[type[MethodConfig], ...] = (
+    Exact, StreamingLLM, Uniform, ClusterGen, SubGen, BalanceKV, KeyDiff, H2O, Tova, SnapKV, PyramidKV, KVzip,
+    ExpectedAttention, StreamingHeads, Saap, KMeans, LSH, RandomBuckets, Retrieval,
+)  # fmt: skip
+METHODS = {config.name: config for config in KINDS}
 
 
 def methods() -> dict[str, str]:
@@ -60,7 +44,8 @@ def parse_spec(spec: str | MethodConfig) -> MethodConfig:
     if isinstance(spec, MethodConfig):
         return spec
     if not isinstance(spec, str):
-        raise ValueError(f'a spec is text such as "uniform(keep=0.25)", got {spec!r}')
+        budget = f"; a budget is written keep={spec!r}" * (type(spec) in (int, float))
+        raise ValueError(f'a spec is text such as "uniform(keep=0.25)", got {spec!r}{budget}')
     name, options = read_call(spec)
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r} in {spec!r}; {_suggest(name, METHODS)}")

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
-from kvsketch.cli.app import MOST, check_folder, listed, numbers, output, progress_bar, reported, say_no_pictures
+from kvsketch.cli.app import MOST, check_folder, listed, numbers, output, progress_bar, reported, say_no_pictures, specs
 from kvsketch.cli.models import load_model
 from kvsketch.cli.notes import say
 from kvsketch.cli.options import Device, ModelName, Precision, is_ours
@@ -126,7 +126,7 @@ def _plan(
         raise ValueError(f"--cases are LongEval's lines, which the suite {suite!r} has none of")
     return Plan(
         tasks=_tasks(suite, tasks),
-        methods=listed(methods, ";"),
+        methods=specs(methods),
         lengths=numbers("--lengths", lengths, int),
         asked=MODES[asked],
         depths=numbers("--depths", depths or "", float),
@@ -138,10 +138,10 @@ def _plan(
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(help="The folder that was --out of kvsketch bench.")],
+    folder: Annotated[Path, typer.Argument(help="The folder that was --out of a bench of answers.")],
     able: Annotated[float | None, typer.Option(help="Only tasks and lengths where exact scores so much.")] = None,
 ) -> None:
-    """Make table, pictures and page anew from the rows in a folder, of a run that was stopped or is going on."""
+    """Make table, pictures and page of a bench of answers anew, from the rows of one that stopped or is going on."""
     if not (folder / ANSWERS).is_file():
         raise ValueError(
             f"{folder} has no {ANSWERS}: name a folder that was --out of a bench of answers. What other suites have "

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import MofNCompleteColumn
 
-from kvsketch.cli.app import listed, numbers, or_default, output, progress_bar, reported, say_no_pictures
+from kvsketch.cli.app import numbers, or_default, output, progress_bar, reported, say_no_pictures, specs
 from kvsketch.cli.bench_error_inputs import (
     Inputs,
     Layers,
-    Methods,
     ModelName,
     PromptFiles,
     Prompts,
@@ -44,7 +43,9 @@ RATES, BLOCKS, SEEDS, EXACT = "0.5,0.25,0.125,0.0625", "64,128,256", 10, 256
 def bench_error(
     out: RowsFolder,
     model: ModelName = None,
-    methods: Methods = None,
+    methods: Annotated[
+        str | None, typer.Option("--methods", "-m", help=f"Specs without budgets, with ; between ({METHODS}).")
+    ] = None,
     rates: Annotated[str | None, typer.Option(help=f"Shares of the tokens to keep ({RATES}).")] = None,
     seeds: Annotated[
         int | None, typer.Option(max=MOST_SEEDS, help=f"Seeds for methods that draw at random; {SEEDS}.")
@@ -78,7 +79,7 @@ def read_study(
     from kvsketch.evaluation.layers.plan import Study
 
     return Study(
-        methods=listed(or_default(methods, METHODS), ";"),
+        methods=specs(or_default(methods, METHODS)),
         rates=shares(or_default(rates, RATES)),
         blocks=numbers("--blocks", or_default(blocks, BLOCKS), int),
         seeds=or_default(seeds, SEEDS),

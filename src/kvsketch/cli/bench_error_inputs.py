@@ -27,9 +27,6 @@ ModelName = Annotated[
     str | None,
     typer.Argument(metavar="MODEL", callback=named, help="A model's folder or name; the embedded one if left out."),
 ]
-Methods = Annotated[
-    str | None, typer.Option("--methods", "-m", help="Specs without budgets, with ; between; all if left out.")
-]
 Layers = Annotated[str | None, typer.Option(help="These layers, with commas; all if left out.")]
 PromptFiles = Annotated[
     list[Path] | None, typer.Option(help="A text to read; once for each. Left out: documents of a task.")

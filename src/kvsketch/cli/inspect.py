@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from kvsketch.caches.recommended import FOR_BOTH
 from kvsketch.cli.app import (
     MOST,
     check_folder,
@@ -67,7 +68,8 @@ def inspect(
         bool, typer.Option("--heads", help="Show which tokens each head keeps instead, on a page.")
     ] = False,
     method: Annotated[
-        str | None, typer.Option("--method", "-m", help="For --heads: how a cache is kept small.")
+        str | None,
+        typer.Option("--method", "-m", help=f"For --heads: how a cache is kept small; {FOR_BOTH} if left out."),
     ] = None,
     dtype: Precision = "auto",
     device: Device = None,

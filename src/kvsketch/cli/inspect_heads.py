@@ -34,10 +34,10 @@ def show_heads(
 
     exact = readable_for(config)
     if exact is None:
-        raise ValueError(
-            f"{config} chooses while it reads, and --heads shows what is chosen of a text that was read exactly: leave "
-            'out prefill="streaming", or name another method'
-        )
+        why, advice = "goes by what an exact cache has no notes of", "name another method"
+        if config.prefill != "exact":
+            why, advice = "chooses while it reads", f'leave out prefill="{config.prefill}", or {advice}'
+        raise ValueError(f"{config} {why}, and --heads shows what is chosen of a text that was read exactly: {advice}")
     language_model, tokenizer = load_model(model, dtype, device)
     read = made_text("lines", tokens, "inspect", tokenizer) if text is None else text
     found = tokenizer(read, return_tensors="pt", return_offsets_mapping=True)

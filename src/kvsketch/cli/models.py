@@ -66,4 +66,6 @@ def _folder_of(name: str) -> str:
         return str(smollm2_folder(say))
     if name.lower().endswith(".gguf"):
         raise ValueError(f"{name} is a GGUF file: make a folder of it first, with kvsketch import {name} -o FOLDER")
+    if name.startswith(("/", ".", "~")) and not Path(name).is_dir():  # no name that transformers could know
+        raise ValueError(f"there is no folder {name}: name a model's folder, or leave it out for the embedded model")
     return name

@@ -1,4 +1,4 @@
-"""kvsketch for transformers: the only part of the library that imports it.
+"""kvsketch for transformers: the first part of the library that imports it; what it builds on does not.
 
 What users call: `generation.py`, `attaching.py`, `loading.py`, `studying.py`, `templates.py`.
 

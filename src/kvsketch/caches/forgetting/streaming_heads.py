@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvsketch.caches.core.budget import Budget
+from kvsketch.caches.core.checks import check_count
 from kvsketch.caches.core.config import BudgetedConfig
 from kvsketch.caches.core.profile import PROFILE
 from kvsketch.caches.core.shares import EQUAL, PYRAMID, Shares
@@ -31,6 +32,7 @@ class StreamingHeads(BudgetedConfig):
     heads: str = PROFILE
 
     def __post_init__(self) -> None:
+        check_count("window", self.window, least=1)
         super().__post_init__()
         if self.heads in (EQUAL, PYRAMID) or not isinstance(self.keep, float):
             raise ValueError(

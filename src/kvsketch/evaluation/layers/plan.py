@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvsketch.caches.core.budget import Keep
 from kvsketch.caches.core.config import BLOCK, BudgetedConfig, MethodConfig
+from kvsketch.caches.forgetting.streaming_heads import StreamingHeads
 from kvsketch.caches.registry import METHODS, parse_spec, read_call
 from kvsketch.evaluation.results.rows import Row, key_of
 
@@ -152,11 +153,23 @@ def _read(spec: str) -> tuple[BudgetedConfig, Collection[str]]:
     if taken:
         raise ValueError(f"the study sets {', '.join(taken)} itself, from its rates: leave it out of {spec!r}")
     if not isinstance(config, BudgetedConfig):
-        forgetful = [name for name, known in METHODS.items() if issubclass(known, BudgetedConfig)]
-        raise ValueError(f"{spec} keeps every token: its errors would be 0. Methods that drop: {', '.join(forgetful)}")
-    if config.askings or config.before_rotation:
-        raise ValueError(f"{spec} goes by queries, and the study gives a cache keys and values alone: leave it out")
+        drop = [name for name, known in METHODS.items() if issubclass(known, BudgetedConfig) and not _why_not(known())]
+        raise ValueError(
+            f"{spec} keeps every token: its errors would be 0. Methods that drop: {', '.join(drop)}; the study takes "
+            "no others"
+        )
+    if why := _why_not(config):
+        raise ValueError(f"{spec} {why}: leave it out")
     return config, options
+
+
+def _why_not(config: BudgetedConfig) -> str | None:
+    """What keeps the study from a method that drops; None if nothing does."""
+    if isinstance(config, StreamingHeads):
+        return "holds everything in some heads and a window in others, and the study gives each head the same rate"
+    if config.askings or config.before_rotation:
+        return "goes by queries, and the study gives a cache keys and values alone"
+    return None
 
 
 def _name(config: MethodConfig) -> str:

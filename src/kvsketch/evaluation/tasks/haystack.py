@@ -33,6 +33,8 @@ SENTENCES = (
     "A cold wind blows from the north.",
 )
 TWENTY = ":sentences"  # as --haystack it names these
+LONGEST = 2000  # characters of a sentence; novels that models are fitted to and measured on have up to 1,765
+PIECE = re.compile(r".{1,400}(?:\s|$)|.{1,400}")  # some sixty words of what is longer, or a part of a very long one
 SENTENCE_END = re.compile(r"[.!?][\"')\]\u2019\u201d\u00bb]*(?=\s)")  # with the quotes that are closed there
 
 
@@ -83,13 +85,26 @@ class TextFile(Haystack):
         text = as_text(content, path)
         self.name = name_with_digest(name_of(path), text.encode())
         found = re.split(r"\n\s*\n", SENTENCE_END.sub(r"\g<0>\n\n", text))
-        self.sentences = [" ".join(sentence.split()) for sentence in found if sentence.strip()]
+        self.sentences = [piece for sentence in found for piece in _cut(sentence)]
         if not self.sentences:
             raise ValueError(f"{path} is empty: there is nothing to hide needles in")
 
     def pieces(self, draw: random.Random, count: int) -> list[str]:
         start = draw.randrange(len(self.sentences))
         return [self.sentences[(start + i) % len(self.sentences)] for i in range(count)]
+
+
+def _cut(sentence: str) -> list[str]:
+    """A sentence, if there is one, as a line; one longer than any of a novel in pieces, so that they fill any prompt.
+
+    Such a text has few full stops: it is cut at the ends of its lines, and longer lines between words. Prompts made of
+    sentences are what they would be without.
+    """
+    whole = " ".join(sentence.split())
+    if len(whole) <= LONGEST:
+        return [whole] if whole else []
+    lines = [" ".join(line.split()) for line in sentence.splitlines()]
+    return [piece.strip() for line in lines for piece in PIECE.findall(line)]
 
 
 def names_of(texts: Sequence[Haystack]) -> list[str]:

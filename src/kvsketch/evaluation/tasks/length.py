@@ -4,7 +4,9 @@ import dataclasses
 import random
 from collections.abc import Callable
 
+from kvsketch.evaluation.results.rows import name_without_digest
 from kvsketch.evaluation.tasks.base import Sample, Setting, Task
+from kvsketch.evaluation.tasks.haystack import MADE_UP
 
 PROBED = (100, 300)  # sizes from which a unit's tokens are estimated
 PROBE_LENGTH = 8192
@@ -24,6 +26,12 @@ class Fitter:
         low, high = (self.count(self._make(size, PROBE_LENGTH, "probe", None)) for size in PROBED)
         self.tokens_per_unit = max(1e-3, (high - low) / (PROBED[1] - PROBED[0]))
 
+    @property
+    def _name(self) -> str:
+        """The task, and the text of the user's that it hides things in."""
+        text = self.setting.haystack.name
+        return self.task.name + f" in {name_without_digest(text)}" * (self.task.hides and text not in MADE_UP)
+
     def sample(self, length: int, seed: str, depth: float | None = None) -> Sample:
         """A document whose longest prompt, context and question, has at most `length` tokens."""
         smallest = self.task.smallest
@@ -32,7 +40,7 @@ class Fitter:
         tokens = self.count(best)
         if tokens > length:
             raise TooShortError(
-                f"{self.task.name}: {length:,} tokens are too few for one sample, which takes {tokens:,} at the least"
+                f"{self._name}: {length:,} tokens are too few for one sample, which takes {tokens:,} at the least"
             )
         while tokens < FILLED * length:
             size = fits + max(1, int((length - tokens) / self.tokens_per_unit))
