@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from kvsketch.evaluation.results.ratios import NORMAL
 from kvsketch.evaluation.results.rows import Row, name_without_digest
 
 ASKED = {"before": "question known before compression", "after": "question asked after compression"}
@@ -86,13 +87,14 @@ def _file_names(names: Collection[str]) -> dict[str, str]:
     return {name: name if times[name_without_digest(name)] > 1 else name_without_digest(name) for name in names}
 
 
-def wilson(score: float, count: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's interval of a share that was found in so many samples, by default of 95 %.
+def wilson(score: float, count: int) -> tuple[float, float]:
+    """Wilson's interval, of 95 %, of a share that was found in so many samples.
 
     It does not say that 12 of 12 are certain. Where samples have scores between 0 and 1 it is a little too wide.
     """
-    middle = (score + z * z / (2 * count)) / (1 + z * z / count)
-    half = z * math.sqrt(max(0.0, score * (1 - score)) / count + (z / (2 * count)) ** 2) / (1 + z * z / count)
+    more = NORMAL**2 / count
+    middle = (score + more / 2) / (1 + more)
+    half = NORMAL * math.sqrt(max(0.0, score * (1 - score)) / count + (NORMAL / (2 * count)) ** 2) / (1 + more)
     return max(0.0, min(score, middle - half)), min(1.0, max(score, middle + half))
 
 

@@ -16,7 +16,6 @@ class Ratio:
     low: float
     high: float
     pairs: int
-    better: int  # pairs in which it is below the other
 
     def __str__(self) -> str:
         if self.pairs == 1:
@@ -28,8 +27,7 @@ def ratio_of(logs: Sequence[float]) -> Ratio:
     """Of the logarithms of some ratios, whose interval is that of a normal distribution."""
     mean = statistics.fmean(logs)
     half = NORMAL * deviation(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.nan
-    better = sum(log < 0 for log in logs)
-    return Ratio(math.exp(mean), math.exp(mean - half), math.exp(mean + half), len(logs), better)
+    return Ratio(math.exp(mean), math.exp(mean - half), math.exp(mean + half), len(logs))
 
 
 def deviation(values: Sequence[float]) -> float:
