@@ -70,6 +70,18 @@ def test_every_token_is_held_or_in_a_mean_at_any_time(name):
                 assert bool((counts == room).all()), "and there is no idle room"
 
 
+@pytest.mark.parametrize("name", ["keydiff", "kvzip"])
+def test_a_room_that_grows_past_the_tokens_does_not_bring_back_what_is_in_a_mean(name):
+    """Nine tenths of a budget of .6 for one head are more than all tokens, once what all heads hold is little of it."""
+    config = parse_spec(f"{name}(keep=0.6, heads='pyramid', window=16, residual=0.1)")
+    calls = [150, *[1] * 100]
+    for cache in feed(LayerCache(config, 0, shares=lambda *_: [1.9, 0.1]), *text(sum(calls)), calls):
+        large = cache.past.bundles[0]
+        kept, means = large.holding.entries(), large.holding.per_lane["tokens"]
+        assert kept.count - means.shape[1] + float(means.sum()) == cache.left[0]
+    assert config.room(large.budget, cache.left[0]) > cache.left[0] > kept.count
+
+
 def test_what_nobody_looks_at_in_particular_is_not_lost():
     """Keys that are all much alike share the attention: without them an answer is that of a few."""
     query, values = text(2000)[0], 1 + text(2000)[2]

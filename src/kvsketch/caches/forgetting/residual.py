@@ -103,7 +103,12 @@ def _means(
 
 def tokens_kept(held: Held) -> int:
     """How many entries are tokens; those behind them are means."""
-    return held.count - (held.per_lane[TOKENS].shape[1] if TOKENS in held.per_lane else 0)
+    return held.count - means_kept(held)
+
+
+def means_kept(held: Held) -> int:
+    """How many entries are means."""
+    return held.per_lane[TOKENS].shape[1] if TOKENS in held.per_lane else 0
 
 
 def means_of(entries: Held, tokens: Float[Tensor, "l n"] | None = None) -> Means:

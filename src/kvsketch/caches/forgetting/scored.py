@@ -21,7 +21,7 @@ from kvsketch.caches.core.chooser import Chooser, Held, Kept
 from kvsketch.caches.core.config import WindowedConfig
 from kvsketch.caches.core.tokens import Arriving
 from kvsketch.caches.forgetting.dropped import NEAREST, NONE, SPREAD, STANDS, places_of_dropped, with_weights_left
-from kvsketch.caches.forgetting.residual import FIRST, TOKENS, check_means, joined, means_of, tokens_kept
+from kvsketch.caches.forgetting.residual import FIRST, TOKENS, check_means, joined, means_kept, means_of, tokens_kept
 from kvsketch.kernels.distances import rounded
 
 OBSERVED = 32  # queries of a call, if it is its last ones that are asked
@@ -105,9 +105,12 @@ class ScoredConfig(WindowedConfig):
         seen = self.seen_when(budget, count)
         return budget.entries(seen) - self.exact_at(budget, seen)
 
-    def means(self, room: int, count: int) -> int:
-        """How many entries of the room are means of what is dropped: none while all tokens have room."""
-        return max(1, int(self.residual * room)) if self.residual and count > room else 0
+    def means(self, room: int, count: int, *, dropped: bool = False) -> int:
+        """How many entries of the room are means of what is dropped: none while all tokens have room.
+
+        `dropped`: some are means already; a room that has grown since does not bring them back.
+        """
+        return max(1, int(self.residual * room)) if self.residual and (dropped or count > room) else 0
 
 
 class Best(Chooser):
@@ -138,12 +141,12 @@ class Best(Chooser):
             pool.per_entry[FIRST][:, held.count :] = new.ranks
         return pool
 
-    def room(self, new: Arriving, budget: Budget) -> tuple[int, int]:
+    def room(self, held: Held, new: Arriving, budget: Budget) -> tuple[int, int]:
         """How many tokens may be kept of all that came, and how many means of the others."""
         room = self.config.room(budget, new.after)
         if new.after > room:
             room = max(self.config.floor() - self.config.exact_entries(), room - self.beside(new))
-        means = self.config.means(room, new.after)
+        means = self.config.means(room, new.after, dropped=means_kept(held) > 0)
         return room - means, means
 
     def beside(self, new: Arriving) -> int:
@@ -152,7 +155,7 @@ class Best(Chooser):
 
     def rooms(self, held: Held, new: Arriving, budget: Budget) -> list[tuple[int, int]]:
         """Of how many entries, one part of the pool after another, how many may be kept."""
-        return [(held.count + new.count, self.room(new, budget)[0])]
+        return [(held.count + new.count, self.room(held, new, budget)[0])]
 
     def choose(self, held: Held, new: Arriving, budget: Budget) -> Kept:
         tokens = tokens_kept(held)
@@ -168,7 +171,7 @@ class Best(Chooser):
             return Kept(None, held.count, per_lane=per_lane, per_entry=about)
         index = self._best(self.scores(pool, per_lane, new), start, rooms)
         if self.config.residual:
-            found = self._with_means(pool, start, index, left, self.room(new, budget)[1])
+            found = self._with_means(pool, start, index, left, self.room(held, new, budget)[1])
             return replace(found, per_lane=per_lane | found.per_lane)
         about = {name: x.gather(1, index) for name, x in pool.per_entry.items()}
         log_mass = None
@@ -311,7 +314,7 @@ class Noted(ByAttention):
         return [*parts, Part(new.count, new.count, closed)]
 
     def rooms(self, held: Held, new: Arriving, budget: Budget) -> list[tuple[int, int]]:
-        room, parts = self.room(new, budget)[0], self.parts(held, new, budget)
+        room, parts = self.room(held, new, budget)[0], self.parts(held, new, budget)
         rooms, left = list[tuple[int, int]](), room
         for part in parts[:-1]:
             own = min(part.there, room * part.came // new.after)
