@@ -351,6 +351,10 @@ def test_attention_weights(model, filled):
     with pytest.raises(ValueError, match="does not form attention weights"):
         model(zoo.tokens(1, 3), past_key_values=filled, output_attentions=True)
     assert torch.equal(answer(model, filled), before)
+    own = zoo.build("llama")
+    own.config._attn_implementation, own.config.output_attentions = "eager", True
+    with pytest.raises(ValueError, match="output_attentions off, in the model's config too"):
+        own(zoo.tokens(1, 3), past_key_values=kvsketch.make_cache(own))
 
 
 def test_assistants_with_a_filled_cache(model, filled):

@@ -182,8 +182,8 @@ def check_not_empty(count: int) -> None:
 def refuse_weights() -> None:
     """Say that there are no attention weights to give out."""
     raise ValueError(
-        "kvsketch does not form attention weights: leave output_attentions off, or kvsketch.detach(model) "
-        'and use "eager"'
+        "kvsketch does not form attention weights: leave output_attentions off, in the model's config too, or "
+        'kvsketch.detach(model) and use "eager"'
     )
 
 

@@ -77,7 +77,8 @@ class SketchCache(Cache):
         self.prompt.check(self, module, given, rows, count)
         self._check_call(rows, count)
         check_caches_are_used(module)
-        if given.get("output_attentions"):
+        weights = given.get("output_attentions")
+        if getattr(module.config, "output_attentions", False) if weights is None else weights:
             refuse_weights()
         if isinstance(mask, Tensor):
             check_mask(mask, rows, count, self.stack.seen)
