@@ -357,6 +357,17 @@ def test_attention_weights(model, filled):
         own(zoo.tokens(1, 3), past_key_values=kvsketch.make_cache(own))
 
 
+def test_dropout_of_attention():
+    """It was left out without a word."""
+    training = zoo.build("llama").train()
+    for layer in training.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    cache = kvsketch.make_cache(training)
+    with pytest.raises(ValueError, match=r"attention_dropout=0\.5 is asked for.*call model\.eval\(\)"):
+        training(zoo.tokens(1, 9), past_key_values=cache)
+    assert training.eval()(zoo.tokens(1, 9), past_key_values=cache).logits.isfinite().all()
+
+
 def test_assistants_with_a_filled_cache(model, filled):
     ids = torch.cat([zoo.tokens(1, 200), zoo.tokens(1, 5, seed=2)], 1)
     for options in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": zoo.build("llama")}):

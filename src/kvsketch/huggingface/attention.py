@@ -136,6 +136,11 @@ def attention(
                 f"the attention of this model goes by {name} too ({type(module).__name__}): kvsketch does not serve "
                 "it, kvsketch.detach(model) and use transformers' own cache"
             )
+    if layer is not None and dropout:
+        raise ValueError(
+            f"attention_dropout={dropout:g} is asked for, and a cache of kvsketch answers from all that it holds: call "
+            "model.eval(), or train without a cache"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     unrotated = None if layer is None else layer.before_rotation(module, query, key)
     query, key, value = (as_autocast(x) for x in (query, key, value))
