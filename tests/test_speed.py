@@ -21,6 +21,7 @@ from kvsketch.evaluation.speed.clock import Memory, Turn, no_room, share_of_memo
 from kvsketch.evaluation.speed.made import keys_and_values, made_up, new_token
 from kvsketch.evaluation.speed.plan import BUILD, KEY, LAYER, TORCH, C, Plan
 from kvsketch.evaluation.speed.summary import break_even
+from kvsketch.huggingface.free_memory import free_memory
 from kvsketch.kernels import native
 
 ABOUT = {"model": "made up", "fingerprint": "0", "dtype": "bfloat16", "kvsketch": "0"}
@@ -144,7 +145,8 @@ def test_what_does_not_fit_is_left_out_and_said(tmp_path):
     assert re.match(
         r"1,000,000,000 tokens of one layer are left out: it takes about \d+\.\d GB of memory, and", said[0]
     )
-    assert no_room(1000) is None
+    free = free_memory(torch.device("cpu"))
+    assert free is None or no_room(free / 2) is None
 
 
 @pytest.mark.skipif(native.library() is None, reason="there is no compiler")

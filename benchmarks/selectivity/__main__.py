@@ -21,14 +21,13 @@ from kvsketch.cli.bench_error_inputs import (
     Texts,
     Tokens,
     load_inputs,
+    methods_option,
 )
 from kvsketch.cli.ending import ending
 from kvsketch.cli.options import Device, Precision, RowsFolder
 
 MOST_SEEDS = 10_000
-Methods = Annotated[
-    str | None, typer.Option("--methods", "-m", help=f"Specs without budgets, with ; between ({command.METHODS}).")
-]
+Methods = Annotated[str | None, methods_option(command.METHODS)]
 Rates = Annotated[str | None, typer.Option(help=f"Shares of the past that methods aim to read ({command.RATES}).")]
 Seeds = Annotated[
     int | None, typer.Option(max=MOST_SEEDS, help=f"Seeds for methods that draw at random; {command.SEEDS}.")

@@ -19,6 +19,7 @@ from kvsketch.cli.bench_error_inputs import (
     Texts,
     Tokens,
     load_inputs,
+    methods_option,
     shares,
 )
 from kvsketch.cli.bench_error_tables import NOTE, tables
@@ -43,9 +44,7 @@ RATES, BLOCKS, SEEDS, EXACT = "0.5,0.25,0.125,0.0625", "64,128,256", 10, 256
 def bench_error(
     out: RowsFolder,
     model: ModelName = None,
-    methods: Annotated[
-        str | None, typer.Option("--methods", "-m", help=f"Specs without budgets, with ; between ({METHODS}).")
-    ] = None,
+    methods: Annotated[str | None, methods_option(METHODS)] = None,
     rates: Annotated[str | None, typer.Option(help=f"Shares of the tokens to keep ({RATES}).")] = None,
     seeds: Annotated[
         int | None, typer.Option(max=MOST_SEEDS, help=f"Seeds for methods that draw at random; {SEEDS}.")

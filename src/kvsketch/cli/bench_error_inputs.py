@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 
 TASK, PROMPTS, TOKENS = "lines", 3, 4000  # the documents that are made
 
+
+def methods_option(usual: str) -> Any:
+    """Which methods are compared, those of `usual` if nothing is said."""
+    return typer.Option("--methods", "-m", help=f"Specs without budgets, with ; between ({usual}).")
+
+
 # Options that all of them have.
 ModelName = Annotated[
     str | None,

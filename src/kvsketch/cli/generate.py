@@ -70,7 +70,11 @@ def generate(
         before, new = before[:, :-1], before[:, -1:]  # to go on, the model needs one token that the cache has not read
     asked = 0 if new is None else new.shape[1]
     if load_cache is None:
-        config = _fitting(config, language_model, before.shape[1], asked, usual=method is None)
+        from kvsketch.huggingface.supported import check_context
+
+        check_context(language_model, before.shape[1] + asked, "the text and the question have")
+        if method is None:
+            config = _as_it_fits(config, language_model, before.shape[1])
     _check_spans(spans, before.shape[1])
     new_cache = partial(kvsketch.make_cache, language_model, config, protect=spans)
     cache, prefill_time = _loaded_or_filled(language_model, new_cache, load_cache, before, chunk, asked)
@@ -100,19 +104,10 @@ def _tokens(
     return before, _ids(tokenizer, question, model, special=False) if question else None
 
 
-def _fitting(
-    config: "MethodConfig", model: "PreTrainedModel", tokens: int, asked: int, *, usual: bool
-) -> "MethodConfig":
-    """This method, or instead of the usual one another where the context has no room to read a text a second time.
-
-    Refuses a text that with what is asked is longer than the context.
-    """
+def _as_it_fits(config: "MethodConfig", model: "PreTrainedModel", tokens: int) -> "MethodConfig":
+    """The usual method, or another where the model's context has no room for a text and its second reading."""
     from kvsketch.huggingface.rereading import check_room_behind
-    from kvsketch.huggingface.supported import check_context
 
-    check_context(model, tokens + asked, "the text and the question have")
-    if not usual:
-        return config
     try:
         check_room_behind(model, tokens, "a text")
     except ValueError:
