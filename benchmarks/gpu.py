@@ -45,8 +45,12 @@ from kvsketch.caches.forgetting.balancekv.practical import WALKS
 from kvsketch.evaluation.results.provenance import provenance
 from kvsketch.kernels import kcenter
 from kvsketch.kernels.balanced_walk import strips, walk_in_triton
+from kvsketch.kernels.directions import in_triton as directions_in_triton
+from kvsketch.kernels.directions import reference as reference_directions
 from kvsketch.kernels.gpu import attention, flash, many_queries, routing
 from kvsketch.kernels.kcenter import reference
+from kvsketch.kernels.places import in_triton as places_in_triton
+from kvsketch.kernels.places import reference as reference_places
 from kvsketch.kernels.sources import Entries, Limits, Segments, Staged
 
 HEADS, GROUP, WIDTH = 8, 4, 128
@@ -400,6 +404,26 @@ def centred(on: Machine, count: int, centres: int) -> Iterator[dict[str, Any]]:
     yield {"what": "k-center", "form": f"{centres} centres", "tokens": count, "us": us}
 
 
+def choosing(on: Machine, count: int) -> Iterator[dict[str, Any]]:
+    """What methods that choose among tokens do beside that, for a layer: half of the places copied, and so on."""
+    keys = on.random(HEADS, count, WIDTH).to(on.dtype)
+    there = torch.rand(HEADS, count, generator=on.draw, device=on.device) < 0.5
+    order, mean = reference_places.in_front(there)[:, : count // 2], keys.sum(1, dtype=torch.float64)
+    forms: dict[tuple[str, str], Callable[[], Any]] = {
+        ("copied", "ours"): partial(places_in_triton.chosen_of, (keys, keys), order),
+        ("copied", "torch"): partial(reference_places.chosen_of, (keys, keys), order),
+        ("numbered", "ours"): partial(places_in_triton.in_front, there),
+        ("numbered", "torch"): partial(reference_places.in_front, there),
+        ("directed", "ours"): partial(directions_in_triton.towards, keys, mean),
+        ("directed", "torch"): partial(reference_directions.towards, keys, mean),
+    }
+    for what in ("copied", "numbered"):
+        found, right = forms[what, "ours"](), forms[what, "torch"]()
+        assert all(map(torch.equal, found, right)), f"{what}: ours are not torch's"
+    for (what, form), call in forms.items():
+        yield {"what": what, "form": form, "tokens": count, "us": on.times([call])}
+
+
 def prompts(on: Machine, chunk: int, count: int, among: int) -> Iterator[dict[str, Any]]:
     """A chunk of queries that sees all weighted tokens, and new tokens that see those before them."""
     tokens = entries(on, count, on.dtype, weighted=True)
@@ -474,6 +498,7 @@ def sections(on: Machine, sizes: dict[str, Any]) -> dict[str, Iterator[dict[str,
         "look-up": looked_up(on, *sizes["saap"]),
         "halving": behind(check_walk, on, halved(on, sizes["halved"])),
         "k-center": centred(on, *sizes["centred"]),
+        "choosing": choosing(on, sizes["prompt"][2]),
         "prompts": prompts(on, *sizes["prompt"]),
         "models": decoding(on, *sizes["model"]),
         "large model": large(on, *sizes["large"]),

@@ -18,7 +18,7 @@ from kvsketch.kernels import gpu
 from kvsketch.kernels.sources import Entries, Limits, Segments, Staged
 
 TARGET, PROCESSORS, SHARED = 90, 132, 232_448  # compute capability 9.0: H100 and H200
-OPTIONS = {"num_warps", "num_stages"}
+OPTIONS = {"num_warps", "num_stages", "launch_pdl"}
 NAMES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -41,7 +41,11 @@ def compiled() -> Iterator[str]:
     from kvsketch.kernels.draws import in_triton as drawn_in_triton
     from kvsketch.kernels.gpu import attention, many_queries, routing
 
-    on_hopper = {"processors": lambda device: PROCESSORS, "shared_memory": lambda device: SHARED}
+    on_hopper = {
+        "processors": lambda device: PROCESSORS,
+        "shared_memory": lambda device: SHARED,
+        "early": lambda device: {"EARLY": True, "launch_pdl": True},
+    }
     with patch.multiple(gpu, **on_hopper):
         for name, (query, parts, softcap) in _steps().items():
             call = partial(attention._attended, query, parts, 8, 0.1, softcap)
@@ -68,7 +72,26 @@ def compiled() -> Iterator[str]:
     address = (1, 2, torch.zeros(8, 1, 1, dtype=torch.int64), 3, torch.zeros(32, 256, dtype=torch.int64))
     call = partial(drawn_in_triton._drawn, address, (8, 32, 256), address[2].device)
     yield f"draws: {_needs(*_launched(of_draws, 'draw', call))}"
+    yield from _choosing()
     yield from _centres()
+
+
+def _choosing() -> Iterator[str]:
+    """The kernels of methods that choose among tokens."""
+    import kvsketch.kernels.gpu.directions as of_directions
+    import kvsketch.kernels.gpu.places as of_places
+    from kvsketch.kernels.directions import in_triton as directed
+    from kvsketch.kernels.places import in_triton as placed
+
+    keys, mean = torch.empty(8, 16_384, 128, dtype=torch.bfloat16), torch.empty(8, 128, dtype=torch.float64)
+    index, there = torch.zeros(8, 4096, dtype=torch.int64), torch.ones(8, 16_384, dtype=torch.bool)
+    calls: dict[str, tuple[Any, Callable[[], Any]]] = {
+        "copy": (of_places, partial(placed._copied, keys, index)),
+        "number": (of_places, partial(placed._numbered, there)),
+        "towards": (of_directions, partial(directed._towards, keys, mean)),
+    }
+    for name, (module, call) in calls.items():
+        yield f"choosing, {name}: {_needs(*_launched(module, name, call))}"
 
 
 def _centres() -> Iterator[str]:

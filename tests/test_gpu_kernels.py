@@ -14,8 +14,12 @@ from kvsketch.caches.core.tokens import NewTokens, Unrotated
 from kvsketch.caches.forgetting.balancekv.practical import WALKS
 from kvsketch.kernels import few_queries, gpu, native
 from kvsketch.kernels.balanced_walk import strips, walk_in_triton
+from kvsketch.kernels.directions import in_triton as directions_in_triton
+from kvsketch.kernels.directions import reference as directions_reference
 from kvsketch.kernels.draws import in_triton
 from kvsketch.kernels.gpu import attention
+from kvsketch.kernels.places import in_triton as places_in_triton
+from kvsketch.kernels.places import reference as places_reference
 from kvsketch.kernels.sources import Entries, Segments
 from made_index import make_index
 from test_contract import BY_PROFILE, HEADS, KINDS, LOOKUPS, ROWS, SMALL, WIDTH, feed, padded_in_front, stream
@@ -219,6 +223,50 @@ def test_draws_are_those_of_torch_bit_for_bit():
         assert torch.equal(found, uniforms(*address))
     assert in_triton.uniforms(3, ranks.int()) is None
     assert in_triton.uniforms(3, ranks[:0]) is None
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((3, 1100, 16), torch.float16), ((2, 70, 200), torch.float32)])
+def test_places_are_copied_and_numbered_as_by_torch(shape, dtype):
+    draw = torch.Generator().manual_seed(7)
+    lanes, count, _ = shape
+    x = torch.randn(shape, generator=draw).to(DEVICE, dtype)
+    across = (
+        torch.randn(count, lanes, 2 * shape[2], generator=draw).to(DEVICE, dtype).transpose(0, 1)[..., 5 : 5 + shape[2]]
+    )
+    there = (torch.rand(lanes, count, generator=draw) < 0.2).to(DEVICE)
+    there[0] = lanes == 2  # all, or none
+    order = places_in_triton.in_front(there)
+    assert torch.equal(order, places_reference.in_front(there))
+    assert torch.equal(places_in_triton.in_front(there.mT), places_reference.in_front(there.mT))
+    for index in (order, order[:, :3], order[:, ::7], order[:, :1].expand(-1, 40)):
+        found = places_in_triton.chosen_of((x, across), index)
+        assert all(map(torch.equal, found, places_reference.chosen_of((x, across), index)))
+    assert places_in_triton.chosen_of((x, x[..., 0]), order) is None, "torch copies single numbers"
+    assert places_in_triton.chosen_of((x.long(),), order) is None
+    assert places_in_triton.in_front(there[:, :0]) is None
+
+
+def test_directions_are_those_of_torch():
+    draw = torch.Generator().manual_seed(8)
+    keys = torch.randn(3, 90, 24, generator=draw).to(DEVICE)
+    keys[1, 4], keys[:, 50:] = 0, keys[:, 50:] * 1e4
+    for some in (keys, keys[:, ::3], keys.half()):
+        mean = some.sum(1, dtype=torch.float64)
+        right = directions_reference.towards(some, mean)
+        torch.testing.assert_close(directions_in_triton.towards(some, mean), right, rtol=1e-12, atol=1e-12)
+    assert directions_in_triton.towards(keys, keys.sum(1)) is None, "sums of fewer bits are not what was asked for"
+
+
+def test_more_runs_than_a_program_holds_are_read_in_parts(monkeypatch):
+    monkeypatch.setattr(attention, "LISTS", (3,))
+    draw = torch.Generator().manual_seed(9)
+    tokens = WeightedTokens(*(torch.randn(1, 2, 60, 16, generator=draw).to(DEVICE) for _ in range(2)))
+    begin = (3 * torch.arange(20, device=DEVICE)).expand(1, 2, 1, -1)
+    runs = Segments(begin, torch.arange(20, device=DEVICE).expand_as(begin) % 3)
+    query = torch.randn(1, 4, 1, 16, generator=draw).to(DEVICE)
+    found = attention.attend(query, [Entries(tokens, segments=runs)], 2, 0.25)
+    right = weighted_attention(query.double(), attention.doubled(tokens), 0.25, visible=runs.mask(60))
+    gpu.assert_like(found.out, right.out, found.lse, right.lse)
 
 
 def test_it_is_refused_where_it_would_be_wrong(monkeypatch):

@@ -18,6 +18,7 @@ from kvsketch.huggingface.before_call import Finite, check_caches_are_used, chec
 from kvsketch.huggingface.cache_file import check_same_weights, write_cache
 from kvsketch.huggingface.compressing import check_can_become, hold_again
 from kvsketch.huggingface.graphs import Steps
+from kvsketch.huggingface.identity import Identity
 from kvsketch.huggingface.layer import SketchLayer
 from kvsketch.huggingface.layers import LayerStack, bytes_held
 from kvsketch.huggingface.model import ModelLink
@@ -48,7 +49,7 @@ class SketchCache(Cache):
         """Forget everything, a call that failed half-way included."""
         self.underway, self.seen_before = False, 0  # a call has begun, with so many tokens seen
         self.finite = Finite()  # what its layers are given
-        self.read_by: str | None = None  # the fingerprint of the model whose keys are held, taken when the first came
+        self.read_by: Identity | None = None  # the model whose keys are held, as it was when the first came
         # New layers: stock ones do not always forget that they recorded, or their length.
         self._stack = LayerStack(self.config, self.model, self.protect)
         self.layers, self.sketch_layers = self._stack.layers, self._stack.sketch
@@ -101,6 +102,8 @@ class SketchCache(Cache):
             if begun:
                 self.stack.forget_refused(self.seen_before)
         else:
+            if self.seen_before == 0 and self.read_by is not None and not torch.compiler.is_compiling():
+                self.read_by.look()  # while a GPU still computes
             try:
                 self.finite.hear()
             except ValueError:
@@ -132,7 +135,8 @@ class SketchCache(Cache):
             now = self.model.now()
             if now is not None:
                 now.fitted(self.config)
-                self.read_by = now.fingerprint
+                now.check_adapters()
+            self.read_by = now
 
     def _check_begun(self) -> None:
         """What stock layers take cannot be taken back, so nothing may come there that was not looked at before."""
@@ -369,7 +373,7 @@ class SketchCache(Cache):
             raise ValueError("the cache is empty: there is nothing to save before it has read a prompt")
         self.model.check_in_one("saving a cache")
         self._settle()
-        read_by = check_same_weights(self.read_by, self.model)
+        read_by = check_same_weights(None if self.read_by is None else self.read_by.fingerprint, self.model)
         model_type, dtype = self.model.config.model_type, self.stack.whole.dtype
         write_cache(
             path, self.config, self.layers,

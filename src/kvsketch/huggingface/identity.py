@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from kvsketch.caches.core.config import MethodConfig
 from kvsketch.huggingface.frequencies import changing_frequencies
 from kvsketch.huggingface.modules import config_value, heads_of
-from kvsketch.huggingface.weights import SampledWeights, sample_weights
+from kvsketch.huggingface.weights import SampledWeights, adapters_of, sample_weights
 
 ARCHITECTURE = (
     "model_type",
@@ -32,19 +32,41 @@ GONE = "the model that this cache was made for is gone"
 
 
 class Identity:
-    """Which model one is: its weights are sampled when somebody first asks for them, and once."""
+    """Which model one is: its weights are sampled when somebody first asks for them, and once.
+
+    Copies of a cache share it.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = weakref.ref(model)  # which this does not keep alive
         self.text = model.config.get_text_config(decoder=True)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Identity":
+        return self
+
+    @cached_property
+    def adapters(self) -> list[str]:
+        """What its adapters do."""
+        return adapters_of(self._known())
+
     @cached_property
     def weights(self) -> SampledWeights:
         """A sample of them."""
+        return sample_weights(self._known(), self.adapters)
+
+    def _known(self) -> PreTrainedModel:
         model = self.model()
         if model is None:
             raise ValueError(GONE)
-        return sample_weights(model)
+        return model
+
+    def check_adapters(self) -> None:
+        """Refuse those of which each row goes through others."""
+        _ = self.adapters
+
+    def look(self) -> None:
+        """Sample them now. Nothing waits for a GPU before somebody asks what they are."""
+        _ = self.weights
 
     @cached_property
     def fingerprint(self) -> str:

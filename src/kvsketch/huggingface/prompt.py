@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from kvsketch.caches.core.config import MANY, MethodConfig
-from kvsketch.caches.core.storage import in_front
 from kvsketch.caches.forgetting.threshold import sets_shares, shares_of_prompt
 from kvsketch.huggingface.free_memory import free_memory
 from kvsketch.huggingface.frequencies import ChangingFrequencies
@@ -23,6 +22,7 @@ from kvsketch.huggingface.layers import LayerStack
 from kvsketch.huggingface.protecting import check_protected, lengths_of
 from kvsketch.huggingface.rereading import Behind, check_room_behind, most_behind, pieces, read_behind
 from kvsketch.huggingface.supported import check_context, context_of
+from kvsketch.kernels.places import in_front
 
 NO_QUESTIONS = (
     "{} goes by questions, and there are none: kvsketch.make_cache(model, method, questions=[ids, ...]), token ids of "

@@ -8,14 +8,16 @@ import hashlib
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kvsketch.caches.core.storage import fetched, sent_to
 from kvsketch.huggingface.modules import attention_modules
 from kvsketch.huggingface.spread import combined, groups_of, numbers_at
 
@@ -35,8 +37,13 @@ class SampledWeights:
     """A few numbers of every weight, and what adapters do, at one moment."""
 
     shapes: Mapping[str, tuple[int, ...]]  # of the weights, by name
-    numbers: Mapping[str, Tensor]  # on the CPU
+    coming: Callable[[], Mapping[str, Tensor]]  # waits for the numbers, where a GPU is still to send them
     adapters: Sequence[str]
+
+    @cached_property
+    def numbers(self) -> Mapping[str, Tensor]:
+        """On the CPU."""
+        return self.coming()
 
     def fingerprint(self, *, rounded: bool) -> str:
         """A hash of them.
@@ -54,17 +61,22 @@ class SampledWeights:
         return digest.hexdigest()
 
 
-def sample_weights(model: PreTrainedModel) -> SampledWeights:
-    """Of the model as it is now."""
+def sample_weights(model: PreTrainedModel, adapters: Sequence[str] | None = None) -> SampledWeights:
+    """Of the model as it is now, with what its adapters do, if that is known. This does not wait for a GPU."""
+    adapters = adapters_of(model) if adapters is None else adapters
     weights, samples = dict(_weights(model)), dict[str, Tensor]()
+    places = dict[tuple[int, torch.device], Tensor]()
     for name, tensor in weights.items():
-        samples[name] = _sample(tensor)
+        count, device = tensor.numel(), tensor.device
+        if count > SAMPLED and (count, device) not in places:
+            places[count, device] = sent_to(device, (PLACES * (count / SAMPLED)).long())
+        samples[name] = numbers_at(tensor, places.get((count, device))).contiguous()
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    return SampledWeights(shapes, _on_cpu(samples, groups_of(weights.values())), _adapters(model))
+    return SampledWeights(shapes, _coming(samples, groups_of(weights.values())), adapters)
 
 
-def _adapters(model: PreTrainedModel) -> list[str]:
-    """Which there are, and what they do."""
+def adapters_of(model: PreTrainedModel) -> list[str]:
+    """Which there are, and what they do; refuses those of which each row goes through others."""
     found = list[str]()
     for name, module in model.named_modules():
         if isinstance(getattr(type(module), "active_adapters", None), property):  # models have methods of that name
@@ -92,12 +104,6 @@ def _refuse_adapters_by_row(name: str, module: nn.Module) -> None:
             )
 
 
-def _sample(tensor: Tensor) -> Tensor:
-    """A few numbers of a tensor, evenly from all of it."""
-    count = tensor.numel()
-    return numbers_at(tensor, (PLACES * (count / SAMPLED)).long() if count > SAMPLED else None).contiguous()
-
-
 def _rounded(sample: Tensor) -> Tensor:
     """As it is where a checkpoint is loaded in the precision that has the fewest bits."""
     if not sample.is_floating_point():
@@ -110,17 +116,25 @@ def _bytes_of(sample: Tensor) -> Tensor:
     return sample.view(torch.uint8)
 
 
-def _on_cpu(samples: dict[str, Tensor], groups: Sequence[Any]) -> dict[str, Tensor]:
-    """Numbers of all tensors, fetched from each device at once, and from the processes that have parts of them."""
+def _coming(samples: dict[str, Tensor], groups: Sequence[Any]) -> Callable[[], dict[str, Tensor]]:
+    """Numbers of all tensors, sent by each device at once, and by the processes that have parts of them."""
     by_device = defaultdict[torch.device, list[str]](list)
     for name, sample in samples.items():
         by_device[sample.device].append(name)
-    found = dict[str, Tensor]()
-    for names in by_device.values():
-        each = [_bytes_of(samples[name]) for name in names]
-        together = combined(torch.cat(each), groups).cpu()
-        found |= dict(zip(names, together.split([part.numel() for part in each]), strict=True))
-    return {name: found[name].clone().view(samples[name].dtype) for name in samples}
+    kinds = {name: (_bytes_of(sample).numel(), sample.dtype) for name, sample in samples.items()}
+    sent = [
+        (names, fetched(combined(torch.cat([_bytes_of(samples[name]) for name in names]), groups)))
+        for names in by_device.values()
+    ]
+
+    def arrived() -> dict[str, Tensor]:
+        found = dict[str, Tensor]()
+        for names, content in sent:
+            each = content().split([kinds[name][0] for name in names])
+            found |= {name: part.clone().view(kinds[name][1]) for name, part in zip(names, each, strict=True)}
+        return {name: found[name] for name in kinds}
+
+    return arrived
 
 
 def _weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

@@ -16,12 +16,6 @@ class Segments:
 
     begin: Int64[Tensor, "b h q s"]
     length: Int64[Tensor, "b h q s"]
-    summed: Int64[Tensor, "b h q s"] | None = None  # lengths up to each run and with it, if whoever made these has them
-
-    @property
-    def ends(self) -> Int64[Tensor, "b h q s"]:
-        """Where each run ends if they lie one behind the other."""
-        return self.length.cumsum(-1) if self.summed is None else self.summed
 
     @property
     def rows(self) -> Int64[Tensor, "b h q"]:

@@ -12,8 +12,9 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from kvsketch.attention import WeightedTokens, log_mass_of
-from kvsketch.caches.core.storage import in_front, storage_bytes
+from kvsketch.caches.core.storage import storage_bytes
 from kvsketch.caches.core.tokens import Columns
+from kvsketch.kernels.places import in_front
 
 ROOM = 256  # while steps are recorded there is room for so many places more at a time, at least
 MOST_IDLE = 4  # and for no more than so many times that

@@ -20,8 +20,9 @@ from kvsketch.caches.core.budget import MOST, Budget
 from kvsketch.caches.core.buffers import Growing, marks_of, roomy, written
 from kvsketch.caches.core.method import Holding, Method
 from kvsketch.caches.core.query import Query
-from kvsketch.caches.core.storage import chosen_of, storage_bytes, with_prefix
+from kvsketch.caches.core.storage import storage_bytes, with_prefix
 from kvsketch.caches.core.tokens import Arriving
+from kvsketch.kernels.places import chosen_of
 
 MASS = "mass"  # what an entry got of the attention of all queries so far, where a method declares it
 

@@ -18,8 +18,9 @@ from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.method import Holding, Method
 from kvsketch.caches.core.part import Heads
 from kvsketch.caches.core.query import Answer, Query
-from kvsketch.caches.core.storage import chosen, chosen_of, in_front, listed_on, with_prefix
+from kvsketch.caches.core.storage import listed_on, with_prefix
 from kvsketch.caches.core.tokens import Arriving, Columns
+from kvsketch.kernels.places import chosen, chosen_of, in_front
 from kvsketch.kernels.sources import Entries
 
 

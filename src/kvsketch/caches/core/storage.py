@@ -1,39 +1,14 @@
-"""Tensors of a state: checked, chosen from, and counted."""
+"""Tensors of a state: sent to a device and from it, checked, and counted."""
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar, get_args
 
 import torch
-from jaxtyping import Bool, Int64, jaxtyped
+from jaxtyping import jaxtyped
 from torch import Tensor
 
 T = TypeVar("T")
-
-
-def chosen(x: Tensor, index: Int64[Tensor, "l m"]) -> Tensor:
-    """Places of `x` [l, n, …] with the numbers of `index`, lane by lane; whole places are copied at a time."""
-    return chosen_of((x,), index)[0]
-
-
-def chosen_of(each: Sequence[Tensor], index: Int64[Tensor, "l m"]) -> list[Tensor]:
-    """The same of several: where they are numbered is found once."""
-    found, rows = list[Tensor](), dict[tuple[int, int], Tensor]()
-    for x in each:
-        unit = math.gcd(x.stride(0), x.stride(1))  # of memory: lanes and places are whole numbers of these apart
-        if not unit or 0 in x.shape[:2]:
-            found.append(x[torch.arange(len(x), device=x.device)[:, None], index])
-            continue
-        # All lanes as one: that copies rows as they are, which is three times as fast.
-        lane, place = x.stride(0) // unit, x.stride(1) // unit
-        if (lane, place) not in rows:
-            first = lane * torch.arange(len(x), device=x.device)[:, None]
-            rows[lane, place] = ((index if place == 1 else place * index) + first).flatten()
-        count = (len(x) - 1) * lane + (x.shape[1] - 1) * place + 1
-        one = x.as_strided((count, *x.shape[2:]), (unit, *x.stride()[2:]))
-        found.append(one.index_select(0, rows[lane, place]).unflatten(0, index.shape))
-    return found
 
 
 def sent_to(device: torch.device, numbers: Tensor) -> Tensor:
@@ -65,13 +40,6 @@ def fetched(numbers: Tensor) -> Callable[[], Tensor]:
         return here
 
     return wait
-
-
-def in_front(there: Bool[Tensor, "*lanes n"]) -> Int64[Tensor, "*lanes n"]:
-    """Numbers of the places that hold something, in their order, and then of those that do not."""
-    upto, number = there.cumsum(-1), torch.arange(there.shape[-1], device=there.device)
-    place = torch.where(there, upto - 1, upto[..., -1:] + number - upto)
-    return torch.empty_like(place).scatter_(-1, place, number.expand_as(place))
 
 
 def made_of(kind: type[T], tensors: dict[str, Tensor]) -> T:

@@ -14,12 +14,12 @@ from kvsketch.caches.core.budget import Budget, seen_when
 from kvsketch.caches.core.checks import check_choice, check_count, check_number
 from kvsketch.caches.core.chooser import Chooser, Held, Kept
 from kvsketch.caches.core.config import BLOCK, WEIGHTS, BudgetedConfig
-from kvsketch.caches.core.storage import chosen, chosen_of, in_front
 from kvsketch.caches.core.tokens import Arriving
-from kvsketch.caches.forgetting.apart import towards
+from kvsketch.kernels.directions import towards
 from kvsketch.kernels.groups import sums_of_groups
 from kvsketch.kernels.kcenter import k_center
 from kvsketch.kernels.pairs import cheapest_pairs
+from kvsketch.kernels.places import chosen, chosen_of, in_front
 
 ENTRIES = ("mean", "centre")
 LATEST = 64  # tokens that the least budget has room for, whatever it is spent on

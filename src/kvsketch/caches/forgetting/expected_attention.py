@@ -14,8 +14,8 @@ from kvsketch.caches.core.budget import MOST, Budget
 from kvsketch.caches.core.checks import check_count, check_number
 from kvsketch.caches.core.chooser import Chooser, Held
 from kvsketch.caches.core.tokens import Arriving, Seen
-from kvsketch.caches.forgetting.apart import lengths
 from kvsketch.caches.forgetting.scored import Best, ScoredConfig
+from kvsketch.kernels.directions import lengths
 
 AT_ONCE = 1 << 22  # numbers of float64 worked on together: 32 MiB
 BYTES = 8  # of a number in notes

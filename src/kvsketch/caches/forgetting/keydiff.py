@@ -10,8 +10,8 @@ from torch import Tensor
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.chooser import Chooser, Held, check_vectors
 from kvsketch.caches.core.tokens import Arriving
-from kvsketch.caches.forgetting.apart import sum_of_directions, towards
 from kvsketch.caches.forgetting.scored import Best, ScoredConfig
+from kvsketch.kernels.directions import sum_of_directions, towards
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvsketch.caches.core.budget import MOST
 from kvsketch.caches.core.chooser import Held
-from kvsketch.caches.core.storage import chosen
+from kvsketch.kernels.places import chosen
 
 FIRST = "first"  # the rank of an entry's first token
 TOKENS = "tokens"  # how many each mean is of, lane by lane: the last entries are means

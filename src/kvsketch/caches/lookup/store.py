@@ -24,9 +24,10 @@ from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.buffers import Growing, marks_of, roomy, writable, written
 from kvsketch.caches.core.method import Holding, Method
 from kvsketch.caches.core.query import Answer, Query
-from kvsketch.caches.core.storage import chosen, listed_on, storage_bytes, with_prefix
+from kvsketch.caches.core.storage import listed_on, storage_bytes, with_prefix
 from kvsketch.caches.core.tokens import Arriving, Seen
 from kvsketch.kernels.indexed_attention.reference import MASK_AT_ONCE
+from kvsketch.kernels.places import chosen
 from kvsketch.kernels.sources import Entries, Segments, Staged
 from kvsketch.kernels.weighted_attention.reference import attend_where
 

@@ -28,6 +28,7 @@ MOST_ALONG_Y = 65_535  # programs along the second axis of a launch
 MOST_SINGLE_ROWS, MOST_SINGLE_WIDTH = 16, 128  # of tiles in float32
 NOT_TRITON = "torch's own kernels are used, not those in Triton, which are faster"
 FOR_GRAPHS, APART = 16_384, 32  # launches in graphs that have counters of their own, and how many numbers each has
+FIRST_EARLY = (9, 0)  # compute capability: kernels that wait for the one before them themselves
 OLDEST = (8, 0)  # compute capability: bfloat16 in products
 
 T = TypeVar("T")
@@ -199,6 +200,14 @@ def assert_like(out: Tensor, right: Tensor, lse: Tensor, right_lse: Tensor) -> N
 def current(device: torch.device) -> AbstractContextManager[Any]:
     """There kernels are launched: Triton takes the device that is current."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@cache
+def early(device: torch.device) -> dict[str, Any]:
+    """How to launch what begins, where a GPU has that, before the launch before it has ended, and waits for it."""
+    has = device.type == "cuda" and torch.version.hip is None
+    has = has and torch.cuda.get_device_capability(device) >= FIRST_EARLY
+    return {"EARLY": True, "launch_pdl": True} if has else {"EARLY": False}
 
 
 @cache

@@ -1,18 +1,18 @@
 """Weighted attention for few queries: everything that a lane reads, in one launch, read where it lies.
 
 A lane is a KV head of a row of the batch, its queries are rows of one tile. What a lane reads comes in parts, each all
-of its entries or runs of them; all together, one behind the other, are cut evenly into splits, whatever the parts and
-runs, and each split is a program. It keeps its largest logit, its sums of weights and of weighted values; the last
-program of a lane merges those of all splits, in their order, so that the answer is the same every time. How long runs
-are is read on the device only.
+of its entries or runs of them. They are read in rounds, of entries that lie side by side: of each run the last round
+may be short. All rounds, one behind the other, are cut evenly into splits, whatever the parts and runs, and each split
+is a program. It keeps its largest logit, its sums of weights and of weighted values; the last program of a lane merges
+those of all splits, in their order, so that the answer is the same every time. How long runs are is read on the device
+only.
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from kvsketch.kernels.gpu.softmax import LEAST_MASS, LN_2, NOTHING, more, pairs, weights
-
-MOST_LISTED = tl.constexpr(6)  # halvings of a list of runs that is rather held as a whole
 
 
 @triton.jit
@@ -21,11 +21,14 @@ def attend(
     pointers, strides, sizes,  # of parts: see `_part`
     query_row, query_head, query_step, queries, scale, softcap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, BY_QUERY: tl.constexpr, WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr, PARTS: tl.constexpr, HAS: tl.constexpr, SOFTCAP: tl.constexpr, SPLITS: tl.constexpr,
-    ROWS: tl.constexpr, AT_ONCE: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
-    TOGETHER: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, PARTS: tl.constexpr, HAS: tl.constexpr, KEY_STEPS: tl.constexpr,
+    VALUE_STEPS: tl.constexpr, SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
+    KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, SPLIT_BLOCK: tl.constexpr, TOGETHER: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One split of one lane, or of one of its queries where each reads other runs."""
+    if EARLY:  # this program is here already, and what it reads may not be
+        gdc_wait()
     program, split = tl.program_id(0), tl.program_id(1)
     lane, step = program, 0
     per_program = GROUP if BY_QUERY else GROUP * queries
@@ -42,9 +45,9 @@ def attend(
         query + places[:, None] + widths[None, :], mask=real[:, None] & (widths < WIDTH)[None, :], other=0.0
     )
 
-    total = tl.zeros([], tl.int64)
+    total = 0
     for part in tl.static_range(PARTS):
-        total += _count(lane, step, pointers[part], sizes[part], HAS[part])
+        total += _rounds(lane, step, pointers[part], sizes[part], HAS[part], AT_ONCE)
     each = tl.cdiv(total, SPLITS)
     start = split * each
     stop = tl.minimum(start + each, total)
@@ -52,14 +55,14 @@ def attend(
     mass = tl.zeros([ROWS], tl.float32)
     found = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
     for part in tl.static_range(PARTS):
-        count = _count(lane, step, pointers[part], sizes[part], HAS[part])
+        rounds = _rounds(lane, step, pointers[part], sizes[part], HAS[part], AT_ONCE)
         top, mass, found = _part(
-            asked, lane, step, tl.maximum(start, 0), tl.minimum(stop, count), top, mass, found,
+            asked, lane, step, tl.maximum(start, 0), tl.minimum(stop, rounds), top, mass, found,
             pointers[part], strides[part], sizes[part], scale, softcap,
-            HAS[part], WIDTH, VALUE_WIDTH, SOFTCAP, AT_ONCE, KEY_BLOCK, VALUE_BLOCK,
+            HAS[part], KEY_STEPS[part], VALUE_STEPS[part], WIDTH, VALUE_WIDTH, SOFTCAP, AT_ONCE, KEY_BLOCK, VALUE_BLOCK,
         )  # fmt: skip
-        start -= count
-        stop -= count
+        start -= rounds
+        stop -= rounds
     place = program * SPLITS + split
     _keep(sums, tops, place, top, mass, found, per_program, VALUE_WIDTH, VALUE_BLOCK, ROWS)
 
@@ -72,7 +75,7 @@ def attend(
             answers = query_at * queries + (step if BY_QUERY else numbers % queries)
             _merge(
                 out, lse, sums, tops, program, numbers, answers, per_program,
-                VALUE_WIDTH, VALUE_BLOCK, SPLITS, SPLITS_AT_ONCE,
+                VALUE_WIDTH, VALUE_BLOCK, SPLITS, SPLIT_BLOCK,
             )  # fmt: skip
 
 
@@ -98,48 +101,66 @@ def _runs(slot, step, sizes):
 
 
 @triton.jit
-def _count(lane, step, pointers, sizes, HAS: tl.constexpr):
-    """How many entries of a part a lane reads."""
+def _listed(slot, step, begins, lengths, sizes, LIST: tl.constexpr):
+    """Where each run of a lane begins, and how long it is; nothing of a lane that is not there."""
+    number = tl.arange(0, LIST)
+    runs = _runs(tl.maximum(slot, 0), step, sizes)
+    real = number < tl.where(slot >= 0, plain(sizes[2]), 0)
+    begin = tl.load(begins + runs + number, mask=real, other=0).to(tl.int32)
+    return begin, tl.load(lengths + runs + number, mask=real, other=0).to(tl.int32)
+
+
+@triton.jit
+def _rounds(lane, step, pointers, sizes, HAS: tl.constexpr, AT_ONCE: tl.constexpr):
+    """How many rounds it takes to read a lane's entries of a part."""
     slot = _slot(lane, pointers[4], HAS)
-    count = tl.zeros([], tl.int64) + plain(sizes[0])
     if HAS >= 8:
-        last = _runs(tl.maximum(slot, 0), step, sizes) + plain(sizes[2]) - 1
-        count = tl.load(pointers[6] + last)
-    return tl.where(slot >= 0, count, 0)
+        _, length = _listed(slot, step, pointers[5], pointers[6], sizes, 1 << (HAS // 8 - 1))
+        rounds = tl.sum(tl.cdiv(length, AT_ONCE), 0)
+    else:
+        count = plain(sizes[0]).to(tl.int32)
+        rounds = tl.where(slot >= 0, tl.cdiv(count, AT_ONCE), 0)
+    return rounds
 
 
 @triton.jit
 def _part(
     asked, lane, step, start, stop, top, mass, found, pointers, strides, sizes, scale, softcap,
-    HAS: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, SOFTCAP: tl.constexpr,
-    AT_ONCE: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    HAS: tl.constexpr, KEY_STEP: tl.constexpr, VALUE_STEP: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    SOFTCAP: tl.constexpr, AT_ONCE: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The largest logit of a lane's queries so far, and the sums of exp2 of what is below it, with some of a part."""
-    keys, values, log_mass, log_value, slots, begins, ends = pointers
-    key_row, key_head, key_step, value_row, value_head, value_step, mass_row, mass_head, extra_row, extra_head = strides
+    keys, values, log_mass, log_value, slots, begins, lengths = pointers
+    key_row, key_head, value_row, value_head, mass_row, mass_head, extra_row, extra_head = strides
     part_heads = sizes[1]
-    search: tl.constexpr = HAS // 8 - 1  # halvings of the list of runs; -1 where all entries are read
 
-    slot = tl.maximum(_slot(lane, slots, HAS), 0)
-    row, head = slot // part_heads, slot % part_heads
+    slot = _slot(lane, slots, HAS)
+    row, head = tl.maximum(slot, 0) // part_heads, tl.maximum(slot, 0) % part_heads
     keys += row * key_row + head * key_head
     values += row * value_row + head * value_head
     log_mass += row * plain(mass_row) + head * plain(mass_head)
     log_value += row * plain(extra_row) + head * plain(extra_head)
-    runs = _runs(slot, step, sizes)
-    # Places in runs and weights are found a round ahead, so that keys and values are on their way while others are
-    # worked on. Nothing is loaded of an empty slot, in which may be anything.
-    ahead = start + tl.arange(0, AT_ONCE)
-    there = ahead < stop
-    if search >= 0 and search <= MOST_LISTED:
-        befores, shifts = _listed(begins + runs, ends + runs, plain(sizes[2]), search)
-        ahead = _placed(ahead, befores, shifts)
-    if search > MOST_LISTED:
-        ahead = _place(ahead, begins + runs, ends + runs, plain(sizes[2]), there, search)
+    ends, shifts, befores, uptos = 0, 0, 0, 0
+    if HAS >= 8:
+        begin, length = _listed(slot, step, begins, lengths, sizes, 1 << (HAS // 8 - 1))
+        rounds = tl.cdiv(length, AT_ONCE)
+        uptos = tl.cumsum(rounds, 0)
+        befores = uptos - rounds
+        shifts = begin - befores * AT_ONCE
+        ends = begin + length
+    numbers = tl.arange(0, AT_ONCE)
+    count = plain(sizes[0]).to(tl.int32)
+    # Which entries are read, and what they weigh, is found a round ahead, so that keys and values are on their way
+    # while others are worked on. In an empty slot may be anything: its value is not loaded, and its key's products are
+    # not looked at. Keys do not wait for weights.
+    next_at, next_end = _place(start, ends, shifts, befores, uptos, count, HAS, AT_ONCE)
     if HAS & 3:
-        mass_ahead, value_ahead = weights(log_mass, log_value, ahead, there, HAS)
-    for begin in tl.range(start, stop, AT_ONCE):
-        at, ok = ahead, there
+        there = numbers < next_end - next_at
+        mass_ahead, value_ahead = weights(log_mass + next_at, log_value + next_at, numbers, there, HAS)
+    for place in tl.range(start, stop):
+        at, end = next_at, next_end
+        ok = numbers < end - at
+        held = ok
         of_mass = tl.zeros([AT_ONCE], tl.float32)
         of_value = of_mass
         if HAS & 3:
@@ -147,60 +168,32 @@ def _part(
             of_value = of_mass
             if HAS & 2:
                 of_value = value_ahead
-            ok &= tl.maximum(of_mass, of_value) > NOTHING
-        ahead = begin + AT_ONCE + tl.arange(0, AT_ONCE)
-        there = ahead < stop
-        if search >= 0 and search <= MOST_LISTED:
-            ahead = _placed(ahead, befores, shifts)
-        if search > MOST_LISTED:
-            ahead = _place(ahead, begins + runs, ends + runs, plain(sizes[2]), there, search)
+            held = ok & (tl.maximum(of_mass, of_value) > NOTHING)
+        next_at, next_end = _place(place + 1, ends, shifts, befores, uptos, count, HAS, AT_ONCE)
         if HAS & 3:
-            mass_ahead, value_ahead = weights(log_mass, log_value, ahead, there, HAS)
-        key, value = pairs(keys, values, key_step, value_step, at, ok, WIDTH, VALUE_WIDTH, KEY_BLOCK, VALUE_BLOCK)
+            there = numbers < next_end - next_at
+            mass_ahead, value_ahead = weights(log_mass + next_at, log_value + next_at, numbers, there, HAS)
+        far = at.to(tl.int64)
+        key, value = pairs(
+            keys + far * KEY_STEP, values + far * VALUE_STEP, KEY_STEP, VALUE_STEP, numbers, ok, held,
+            WIDTH, VALUE_WIDTH, KEY_BLOCK, VALUE_BLOCK,
+        )  # fmt: skip
         top, mass, found = more(
-            asked, key, value, of_mass, of_value, ok[None, :], top, mass, found, scale, softcap, SOFTCAP
+            asked, key, value, of_mass, of_value, held[None, :], top, mass, found, scale, softcap, SOFTCAP
         )
     return top, mass, found
 
 
 @triton.jit
-def _listed(begins, ends, segments, SEARCH: tl.constexpr):
-    """Of each run how many entries are in those before it, and how much farther it lies from its place than they do."""
-    number = tl.arange(0, 1 << SEARCH)
-    real = number < segments
-    begin, before = _begin_and_before(begins, ends, number, real)
-    last_begin, last_before = _begin_and_before(begins, ends, number - 1, real & (number > 0))
-    shift = (begin - before) - (last_begin - last_before)
-    return tl.where(real, before, 0x7FFFFFFF), tl.where(real, shift, 0)
-
-
-@triton.jit
-def _begin_and_before(begins, ends, number, real):
-    begin = tl.load(begins + number, mask=real, other=0).to(tl.int32)
-    return begin, tl.load(ends + number - 1, mask=real & (number > 0), other=0).to(tl.int32)
-
-
-@triton.jit
-def _placed(at, befores, shifts):
-    """Which entry is the at-th of those in runs: farther by the shifts of all runs that begin up to there.
-
-    They sum up to what the last of these runs is farther by, so that runs may come in any order, and be empty.
-    """
-    return at + tl.sum(tl.where(befores[None, :] <= at.to(tl.int32)[:, None], shifts[None, :], 0), 1)
-
-
-@triton.jit
-def _place(at, begins, ends, segments, ok, SEARCH: tl.constexpr):
-    """Which entry is the at-th of those in runs: the first run that ends behind it is looked for by halving."""
-    low = at * 0
-    high = low + segments
-    for _ in tl.static_range(SEARCH):
-        middle = (low + high) // 2
-        behind = tl.load(ends + middle, mask=ok & (middle < segments), other=0) > at
-        high = tl.where(behind, middle, high)
-        low = tl.where(behind | (low >= high), low, middle + 1)
-    before = tl.load(ends + low - 1, mask=ok & (low > 0), other=0)
-    return tl.load(begins + low, mask=ok, other=0) + at - before
+def _place(place, ends, shifts, befores, uptos, count, HAS: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Where the entries of a round begin, and where those that may be read end."""
+    at = tl.zeros([], tl.int32) + place * AT_ONCE
+    end = count
+    if HAS >= 8:
+        here = (befores <= place) & (place < uptos)  # one run, or none
+        at += tl.sum(tl.where(here, shifts, 0), 0)
+        end = tl.sum(tl.where(here, ends, 0), 0)
+    return at, end
 
 
 @triton.jit
@@ -223,29 +216,26 @@ def _keep(
 @triton.jit
 def _merge(
     out, lse, sums, tops, program, numbers, answers, real_rows,
-    VALUE_WIDTH: tl.constexpr, VALUE_BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, VALUE_BLOCK: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The answers of some queries from those of all splits."""
-    widths = tl.arange(0, VALUE_BLOCK)
+    widths, splits = tl.arange(0, VALUE_BLOCK), tl.arange(0, SPLIT_BLOCK)
     real = numbers < real_rows
-    top, mass = _tops(tops, tl.arange(0, SPLITS), program, numbers, real_rows, SPLITS)
+    there = real[None, :] & (splits < SPLITS)[:, None]
+    own = (program * SPLITS + splits).to(tl.int64)[:, None] * real_rows
+    parts = tl.load(  # all that is loaded is on its way before any of it is waited for
+        sums + (own + numbers[None, :])[:, :, None] * VALUE_WIDTH + widths[None, None, :],
+        mask=there[:, :, None] & (widths < VALUE_WIDTH)[None, None, :],
+        other=0.0,
+    )
+    top = tl.load(tops + 2 * own + numbers[None, :], mask=there, other=NOTHING)
+    mass = tl.load(tops + 2 * own + real_rows + numbers[None, :], mask=there, other=0.0)
     highest = tl.max(top, 0)
     level = tl.where(highest == NOTHING, 0.0, highest)
-    total = tl.sum(mass * tl.exp2(top - level[None, :]), 0)
-    found = tl.zeros([numbers.shape[0], VALUE_BLOCK], tl.float32)
-    for first in tl.static_range(0, SPLITS, AT_ONCE):
-        splits = first + tl.arange(0, AT_ONCE)
-        top, mass = _tops(tops, splits, program, numbers, real_rows, SPLITS)
-        base = (program * SPLITS + splits).to(tl.int64)[:, None] * real_rows + numbers[None, :]
-        part = tl.load(
-            sums + base[:, :, None] * VALUE_WIDTH + widths[None, None, :],
-            mask=real[None, :, None] & (widths < VALUE_WIDTH)[None, None, :],
-            other=0.0,
-        )
-        found += tl.sum(part * tl.exp2(top - level[None, :])[:, :, None], 0)
+    shares = tl.exp2(top - level[None, :])
+    total = tl.sum(mass * shares, 0)
     some = tl.where(total > 0.0, tl.maximum(total, LEAST_MASS), 1.0)
-    found /= some[:, None]
+    found = tl.sum(parts * shares[:, :, None], 0) / some[:, None]
     places = answers.to(tl.int64)
     tl.store(
         out + places[:, None] * VALUE_WIDTH + widths[None, :],
@@ -253,11 +243,3 @@ def _merge(
         mask=real[:, None] & (widths < VALUE_WIDTH)[None, :],
     )
     tl.store(lse + places, tl.where(total > 0.0, (highest + tl.log2(some)) * LN_2, NOTHING), mask=real)
-
-
-@triton.jit
-def _tops(tops, splits, program, numbers, real_rows, SPLITS: tl.constexpr):
-    """The largest logits that some splits have found of some queries, and the sums of what is below them."""
-    base = 2 * (program * SPLITS + splits).to(tl.int64)[:, None] * real_rows + numbers[None, :]
-    there = (numbers < real_rows)[None, :]
-    return tl.load(tops + base, mask=there, other=NOTHING), tl.load(tops + base + real_rows, mask=there, other=0.0)

@@ -16,16 +16,16 @@ from kvsketch.kernels.sources import Entries, Segments
 
 WHAT = "attention of few queries"
 MOST_ROWS = 128  # of a group's queries together
-MOST_SPLITS = 32  # a power of two, as is what merges them
+MOST_SPLITS = 64
 MOST_PARTS = 6  # of one launch: each is code of its own in the kernel
 PROGRAMS = 2  # for each processor
 AT_ONCE, WARPS, STAGES = 64, 4, 3  # entries of a round; warps and rounds under way of a program
-TOGETHER, SPLITS_AT_ONCE = 4, 16  # queries and splits that are merged together
-HALVINGS = 3  # of a list of runs come together: for each number of them there is a kernel
+MERGED = 1 << 14  # numbers of all splits that are merged together: of some queries, or of one
+LISTS = 3, 6, 9, 12  # runs of a part, as powers of two: for each there is a kernel, and a program holds the list
 NOTED = "triton"  # under this name parts carry their description
 Description = tuple[
-    tuple[Any, ...], tuple[int, ...], tuple[int, ...], int
-]  # pointers, strides, sizes, and what there is
+    tuple[Any, ...], tuple[int, ...], tuple[int, ...], int, int, int
+]  # pointers, strides, sizes, what there is, and how far entries are apart
 
 
 def attend(
@@ -44,6 +44,7 @@ def attend(
         return None
     if not gpu.can_read(query.device, query) or not all(_can_read(part, query.device) for part in parts):
         return None
+    parts = [piece for part in parts for piece in _pieces(part)]
     if len(parts) > MOST_PARTS:
         first = attend(query, parts[:MOST_PARTS], heads, scale, softcap)
         rest = None if first is None else attend(query, parts[MOST_PARTS:], heads, scale, softcap)
@@ -101,7 +102,8 @@ def _attended(query: Tensor, parts: Sequence[Entries], heads: int, scale: float,
     programs, each = (lanes * queries, group) if by_query else (lanes, group * queries)
     single = [part.tokens.keys.dtype == torch.float32 for part in parts]
     small = max(width, value_width) <= 128 and any(single) == all(single)
-    splits = min(MOST_SPLITS, gpu.power_of_two(PROGRAMS * gpu.processors(device) // programs))
+    splits = _splits(PROGRAMS * gpu.processors(device) // programs)
+    value_block, split_block = gpu.power_of_two(value_width, 16), gpu.power_of_two(splits)
     out = query.new_empty(rows, query_heads, queries, value_width)
     done = gpu.counters(programs, device)
     lse, sums, tops = (
@@ -116,14 +118,25 @@ def _attended(query: Tensor, parts: Sequence[Entries], heads: int, scale: float,
             *(tuple(each) for each in zip(*(one[:3] for one in described), strict=True)),
             *(*query.stride()[:3], queries, float(scale), float(softcap or 1.0)),
             HEADS=heads, GROUP=group, BY_QUERY=by_query, WIDTH=width, VALUE_WIDTH=value_width,
-            PARTS=len(parts), HAS=tuple(one[3] for one in described), SOFTCAP=softcap is not None, SPLITS=splits,
+            PARTS=len(parts), HAS=tuple(one[3] for one in described), KEY_STEPS=tuple(one[4] for one in described),
+            VALUE_STEPS=tuple(one[5] for one in described), SOFTCAP=softcap is not None, SPLITS=splits,
             ROWS=gpu.power_of_two(each, 16), AT_ONCE=AT_ONCE if small else 32,
-            KEY_BLOCK=gpu.power_of_two(width, 16), VALUE_BLOCK=gpu.power_of_two(value_width, 16),
-            TOGETHER=min(TOGETHER, gpu.power_of_two(each)),
-            SPLITS_AT_ONCE=min(SPLITS_AT_ONCE, splits), num_warps=WARPS if each <= 64 else 8,
-            num_stages=2 if any(single) else STAGES,
+            KEY_BLOCK=gpu.power_of_two(width, 16), VALUE_BLOCK=value_block, SPLIT_BLOCK=split_block,
+            TOGETHER=min(max(1, MERGED // (split_block * value_block)), gpu.power_of_two(each)),
+            num_warps=WARPS if each <= 64 else 8,
+            num_stages=2 if any(single) else STAGES, **gpu.early(device),
         )  # fmt: skip
     return Partial(out, lse)
+
+
+def _splits(programs: int) -> int:
+    """Of a lane, where there is room for so many programs of it at once.
+
+    What merges them takes a power of two, so a few more than one are not worth it.
+    """
+    splits = min(MOST_SPLITS, max(1, programs))
+    least = gpu.power_of_two(splits + 1) // 2
+    return least if splits < 1.25 * least else splits
 
 
 def can_read_tokens(tokens: WeightedTokens, device: torch.device) -> bool:
@@ -134,6 +147,15 @@ def can_read_tokens(tokens: WeightedTokens, device: torch.device) -> bool:
     if tokens.keys.stride(3) != 1 or tokens.values.stride(3) != 1 or tokens.keys.dtype != tokens.values.dtype:
         return False
     return all(x.dtype == torch.float32 and x.stride(2) == 1 for x in weights)
+
+
+def _pieces(part: Entries) -> Sequence[Entries]:
+    """The same in parts of which none has more runs than a program holds."""
+    runs = part.segments
+    if runs is None or runs.begin.shape[3] <= 1 << LISTS[-1]:
+        return (part,)
+    lists = zip(runs.begin.split(1 << LISTS[-1], 3), runs.length.split(1 << LISTS[-1], 3), strict=True)
+    return [Entries(part.tokens, part.lanes, Segments(*both)) for both in lists]
 
 
 def _can_read(part: Entries, device: torch.device) -> bool:
@@ -165,17 +187,19 @@ def _description(part: Entries, lanes: int) -> Description:
     if part.lanes is not None:
         slots = torch.full((lanes,), -1, dtype=torch.int64, device=keys.device)
         slots[part.lanes] = torch.arange(len(part.lanes), device=keys.device)
-    begins = ends = keys
-    runs, by_query, halvings = 1, 1, -1
+    begins = lengths = keys
+    runs, by_query, longest = 1, 1, -1
     if part.segments is not None:
-        begins, ends = part.segments.begin.contiguous(), part.segments.ends
+        begins, lengths = part.segments.begin.contiguous(), part.segments.length.contiguous()
         by_query, runs = begins.shape[2:]
-        halvings = -(-runs.bit_length() // HALVINGS) * HALVINGS
+        longest = next(size for size in LISTS if runs <= 1 << size)
     return (
-        (keys, tokens.values, mass[0], extra[0], slots, begins, ends),
-        (*keys.stride()[:3], *tokens.values.stride()[:3], *map(gpu.odd, (*mass[1], *extra[1]))),
+        (keys, tokens.values, mass[0], extra[0], slots, begins, lengths),
+        (*keys.stride()[:2], *tokens.values.stride()[:2], *map(gpu.odd, (*mass[1], *extra[1]))),
         (gpu.odd(keys.shape[2]), keys.shape[1], gpu.odd(runs), by_query),
-        _has(part) + 8 * (1 + halvings),
+        _has(part) + 8 * (1 + longest),
+        keys.stride(2),
+        tokens.values.stride(2),
     )
 
 

@@ -2,11 +2,13 @@
 
 The inner layer of a KV head is cut by its units, and the last one by its buckets; the last program of a head turns
 logits into the mean probability over the group. The choice is a program for every head and query: it finds the buckets
-that are worth most, in the order of their worth, and writes down the runs of those within the limits.
+that are worth most, in the order of their worth, and writes down the runs of those within the limits. Where a GPU has
+that (`EARLY`), programs are there before the launch before theirs has ended, and wait for it themselves.
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvsketch.kernels.gpu.attend import plain
 
@@ -20,14 +22,13 @@ def inner(
     query, first, first_bias, hidden,  # where they begin
     query_strides, count,  # by row, head and step
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr,
-    ROWS: tl.constexpr, KEY_BLOCK: tl.constexpr, SLICE: tl.constexpr,
+    ROWS: tl.constexpr, KEY_BLOCK: tl.constexpr, SLICE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some units of the inner layer, for all queries of a group."""
     lane, part = tl.program_id(0), tl.program_id(1)
     head = (lane % HEADS).to(tl.int64)
     rows, units = tl.arange(0, ROWS), part * SLICE + tl.arange(0, SLICE)
     real, there = rows < GROUP * count, units < HIDDEN
-    asked = _asked(query, lane, query_strides, count, HEADS, GROUP, WIDTH, ROWS, KEY_BLOCK)
     widths = tl.arange(0, KEY_BLOCK)
     weights = tl.load(
         first + head * WIDTH * HIDDEN + widths[:, None] * HIDDEN + units[None, :],
@@ -35,6 +36,10 @@ def inner(
         other=0.0,
     )
     bias = tl.load(first_bias + head * HIDDEN + units, mask=there, other=0.0).to(tl.float32)
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()  # not sooner: what comes before this is done when the next one begins
+    asked = _asked(query, lane, query_strides, count, HEADS, GROUP, WIDTH, ROWS, KEY_BLOCK)
     found = tl.dot(asked.to(weights.dtype), weights, input_precision="ieee") + bias[None, :]
     own = hidden + lane.to(tl.int64) * GROUP * count * HIDDEN
     tl.store(
@@ -50,7 +55,7 @@ def last(
     query_strides, count,  # by row, head and step
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, BUCKETS: tl.constexpr,
     ROWS: tl.constexpr, KEY_BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, SLICE: tl.constexpr, SLICES: tl.constexpr,
-    BUCKET_BLOCK: tl.constexpr, GROUP_BLOCK: tl.constexpr,
+    BUCKET_BLOCK: tl.constexpr, GROUP_BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Mean probability of every bucket over the queries of a group."""
     lane, part = tl.program_id(0), tl.program_id(1)
@@ -60,6 +65,9 @@ def last(
     inner_width: tl.constexpr = HIDDEN if HIDDEN else WIDTH
     weights += head * inner_width * BUCKETS
     found = tl.zeros([ROWS, SLICE], tl.float32)
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     if HIDDEN:
         hidden += lane.to(tl.int64) * GROUP * count * HIDDEN
         for begin in tl.range(0, HIDDEN, AT_ONCE):
@@ -118,12 +126,15 @@ def _last_layer(given, weights, units, buckets, INNER: tl.constexpr, BUCKETS: tl
 
 @triton.jit
 def visit(
-    scores, sizes, edges, staged_at, begin, length, summed, read, left,  # where they begin
+    scores, sizes, edges, staged_at, begin, length, read, left,  # where they begin
     queries, runs, most, mass,
     PROBES: tl.constexpr, BUCKETS: tl.constexpr, BUCKET_BLOCK: tl.constexpr, PLACES: tl.constexpr,
-    PER_TOKEN: tl.constexpr, LIMITS: tl.constexpr, LEFT: tl.constexpr,
+    PER_TOKEN: tl.constexpr, LIMITS: tl.constexpr, LEFT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Runs of the buckets that one query visits; `LIMITS`: 1 tokens, 2 a share of all, 4 mass."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     number = tl.program_id(0).to(tl.int64)
     lane = number // queries
     runs = plain(runs)
@@ -131,23 +142,24 @@ def visit(
     width = PROBES * runs + 1
     begin += number * width
     length += number * width
-    summed += number * width
     every = tl.arange(0, BUCKET_BLOCK)
     there = every < BUCKETS
     score = tl.load(scores + number * BUCKETS + every, mask=there, other=0.0)
     size = tl.load(sizes + lane * BUCKETS + every, mask=there, other=0)
     bits = _worth(score, size, PER_TOKEN)
     if PLACES <= 64:
-        # The least bits that are taken, from the highest bit on, until as many are above as are wanted; then those that
-        # are taken, closely packed, in any order.
+        # The least bits that are taken lie between the least of so many blocks' largest and the largest of all: halved
+        # until as many are above as are wanted; then those that are taken, closely packed, in any order.
         bits = tl.where(there, bits, LEAST_BITS)
-        least = tl.full([], LEAST_BITS, tl.int32)
-        place = 31
-        while place >= 0:
-            trial = tl.where(place == 31, 0, least + (1 << place % 31))
-            count = tl.sum((bits >= trial).to(tl.int32), 0)
+        largest = tl.max(tl.reshape(bits, [PLACES, BUCKET_BLOCK // PLACES]), 1)
+        least = tl.min(largest, 0).to(tl.int64)
+        beyond = tl.max(largest, 0).to(tl.int64) + 1
+        while beyond - least > 1:
+            trial = least + (beyond - least) // 2
+            count = tl.sum((bits >= trial.to(tl.int32)).to(tl.int32), 0)
             least = tl.where(count == PROBES, trial - 1, tl.where(count > PROBES, trial, least))
-            place = tl.where(count == PROBES, -1, place - 1)
+            beyond = tl.where(count == PROBES, trial, tl.where(count > PROBES, beyond, trial))
+        least = least.to(tl.int32)
         above, equal = (bits > least).to(tl.int32), (there & (bits == least)).to(tl.int32)
         wanted = PROBES - tl.sum(above, 0)
         above_to, equal_to = tl.cumsum(above, 0), tl.cumsum(equal, 0)
@@ -187,20 +199,15 @@ def visit(
             expected = tl.load(scores + number * BUCKETS + bucket, mask=every < PROBES, other=0.0)
             taken &= (tl.cumsum(expected, 0) - expected < mass) | (every == 0)
 
-    before = tl.zeros([], tl.int64)
     for run in range(runs):
         edge = edges + (lane * runs + run) * (BUCKETS + 1) + bucket
         start = tl.load(edge, mask=listed, other=0)
         stop = tl.load(edge + 1, mask=taken, other=0)
         long = tl.where(taken, stop - start, 0)
-        ends = tl.sum(tl.where(upto, long[None, :], 0), 1) if PLACES <= 64 else tl.cumsum(long, 0)
         tl.store(begin + run * PROBES + at, start, mask=listed)
         tl.store(length + run * PROBES + at, long, mask=listed)
-        tl.store(summed + run * PROBES + at, before + ends, mask=listed)
-        before += tl.sum(long, 0)
     tl.store(begin + width - 1, staged_from)
     tl.store(length + width - 1, staged)
-    tl.store(summed + width - 1, before + staged)
     tl.store(read + number, tl.sum(tl.where(taken, tokens, 0), 0) + staged)
     if LEFT:
         weight = tl.where(size > 0, tl.log(tl.maximum(size, 1).to(tl.float32)), NOTHING)

@@ -46,6 +46,7 @@ def _classified(query: Tensor, inner: Layer | None, last: Layer, heads: int) -> 
     shared = {
         "HEADS": heads, "GROUP": group, "WIDTH": width, "HIDDEN": 0 if inner is None else hidden, "SLICE": SLICE,
         "ROWS": gpu.power_of_two(asking, 16), "KEY_BLOCK": gpu.power_of_two(width, 16), "num_warps": 4,
+        **gpu.early(device),
     }  # fmt: skip
     from kvsketch.kernels.gpu import route
 
@@ -100,22 +101,20 @@ def _visited(
     lanes, queries, buckets = scores.shape
     probes, runs, device = min(limits.probes, buckets), edges.shape[1], scores.device
     kinds = (0 if limits.visit is None else 1 + isinstance(limits.visit, float)) + 4 * (limits.mass is not None)
-    begin, length, summed = torch.empty(
-        3, 1, lanes, queries, probes * runs + 1, dtype=torch.int64, device=device
-    ).unbind()
+    begin, length = torch.empty(2, 1, lanes, queries, probes * runs + 1, dtype=torch.int64, device=device).unbind()
     read = torch.empty(1, lanes, queries, dtype=torch.int64, device=device)
     others = torch.empty_like(scores) if left else None
     from kvsketch.kernels.gpu.route import visit as kernel
 
     with gpu.current(device):
         kernel[(lanes * queries,)](
-            *(scores, sizes, edges, staged.at, begin, length, summed, read, scores if others is None else others),
+            *(scores, sizes, edges, staged.at, begin, length, read, scores if others is None else others),
             *(queries, gpu.odd(runs)),
             *(float(limits.visit or 0.0), float(limits.mass or 0.0)),
             PROBES=probes, BUCKETS=buckets, BUCKET_BLOCK=gpu.power_of_two(buckets), PLACES=gpu.power_of_two(probes),
-            PER_TOKEN=limits.per_token, LIMITS=kinds, LEFT=left, num_warps=4,
+            PER_TOKEN=limits.per_token, LIMITS=kinds, LEFT=left, num_warps=4, **gpu.early(device),
         )  # fmt: skip
-    return Segments(begin, length, summed), read, others
+    return Segments(begin, length), read, others
 
 
 def _check(device: torch.device, dtype: torch.dtype) -> None:

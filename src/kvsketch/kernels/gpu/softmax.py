@@ -44,7 +44,7 @@ def entries(
     KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Keys, values and weights of a block of entries, and which of them there are."""
-    key, value = pairs(keys, values, key_step, value_step, at, ok, WIDTH, VALUE_WIDTH, KEY_BLOCK, VALUE_BLOCK)
+    key, value = pairs(keys, values, key_step, value_step, at, ok, ok, WIDTH, VALUE_WIDTH, KEY_BLOCK, VALUE_BLOCK)
     of_mass, of_value = weights(log_mass, log_value, at, ok, HAS)
     if HAS & 3:  # in an empty slot may be anything
         ok &= tl.maximum(of_mass, of_value) > NOTHING
@@ -54,16 +54,16 @@ def entries(
 
 @triton.jit
 def pairs(
-    keys, values, key_step, value_step, at, ok,
+    keys, values, key_step, value_step, at, ok, held,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values of a block of entries, and zeros for those that are not `ok`."""
+    """Keys of a block of entries that are `ok`, values of those that are `held` too, and zeros for the others."""
     widths, value_widths = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
     far = at.to(tl.int64)[:, None]
     key = tl.load(keys + far * key_step + widths[None, :], mask=ok[:, None] & (widths < WIDTH)[None, :], other=0.0)
     value = tl.load(
         values + far * value_step + value_widths[None, :],
-        mask=ok[:, None] & (value_widths < VALUE_WIDTH)[None, :],
+        mask=held[:, None] & (value_widths < VALUE_WIDTH)[None, :],
         other=0.0,
     )
     return key, value

@@ -16,12 +16,13 @@ from torch import Tensor
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.chooser import Chooser, ChosenEntries, Held, Kept, check_vectors
 from kvsketch.caches.core.method import Holding
-from kvsketch.caches.core.storage import chosen, chosen_of, in_front, listed_on
+from kvsketch.caches.core.storage import listed_on
 from kvsketch.caches.core.tokens import Arriving
-from kvsketch.caches.forgetting.apart import towards
 from kvsketch.caches.forgetting.balancekv.levels import Levels, Schedule
 from kvsketch.kernels.balanced_walk import keep_half
+from kvsketch.kernels.directions import towards
 from kvsketch.kernels.draws import uniforms
+from kvsketch.kernels.places import chosen, chosen_of, in_front
 
 LOG_2 = math.log(2)
 WALKS = {"greedy": 1e6, "fair": 0.0}  # how hard a sign leans against the sum so far, on the mean product

@@ -23,7 +23,7 @@ from kvsketch.attention import NO_MASS, Partial, WeightedTokens
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.method import Holding, Method
 from kvsketch.caches.core.query import Answer, Query
-from kvsketch.caches.core.storage import chosen_of, in_front, made_of, tensors_of
+from kvsketch.caches.core.storage import made_of, tensors_of
 from kvsketch.caches.core.tokens import Arriving
 from kvsketch.caches.forgetting.balancekv.batches import (
     DENOMINATOR,
@@ -35,6 +35,7 @@ from kvsketch.caches.forgetting.balancekv.batches import (
 )
 from kvsketch.caches.forgetting.balancekv.levels import fitting
 from kvsketch.kernels.draws import uniforms
+from kvsketch.kernels.places import chosen_of, in_front
 from kvsketch.kernels.weighted_attention import weighted_attention
 
 LOG_2 = math.log(2)

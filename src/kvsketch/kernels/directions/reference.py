@@ -1,4 +1,4 @@
-"""Tokens that methods set apart: those whose keys point away from all others, which is where queries look."""
+"""Where keys point, and how long they are: in torch, in float64, some tokens at a time."""
 
 import torch
 from jaxtyping import Float

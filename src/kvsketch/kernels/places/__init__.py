@@ -1,0 +1,32 @@
+"""Places of lanes by their numbers: copied, whole places at a time, and numbered, those that hold something first.
+
+`reference.py` is torch, `in_triton.py` is for GPUs, where torch takes several launches and a multiple of the time that
+memory needs.
+"""
+
+from collections.abc import Sequence
+
+from jaxtyping import Bool, Int64
+from torch import Tensor
+
+from kvsketch.kernels.places import in_triton, reference
+
+
+def chosen(x: Tensor, index: Int64[Tensor, "l m"]) -> Tensor:
+    """Places of `x` [l, n, …] with the numbers of `index`, lane by lane."""
+    return chosen_of((x,), index)[0]
+
+
+def chosen_of(each: Sequence[Tensor], index: Int64[Tensor, "l m"]) -> list[Tensor]:
+    """The same of several."""
+    found = in_triton.chosen_of(each, index)
+    return reference.chosen_of(each, index) if found is None else found
+
+
+def in_front(there: Bool[Tensor, "*lanes n"]) -> Int64[Tensor, "*lanes n"]:
+    """Numbers of the places that hold something, in their order, and then of those that do not."""
+    found = in_triton.in_front(there)
+    return reference.in_front(there) if found is None else found
+
+
+__all__ = ["chosen", "chosen_of", "in_front"]

@@ -1,0 +1,84 @@
+"""Places of lanes in Triton, `kernels/gpu/places.py`: None where Triton cannot be used."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Int64
+from torch import Tensor
+
+from kvsketch.kernels import gpu
+from kvsketch.kernels.places import reference
+
+LEAST_WIDTH, MOST_WIDTH = 16, 1024  # of a place
+COPIED, WARPS = 1 << 12, 4  # numbers that a program copies, of whole places
+NUMBERED, MOST_NUMBERED = 1 << 10, 1 << 16  # places of a program, and of a lane: each program looks at all of these
+
+
+def chosen_of(each: Sequence[Tensor], index: Int64[Tensor, "l m"]) -> list[Tensor] | None:
+    """See `reference.py`."""
+    device = index.device
+    if not gpu.wanted_on(device) or 0 in index.shape or not gpu.can_read(device, *each):
+        return None
+    if any(x.ndim != 3 or x.stride(2) != 1 or not LEAST_WIDTH <= x.shape[2] <= MOST_WIDTH for x in each):
+        return None
+    if any(len(x) != len(index) for x in each) or len(index) > gpu.MOST_ALONG_Y or index.device != device:
+        return None
+    if not gpu.works("copies of places", device, torch.float32, _check_copies):
+        return None
+    return gpu.tried("copies of places", device, lambda: [_copied(x, index) for x in each])
+
+
+def in_front(there: Bool[Tensor, "*lanes n"]) -> Int64[Tensor, "*lanes n"] | None:
+    """See `reference.py`."""
+    device = there.device
+    if not gpu.wanted_on(device) or type(there) is not Tensor or not 0 < there.shape[-1] <= MOST_NUMBERED:
+        return None
+    if not 0 < there.numel() // there.shape[-1] <= gpu.MOST_ALONG_Y:
+        return None
+    if not gpu.works("numbers of places", device, torch.float32, _check_numbers):
+        return None
+    return gpu.tried("numbers of places", device, lambda: _numbered(there))
+
+
+def _check_copies(device: torch.device, dtype: torch.dtype) -> None:
+    """Hold the kernel against torch: every bit counts."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 70, 40, generator=draw, device="cpu").to(device, dtype).transpose(0, 1)[:, :, 3:]
+    index = torch.randint(3, (70, 130), generator=draw, device="cpu").to(device)
+    for some in (index, index[:, ::2], index[:, :1].expand(-1, 90)):
+        torch.testing.assert_close(_copied(x, some), reference.chosen_of((x,), some)[0], rtol=0, atol=0)
+
+
+def _check_numbers(device: torch.device, dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(0)
+    there = torch.rand(3, 2500, generator=draw, device="cpu").to(device, dtype) < 0.3
+    for some in (there, ~there, there[:, ::2], there[:, :7], there.expand(2, 3, -1), there & ~there):
+        assert torch.equal(_numbered(some), reference.in_front(some)), "places are numbered otherwise"
+
+
+def _copied(x: Tensor, index: Tensor) -> Tensor:
+    lanes, count = index.shape
+    out = x.new_empty(lanes, count, x.shape[2])
+    block = gpu.power_of_two(x.shape[2])
+    rows = max(1, COPIED // block)
+    from kvsketch.kernels.gpu.places import copy as kernel
+
+    with gpu.current(x.device):
+        kernel[(-(-count // rows), lanes)](
+            *(x, index, out, *x.stride()[:2], *index.stride(), count),
+            WIDTH=x.shape[2], BLOCK=block, ROWS=rows, num_warps=WARPS,
+        )  # fmt: skip
+    return out
+
+
+def _numbered(there: Tensor) -> Tensor:
+    count = there.shape[-1]
+    lanes = there.reshape(-1, count)
+    out = torch.empty(there.shape, dtype=torch.int64, device=there.device)
+    from kvsketch.kernels.gpu.places import number as kernel
+
+    with gpu.current(there.device):
+        kernel[(-(-count // NUMBERED), len(lanes))](
+            *(lanes.view(torch.int8), out, *lanes.stride(), count), BLOCK=NUMBERED, num_warps=WARPS
+        )
+    return out
