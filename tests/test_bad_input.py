@@ -355,6 +355,8 @@ def test_attention_weights(model, filled):
     own.config._attn_implementation, own.config.output_attentions = "eager", True
     with pytest.raises(ValueError, match="output_attentions off, in the model's config too"):
         own(zoo.tokens(1, 3), past_key_values=kvsketch.make_cache(own))
+    with pytest.raises(ValueError, match="output_attentions off, in the model's config too"):
+        own(zoo.tokens(1, 3))  # attached, with a cache of transformers' own
 
 
 def test_dropout_of_attention():

@@ -144,7 +144,12 @@ def test_a_model_without_full_attention_warns_that_there_is_nothing_to_compress(
 
 
 @pytest.mark.parametrize(
-    ("family", "reason"), [("deepseek_v3", "MLA"), ("falcon", "does not let its attention be exchanged")]
+    ("family", "reason"),
+    [
+        ("deepseek_v3", "MLA"),
+        ("falcon", "does not let its attention be exchanged"),
+        ("recurrent_gemma", "keep what they have read in the model itself"),
+    ],
 )
 def test_families_that_cannot_be_served_are_refused(family, reason):
     model = zoo.build(family, attention="eager")

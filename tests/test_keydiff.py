@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from calls import normal
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.tokens import NewTokens
-from kvsketch.caches.forgetting import apart
 from kvsketch.caches.forgetting.keydiff import KeyDiff
+from kvsketch.kernels.directions import reference as directions
 from lanes import entries_of
 
 HEADS, WIDTH = 3, 8
@@ -44,7 +44,7 @@ def plainly(keys, calls, config, budget):
 @pytest.fixture(autouse=True, params=[1 << 12, 70])
 def strips(monkeypatch, request):
     """Long prompts are gone through in strips."""
-    monkeypatch.setattr(apart, "AT_ONCE", request.param)
+    monkeypatch.setattr(directions, "AT_ONCE", request.param)
 
 
 @pytest.mark.parametrize("keep", [0.25, 80])

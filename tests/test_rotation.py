@@ -180,6 +180,8 @@ def test_a_copy_of_a_watched_model_is_watched_by_itself(first):
     kvsketch.detach(model)
     kvsketch.detach(twin)
     assert getattr(file_of(model), ROTATION) is name
+    for one in (model, twin):  # a copy brings hooks along, of a watch that is not its own
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in one.modules())
 
 
 def test_a_watched_model_can_be_pickled_and_freed_though_a_copy_lives():

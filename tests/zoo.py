@@ -111,6 +111,7 @@ REFUSED = {
         )
     ),
     "falcon": lambda: T.FalconForCausalLM(_config(T.FalconConfig, head_dim=None)),
+    "recurrent_gemma": lambda: T.RecurrentGemmaForCausalLM(_config(T.RecurrentGemmaConfig, attention_window_size=32)),
     "mamba2": lambda: T.Mamba2ForCausalLM(
         T.Mamba2Config(
             vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, num_heads=8, head_dim=16, state_size=8

@@ -15,7 +15,7 @@ from kvsketch.huggingface.attention import ATTENTION_NAME, register
 from kvsketch.huggingface.frequencies import GUARD, ChangingFrequencies, DropGuard, changing_frequencies
 from kvsketch.huggingface.model import ModelLink
 from kvsketch.huggingface.modules import attention_modules
-from kvsketch.huggingface.rotation import WATCH, BeforeRotation
+from kvsketch.huggingface.rotation import WATCH, BeforeRotation, forget_copied
 from kvsketch.huggingface.spread import divisions_of
 from kvsketch.huggingface.supported import check_layers_are_found, check_supported, unwrapped
 
@@ -49,6 +49,7 @@ def attach(model: nn.Module, *, before_rotation: bool = False) -> ModelLink:
         rope = changing_frequencies(text)
         guard = None if rope is None or rope.kind != "longrope" else _guard_against_drops(rope, modules)
         if watch is not None:
+            forget_copied(inner)
             watch.open()
             for module in modules:
                 setattr(module, WATCH, watch)
@@ -97,6 +98,7 @@ def stop_watching(model: nn.Module) -> None:
         getattr(modules[0], WATCH).close()
         for module in modules:
             delattr(module, WATCH)
+    forget_copied(unwrapped(model))
 
 
 @contextmanager

@@ -6,7 +6,7 @@ without a link (sliding layers, other caches, no cache) get ordinary attention, 
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
@@ -128,8 +128,7 @@ def attention(
     layer = _linked_layer(key)
     if layer is not None:
         layer.check_asked_by(module)
-    if kwargs.get("output_attentions"):
-        refuse_weights()
+    check_no_weights(module, kwargs)
     for name in NOT_KNOWN if layer is None else NOT_KNOWN_TO_US:
         if kwargs.get(name) is not None:
             raise ValueError(
@@ -184,12 +183,14 @@ def check_not_empty(count: int) -> None:
         )
 
 
-def refuse_weights() -> None:
-    """Say that there are no attention weights to give out."""
-    raise ValueError(
-        "kvsketch does not form attention weights: leave output_attentions off, in the model's config too, or "
-        'kvsketch.detach(model) and use "eager"'
-    )
+def check_no_weights(module: nn.Module, given: Mapping[str, Any]) -> None:
+    """Refuse a call that asks for attention weights, itself or by the model's config."""
+    asked = given.get("output_attentions")
+    if getattr(getattr(module, "config", None), "output_attentions", False) if asked is None else asked:
+        raise ValueError(
+            "kvsketch does not form attention weights: leave output_attentions off, in the model's config too, or "
+            'kvsketch.detach(model) and use "eager"'
+        )
 
 
 def _linked_layer(key: Tensor) -> Linked | None:

@@ -13,7 +13,7 @@ from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.core.spans import Protected
 from kvsketch.caches.registry import parse_spec
 from kvsketch.huggingface import stock, taking_back
-from kvsketch.huggingface.attention import check_mask, check_not_empty, refuse_weights
+from kvsketch.huggingface.attention import check_mask, check_no_weights, check_not_empty
 from kvsketch.huggingface.before_call import Finite, check_caches_are_used, check_goes_on, check_numbers, check_own_mask
 from kvsketch.huggingface.cache_file import check_same_weights, write_cache
 from kvsketch.huggingface.compressing import check_can_become, hold_again
@@ -49,7 +49,8 @@ class SketchCache(Cache):
         """Forget everything, a call that failed half-way included."""
         self.underway, self.seen_before = False, 0  # a call has begun, with so many tokens seen
         self.finite = Finite()  # what its layers are given
-        self.read_by: Identity | None = None  # the model whose keys are held, as it was when the first came
+        # The model whose keys are held, as it was when the first came; of a file its fingerprint.
+        self.read_by: Identity | str | None = None
         # New layers: stock ones do not always forget that they recorded, or their length.
         self._stack = LayerStack(self.config, self.model, self.protect)
         self.layers, self.sketch_layers = self._stack.layers, self._stack.sketch
@@ -78,9 +79,7 @@ class SketchCache(Cache):
         self.prompt.check(self, module, given, rows, count)
         self._check_call(rows, count)
         check_caches_are_used(module)
-        weights = given.get("output_attentions")
-        if getattr(module.config, "output_attentions", False) if weights is None else weights:
-            refuse_weights()
+        check_no_weights(module, given)
         if isinstance(mask, Tensor):
             check_mask(mask, rows, count, self.stack.seen)
         if not torch.compiler.is_compiling():  # which cannot trace what looks at numbers
@@ -102,7 +101,8 @@ class SketchCache(Cache):
             if begun:
                 self.stack.forget_refused(self.seen_before)
         else:
-            if self.seen_before == 0 and self.read_by is not None and not torch.compiler.is_compiling():
+            first = self.seen_before == 0 and not torch.compiler.is_compiling()
+            if first and isinstance(self.read_by, Identity):
                 self.read_by.look()  # while a GPU still computes
             try:
                 self.finite.hear()
@@ -373,7 +373,8 @@ class SketchCache(Cache):
             raise ValueError("the cache is empty: there is nothing to save before it has read a prompt")
         self.model.check_in_one("saving a cache")
         self._settle()
-        read_by = check_same_weights(None if self.read_by is None else self.read_by.fingerprint, self.model)
+        known = self.read_by.fingerprint if isinstance(self.read_by, Identity) else self.read_by
+        read_by = check_same_weights(known, self.model)
         model_type, dtype = self.model.config.model_type, self.stack.whole.dtype
         write_cache(
             path, self.config, self.layers,

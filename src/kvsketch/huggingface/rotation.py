@@ -236,6 +236,17 @@ class BeforeRotation:
         return list(found.values())
 
 
+def forget_copied(model: nn.Module) -> None:
+    """Take off what a copy of a watched model brought along: hooks that tell a watch of nothing."""
+    for module in model.modules():
+        hooks: dict[int, Any]
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for number, hook in list(hooks.items()):
+                watch = getattr(hook, "__self__", None)
+                if isinstance(watch, BeforeRotation) and not watch.modules:
+                    del hooks[number]
+
+
 def _makes_angles(module: nn.Module) -> bool:
     """Whether a module makes cosines and sines of positions."""
     return (

@@ -48,6 +48,11 @@ def check_supported(model: PreTrainedModel) -> Any:
         )
     if getattr(text, "num_kv_shared_layers", None) or any(getattr(text, "kv_sharing_modes", None) or ()):
         raise ValueError(f"layers of {name} share one cache: kvsketch does not serve it, use transformers' own cache")
+    if any(hasattr(module, "_setup_cache") for module in model.modules()):  # RecurrentGemma
+        raise ValueError(
+            f"layers of {name} keep what they have read in the model itself, so that no cache has all of it: kvsketch "
+            "does not serve it, use transformers' own cache"
+        )
     kinds, _ = get_layer_types_and_kwargs(text)
     if others := sorted(set(kinds) - set(SERVED)):
         raise ValueError(
