@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -217,6 +218,13 @@ def test_what_is_no_profile_of_the_model_is_refused(measured, tmp_path):
 def test_bad_input_to_the_command_is_one_sentence(options, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     refused(command("profile", *options), message)
+
+
+def test_a_picture_of_something_else_is_not_written_over(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("holiday.png").write_bytes(b"snow")
+    refused(command("profile", "--out", "holiday.json"), "would take the place of holiday.png too")
+    assert Path("holiday.png").read_bytes() == b"snow"
 
 
 def test_a_text_whose_second_reading_does_not_fit_is_refused():

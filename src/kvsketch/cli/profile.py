@@ -85,6 +85,12 @@ def profile(
     check_folder("--out", folder)
     if out is not None and folder.is_dir():
         check_output("--out", out, texts or (), begins=lambda start: b'"kind": "profile"' in start, what="profile")
+        picture = out.with_suffix(".png")
+        if picture.exists() and not out.exists():
+            raise ValueError(
+                f"--out would take the place of {picture} too, a picture that belongs to no profile: name another "
+                "file, or remove it"
+            )
     inputs = load_inputs(folder, model, None, Texts(files=tuple(texts or ())), dtype, device)
     from kvsketch.huggingface.identity import describe_model
 
