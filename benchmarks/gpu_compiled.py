@@ -53,18 +53,24 @@ def compiled() -> Iterator[str]:
         for name, (many, tokens, causal, valid) in _prompts().items():
             call = partial(many_queries._attended, many, tokens, 0.1, None, causal, valid)
             yield f"prompt, {name}: {_needs(*_launched(of_prompts, 'attend_many', call))}"
-    query = torch.empty(1, 32, 1, 128, dtype=torch.bfloat16)
-    weights = torch.empty(8, 128, 1024, dtype=torch.bfloat16), torch.empty(8, 1024, 1024, dtype=torch.bfloat16)
-    bias = torch.empty(8, 1, 1024, dtype=torch.bfloat16)
-    call = partial(routing._classified, query, (weights[0], bias), (weights[1], bias), 8)
-    for name in ("inner", "last"):
-        with patch.object(of_routes, "last" if name == "inner" else "inner", _Launches([])):
-            yield f"classifier, 1,024 units and buckets, {name} layer: {_needs(*_launched(of_routes, name, call))}"
-    sizes, edges = torch.zeros(8, 1024, dtype=torch.int64), torch.zeros(8, 1, 1025, dtype=torch.int64)
-    call = partial(
-        routing._visited, torch.empty(8, 1, 1024), sizes, edges, Limits(32), Staged.on(sizes.device, 9, 9), left=False
-    )
-    yield f"choice of 32 buckets: {_needs(*_launched(of_routes, 'visit', call))}"
+        query = torch.empty(1, 32, 1, 128, dtype=torch.bfloat16)
+        weights = torch.empty(8, 128, 1024, dtype=torch.bfloat16), torch.empty(8, 1024, 1024, dtype=torch.bfloat16)
+        bias = torch.empty(8, 1, 1024, dtype=torch.bfloat16)
+        call = partial(routing._classified, query, (weights[0], bias), (weights[1], bias), 8)
+        for name in ("inner", "last"):
+            with patch.object(of_routes, "last" if name == "inner" else "inner", _Launches([])):
+                yield f"classifier, 1,024 units and buckets, {name} layer: {_needs(*_launched(of_routes, name, call))}"
+        sizes, edges = torch.zeros(8, 1024, dtype=torch.int64), torch.zeros(8, 1, 1025, dtype=torch.int64)
+        call = partial(
+            routing._visited,
+            torch.empty(8, 1, 1024),
+            sizes,
+            edges,
+            Limits(32),
+            Staged.on(sizes.device, 9, 9),
+            left=False,
+        )
+        yield f"choice of 32 buckets: {_needs(*_launched(of_routes, 'visit', call))}"
     blocks = torch.empty(4096, 256, 128, dtype=torch.bfloat16)
     given = torch.empty(4096, 256), torch.full((4096,), 256), 0.1, 0.25
     launched = _launched(of_walks, "keep_half", lambda: walk_in_triton._kept(blocks, blocks, *given))

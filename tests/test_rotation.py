@@ -182,6 +182,7 @@ def test_a_copy_of_a_watched_model_is_watched_by_itself(first):
     assert getattr(file_of(model), ROTATION) is name
     for one in (model, twin):  # a copy brings hooks along, of a watch that is not its own
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in one.modules())
+        assert not any(m._forward_hooks_with_kwargs or m._forward_hooks_always_called for m in one.modules())
 
 
 def test_a_watched_model_can_be_pickled_and_freed_though_a_copy_lives():

@@ -332,3 +332,24 @@ def test_a_copied_model_is_attached_by_itself():
     answer(twin, cache)
     kvsketch.detach(twin)
     assert not any(module._forward_pre_hooks for module in twin.modules())
+
+
+def test_what_a_model_is_counts_as_of_the_first_token(tmp_path):
+    """A config too; and where its layers are called without the model, which says when a call begins."""
+    model = zoo.build("llama")
+    cache = kvsketch.prefill(model, zoo.tokens(1, 20), kvsketch.make_cache(model))
+    model.config.rope_parameters = {**model.config.rope_parameters, "rope_theta": 777.0}
+    with pytest.raises(ValueError, match="have changed since this cache began to read"):
+        cache.save(tmp_path / "cache.safetensors")
+    model = zoo.build("llama")
+    cache, inner = kvsketch.make_cache(model), model.model
+    hidden = inner.embed_tokens(zoo.tokens(1, 20))
+    places = torch.arange(20)[None]
+    with torch.no_grad():
+        for layer in inner.layers:
+            hidden = layer(
+                hidden, past_key_values=cache, position_ids=places, position_embeddings=inner.rotary_emb(hidden, places)
+            )
+        inner.embed_tokens.weight.mul_(2)
+    with pytest.raises(ValueError, match="have changed since this cache began to read"):
+        cache.save(tmp_path / "cache.safetensors")

@@ -101,9 +101,6 @@ class SketchCache(Cache):
             if begun:
                 self.stack.forget_refused(self.seen_before)
         else:
-            first = self.seen_before == 0 and not torch.compiler.is_compiling()
-            if first and isinstance(self.read_by, Identity):
-                self.read_by.look()  # while a GPU still computes
             try:
                 self.finite.hear()
             except ValueError:
@@ -135,8 +132,8 @@ class SketchCache(Cache):
             now = self.model.now()
             if now is not None:
                 now.fitted(self.config)
-                now.check_adapters()
-            self.read_by = now
+                now.look()
+                self.read_by = now
 
     def _check_begun(self) -> None:
         """What stock layers take cannot be taken back, so nothing may come there that was not looked at before."""

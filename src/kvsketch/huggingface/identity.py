@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from kvsketch.caches.core.config import MethodConfig
 from kvsketch.huggingface.frequencies import changing_frequencies
 from kvsketch.huggingface.modules import config_value, heads_of
-from kvsketch.huggingface.weights import SampledWeights, adapters_of, sample_weights
+from kvsketch.huggingface.weights import SampledWeights, sample_weights
 
 ARCHITECTURE = (
     "model_type",
@@ -32,10 +32,7 @@ GONE = "the model that this cache was made for is gone"
 
 
 class Identity:
-    """Which model one is: its weights are sampled when somebody first asks for them, and once.
-
-    Copies of a cache share it.
-    """
+    """Which model one is, as it was when somebody first asked. Copies of a cache share it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = weakref.ref(model)  # which this does not keep alive
@@ -45,35 +42,28 @@ class Identity:
         return self
 
     @cached_property
-    def adapters(self) -> list[str]:
-        """What its adapters do."""
-        return adapters_of(self._known())
-
-    @cached_property
     def weights(self) -> SampledWeights:
         """A sample of them."""
-        return sample_weights(self._known(), self.adapters)
-
-    def _known(self) -> PreTrainedModel:
         model = self.model()
         if model is None:
             raise ValueError(GONE)
-        return model
+        return sample_weights(model)
 
-    def check_adapters(self) -> None:
-        """Refuse those of which each row goes through others."""
-        _ = self.adapters
+    @cached_property
+    def architecture(self) -> str:
+        """What of its config keys depend on."""
+        known = {name: config_value(self.text, name) for name in ARCHITECTURE}
+        plain = {name: value for name, value in known.items() if value is not None}
+        return json.dumps(plain, sort_keys=True, default=str)
 
     def look(self) -> None:
-        """Sample them now. Nothing waits for a GPU before somebody asks what they are."""
-        _ = self.weights
+        """See now what it is. What its weights are a GPU sends when it has them, and only who asks waits for that."""
+        _ = self.weights, self.architecture
 
     @cached_property
     def fingerprint(self) -> str:
         """A hash of the architecture and of a sample of every weight."""
-        known = {name: config_value(self.text, name) for name in ARCHITECTURE}
-        plain = {name: value for name, value in known.items() if value is not None}
-        digest = hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode())
+        digest = hashlib.sha256(self.architecture.encode())
         digest.update(self.weights.fingerprint(rounded=False).encode())
         return digest.hexdigest()
 

@@ -239,12 +239,15 @@ class BeforeRotation:
 def forget_copied(model: nn.Module) -> None:
     """Take off what a copy of a watched model brought along: hooks that tell a watch of nothing."""
     for module in model.modules():
-        hooks: dict[int, Any]
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        before: dict[int, Any] = module._forward_pre_hooks
+        after: dict[int, Any] = module._forward_hooks
+        flags: tuple[dict[int, bool], ...] = (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)
+        for hooks, known in ((before, ()), (after, flags)):
             for number, hook in list(hooks.items()):
                 watch = getattr(hook, "__self__", None)
                 if isinstance(watch, BeforeRotation) and not watch.modules:
-                    del hooks[number]
+                    for each in (hooks, *known):  # another hook may get this number
+                        each.pop(number, None)
 
 
 def _makes_angles(module: nn.Module) -> bool:

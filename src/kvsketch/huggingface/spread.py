@@ -44,7 +44,7 @@ class Division:
 
 def divisions_of(modules: Iterable[nn.Module]) -> tuple[Division, ...]:
     """Those of a model's attention modules; none where this process has whole weights."""
-    found: Any = next((x for module in modules for x in module.parameters() if _is_divided(x)), None)
+    found: Any = next((x for module in modules for x in module.parameters() if is_divided(x)), None)
     if found is None:
         return ()
     mesh, names = found.device_mesh, found.device_mesh.mesh_dim_names
@@ -71,7 +71,7 @@ def part_of(divisions: Sequence[Division], layer: int, heads: int, every: int) -
 
 def numbers_at(tensor: Tensor, places: Tensor | None) -> Tensor:
     """Numbers of a tensor, laid out as one row, at these places, or all; zeros for those that other processes have."""
-    if not _is_divided(tensor):
+    if not is_divided(tensor):
         flat = tensor.detach().reshape(-1)
         return flat if places is None else flat[sent_to(flat.device, places)]
     here = _corner(tensor)
@@ -97,7 +97,7 @@ def groups_of(tensors: Iterable[Tensor]) -> list[Any]:
     """The processes that have the rest of these tensors."""
     found = dict[str, Any]()
     for tensor in tensors:
-        if _is_divided(tensor):
+        if is_divided(tensor):
             for i, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
                 if not placement.is_replicate():
                     group = tensor.device_mesh.get_group(i)  # type: ignore[attr-defined]
@@ -105,7 +105,7 @@ def groups_of(tensors: Iterable[Tensor]) -> list[Any]:
     return list(found.values())
 
 
-def _is_divided(tensor: Tensor) -> bool:
+def is_divided(tensor: Tensor) -> bool:
     """Whether it is a DTensor, which need not be imported for this."""
     return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from kvsketch.caches.core.storage import fetched, sent_to
 from kvsketch.huggingface.modules import attention_modules
-from kvsketch.huggingface.spread import combined, groups_of, numbers_at
+from kvsketch.huggingface.spread import combined, groups_of, is_divided, numbers_at
 
 SAMPLED = 64  # numbers of every tensor that go into a fingerprint
 # One in each of 64 equal parts of it, at the multiples of the golden ratio, so that no two are of one column where a
@@ -61,22 +61,22 @@ class SampledWeights:
         return digest.hexdigest()
 
 
-def sample_weights(model: PreTrainedModel, adapters: Sequence[str] | None = None) -> SampledWeights:
-    """Of the model as it is now, with what its adapters do, if that is known. This does not wait for a GPU."""
-    adapters = adapters_of(model) if adapters is None else adapters
+def sample_weights(model: PreTrainedModel) -> SampledWeights:
+    """Of the model as it is now. This does not wait for a GPU that has all weights."""
     weights, samples = dict(_weights(model)), dict[str, Tensor]()
     places = dict[tuple[int, torch.device], Tensor]()
     for name, tensor in weights.items():
         count, device = tensor.numel(), tensor.device
-        if count > SAMPLED and (count, device) not in places:
-            places[count, device] = sent_to(device, (PLACES * (count / SAMPLED)).long())
+        if count > SAMPLED and (count, device) not in places:  # of tensors of one size they are sent once
+            at = (PLACES * (count / SAMPLED)).long()
+            places[count, device] = at if is_divided(tensor) else sent_to(device, at)
         samples[name] = numbers_at(tensor, places.get((count, device))).contiguous()
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    return SampledWeights(shapes, _coming(samples, groups_of(weights.values())), adapters)
+    return SampledWeights(shapes, _coming(samples, groups_of(weights.values())), _adapters(model))
 
 
-def adapters_of(model: PreTrainedModel) -> list[str]:
-    """Which there are, and what they do; refuses those of which each row goes through others."""
+def _adapters(model: PreTrainedModel) -> list[str]:
+    """Which there are, and what they do."""
     found = list[str]()
     for name, module in model.named_modules():
         if isinstance(getattr(type(module), "active_adapters", None), property):  # models have methods of that name

@@ -17,7 +17,11 @@ def towards(keys: Float[Tensor, "l n d"], mean: Float[Tensor, "l d"]) -> Float[T
         return None
     if 0 in keys.shape or keys.shape[2] > gpu.MOST_WIDTH or keys.stride(2) != 1 or len(keys) > gpu.MOST_ALONG_Y:
         return None
-    if mean.device != device or not gpu.works("directions of keys", device, keys.dtype, _check):
+    if (
+        mean.device != device
+        or mean.shape != (len(keys), keys.shape[2])
+        or not gpu.works("directions of keys", device, keys.dtype, _check)
+    ):
         return None
     what = f"directions of keys of {keys.dtype} × {keys.shape[2]}"
     return gpu.tried(what, device, lambda: _towards(keys, mean.contiguous()))

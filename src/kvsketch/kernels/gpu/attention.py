@@ -130,9 +130,9 @@ def _attended(query: Tensor, parts: Sequence[Entries], heads: int, scale: float,
 
 
 def _splits(programs: int) -> int:
-    """Of a lane, where there is room for so many programs of it at once.
+    """How many a lane is cut into, where there is room for so many programs of it at once.
 
-    What merges them takes a power of two, so a few more than one are not worth it.
+    They are merged in a tile of the next power of two: a few more than one are not worth twice the tile.
     """
     splits = min(MOST_SPLITS, max(1, programs))
     least = gpu.power_of_two(splits + 1) // 2

@@ -25,6 +25,9 @@ def inner(
     ROWS: tl.constexpr, KEY_BLOCK: tl.constexpr, SLICE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some units of the inner layer, for all queries of a group."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()  # not sooner: all kernels before this one are done when the next one begins
     lane, part = tl.program_id(0), tl.program_id(1)
     head = (lane % HEADS).to(tl.int64)
     rows, units = tl.arange(0, ROWS), part * SLICE + tl.arange(0, SLICE)
@@ -36,9 +39,6 @@ def inner(
         other=0.0,
     )
     bias = tl.load(first_bias + head * HIDDEN + units, mask=there, other=0.0).to(tl.float32)
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()  # not sooner: what comes before this is done when the next one begins
     asked = _asked(query, lane, query_strides, count, HEADS, GROUP, WIDTH, ROWS, KEY_BLOCK)
     found = tl.dot(asked.to(weights.dtype), weights, input_precision="ieee") + bias[None, :]
     own = hidden + lane.to(tl.int64) * GROUP * count * HIDDEN
@@ -58,6 +58,9 @@ def last(
     BUCKET_BLOCK: tl.constexpr, GROUP_BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Mean probability of every bucket over the queries of a group."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     lane, part = tl.program_id(0), tl.program_id(1)
     head = (lane % HEADS).to(tl.int64)
     rows, buckets = tl.arange(0, ROWS), part * SLICE + tl.arange(0, SLICE)
@@ -65,9 +68,6 @@ def last(
     inner_width: tl.constexpr = HIDDEN if HIDDEN else WIDTH
     weights += head * inner_width * BUCKETS
     found = tl.zeros([ROWS, SLICE], tl.float32)
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
     if HIDDEN:
         hidden += lane.to(tl.int64) * GROUP * count * HIDDEN
         for begin in tl.range(0, HIDDEN, AT_ONCE):

@@ -17,21 +17,24 @@ NUMBERED, MOST_NUMBERED = 1 << 10, 1 << 16  # places of a program, and of a lane
 def chosen_of(each: Sequence[Tensor], index: Int64[Tensor, "l m"]) -> list[Tensor] | None:
     """See `reference.py`."""
     device = index.device
-    if not gpu.wanted_on(device) or 0 in index.shape or not gpu.can_read(device, *each):
+    if not gpu.wanted_on(device) or 0 in index.shape or index.dtype != torch.int64 or not gpu.can_read(device, *each):
         return None
     if any(x.ndim != 3 or x.stride(2) != 1 or not LEAST_WIDTH <= x.shape[2] <= MOST_WIDTH for x in each):
         return None
-    if any(len(x) != len(index) for x in each) or len(index) > gpu.MOST_ALONG_Y or index.device != device:
+    if any(len(x) != len(index) for x in each) or len(index) > gpu.MOST_ALONG_Y:
         return None
     if not gpu.works("copies of places", device, torch.float32, _check_copies):
         return None
-    return gpu.tried("copies of places", device, lambda: [_copied(x, index) for x in each])
+    what = f"copies of places of {[(str(x.dtype), x.shape[2]) for x in each]}"
+    return gpu.tried(what, device, lambda: [_copied(x, index) for x in each])
 
 
 def in_front(there: Bool[Tensor, "*lanes n"]) -> Int64[Tensor, "*lanes n"] | None:
     """See `reference.py`."""
     device = there.device
-    if not gpu.wanted_on(device) or type(there) is not Tensor or not 0 < there.shape[-1] <= MOST_NUMBERED:
+    if not gpu.wanted_on(device) or type(there) is not Tensor or there.dtype != torch.bool:
+        return None
+    if not 0 < there.shape[-1] <= MOST_NUMBERED:
         return None
     if not 0 < there.numel() // there.shape[-1] <= gpu.MOST_ALONG_Y:
         return None
