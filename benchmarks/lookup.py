@@ -62,7 +62,7 @@ def check(cache: LayerCache, dtype: torch.dtype) -> None:
     query, new = token(-1, dtype)
     asked = Query(query, SCALE, None, new.unrotated.queries)
     ((part,),) = cache.past.look(asked).unread
-    exact = reference.attend(query.double(), part.pairs.double(), part.segments, SCALE)
+    exact = reference.attend(query.double(), part.pairs.double(), part.chosen().segments, SCALE)
     found = cache.past.answer(asked).attended
     error = (found.out.double() - exact.out).norm() / exact.out.norm()
     assert error < 2 * torch.finfo(dtype).eps, f"a lookup is {error:.1e} from its definition"

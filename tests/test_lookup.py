@@ -411,15 +411,18 @@ def test_every_step_draws_its_own_buckets():
     cache = LayerCache(config, 1)
     keys, values, _ = tokens(200)
     cache.hold(NewTokens(keys, values))
-    (store,) = (bundle.holding for bundle in cache.past.bundles)
+    other = copy.deepcopy(cache)
+    store, looked_at_last = (one.past.bundles[0].holding for one in (cache, other))
     reads = []
-    for step in range(20):
+    for step in range(40):
         before = None if store.reads is None else store.reads.clone()
         query = normal(1, HEADS * GROUP, 1, WIDTH, seed=step)
-        cache.read(query, NewTokens(*(normal(1, HEADS, 1, WIDTH, seed=100 + step) for _ in range(2))), SCALE)
-        after = store.reads
+        for one in (cache, other):
+            one.read(query, NewTokens(*(normal(1, HEADS, 1, WIDTH, seed=100 + step) for _ in range(2))), SCALE)
+        after = store.reads.clone()
         reads.append(tuple((after if before is None else after - before)[:, 0].tolist()))
     assert len(set(reads)) > 10
+    assert torch.equal(looked_at_last.reads, store.reads)
 
 
 def test_fewer_keys_than_buckets_and_all_keys_in_one_bucket(index):

@@ -23,7 +23,7 @@ from kvsketch.kernels import native
 from kvsketch.kernels.native import attention as kernel
 from kvsketch.kernels.native import build, routing
 from kvsketch.kernels.reading import read
-from kvsketch.kernels.sources import Entries, Limits, Segments, Staged
+from kvsketch.kernels.sources import Choice, Entries, Limits, Segments, Staged
 
 HERE = Path(__file__)
 ROOT = HERE.parent.parent
@@ -235,17 +235,44 @@ def test_the_buckets_visited_are_those_of_torch(limits):
     check_visits(routing.visit, limits, "cpu")
 
 
-def check_visits(visit, limits, device):
-    """A kernel visits the buckets that torch does."""
+@needs_c
+def test_runs_that_are_chosen_when_they_are_read_are_those_that_are_chosen_before():
+    """With what stands in for the others, which is known then."""
+    scores, sizes, edges, rows = some_buckets(Limits(8))
+    lanes, queries, buckets = scores.shape
+    pairs, means = torch.randn(1, lanes, rows, 32), torch.randn(2, 1, lanes, buckets, 16)
+    query, found = torch.randn(1, 2 * lanes, queries, 16), []
+    for before in (False, True):
+        choice, read_by, left = routing.visit(
+            scores, sizes, edges, Limits(8), Staged.on(scores.device, rows - 7, 7), left=True
+        )
+        runs = Entries(WeightedTokens(pairs[..., :16], pairs[..., 16:]), pairs=pairs, choice=choice)
+        runs = runs.chosen() if before else runs
+        others = Entries(WeightedTokens(*means.unbind(), left[None, :, 0]))
+        found.append((kernel.attend(query, [runs, others], lanes, 0.25), read_by, left))
+    (late, *counted), (early, *wanted) = found
+    assert torch.equal(late.out, early.out)
+    assert torch.equal(late.lse, early.lse)
+    assert all(map(torch.equal, counted, wanted))
+
+
+def some_buckets(limits):
+    """Scores of buckets, their sizes, and where they begin in three runs; how many rows there are."""
     lanes, queries, buckets, runs, rows = 6, 2, 50, 3, 2000
     scores = 2 * torch.randn(lanes, queries, buckets)  # as products are; or probabilities
     scores = torch.softmax(scores, 2) if limits.mass or limits.per_token else scores
     lengths = torch.randint(0, 12, (lanes, runs, buckets))
     edges = torch.cat([torch.zeros(lanes, runs, 1, dtype=torch.int64), lengths.cumsum(2)], 2)
     edges += torch.cat([torch.zeros(lanes, 1, dtype=torch.int64), lengths.sum(2).cumsum(1)[:, :-1]], 1)[..., None]
-    sizes = lengths.sum(1)
+    return scores, lengths.sum(1), edges, rows
+
+
+def check_visits(visit, limits, device):
+    """A kernel visits the buckets that torch does."""
+    scores, sizes, edges, rows = some_buckets(limits)
     given = (x.to(device) for x in (scores, sizes, edges))
     segments, count, left = visit(*given, limits, Staged.on(torch.device(device), rows - 7, 7), left=True)
+    segments = segments.made() if isinstance(segments, Choice) else segments
     segments, count, left = Segments(segments.begin.cpu(), segments.length.cpu()), count.cpu(), left.cpu()
     index = Buckets.__new__(Buckets)
     index.edges = edges
@@ -254,7 +281,7 @@ def check_visits(visit, limits, device):
     assert torch.equal(segments.mask(rows)[..., : rows - 7], wanted.mask(rows)[..., : rows - 7])
     assert segments.mask(rows)[..., rows - 7 :].all()
     assert torch.equal(count, wanted.rows + 7)
-    others = sizes[:, None].float().log().masked_fill(visited.among(buckets)[0], -math.inf)
+    others = sizes[:, None].float().log().masked_fill(visited.among(scores.shape[2])[0], -math.inf)
     torch.testing.assert_close(left, others)
 
 

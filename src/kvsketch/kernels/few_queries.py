@@ -19,14 +19,17 @@ def attend(
     """Attention over all parts together, each read where it lies; None where no kernel does it."""
     if torch.compiler.is_compiling():
         return None
-    found = in_triton.attend(query, parts, heads, scale, softcap)
-    return in_c.attend(query, parts, heads, scale, softcap) if found is None else found
+    if query.device.type == "cpu":
+        found = in_c.attend(query, parts, heads, scale, softcap)
+        if found is not None or any(part.choice is not None for part in parts):  # which only C leaves to who reads
+            return found
+    return in_triton.attend(query, parts, heads, scale, softcap)
 
 
 def name(device: torch.device, dtype: torch.dtype = torch.float32, group: int = 1) -> str:
     """Which kernels a device has for numbers of a kind, and so many query heads of a KV head, for reports."""
     if dtype not in native.DTYPES:
         return "torch"
-    if in_triton.runs_on(device):
-        return "Triton"
-    return native.name() if device.type == "cpu" and group <= in_c.MOST_QUERIES else "torch"
+    if device.type == "cpu" and native.library() is not None:
+        return native.name() if group <= in_c.MOST_QUERIES else "torch"
+    return "Triton" if in_triton.runs_on(device) else "torch"

@@ -27,11 +27,12 @@ def read(
     found = few_queries.attend(query, parts, heads, scale, softcap)
     if found is not None:
         return found
+    there = [tuple(part.chosen() for part in source) for source in sources]
     answers = [
-        _of_all(query, source[0], scale, softcap, lse or len(sources) > 1)
+        _of_all(query, source[0], scale, softcap, lse or len(there) > 1)
         if source[0].lanes is None
         else _of_some(query, source, heads, scale, softcap)
-        for source in sources
+        for source in there
     ]
     return merge(*answers)
 

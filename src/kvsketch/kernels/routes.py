@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvsketch.kernels.gpu import routing as in_triton
 from kvsketch.kernels.native import routing as in_c
-from kvsketch.kernels.sources import Layer, Limits, Segments, Staged
+from kvsketch.kernels.sources import Choice, Layer, Limits, Segments, Staged
 
 
 def classify(
@@ -18,8 +18,8 @@ def classify(
 
     None where no kernel does it: many queries, another device, or a wanted gradient.
     """
-    found = in_triton.classify(query, inner, last, heads)
-    return in_c.classify(query, inner, last, heads) if found is None else found
+    found = in_c.classify(query, inner, last, heads) if query.device.type == "cpu" else None
+    return in_triton.classify(query, inner, last, heads) if found is None else found
 
 
 def visit(
@@ -30,10 +30,11 @@ def visit(
     staged: Staged,
     *,
     left: bool = False,
-) -> tuple[Segments, Int64[Tensor, "1 l q"], Float[Tensor, "l q c"] | None] | None:
+) -> tuple[Segments | Choice, Int64[Tensor, "1 l q"], Float[Tensor, "l q c"] | None] | None:
     """Runs of the buckets that each query visits, and of what is staged; how many entries they are.
 
-    With `left` the logs of the sizes of the other buckets too. None where no kernel does it.
+    With `left` the logs of the sizes of the other buckets too. Where the runs are a choice that is still to be made, so
+    are these numbers. None where no kernel does it.
     """
-    found = in_triton.visit(scores, sizes, edges, limits, staged, left=left)
-    return in_c.visit(scores, sizes, edges, limits, staged, left=left) if found is None else found
+    found = in_c.visit(scores, sizes, edges, limits, staged, left=left) if scores.device.type == "cpu" else None
+    return in_triton.visit(scores, sizes, edges, limits, staged, left=left) if found is None else found

@@ -1,6 +1,7 @@
 """What a query reads, before it is read, and what says which of it: so that one kernel can read all in one call."""
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -40,8 +41,16 @@ class Segments:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """Runs that a kernel chooses when it reads them; `made` has them chosen at once, for who reads in other ways."""
+
+    made: Callable[[], Segments]
+    noted: Any  # what that kernel goes by
+
+
+@dataclass(frozen=True)
 class Entries:
-    """Entries of some KV heads of some rows, and which of them are read: all, or those of `segments`.
+    """Entries of some KV heads of some rows, and which of them are read: all, or those of `segments` or of a `choice`.
 
     `lanes` says which ones they are, counted row by row; None: all of the batch, in their order. `pairs`: the keys with
     their values behind them, where they lie so.
@@ -51,12 +60,18 @@ class Entries:
     lanes: Int64[Tensor, " l"] | None = None
     segments: Segments | None = None
     pairs: Float[Tensor, "b h n de"] | None = None
+    choice: Choice | None = None
     noted: dict[str, Any] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )  # by a kernel, for its next call
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Entries, (self.tokens, self.lanes, self.segments, self.pairs)  # a copy is elsewhere in memory
+        known = self.chosen()  # a copy is elsewhere in memory
+        return Entries, (known.tokens, known.lanes, known.segments, known.pairs)
+
+    def chosen(self) -> "Entries":
+        """The same, with its runs as they are chosen now."""
+        return self if self.choice is None else replace(self, segments=self.choice.made(), choice=None)
 
 
 Source = tuple[Entries, ...]  # no lane is in two of them

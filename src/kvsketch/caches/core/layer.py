@@ -6,6 +6,7 @@ windows of different lengths a layer has a few streams (`stream.py`), else one.
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -158,11 +159,12 @@ class LayerCache(LayerState):
         streams = copy.deepcopy(self.streams) if _learns(asked.queries) else self.streams
         return streams.answer(asked, lse=lse)
 
-    @torch.no_grad()
     def _observe(self, asked: Query, answer: Answer, whole: Partial) -> None:
         """Commit what was to be noted about an answer, now that it is complete."""
         only = self.streams.only
-        if only is not None and only.observes:
+        if only is None or not only.observes:
+            return
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             only.observe(asked, answer, Partial(whole.out, asked.over_all(whole.lse)))
 
     @torch.no_grad()

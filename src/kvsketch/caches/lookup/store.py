@@ -22,13 +22,14 @@ from torch import Tensor
 from kvsketch.attention import WeightedTokens
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.buffers import Growing, marks_of, roomy, writable, written
+from kvsketch.caches.core.config import BLOCK
 from kvsketch.caches.core.method import Holding, Method
 from kvsketch.caches.core.query import Answer, Query
 from kvsketch.caches.core.storage import listed_on, storage_bytes, with_prefix
 from kvsketch.caches.core.tokens import Arriving, Seen
 from kvsketch.kernels.indexed_attention.reference import MASK_AT_ONCE
 from kvsketch.kernels.places import chosen
-from kvsketch.kernels.sources import Entries, Segments, Staged
+from kvsketch.kernels.sources import Choice, Entries, Segments, Staged
 from kvsketch.kernels.weighted_attention.reference import attend_where
 
 BASE = 4
@@ -105,7 +106,9 @@ class Store(Holding):
         self.at: Int64[Tensor, " 3"] | None = None
         self.room = 0  # for so many tokens there has been room since steps were recorded
         self.open_pairs: Float[Tensor, "l n de"] | None = None  # while they are: pairs, and empty places behind them
-        self.reads: Float[Tensor, "l 2"] | None = None  # tokens that queries read, and that they could have read
+        # Tokens that queries read, and that they could have read; and those of single queries that are not in it yet.
+        self.counted: Float[Tensor, "l 2"] | None = None
+        self.to_count = list[tuple[Int64[Tensor, "1 l 1"], int]]()
 
     @property
     def wants_asking(self) -> bool:
@@ -159,9 +162,10 @@ class Store(Holding):
             begin, length = torch.cat([places.begin, begin], 3), torch.cat([places.length, length], 3)
         return self.read_runs(Segments(begin, length), length.sum(3))
 
-    def read_runs(self, runs: Segments, read: Int64[Tensor, "1 l q"], *more: Entries) -> Answer:
+    def read_runs(self, runs: Segments | Choice, read: Int64[Tensor, "1 l q"], *more: Entries) -> Answer:
         """Attention over these runs of places, so many of them, and over other entries."""
-        found = Entries(self.tokens(), segments=runs, pairs=self._pairs()[None])
+        segments, choice = (None, runs) if isinstance(runs, Choice) else (runs, None)
+        found = Entries(self.tokens(), segments=segments, pairs=self._pairs()[None], choice=choice)
         return Answer(None, read=read, unread=((found,), *((one,) for one in more)))
 
     def read_where(self, query: Query, visible: Callable[[int, int], Bool[Tensor, "1 l q n"]]) -> Answer:
@@ -184,16 +188,39 @@ class Store(Holding):
         """Count for the report what was read of what could have been."""
         if read is None:
             return
+        alone = read.shape[2] == 1 and not query.padded
+        if alone and self.open_pairs is None and not torch.compiler.is_compiling():
+            self.to_count.append((read, self.count))
+            if len(self.to_count) == BLOCK:  # together, for adding them up one by one is many calls
+                self._count()
+            return
         assert self.at is not None, "they read something"
         by_query = read[0]
         asked: Tensor | int = by_query.shape[1]
         if query.padded:
             real = by_query >= 0
             by_query, asked = by_query * real, real.sum(1)
-        before = by_query.new_zeros(len(by_query), 2, dtype=torch.float64) if self.reads is None else self.reads
-        self.reads = writable(before)  # and written to where it lies
-        self.reads[:, 0].add_(by_query.sum(1))
-        self.reads[:, 1].add_(self.at[2] * asked)  # a number of the device's: it is another one when a step is replayed
+        # The second is a number of the device's: it is another one when a step is replayed.
+        self._add(by_query.sum(1), self.at[2] * asked)
+
+    def _count(self) -> None:
+        """Add what single queries read."""
+        if self.to_count:
+            read = torch.cat([read[0] for read, _ in self.to_count], 1).sum(1)
+            count, self.to_count = sum(count for _, count in self.to_count), []
+            self._add(read, count)
+
+    def _add(self, read: Int64[Tensor, " l"], could: Int64[Tensor, " l"] | Int64[Tensor, ""] | int) -> None:
+        before = read.new_zeros(len(read), 2, dtype=torch.float64) if self.counted is None else self.counted
+        self.counted = writable(before)  # and written to where it lies
+        self.counted[:, 0].add_(read)
+        self.counted[:, 1].add_(could)
+
+    @property
+    def reads(self) -> Float[Tensor, "l 2"] | None:
+        """Tokens that queries read, and that they could have read."""
+        self._count()
+        return self.counted
 
     def share_read(self) -> Float[Tensor, " l"] | None:
         return None if self.reads is None else self.reads[:, 0] / self.reads[:, 1].clamp_min(1)
@@ -272,13 +299,13 @@ class Store(Holding):
         return {"key_width": self.key_width}
 
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any], count: int) -> None:
-        pairs, labels, self.reads = tensors["pairs"], tensors["labels"], tensors.get("reads")
-        self.key_width = numbers["key_width"]
+        pairs, labels, self.counted = tensors["pairs"], tensors["labels"], tensors.get("reads")
+        self.key_width, self.to_count = numbers["key_width"], []
         shaped = pairs.ndim == labels.ndim == 3 and labels.shape[:2] == pairs.shape[:2] and pairs.shape[1] == count
         if not shaped or labels.dtype != torch.int64 or not 0 < self.key_width < pairs.shape[2]:
             raise ValueError(f"labels {tuple(labels.shape)} of {tuple(pairs.shape)} pairs, {count} tokens")
-        if self.reads is not None and self.reads.shape != (len(pairs), 2):
-            raise ValueError(f"what was read of shape {tuple(self.reads.shape)} in {len(pairs)} lanes")
+        if self.counted is not None and self.counted.shape != (len(pairs), 2):
+            raise ValueError(f"what was read of shape {tuple(self.counted.shape)} in {len(pairs)} lanes")
         self.index.check(labels)
         self.pairs, self.labels = Growing(1, pairs), Growing(1, labels)
         if self.index.staging is not None:

@@ -84,7 +84,7 @@ def _held(cache: LayerCache, asked: Query) -> tuple[HeldByHead, Partial | None, 
     """What a query reads of every head; what is answered otherwise, and the bytes that this may have read."""
     held: HeldByHead = [[] for _ in cache.streams.budgets]
     answer = cache.streams.look(replace(asked, unrotated=asked.queries))
-    for part in (part for source in answer.unread for part in source):
+    for part in (part.chosen() for source in answer.unread for part in source):
         lanes = range(len(held)) if part.lanes is None else part.lanes.tolist()
         for place, lane in enumerate(lanes):
             held[lane].append(_read(part, place))

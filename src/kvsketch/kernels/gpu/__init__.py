@@ -2,7 +2,7 @@
 
 Everything they do torch does too, in the files beside their callers, and does it where there is no Triton, on old GPUs,
 where a first try says another thing than torch, and under `KVSKETCH_GPU_KERNELS=off`. Under Triton's interpreter
-(`TRITON_INTERPRET=1`) they run on the CPU, slowly: so they are tested where there is no GPU.
+(`TRITON_INTERPRET=1`) they run on the CPU, slowly, where those in C are off: so they are tested where there is no GPU.
 """
 
 import itertools
@@ -41,12 +41,12 @@ _for_graphs = dict[torch.device, tuple[Tensor, Iterator[int]]]()  # kept for goo
 
 def wanted_on(device: torch.device) -> bool:
     """Whether kernels for this device are asked for at all. Callers look here first: on most CPUs that is the end."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or device.type != ("cpu" if os.environ.get(INTERPRETED) == "1" else "cuda"):
         return False
     wanted = os.environ.get(SWITCH, "auto")
     if wanted not in ("auto", "off"):
         raise ValueError(f"{SWITCH} is {wanted!r}, and must be auto or off")
-    return wanted == "auto" and device.type == ("cpu" if os.environ.get(INTERPRETED) == "1" else "cuda")
+    return wanted == "auto"
 
 
 def works(

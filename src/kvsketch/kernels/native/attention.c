@@ -1,10 +1,11 @@
 // Attention over weighted entries where they lie: several sources in one call, each a set of lanes.
 //
 // A lane is a KV head of a row of the batch. A source has entries for some lanes: all of them, or runs of neighbours
-// (segments), other ones for every query. Queries of a group are answered together, so that a key is read once for all
-// of them. The entries of a lane are cut into pieces that threads take as they come; what a piece gives is merged in a
-// fixed order, so that neither the number of threads nor their order is seen in the answer.
-#include "common.h"
+// (segments), other ones for every query: they are given, or still to be chosen (`choice.c`). Queries of a group are
+// answered together, so that a key is read once for all of them. The entries of a lane are cut into pieces that threads
+// take as they come; what a piece gives is merged in a fixed order, so that neither the number of threads nor their order
+// is seen in the answer.
+#include "choice.c"
 
 #define TILE 64
 #define LEAST_PIECE 512  // entries
@@ -28,6 +29,7 @@ struct source {  // as kernels/native/attention.py writes it; strides count numb
     int64_t rows, heads, count, segments, by_query;
     int64_t key_row, key_head, key_step, value_row, value_head, value_step;
     int64_t mass_row, mass_head, extra_row, extra_head, kind;  // of keys and values: it may be another than the queries'
+    const struct choice *choice;  // NULL, or what says which runs they are
 };
 
 struct tile {
@@ -307,9 +309,32 @@ static void finish(const struct shape *of, const struct piece *pieces, int64_t c
     }
 }
 
+// The sources with the runs that were still to be chosen. NULL: there is no memory left.
+static const struct source *with_runs(const struct source *given, int64_t count, int64_t threads) {
+    int64_t numbers = 0;
+    for (int64_t n = 0; n < count; n++)
+        if (given[n].choice) numbers += 2 * given[n].choice->lanes * given[n].choice->queries * runs_of(given[n].choice);
+    if (!numbers) return given;
+    struct source *sources = kept_memory(4, sizeof(struct source) * count + sizeof(int64_t) * numbers);
+    if (!sources) return NULL;
+    memcpy(sources, given, sizeof(struct source) * count);
+    int64_t *next = (int64_t *)(sources + count);
+    for (struct source *in = sources; in < sources + count; in++) {
+        if (!in->choice) continue;
+        int64_t half = in->choice->lanes * in->choice->queries * runs_of(in->choice);
+        if (choose_all(in->choice, next, next + half, threads)) return NULL;
+        in->begin = next, in->length = next + half;
+        in->segments = runs_of(in->choice), in->by_query = in->choice->queries;
+        next += 2 * half;
+    }
+    return sources;
+}
+
 // 0, or 1 where there is no memory left.
-int kvs_attend(const struct shape *given, const struct source *sources, int64_t count, const void *queries, void *out,
+int kvs_attend(const struct shape *given, const struct source *in, int64_t count, const void *queries, void *out,
                float *lse, int64_t threads) {
+    const struct source *sources = with_runs(in, count, threads);
+    if (!sources) return 1;
     struct shape of = *given;
     of.width = (of.key_width + W - 1) / W * W, of.value_width = (of.value_width_given + W - 1) / W * W;
     int64_t numbers, work, rows = of.rows * of.heads * of.group * of.queries;

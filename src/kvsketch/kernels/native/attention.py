@@ -71,7 +71,11 @@ _NUMBERS = (
 
 
 class _Source(ctypes.Structure):
-    _fields_ = [*((name, ctypes.c_void_p) for name in _ADDRESSES), *((name, ctypes.c_int64) for name in _NUMBERS)]
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _ADDRESSES),
+        *((name, ctypes.c_int64) for name in _NUMBERS),
+        ("choice", ctypes.c_void_p),
+    ]
 
 
 @cache
@@ -119,6 +123,7 @@ def _described(part: Entries, kept: list[Tensor]) -> _Source:
     return _Source(
         *(keys.data_ptr(), values.data_ptr(), mass, extra, lanes, begin, length, *keys.shape[:3], *runs),
         *(*keys.stride()[:3], *values.stride()[:3], *mass_strides, *extra_strides, native.DTYPES[keys.dtype]),
+        None if part.choice is None else ctypes.addressof(part.choice.noted),
     )
 
 

@@ -239,7 +239,7 @@ __attribute__((unused)) static void end_together(struct together *it) {
 
 // Memory that a thread keeps from call to call: fresh memory costs more than some of the arithmetic. It goes when the
 // thread ends.
-#define KEPT 4
+#define KEPT 5
 struct kept {
     void *memory[KEPT];
     size_t size[KEPT];

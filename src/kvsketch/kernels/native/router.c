@@ -1,4 +1,4 @@
-// Which buckets queries visit: the classifier's two layers, softmax, the mean over a group, and the runs of entries.
+// What queries expect of buckets: the classifier's two layers, softmax, and the mean over a group.
 #include "common.h"
 
 #define COLUMNS 512  // that are worked on together; twice as many where there are heads for all threads
@@ -205,65 +205,5 @@ int kvs_classify(const struct asked *of, const struct layer *layers, float *scor
             add_softmax(logits + (h * every + r) * last->columns, last->columns, 1.0f / of->group,
                         scores + ((row * of->heads + h) * of->count + q) * last->columns);
         }
-    return 0;
-}
-
-struct limits {
-    int64_t lanes, queries, buckets, probes, runs, per_token;
-    double visit, mass;  // negative: no limit; `share`: `visit` is a share of all tokens
-    int64_t share, staged_from, staged;
-    float *left;  // NULL, or [lanes, queries, buckets]: logs of the sizes of buckets that are not visited
-};
-
-// The buckets with the largest worth, the first of equal ones first.
-static int64_t largest(const float *worth, int64_t count, int64_t wanted, int64_t *found) {
-    int64_t have = 0;
-    for (int64_t c = 0; c < count; c++) {
-        if (have == wanted && !(worth[c] > worth[found[have - 1]])) continue;
-        int64_t at = have < wanted ? have++ : have - 1;
-        for (; at > 0 && worth[c] > worth[found[at - 1]]; at--) found[at] = found[at - 1];
-        found[at] = c;
-    }
-    return have;
-}
-
-// Runs of entries [lanes, queries, probes · runs + 1] of the buckets that each query visits, and what is staged; and how
-// many entries those are. `edges` [lanes, runs, buckets + 1] says where each run's buckets begin.
-int kvs_visit(const struct limits *of, const float *scores, const int64_t *sizes, const int64_t *edges, int64_t *begin,
-              int64_t *length, int64_t *read) {
-    int64_t probes = of->probes < of->buckets ? of->probes : of->buckets, width = probes * of->runs + 1;
-    char *room = kept_memory(1, (sizeof(float) + sizeof(int64_t)) * (of->buckets + 1));
-    if (!room) return 1;
-    int64_t *best = (int64_t *)room;
-    float *worth = (float *)(best + of->buckets + 1);
-    for (int64_t n = 0; n < of->lanes * of->queries; n++) {
-        const float *own = scores + n * of->buckets;
-        const int64_t *size = sizes + n / of->queries * of->buckets;
-        const int64_t *edge = edges + n / of->queries * of->runs * (of->buckets + 1);
-        int64_t *first = begin + n * width, *long_ = length + n * width, all = 0, seen = 0;
-        for (int64_t c = 0; c < of->buckets; c++) {
-            all += size[c];
-            worth[c] = of->per_token ? (size[c] ? own[c] / size[c] : 0.0f) : own[c];
-            if (of->left) of->left[n * of->buckets + c] = size[c] ? logf((float)size[c]) : -INFINITY;
-        }
-        int64_t taken = probes ? largest(worth, of->buckets, probes, best) : 0;
-        double most = of->share ? of->visit * all : of->visit;
-        float expected = 0;
-        read[n] = of->staged;
-        for (int64_t i = 0; i < taken; i++) {
-            int64_t bucket = best[i];
-            seen += size[bucket];
-            int take = i == 0 || ((of->visit < 0 || seen <= most) && (of->mass < 0 || expected < of->mass));
-            expected += own[bucket];
-            for (int64_t r = 0; r < of->runs; r++) {
-                const int64_t *at = edge + r * (of->buckets + 1) + bucket;
-                first[i * of->runs + r] = at[0];
-                long_[i * of->runs + r] = take ? at[1] - at[0] : 0;
-            }
-            if (take) read[n] += size[bucket];
-            if (take && of->left) of->left[n * of->buckets + bucket] = -INFINITY;
-        }
-        first[width - 1] = of->staged_from, long_[width - 1] = of->staged;
-    }
     return 0;
 }

@@ -1,6 +1,11 @@
-"""Which buckets queries visit, in C: the classifier, the choice, and the runs of entries. `router.c` says how."""
+"""Which buckets queries visit, in C: `router.c` has the classifier, `choice.c` the choice and the runs of entries.
+
+Runs are chosen in the call that reads them: a step then makes one call less.
+"""
 
 import ctypes
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int64
@@ -8,7 +13,7 @@ from torch import Tensor
 
 from kvsketch.kernels import native
 from kvsketch.kernels.native.attention import MOST_QUERIES
-from kvsketch.kernels.sources import Layer, Limits, Segments, Staged
+from kvsketch.kernels.sources import Choice, Layer, Limits, Segments, Staged
 
 
 def classify(
@@ -46,25 +51,34 @@ def visit(
     staged: Staged,
     *,
     left: bool = False,
-) -> tuple[Segments, Int64[Tensor, "1 l q"], Float[Tensor, "l q c"] | None] | None:
-    """See `kernels/routes.py`."""
+) -> tuple[Choice, Int64[Tensor, "1 l q"], Float[Tensor, "l q c"] | None] | None:
+    """See `kernels/routes.py`. The numbers are there when the runs are: once they were read."""
     library = native.library_for(scores)
     if library is None or scores.dtype != torch.float32 or not all(x.is_contiguous() for x in (scores, sizes, edges)):
         return None
     lanes, queries, buckets = scores.shape
-    runs, width = edges.shape[1], min(limits.probes, buckets) * edges.shape[1] + 1
-    begin, length = native.room(2, 1, lanes, queries, width, dtype=torch.int64).unbind()
     read = native.room(1, lanes, queries, dtype=torch.int64)
     others = torch.empty_like(scores) if left else None
-    asked = _Choice(
-        *(lanes, queries, buckets, limits.probes, runs, int(limits.per_token)),
+    asked = ChoiceInC(
+        *(lanes, queries, buckets, limits.probes, edges.shape[1], int(limits.per_token)),
         -1.0 if limits.visit is None else float(limits.visit),
         -1.0 if limits.mass is None else limits.mass,
         *(int(isinstance(limits.visit, float)), staged.begin, staged.number),
-        None if others is None else others.data_ptr(),
+        *(None if x is None else x.data_ptr() for x in (scores, sizes, edges, read, others)),
     )
-    failed = library.kvs_visit(ctypes.byref(asked), *native.addresses(scores, sizes, edges, begin, length, read))
-    return None if failed else (Segments(begin, length), read, others)
+    there = (scores, sizes, edges, read, others)  # as long as this is
+    return Choice(partial(_made, asked, there), asked), read, others
+
+
+def _made(asked: "ChoiceInC", _: Sequence[Tensor | None]) -> Segments:
+    library = native.library()
+    assert library is not None, "it is there"
+    width = min(asked.probes, asked.buckets) * asked.runs + 1
+    begin, length = native.room(2, 1, asked.lanes, asked.queries, width, dtype=torch.int64).unbind()
+    threads = ctypes.c_int64(native.threads())
+    if library.kvs_visit(ctypes.byref(asked), *native.addresses(begin, length), threads):
+        raise MemoryError("no room for the choice of buckets")
+    return Segments(begin, length)
 
 
 class _Layer(ctypes.Structure):
@@ -85,10 +99,12 @@ class _Asked(ctypes.Structure):
     _fields_ = [("queries", ctypes.c_void_p), *((name, ctypes.c_int64) for name in _OF_QUERIES)]
 
 
-class _Choice(ctypes.Structure):
+class ChoiceInC(ctypes.Structure):
+    """`struct choice` in `choice.c`."""
+
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("lanes", "queries", "buckets", "probes", "runs", "per_token")),
         *((name, ctypes.c_double) for name in ("visit", "mass")),
         *((name, ctypes.c_int64) for name in ("share", "staged_from", "staged")),
-        ("left", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("scores", "sizes", "edges", "read", "left")),
     ]
