@@ -47,10 +47,11 @@ from kvsketch.kernels import kcenter
 from kvsketch.kernels.balanced_walk import strips, walk_in_triton
 from kvsketch.kernels.directions import in_triton as directions_in_triton
 from kvsketch.kernels.directions import reference as reference_directions
-from kvsketch.kernels.gpu import attention, flash, many_queries, routing
+from kvsketch.kernels.gpu import attention, flash, many_queries
 from kvsketch.kernels.kcenter import reference
 from kvsketch.kernels.places import in_triton as places_in_triton
 from kvsketch.kernels.places import reference as reference_places
+from kvsketch.kernels.routing import in_triton as routing
 from kvsketch.kernels.sources import Entries, Limits, Segments, Staged
 
 HEADS, GROUP, WIDTH = 8, 4, 128

@@ -39,7 +39,8 @@ def compiled() -> Iterator[str]:
     import kvsketch.kernels.gpu.walk as of_walks
     from kvsketch.kernels.balanced_walk import walk_in_triton
     from kvsketch.kernels.draws import in_triton as drawn_in_triton
-    from kvsketch.kernels.gpu import attention, many_queries, routing
+    from kvsketch.kernels.gpu import attention, many_queries
+    from kvsketch.kernels.routing import in_triton as routing
 
     on_hopper = {
         "processors": lambda device: PROCESSORS,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvsketch.caches.lookup.saap import classified
-from kvsketch.kernels.gpu import routing
+from kvsketch.kernels.routing import in_triton as routing
+from kvsketch.kernels.routing import reference
 from kvsketch.kernels.sources import Limits, Staged
 from test_gpu_kernels import DEVICE, interpreted  # noqa: F401 (a fixture that all tests here use)
 from test_native import SOME_LIMITS, check_visits
@@ -46,8 +46,8 @@ def test_the_classifier_says_what_torch_says(shape, dtype):
     second, second_bias = normal(heads, inner, buckets, scale=inner**-0.5), normal(heads, 1, buckets)
     before = (normal(heads, width, hidden, scale=width**-0.5), normal(heads, 1, hidden)) if hidden else None
     found = routing.classify(query, before, (second, second_bias), heads)
-    weights = (*(before or (None, None)), second, second_bias)
-    right = classified(query.double(), *(None if x is None else x.double() for x in weights))
+    wide = None if before is None else tuple(x.double() for x in before)
+    right = reference.classify(query.double(), wide, (second.double(), second_bias.double()), heads)
     torch.testing.assert_close(found.double(), right.double(), rtol=1e-4 if dtype == torch.float32 else 2e-2, atol=1e-6)
     torch.testing.assert_close(found.sum(3), torch.ones_like(found.sum(3)))
     assert torch.equal(found, routing.classify(query, before, (second, second_bias), heads))

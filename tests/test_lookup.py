@@ -18,7 +18,6 @@ from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.query import Query
 from kvsketch.caches.core.tokens import NewTokens, Seen, Unrotated
 from kvsketch.caches.lookup import store as store_module
-from kvsketch.caches.lookup.buckets import choose
 from kvsketch.caches.lookup.kmeans import KMeans
 from kvsketch.caches.lookup.lsh import LSH
 from kvsketch.caches.lookup.random_buckets import RandomBuckets
@@ -26,6 +25,7 @@ from kvsketch.caches.lookup.retrieval import Retrieval
 from kvsketch.caches.lookup.saap import Saap, SaapLookup
 from kvsketch.caches.lookup.store import BASE, Store
 from kvsketch.kernels import native
+from kvsketch.kernels.routing.reference import choose
 from kvsketch.kernels.sources import Limits
 from lanes import Fed
 from made_index import make_index

@@ -17,12 +17,12 @@ import kvsketch
 import zoo
 from kvsketch import attention
 from kvsketch.attention import WeightedTokens
-from kvsketch.caches.lookup.buckets import Buckets, choose
-from kvsketch.caches.lookup.saap import classified
 from kvsketch.kernels import native
 from kvsketch.kernels.native import attention as kernel
-from kvsketch.kernels.native import build, routing
+from kvsketch.kernels.native import build
 from kvsketch.kernels.reading import read
+from kvsketch.kernels.routing import native as routing
+from kvsketch.kernels.routing import reference as routing_in_torch
 from kvsketch.kernels.sources import Choice, Entries, Limits, Segments, Staged
 
 HERE = Path(__file__)
@@ -211,13 +211,14 @@ def test_places_beyond_two_to_the_31(tmp_path):
 def test_the_classifier_is_that_of_torch(shape, dtype):
     rows, heads, group, queries, width, hidden, buckets = shape
     query = torch.randn(rows, heads * group, queries, width).to(dtype)
-    first = (torch.randn(heads, width, hidden) / width**0.5, torch.randn(heads, 1, hidden)) if hidden else (None, None)
+    first = (torch.randn(heads, width, hidden) / width**0.5, torch.randn(heads, 1, hidden))
     second = (torch.randn(heads, hidden or width, buckets) / 5, torch.randn(heads, 1, buckets))
-    weights = [None if x is None else x.to(dtype) for x in (*first, *second)]
-    true = classified(query.double(), *(None if x is None else x.double() for x in weights))
-    found = classified(query, *weights)
-    with native.off():
-        plain = classified(query, *weights)
+    inner, last = (tuple(x.to(dtype) for x in layer) for layer in (first, second))
+    wide, wide_last = (tuple(x.double() for x in layer) for layer in (inner, last))
+    true = routing_in_torch.classify(query.double(), wide if hidden else None, wide_last, heads)
+    found, plain = (
+        form.classify(query, inner if hidden else None, last, heads) for form in (routing, routing_in_torch)
+    )
     # Its exponential is two units in the last place off, and their sum another two.
     rounding = 4 * torch.finfo(torch.float32).eps * true.max()
     assert (found - true).abs().max() <= 2 * (plain - true).abs().max() + rounding
@@ -274,14 +275,11 @@ def check_visits(visit, limits, device):
     segments, count, left = visit(*given, limits, Staged.on(torch.device(device), rows - 7, 7), left=True)
     segments = segments.made() if isinstance(segments, Choice) else segments
     segments, count, left = Segments(segments.begin.cpu(), segments.length.cpu()), count.cpu(), left.cpu()
-    index = Buckets.__new__(Buckets)
-    index.edges = edges
-    visited = choose(scores[None], sizes[None], limits)
-    wanted = index._places_of(visited)
-    assert torch.equal(segments.mask(rows)[..., : rows - 7], wanted.mask(rows)[..., : rows - 7])
+    staged = Staged.on(sizes.device, rows - 7, 7)
+    wanted, wanted_count, others = routing_in_torch.visit(scores, sizes, edges, limits, staged, left=True)
+    assert torch.equal(segments.mask(rows), wanted.mask(rows))
     assert segments.mask(rows)[..., rows - 7 :].all()
-    assert torch.equal(count, wanted.rows + 7)
-    others = sizes[:, None].float().log().masked_fill(visited.among(scores.shape[2])[0], -math.inf)
+    assert torch.equal(count, wanted_count)
     torch.testing.assert_close(left, others)
 
 

@@ -6,10 +6,10 @@ value, with its count as weight.
 """
 
 from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from kvsketch.attention import WeightedTokens
@@ -19,43 +19,9 @@ from kvsketch.caches.core.query import Answer, Query
 from kvsketch.caches.core.storage import storage_bytes
 from kvsketch.caches.lookup.config import BucketedConfig
 from kvsketch.caches.lookup.store import Index, Lookup, Store
-from kvsketch.kernels import routes
 from kvsketch.kernels.groups import sums_of_groups
-from kvsketch.kernels.sources import Entries, Limits, Segments
-
-
-@dataclass(frozen=True)
-class Visited:
-    """Buckets in the order of their score, and which of them are visited."""
-
-    buckets: Int64[Tensor, "b h q l"]
-    taken: Bool[Tensor, "b h q l"]
-
-    def among(self, count: int) -> Bool[Tensor, "b h q {count}"]:
-        """Which of all buckets are visited."""
-        found = torch.zeros(*self.buckets.shape[:3], count, dtype=torch.bool, device=self.taken.device)
-        return found.scatter_(3, self.buckets, self.taken)
-
-
-def choose(
-    scores: Float[Tensor, "b h q c"],
-    sizes: Int64[Tensor, "b h c"],
-    limits: Limits,
-) -> Visited:
-    """The buckets with the largest scores, or the largest ones for each of their tokens, until a limit is reached."""
-    size = sizes[:, :, None].expand_as(scores)
-    worth = (scores / size).masked_fill(size == 0, 0.0) if limits.per_token else scores
-    best = worth.topk(min(limits.probes, scores.shape[3]), dim=3).indices
-    taken = torch.ones_like(best, dtype=torch.bool)
-    if limits.visit is not None:
-        visit = limits.visit
-        most = visit * sizes.sum(2)[:, :, None, None] if isinstance(visit, float) else visit
-        taken &= size.gather(3, best).cumsum(3) <= most
-    if limits.mass is not None:
-        expected = scores.gather(3, best)
-        taken &= expected.cumsum(3) - expected < limits.mass  # those before it were not enough
-    taken[..., :1].fill_(True)  # of no columns, if there are no probes
-    return Visited(best, taken)
+from kvsketch.kernels.routing import visit
+from kvsketch.kernels.sources import Choice, Entries, Limits
 
 
 class BucketLookup(Lookup):
@@ -99,36 +65,22 @@ class Buckets(Index):
         assert self.sizes is not None
         assert self.edges is not None
         assert asked is not None
-        limits, estimates = self.method.limits, self.means is not None
-        apart = query.apart or query.queries.shape[2] > 1
-        if not (estimates and apart):  # one call reads the estimate with the rest
-            found = routes.visit(asked, self.sizes, self.edges, limits, store.staged, left=estimates)
-            if found is not None:
-                runs, read, others = found
-                more = () if others is None else (Entries(self._means(others[:, 0])),)
-                return store.read_runs(runs, read, *more)
-        visited = choose(asked[None], self.sizes[None], limits)
-        answer = store.read_places(query, self._places_of(visited))
-        if not estimates:
-            return answer
-        tokens, unvisited = self._means(self.sizes.float().log()), ~visited.among(self.number)
+        estimates = self.means is not None
+        runs, read, left = visit(asked, self.sizes, self.edges, self.method.limits, store.staged, left=estimates)
+        if left is None:
+            return store.read_runs(runs, read)
+        if not query.apart and query.queries.shape[2] == 1:  # one call reads the estimate with the rest
+            return store.read_runs(runs, read, Entries(self._means(left[:, 0])))
+        runs = runs.made() if isinstance(runs, Choice) else runs  # and so is `left`
+        tokens, unvisited = self._means(self.sizes.float().log()), left[None] > -torch.inf
         estimated = attend_visible(query.queries, tokens, query.scale, visible=unvisited, softcap=query.softcap)
-        return replace(answer, estimated=estimated)
+        return replace(store.read_runs(runs, read), estimated=estimated)
 
     def _means(self, log_sizes: Float[Tensor, "l c"]) -> WeightedTokens:
         """What stands in for buckets, with these weights."""
         assert self.means is not None
         keys, values = self.means
         return WeightedTokens(keys[None], values[None], log_sizes[None])
-
-    def _places_of(self, visited: Visited) -> Segments:
-        """The visited buckets in every run."""
-        assert self.edges is not None
-        wide = self.edges[None, :, None].expand(-1, -1, visited.buckets.shape[2], -1, -1)
-        numbers = visited.buckets[:, :, :, None].expand(*wide.shape[:4], -1)
-        begin = wide.gather(4, numbers)
-        length = (wide.gather(4, numbers + 1) - begin) * visited.taken[:, :, :, None]
-        return Segments(begin.flatten(3), length.flatten(3))
 
     def check(self, labels: Int64[Tensor, "l n t"]) -> None:
         self.method.check_notes(labels)

@@ -10,8 +10,9 @@ from torch import Tensor
 from kvsketch.caches.core.query import Query
 from kvsketch.caches.core.tokens import Seen
 from kvsketch.caches.lookup.buckets import BucketLookup
-from kvsketch.caches.lookup.saap import IndexedConfig, nearest, needed, of_group
+from kvsketch.caches.lookup.saap import IndexedConfig, nearest, needed
 from kvsketch.caches.lookup.store import Lookup
+from kvsketch.kernels.routing.reference import of_group
 
 
 @dataclass(frozen=True, kw_only=True)

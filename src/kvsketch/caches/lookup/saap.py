@@ -19,8 +19,8 @@ from kvsketch.caches.lookup.buckets import BucketLookup
 from kvsketch.caches.lookup.config import BucketedConfig
 from kvsketch.caches.lookup.key_index import KeyIndex, LayerIndex, find_index, read_index
 from kvsketch.caches.lookup.store import Lookup
-from kvsketch.kernels import routes
 from kvsketch.kernels.buckets import assign
+from kvsketch.kernels.routing import classify
 
 PREFERENCES = ("mass", "density")
 
@@ -117,7 +117,7 @@ class SaapLookup(BucketLookup):
     def ask(self, query: Query, heads: int) -> Float[Tensor, "b h q c"]:
         learnt = self._learnt(query.queries, heads)
         asking = needed(query.unrotated, self.config).detach()
-        return classified(asking, learnt.first, learnt.first_bias, learnt.second, learnt.second_bias)
+        return classify(asking, learnt.inner, learnt.last, heads)
 
 
 def nearest(keys: Float[Tensor, "b h n d"], centroids: Float[Tensor, "h c d"]) -> Int64[Tensor, "b h n 1"]:
@@ -135,35 +135,3 @@ def needed(unrotated: Tensor | None, config: BucketedConfig) -> Tensor:
             "them rotated. Have a cache of this method read the text itself"
         )
     return unrotated
-
-
-def classified(
-    query: Float[Tensor, "b hg q d"],
-    first: Float[Tensor, "h d k"] | None,
-    first_bias: Float[Tensor, "h 1 k"] | None,
-    second: Float[Tensor, "h k2 c"],
-    second_bias: Float[Tensor, "h 1 c"],
-) -> Float[Tensor, "b h q c"]:
-    """Mean probability of every bucket over the group, by the classifiers; queries as they are before rotation."""
-    before = None if first is None or first_bias is None else (first, first_bias)
-    found = routes.classify(query, before, (second, second_bias), second.shape[0])
-    if found is not None:
-        return found
-
-    def probabilities(asking: Tensor) -> Tensor:
-        inner = asking
-        if first is not None and first_bias is not None:
-            inner = torch.relu(torch.baddbmm(first_bias, asking, first))
-        return torch.softmax(torch.baddbmm(second_bias, inner, second).float(), 2)
-
-    return of_group(query, second.shape[0], second.dtype, probabilities)
-
-
-def of_group(
-    query: Float[Tensor, "b hg q d"], heads: int, dtype: torch.dtype, score: Callable[[Tensor], Tensor]
-) -> Float[Tensor, "b h q c"]:
-    """Scores of every query by its KV head's rule, and their mean over the group."""
-    rows, _, queries, width = query.shape
-    grouped = query.to(dtype).unflatten(1, (heads, -1)).transpose(0, 1)  # [h, b, g, q, d]
-    scores = score(grouped.reshape(heads, -1, width))
-    return scores.view(heads, rows, -1, queries, scores.shape[2]).mean(2).transpose(0, 1)

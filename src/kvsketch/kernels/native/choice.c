@@ -3,7 +3,7 @@
 
 #define SMALL_CHOICE (1 << 12)  // scores that are not worth a second thread
 
-struct choice {  // as kernels/native/routing.py writes it
+struct choice {  // as kernels/routing/native.py writes it
     int64_t lanes, queries, buckets, probes, runs, per_token;
     double visit, mass;  // negative: no limit; `share`: `visit` is a share of all tokens
     int64_t share, staged_from, staged;

@@ -1,4 +1,4 @@
-"""Which buckets queries visit, in Triton: the classifier and the choice, a launch each. `route.py` has the kernels."""
+"""Which buckets queries visit, in Triton: classifier and choice, a launch each. `gpu/route.py` has the kernels."""
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ AT_ONCE, STAGES = 128, 4  # units of a round, and rounds under way
 def classify(
     query: Float[Tensor, "b hg q d"], inner: Layer | None, last: Layer, heads: int
 ) -> Float[Tensor, "b h q c"] | None:
-    """See `kernels/routes.py`."""
+    """See `routing/__init__.py`."""
     if not gpu.wanted_on(query.device):
         return None
     _, query_heads, count, width = query.shape
@@ -72,7 +72,7 @@ def visit(
     *,
     left: bool = False,
 ) -> tuple[Segments, Int64[Tensor, "1 l q"], Float[Tensor, "l q c"] | None] | None:
-    """See `kernels/routes.py`."""
+    """See `routing/__init__.py`."""
     if not gpu.wanted_on(scores.device):
         return None
     queries, buckets = scores.shape[1:]

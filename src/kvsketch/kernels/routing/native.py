@@ -19,7 +19,7 @@ from kvsketch.kernels.sources import Choice, Layer, Limits, Segments, Staged
 def classify(
     query: Float[Tensor, "b hg q d"], inner: Layer | None, last: Layer, heads: int
 ) -> Float[Tensor, "b h q c"] | None:
-    """See `kernels/routes.py`."""
+    """See `routing/__init__.py`."""
     rows, query_heads, count, width = query.shape
     there = [*(inner or ()), *last]
     few = 0 < rows * count * (query_heads // heads) <= MOST_QUERIES
@@ -52,7 +52,7 @@ def visit(
     *,
     left: bool = False,
 ) -> tuple[Choice, Int64[Tensor, "1 l q"], Float[Tensor, "l q c"] | None] | None:
-    """See `kernels/routes.py`. The numbers are there when the runs are: once they were read."""
+    """See `routing/__init__.py`. The numbers are there when the runs are: once they were read."""
     library = native.library_for(scores)
     if library is None or scores.dtype != torch.float32 or not all(x.is_contiguous() for x in (scores, sizes, edges)):
         return None

@@ -1,0 +1,43 @@
+"""Which buckets queries visit: what they expect of each, and the runs of entries that the best ones are.
+
+`reference.py` is plain torch, `native.py` in C, `in_triton.py` on GPUs.
+"""
+
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from kvsketch.kernels.routing import in_triton, native, reference
+from kvsketch.kernels.sources import Choice, Layer, Limits, Segments, Staged
+
+
+def classify(
+    query: Float[Tensor, "b hg q d"], inner: Layer | None, last: Layer, heads: int
+) -> Float[Tensor, "b h q c"]:
+    """Mean probability of every column over the group, by a classifier of one layer or two."""
+    for form in (native, in_triton) if query.device.type == "cpu" else (in_triton,):
+        if (found := form.classify(query, inner, last, heads)) is not None:
+            return found
+    return reference.classify(query, inner, last, heads)
+
+
+def visit(
+    scores: Float[Tensor, "l q c"],
+    sizes: Int64[Tensor, "l c"],
+    edges: Int64[Tensor, "l r c_1"],
+    limits: Limits,
+    staged: Staged,
+    *,
+    left: bool = False,
+) -> tuple[Segments | Choice, Int64[Tensor, "1 l q"], Float[Tensor, "l q c"] | None]:
+    """Runs of the buckets that each query visits, and of what is staged; how many entries they are.
+
+    `edges` say where each run's buckets begin. With `left` the logs of the sizes of the other buckets too. Where the
+    runs are a choice that is still to be made, so are these numbers.
+    """
+    for form in (native, in_triton) if scores.device.type == "cpu" else (in_triton,):
+        if (found := form.visit(scores, sizes, edges, limits, staged, left=left)) is not None:
+            return found
+    return reference.visit(scores, sizes, edges, limits, staged, left=left)
+
+
+__all__ = ["classify", "visit"]
