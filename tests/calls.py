@@ -1,12 +1,8 @@
-"""A layer's cache that reads a text in calls, and random texts for it."""
+"""A layer's cache that reads a text in calls."""
 
 import torch
 
 from kvsketch.caches.core.tokens import NewTokens, Unrotated
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def fed(cache, query, keys, values, sizes, valid=None, *, scale):

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drawn import normal_doubles as normal
 from kvsketch.algorithms.balancekv import (
     BalanceKV,
     answer,
@@ -22,10 +23,6 @@ from kvsketch.algorithms.balancekv import (
     softmax_products,
 )
 from kvsketch.attention import exact_attention
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def draws(count, seed=0):

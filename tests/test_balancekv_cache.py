@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drawn import normal
 from kvsketch.algorithms.balancekv import halve_exactly, softmax_balance
 from kvsketch.algorithms.draws import uniforms as uniforms_at
 from kvsketch.attention import exact_attention
@@ -27,10 +28,6 @@ GREEDY = WALKS["greedy"]
 
 
 PLAIN = partial(BalanceKV, sharpness=1, augmented=False)  # as in the paper's experiments
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def draws(*shape, seed=0):

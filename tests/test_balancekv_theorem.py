@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drawn import normal
 from kvsketch.algorithms.balancekv import bucket_of, softmax_balance
 from kvsketch.algorithms.draws import uniforms
 from kvsketch.attention import exact_attention
@@ -33,10 +34,6 @@ from kvsketch.kernels.weighted_attention import weighted_attention
 from lanes import arriving
 
 FAITHFUL = Theorem(block=64, constant=30, failure=0.01, epsilon=0.1, seed=3, layer=5)
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def draws(*shape, seed=0):

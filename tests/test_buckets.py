@@ -5,12 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drawn import normal_doubles as normal
 from kvsketch.algorithms import saap
 from kvsketch.kernels import buckets
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def starts(lanes, count, of, seed=0):

@@ -9,6 +9,7 @@ import transformers
 
 import kvsketch
 import zoo
+from drawn import normal
 from kvsketch.caches.core import asking
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.lanes import Lanes
@@ -27,10 +28,6 @@ from lanes import entries_of
 from states import difference, state_of
 
 HEADS, GROUP, WIDTH, SCALE = 2, 3, 8, 0.7
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def all_weights(query, keys):

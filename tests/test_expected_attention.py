@@ -7,6 +7,7 @@ import torch
 
 import kvsketch
 import zoo
+from drawn import normal_doubles as normal
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.tokens import Ahead, NewTokens, Unrotated
 from kvsketch.caches.forgetting.expected_attention import unpacked
@@ -18,10 +19,6 @@ from test_rotation import file_of
 
 HEADS, GROUP, WIDTH, SCALE = 2, 3, 8, 0.7
 CALLS = [200, *[1] * 20, 60, *[1] * 9]
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def rotation(position):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import calls
 import kvsketch
 import zoo
-from calls import normal
+from drawn import normal
 from kvsketch.attention import WeightedTokens, weighted_attention
 from kvsketch.caches.core.allocation import budgets_of
 from kvsketch.caches.core.budget import Budget

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from calls import normal
+from drawn import normal
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.tokens import NewTokens
 from kvsketch.caches.forgetting.keydiff import KeyDiff

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drawn import normal
 from kvsketch.algorithms import lsh as one_head
 from kvsketch.algorithms import saap
 from kvsketch.attention import WeightedTokens, exact_attention, merge, weighted_attention
@@ -32,10 +33,6 @@ from made_index import make_index
 
 HEADS, GROUP, WIDTH, BUCKETS = 2, 3, 16, 8
 SCALE = WIDTH**-0.5
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def tokens(count, seed=0):

@@ -7,13 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drawn import normal_doubles as normal
 from kvsketch.algorithms.lsh import equal_bins, gray_rank, kdeformer, magicpig, number_of, reformer, signs
 
 DOUBLE = torch.float64
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
 
 
 def bits_of(numbers, count):

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from drawn import normal
 from kvsketch.algorithms import draws
 from kvsketch.caches.forgetting.balancekv.practical import WALKS
 from kvsketch.kernels import balanced_walk, kcenter, native
@@ -35,10 +36,6 @@ def on_threads():
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def numbers(*shape, seed=0):

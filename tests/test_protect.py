@@ -10,7 +10,7 @@ import torch
 import calls
 import kvsketch
 import zoo
-from calls import normal
+from drawn import normal
 from kvsketch.attention import exact_attention
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.config import BLOCK

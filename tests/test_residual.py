@@ -5,7 +5,7 @@ import torch
 
 import kvsketch
 import zoo
-from calls import normal
+from drawn import normal
 from kvsketch.attention import exact_attention
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.tokens import NewTokens

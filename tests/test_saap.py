@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drawn import normal_doubles as normal
 from kvsketch.algorithms.saap import (
     QueryClassifier,
     assign,
@@ -24,10 +25,6 @@ from kvsketch.algorithms.saap import (
 from kvsketch.attention import exact_attention
 
 DOUBLE = torch.float64
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
 
 
 def drawn(count, of, seed=0):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import kvsketch
 import zoo
+from drawn import normal_doubles as normal
 from kvsketch.algorithms.draws import uniforms
 from kvsketch.algorithms.subgen import (
     log_normalizer,
@@ -43,10 +44,6 @@ def clustered(count, clusters, *, width=8, spread=0.05, seed=0, distance=2.0):
     away *= spread * torch.rand(count, 1, generator=generator, dtype=torch.float64) / away.norm(dim=1, keepdim=True)
     keys = centres[torch.randint(clusters, (count,), generator=generator)] + away
     return keys, torch.randn(count, width, generator=generator, dtype=torch.float64)
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def draws(count, each, seed=0):

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from drawn import normal
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.tokens import NewTokens
 from kvsketch.caches.forgetting.balancekv import BalanceKV
@@ -14,10 +15,6 @@ from kvsketch.caches.forgetting.uniform import Uniform
 from kvsketch.caches.registry import parse_spec
 from kvsketch.kernels.pairs import cheapest_pairs
 from lanes import entries_of
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def fed(config, keys, values, call):

@@ -4,7 +4,6 @@ transformers reads such a file, and takes what it has read for a quantized model
 weights are given to a model of the plain configuration. What was written is loaded and must answer as before.
 """
 
-import hashlib
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvsketch.files import making, nearest, read_json, write_json
+from kvsketch.files import digest_of_file, making, nearest, read_json, write_json
 
 RECORD = "imported.json"  # beside the model: what it was made of
 FORMAT = 1
@@ -56,7 +55,7 @@ def import_gguf(
     if dtype not in PRECISIONS:
         raise ValueError(f"dtype must be one of {', '.join(PRECISIONS)}, got {dtype!r}")
     architecture, parameters = _read_header(path)
-    record = Imported(path.name, _digest(path), dtype, architecture, parameters)
+    record = Imported(path.name, digest_of_file(path), dtype, architecture, parameters)
     if imported(folder) == record:
         say(f"{folder} holds {path.name} already")
         return record
@@ -120,11 +119,6 @@ def _read_header(path: Path) -> tuple[str, int]:
     if not parameters:
         raise ValueError(f"{path} holds no weights: expected a model, not a vocabulary alone")
     return architecture, parameters
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _check_room(folder: Path, needed: int, elsewhere: str) -> None:

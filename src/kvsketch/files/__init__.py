@@ -12,7 +12,7 @@ Nothing that was read is a view of a file: what happens to a file later does not
 
 from kvsketch.files.atomic import UNFINISHED, can_be_written, remove_left_over, replacing
 from kvsketch.files.claims import claim
-from kvsketch.files.description import DamagedError, digest_of, read_json, write_json
+from kvsketch.files.description import DamagedError, digest_of, digest_of_file, read_json, write_json
 from kvsketch.files.folders import holds_files, making, nearest, private, ready, user_cache
 from kvsketch.files.tensors import (
     BEGIN,
@@ -41,6 +41,7 @@ __all__ = [
     "check_is_file",
     "claim",
     "digest_of",
+    "digest_of_file",
     "holds_files",
     "is_text",
     "making",

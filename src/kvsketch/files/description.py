@@ -28,6 +28,12 @@ def digest_of(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
+def digest_of_file(path: Path) -> str:
+    """The digest of a file, read piece by piece."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def read_json(path: str | Path) -> dict[str, Any]:
     """What `write_json` wrote."""
     path = Path(path)

@@ -11,7 +11,7 @@ from jaxtyping import Int64
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from kvsketch.files import as_text, is_text
+from kvsketch.files import as_text, digest_of_file, is_text
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def read_corpus(
         new = {text.digest: text for text in long_enough if text.digest not in known}
         known |= new
         lengths = [len(text.ids) for text in new.values()]
-        sources.append(Source(path.name, _sha256(path), len(lengths), sum(lengths)))
+        sources.append(Source(path.name, digest_of_file(path), len(lengths), sum(lengths)))
         if short := len(pieces) - len(long_enough):
             notes.append(f"{path}: left out {short} of {len(pieces)} texts, which have fewer than {least} tokens")
         if again := len(long_enough) - len(new):
@@ -109,8 +109,3 @@ def _pieces(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int) -> list[
 
 def _text(ids: list[int]) -> Text:
     return Text(torch.tensor(ids), hashlib.sha256(json.dumps(ids).encode()).hexdigest())
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

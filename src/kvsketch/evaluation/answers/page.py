@@ -2,17 +2,14 @@
 
 import base64
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
-
-from jinja2 import Environment, StrictUndefined
 
 from kvsketch.evaluation.answers.able import able_part
 from kvsketch.evaluation.answers.pictures import Picture, draw_all
 from kvsketch.evaluation.answers.summary import ASKED, Mean, summarise
+from kvsketch.evaluation.pages import write_html
 from kvsketch.evaluation.results.rows import read_rows
 from kvsketch.evaluation.tasks import TASKS
-from kvsketch.files import replacing
 
 
 def write_page(rows_path: Path, folder: Path, able: float | None = None) -> Path:
@@ -25,12 +22,11 @@ def write_page(rows_path: Path, folder: Path, able: float | None = None) -> Path
         raise ValueError(f"{rows_path} has no rows yet: run a benchmark into this folder first")
     held, counting = ([], rows) if able is None else able_part(rows, able)
     pictures = draw_all(counting, folder)
-    source = (files("kvsketch.evaluation.answers") / "report.html").read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(source)
-    page = folder / "report.html"
     means = summarise(counting)
-    text = template.render(
+    return write_html(
+        folder / "report.html",
+        "kvsketch.evaluation.answers",
+        "report.html",
         runs=runs,
         count=len(rows),
         able=able,
@@ -38,9 +34,6 @@ def write_page(rows_path: Path, folder: Path, able: float | None = None) -> Path
         tables=[_table(means, asked, title) for asked, title in ASKED.items() if any(m.asked == asked for m in means)],
         pictures=[(picture.caption, _data(picture)) for picture in pictures],
     )
-    with replacing(page) as file:
-        file.write(text.encode())
-    return page
 
 
 def _table(means: Sequence[Mean], asked: str, title: str) -> dict[str, object]:

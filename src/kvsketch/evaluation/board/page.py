@@ -2,15 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
-
 from kvsketch.evaluation.board.columns import LIMIT, NOISE, PROSE
 from kvsketch.evaluation.board.content import Content
-from kvsketch.files import replacing
+from kvsketch.evaluation.pages import write_html
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +24,6 @@ class About:
 
 def write_board(path: Path, board: Content, about: About) -> Path:
     """Write the page."""
-    source = (files("kvsketch.evaluation.board") / "board.html").read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    text = environment.from_string(source).render(board=board, about=about, limit=LIMIT, noise=NOISE, prose=PROSE)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
-        file.write(text.encode())
-    return path
+    content = {"board": board, "about": about, "limit": LIMIT, "noise": NOISE, "prose": PROSE}
+    return write_html(path, "kvsketch.evaluation.board", "board.html", **content)

@@ -2,20 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Bool
-from jinja2 import Environment, StrictUndefined
 from torch import Tensor
 
 from kvsketch.caches.core.chooser import ChosenEntries
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.stream import Stream
-from kvsketch.files import replacing
+from kvsketch.evaluation.pages import write_html
 from kvsketch.huggingface import SketchCache
 
 STEPS = 9  # of colour, beside white for tokens that no head holds
@@ -84,11 +82,12 @@ def write_kept_page(path: Path, layers: Sequence[HeldByLayer], tokens: Sequence[
     held = torch.cat([layer.held for layer in layers])  # [heads of all layers, n]
     counts = held.sum(0).tolist()
     most = len(held)
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    source = (files("kvsketch.evaluation.inspection") / "kept.html").read_text(encoding="utf-8")
     spans = [(text, count, -(-count * STEPS // most)) for text, count in zip(tokens, counts, strict=True)]
     grid = [(layer.layer, [round(float(head.float().mean()), 4) for head in layer.held]) for layer in layers]
-    text = environment.from_string(source).render(
+    write_html(
+        path,
+        "kvsketch.evaluation.inspection",
+        "kept.html",
         about=about,
         tokens=spans,
         heads=most,
@@ -100,8 +99,6 @@ def write_kept_page(path: Path, layers: Sequence[HeldByLayer], tokens: Sequence[
         shades=STEPS,
         bits=[_bits(row) for row in held],
     )
-    with replacing(path) as file:
-        file.write(text.encode())
 
 
 def _bits(row: Bool[Tensor, " n"]) -> str:
