@@ -237,13 +237,14 @@ def test_the_buckets_visited_are_those_of_torch(limits):
 
 
 @needs_c
-def test_runs_that_are_chosen_when_they_are_read_are_those_that_are_chosen_before():
-    """With what stands in for the others, which is known then."""
-    scores, sizes, edges, rows = some_buckets(Limits(8))
+def test_runs_that_are_chosen_when_they_are_read_are_those_that_are_chosen_before(monkeypatch):
+    """With what stands in for the others, which is known then; and by two threads as by one."""
+    scores, sizes, edges, rows = some_buckets(Limits(8), 700)
     lanes, queries, buckets = scores.shape
     pairs, means = torch.randn(1, lanes, rows, 32), torch.randn(2, 1, lanes, buckets, 16)
     query, found = torch.randn(1, 2 * lanes, queries, 16), []
     for before in (False, True):
+        monkeypatch.setattr(native, "threads", lambda before=before: 1 if before else 2)
         choice, read_by, left = routing.visit(
             scores, sizes, edges, Limits(8), Staged.on(scores.device, rows - 7, 7), left=True
         )
@@ -257,9 +258,9 @@ def test_runs_that_are_chosen_when_they_are_read_are_those_that_are_chosen_befor
     assert all(map(torch.equal, counted, wanted))
 
 
-def some_buckets(limits):
+def some_buckets(limits, buckets=50):
     """Scores of buckets, their sizes, and where they begin in three runs; how many rows there are."""
-    lanes, queries, buckets, runs, rows = 6, 2, 50, 3, 2000
+    lanes, queries, runs, rows = 6, 2, 3, 40 * buckets
     scores = 2 * torch.randn(lanes, queries, buckets)  # as products are; or probabilities
     scores = torch.softmax(scores, 2) if limits.mass or limits.per_token else scores
     lengths = torch.randint(0, 12, (lanes, runs, buckets))
@@ -498,7 +499,9 @@ def test_two_threads_on_one_core_give_up_waiting_for_each_other():
     assert float(done.stdout) < 2
 
 
-EVERY_KERNEL = "definition or classifier or buckets_visited or signs_are_those or centres_are or same_bits"
+EVERY_KERNEL = (
+    "definition or classifier or buckets_visited or chosen_when or signs_are_those or centres_are or same_bits"
+)
 
 
 def once_more(chosen, cache, **environment):

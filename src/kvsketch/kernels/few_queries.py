@@ -21,7 +21,8 @@ def attend(
         return None
     if query.device.type == "cpu":
         found = in_c.attend(query, parts, heads, scale, softcap)
-        if found is not None or any(part.choice is not None for part in parts):  # which only C leaves to who reads
+        # A choice is only made in C; where that does not read the entries, `reading.read` has them chosen first.
+        if found is not None or any(part.choice is not None for part in parts):
             return found
     return in_triton.attend(query, parts, heads, scale, softcap)
 

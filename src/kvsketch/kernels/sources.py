@@ -42,10 +42,10 @@ class Segments:
 
 @dataclass(frozen=True)
 class Choice:
-    """Runs that a kernel chooses when it reads them; `made` has them chosen at once, for who reads in other ways."""
+    """Runs that a kernel chooses when it reads them; `made` chooses them at once, for those who read in other ways."""
 
     made: Callable[[], Segments]
-    noted: Any  # what that kernel goes by
+    asked: Any  # what that kernel goes by
 
 
 @dataclass(frozen=True)

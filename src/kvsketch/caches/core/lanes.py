@@ -237,7 +237,7 @@ class Lanes:
         if bundle.holding.weighted is not None:
             return Answer(None, unread=((bundle.weighted(self.of_layer.here),),))
         answer = bundle.holding.answer(bundle.query(query, self.heads), None if asked is None else bundle.of(asked))
-        # Answers are joined by what they read, so that must be known.
+        # Where answers are put together, how much they read is copied: it must be known by then.
         parts = [part if bundle.whole else part.chosen() for (part,) in answer.unread]
         unread = tuple((bundle.numbered(part, self.of_layer.here),) for part in parts)
         return Answer(answer.attended, answer.estimated, answer.read, unread)

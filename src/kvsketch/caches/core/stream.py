@@ -142,7 +142,7 @@ class Stream:
         self.may_come -= 1
         if self.method is not None and self.method.takes_notes:
             self.waiting.append(seen)
-            if self.method.notes_at_once or len(self.waiting) == BLOCK:
+            if self.method.notes_at_once or len(self.waiting) >= BLOCK:
                 self.take_notes()
 
     def _notes_of(self, new: Columns, seen: Seen) -> Notes | None:

@@ -191,7 +191,7 @@ class Store(Holding):
         alone = read.shape[2] == 1 and not query.padded
         if alone and self.open_pairs is None and not torch.compiler.is_compiling():
             self.to_count.append((read, self.count))
-            if len(self.to_count) == BLOCK:  # together, for adding them up one by one is many calls
+            if len(self.to_count) >= BLOCK:  # together, for adding them up one by one is many calls
                 self._count()
             return
         assert self.at is not None, "they read something"
@@ -205,10 +205,10 @@ class Store(Holding):
 
     def _count(self) -> None:
         """Add what single queries read."""
-        if self.to_count:
-            read = torch.cat([read[0] for read, _ in self.to_count], 1).sum(1)
-            count, self.to_count = sum(count for _, count in self.to_count), []
-            self._add(read, count)
+        if waiting := list(self.to_count):
+            read = torch.cat([read[0] for read, _ in waiting], 1).sum(1)
+            del self.to_count[: len(waiting)]
+            self._add(read, sum(count for _, count in waiting))
 
     def _add(self, read: Int64[Tensor, " l"], could: Int64[Tensor, " l"] | Int64[Tensor, ""] | int) -> None:
         before = read.new_zeros(len(read), 2, dtype=torch.float64) if self.counted is None else self.counted
@@ -218,7 +218,7 @@ class Store(Holding):
 
     @property
     def reads(self) -> Float[Tensor, "l 2"] | None:
-        """Tokens that queries read, and that they could have read."""
+        """Tokens that queries read, and that they could have read, counted up to now."""
         self._count()
         return self.counted
 

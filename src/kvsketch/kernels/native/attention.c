@@ -5,7 +5,7 @@
 // answered together, so that a key is read once for all of them. The entries of a lane are cut into pieces that threads
 // take as they come; what a piece gives is merged in a fixed order, so that neither the number of threads nor their order
 // is seen in the answer.
-#include "choice.c"
+#include "common.h"
 
 #define TILE 64
 #define LEAST_PIECE 512  // entries

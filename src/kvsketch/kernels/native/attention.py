@@ -123,7 +123,7 @@ def _described(part: Entries, kept: list[Tensor]) -> _Source:
     return _Source(
         *(keys.data_ptr(), values.data_ptr(), mass, extra, lanes, begin, length, *keys.shape[:3], *runs),
         *(*keys.stride()[:3], *values.stride()[:3], *mass_strides, *extra_strides, native.DTYPES[keys.dtype]),
-        None if part.choice is None else ctypes.addressof(part.choice.noted),
+        None if part.choice is None else ctypes.addressof(part.choice.asked),
     )
 
 

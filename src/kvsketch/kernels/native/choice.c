@@ -94,7 +94,7 @@ static int choose_all(const struct choice *of, int64_t *begin, int64_t *length, 
     return failed;
 }
 
-// The same by itself, for who reads entries in other ways.
+// The same by itself, for those who read entries in other ways.
 int kvs_visit(const struct choice *of, int64_t *begin, int64_t *length, int64_t threads) {
     return choose_all(of, begin, length, threads);
 }

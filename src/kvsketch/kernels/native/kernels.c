@@ -1,4 +1,5 @@
 // All kernels as one library: one file to compile.
+#include "choice.c"
 #include "attention.c"
 #include "router.c"
 #include "walk.c"

@@ -66,13 +66,11 @@ def visit(
         *(int(isinstance(limits.visit, float)), staged.begin, staged.number),
         *(None if x is None else x.data_ptr() for x in (scores, sizes, edges, read, others)),
     )
-    there = (scores, sizes, edges, read, others)  # as long as this is
-    return Choice(partial(_made, asked, there), asked), read, others
+    there = (scores, sizes, edges, read, others)  # `asked` has addresses alone: they must live as long as it does
+    return Choice(partial(_made, library, asked, there), asked), read, others
 
 
-def _made(asked: "ChoiceInC", _: Sequence[Tensor | None]) -> Segments:
-    library = native.library()
-    assert library is not None, "it is there"
+def _made(library: ctypes.CDLL, asked: "ChoiceInC", _: Sequence[Tensor | None]) -> Segments:
     width = min(asked.probes, asked.buckets) * asked.runs + 1
     begin, length = native.room(2, 1, asked.lanes, asked.queries, width, dtype=torch.int64).unbind()
     threads = ctypes.c_int64(native.threads())

@@ -49,7 +49,7 @@ def choose(scores: Float[Tensor, "*l q c"], sizes: Int64[Tensor, "*l c"], limits
     taken = torch.ones_like(best, dtype=torch.bool)
     if limits.visit is not None:
         visit = limits.visit
-        most = visit * sizes.sum(-1)[..., None, None] if isinstance(visit, float) else visit
+        most = visit * sizes.sum(-1).double()[..., None, None] if isinstance(visit, float) else visit
         taken &= size.gather(-1, best).cumsum(-1) <= most
     if limits.mass is not None:
         expected = scores.gather(-1, best)

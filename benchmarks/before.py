@@ -1,0 +1,115 @@
+"""A step of one layer, as it is here and as it was in another checkout: `python benchmarks/before.py CHECKOUT`.
+
+8 KV heads × 128 in bfloat16, four query heads each. Each version has a process of its own; the two take turns, twelve
+steps at a time, so that both meet the machine in the same moods. Before a step 64 MB are read, which leaves little of
+it in the processor's caches; then a second step comes at once. Rows go to docs/results/before.jsonl. The other checkout
+needs nothing installed: `git worktree add CHECKOUT COMMIT`.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent.parent
+WIDTH, HEADS, GROUP, INDEX = 128, 8, 4, (1024, 1024)
+AT_ONCE, WAIT = 12, 0.03  # steps of a turn; seconds, in which the other's threads fall asleep
+CASES = (
+    ("exact", 256), ("exact", 4096), ("balancekv(keep=0.25)", 4096), ("saap(probes=32)", 4096),
+    ("saap(probes=32)", 171_000),
+)  # fmt: skip
+
+
+@torch.no_grad()
+def work(spec: str, tokens: int, threads: int) -> None:
+    """Fill a cache, and answer each line with the milliseconds of a turn's steps: cold, and again."""
+    from kvsketch.caches.registry import parse_spec
+    from kvsketch.evaluation.speed.layer import filled
+    from kvsketch.evaluation.speed.made import NUMBER, keys_and_values, made_up, new_token
+
+    torch.set_num_threads(threads)
+    keys, values = keys_and_values(HEADS, tokens, WIDTH, torch.bfloat16, seed=2)
+    with made_up(HEADS, WIDTH, [NUMBER], INDEX) as ready:
+        cache = filled(ready(parse_spec(spec)), keys, values)
+    others, step = torch.zeros(1 << 24), 0
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        times: tuple[list[float], list[float]] = ([], [])
+        for _ in range(AT_ONCE):
+            others.sum()
+            for kind in times:
+                asked = new_token(HEADS, GROUP, WIDTH, torch.bfloat16, step)
+                began = time.perf_counter()
+                cache.read(*asked, WIDTH**-0.5)
+                kind.append(time.perf_counter() - began)
+                step += 1
+        print(*(1e3 * statistics.median(kind) for kind in times), flush=True)
+
+
+def versions(other: Path, spec: str, tokens: int, threads: int) -> list["subprocess.Popen[str]"]:
+    """A process for each, the other one first."""
+    command = [sys.executable, __file__, str(other), "--worker", spec, str(tokens), "--threads", str(threads)]
+    started = list[subprocess.Popen[str]]()
+    for tree in (other, HERE):
+        environment = os.environ | {"PYTHONPATH": str(tree / "src")}
+        started.append(
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        )
+        assert _answer(started[-1]) == ["ready"], f"the version in {tree} fills no cache of {spec}"
+    return started
+
+
+def _answer(version: "subprocess.Popen[str]") -> list[str]:
+    assert version.stdout is not None
+    return version.stdout.readline().split()
+
+
+def turn(version: "subprocess.Popen[str]") -> list[float]:
+    """Milliseconds of a turn's steps."""
+    assert version.stdin is not None
+    time.sleep(WAIT)
+    print(file=version.stdin, flush=True)
+    return [float(number) for number in _answer(version)]
+
+
+def measure(other: Path, threads: int, rounds: int) -> None:
+    from common import write_row
+
+    commit = partial(subprocess.check_output, ["git", "rev-parse", "--short", "HEAD"], text=True)
+    before = commit(cwd=other).strip()
+    for spec, tokens in CASES:
+        both = versions(other, spec, tokens, threads)
+        try:
+            times = [[turn(version) for version in both] for _ in range(rounds + 1)][1:]
+        finally:
+            for version in both:
+                version.kill()
+                version.wait()
+        for number, kind in enumerate(("cold", "again")):
+            was, now = ([one[version][number] for one in times] for version in range(2))
+            low, *_, high = statistics.quantiles([a / b for a, b in zip(was, now, strict=True)], n=10)
+            write_row("before", {
+                "method": spec, "tokens": tokens, "kind": kind, "threads": threads, "rounds": rounds, "before": before,
+                "ms_before": round(statistics.median(was), 3), "ms": round(statistics.median(now), 3),
+                "ratio": round(statistics.median(a / b for a, b in zip(was, now, strict=True)), 3),
+                "ratio_10": round(low, 3), "ratio_90": round(high, 3),
+            })  # fmt: skip
+
+
+if __name__ == "__main__":
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("checkout", type=Path)
+    options.add_argument("--threads", type=int, default=2)
+    options.add_argument("--rounds", type=int, default=40)
+    options.add_argument("--worker", nargs=2, metavar=("SPEC", "TOKENS"), help=argparse.SUPPRESS)
+    given = options.parse_args()
+    if given.worker:
+        work(given.worker[0], int(given.worker[1]), given.threads)
+    else:
+        measure(given.checkout.resolve(), given.threads, given.rounds)
