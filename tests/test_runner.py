@@ -152,9 +152,11 @@ def test_bad_plans_are_refused_by_name(changes, message):
         plan(**changes)
 
 
-def test_a_length_too_short_is_refused_before_anything_runs():
+def test_what_cannot_be_read_is_refused_before_anything_runs():
     with pytest.raises(ValueError, match="lines: 10 tokens are too few for one sample"):
         Runner(tiny(), TOKENIZER, plan(lengths=(5000, 10)))
+    with pytest.raises(ValueError, match="a prompt has 50,000,000 tokens, and the context of"):  # no such text is made
+        Runner(tiny(), TOKENIZER, plan(lengths=(50_000_000,)))
     with pytest.raises(ValueError, match="did you mean uniform"):
         Runner(tiny(), TOKENIZER, plan(methods=("unifrm",)))
     with pytest.raises(ValueError, match="a method is named twice"):

@@ -66,10 +66,10 @@ class Runner:
         self._fitters = dict[tuple[str, str], Fitter]()
         self._longest: int | None = None
         for cell in self.plan.cells():
-            self._prompt(cell, 0)  # a length that is too short, or too long, shows now, not after hours
             check_context(model, self._length(cell), "a prompt has")
             if any(config.askings.behind for config in self.methods.values()):
                 check_room_behind(model, self._length(cell), "a prompt")
+            self._prompt(cell, 0)  # a length that is too short, or too long, shows now, not after hours
 
     def run(self, done: set[tuple[Any, ...]], key: Callable[[Row], tuple[Any, ...]]) -> Iterator[Step]:
         """Rows, a batch and method at a time; what is done already is passed over without work."""
