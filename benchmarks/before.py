@@ -12,7 +12,6 @@ import statistics
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -81,8 +80,7 @@ def turn(version: "subprocess.Popen[str]") -> list[float]:
 def measure(other: Path, threads: int, rounds: int) -> None:
     from common import write_row
 
-    commit = partial(subprocess.check_output, ["git", "rev-parse", "--short", "HEAD"], text=True)
-    before = commit(cwd=other).strip()
+    before = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True, cwd=other).strip()
     for spec, tokens in CASES:
         both = versions(other, spec, tokens, threads)
         try:
@@ -93,12 +91,12 @@ def measure(other: Path, threads: int, rounds: int) -> None:
                 version.wait()
         for number, kind in enumerate(("cold", "again")):
             was, now = ([one[version][number] for one in times] for version in range(2))
-            low, *_, high = statistics.quantiles([a / b for a, b in zip(was, now, strict=True)], n=10)
+            ratios = [a / b for a, b in zip(was, now, strict=True)]
+            low, *_, high = statistics.quantiles(ratios, n=10)
             write_row("before", {
                 "method": spec, "tokens": tokens, "kind": kind, "threads": threads, "rounds": rounds, "before": before,
                 "ms_before": round(statistics.median(was), 3), "ms": round(statistics.median(now), 3),
-                "ratio": round(statistics.median(a / b for a, b in zip(was, now, strict=True)), 3),
-                "ratio_10": round(low, 3), "ratio_90": round(high, 3),
+                "ratio": round(statistics.median(ratios), 3), "ratio_10": round(low, 3), "ratio_90": round(high, 3),
             })  # fmt: skip
 
 

@@ -90,6 +90,10 @@ class Staged(NamedTuple):
         """So many entries, on this device."""
         return cls(begin, number, torch.tensor([begin, number], device=device))
 
+    def runs(self, lanes: int, queries: int) -> Segments:
+        """All of them, as one run for every query of so many lanes."""
+        return Segments(*(number.repeat(1, lanes, queries, 1) for number in self.at[:2]))
+
 
 @dataclass(frozen=True)
 class Limits:

@@ -156,11 +156,9 @@ class Store(Holding):
 
     def read_places(self, query: Query, places: Segments | None) -> Answer:
         """Attention over these places of the runs, and over what waits in the staging."""
-        shape = (1, len(self.pairs.view), query.queries.shape[2], 1)
-        begin, length = (number.repeat(shape) for number in self.staged.at[:2])
-        if places is not None:
-            begin, length = torch.cat([places.begin, begin], 3), torch.cat([places.length, length], 3)
-        return self.read_runs(Segments(begin, length), length.sum(3))
+        runs = self.staged.runs(len(self.pairs.view), query.queries.shape[2])
+        runs = runs if places is None else places.join(runs)
+        return self.read_runs(runs, runs.rows)
 
     def read_runs(self, runs: Segments | Choice, read: Int64[Tensor, "1 l q"], *more: Entries) -> Answer:
         """Attention over these runs of places, so many of them, and over other entries."""

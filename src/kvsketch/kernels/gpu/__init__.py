@@ -42,12 +42,12 @@ _for_graphs = dict[torch.device, tuple[Tensor, Iterator[int]]]()  # kept for goo
 
 def wanted_on(device: torch.device) -> bool:
     """Whether kernels for this device are asked for at all. Callers look here first: on most CPUs that is the end."""
-    if torch.compiler.is_compiling() or device.type != ("cpu" if os.environ.get(INTERPRETED) == "1" else "cuda"):
+    if torch.compiler.is_compiling():
         return False
     wanted = os.environ.get(SWITCH, "auto")
     if wanted not in ("auto", "off"):
         raise ValueError(f"{SWITCH} is {wanted!r}, and must be auto or off")
-    return wanted == "auto"
+    return wanted == "auto" and device.type == ("cpu" if os.environ.get(INTERPRETED) == "1" else "cuda")
 
 
 def works(

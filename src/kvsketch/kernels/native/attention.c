@@ -322,7 +322,7 @@ static const struct source *with_runs(const struct source *given, int64_t count,
     for (struct source *in = sources; in < sources + count; in++) {
         if (!in->choice) continue;
         int64_t half = in->choice->lanes * in->choice->queries * runs_of(in->choice);
-        if (choose_all(in->choice, next, next + half, threads)) return NULL;
+        if (kvs_visit(in->choice, next, next + half, threads)) return NULL;
         in->begin = next, in->length = next + half;
         in->segments = runs_of(in->choice), in->by_query = in->choice->queries;
         next += 2 * half;

@@ -75,7 +75,7 @@ static void choose_runs(const struct choice *of, int64_t n, int64_t *first, int6
 }
 
 // Runs [lanes, queries, runs_of] of all queries. 0, or 1 where there is no memory left.
-static int choose_all(const struct choice *of, int64_t *begin, int64_t *length, int64_t threads) {
+int kvs_visit(const struct choice *of, int64_t *begin, int64_t *length, int64_t threads) {
     static struct company company = {LEAST_CREDIT, 0, 0};
     int64_t asking = of->lanes * of->queries, width = runs_of(of);
     int failed = 0, small = asking * of->buckets < SMALL_CHOICE;
@@ -92,9 +92,4 @@ static int choose_all(const struct choice *of, int64_t *begin, int64_t *length, 
     }
     end_together(&it);
     return failed;
-}
-
-// The same by itself, for those who read entries in other ways.
-int kvs_visit(const struct choice *of, int64_t *begin, int64_t *length, int64_t threads) {
-    return choose_all(of, begin, length, threads);
 }

@@ -74,9 +74,7 @@ def visit(
     numbers = visited.buckets[:, :, None].expand(-1, -1, edges.shape[1], -1)
     begin = wide.gather(3, numbers)
     length = (wide.gather(3, numbers + 1) - begin) * visited.taken[:, :, None]
-    waiting = staged.at[:2].expand(1, lanes, queries, 2)
-    runs = Segments(begin.flatten(2)[None], length.flatten(2)[None])
-    runs = runs.join(Segments(waiting[..., :1], waiting[..., 1:]))
+    runs = Segments(begin.flatten(2)[None], length.flatten(2)[None]).join(staged.runs(lanes, queries))
     if not left:
         return runs, runs.rows, None
     among = torch.zeros(lanes, queries, buckets, dtype=torch.bool, device=scores.device)
