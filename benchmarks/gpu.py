@@ -52,7 +52,7 @@ from kvsketch.kernels.kcenter import reference
 from kvsketch.kernels.places import in_triton as places_in_triton
 from kvsketch.kernels.places import reference as reference_places
 from kvsketch.kernels.routing import in_triton as routing
-from kvsketch.kernels.sources import Entries, Limits, Segments, Staged
+from kvsketch.kernels.sources import Classifier, Entries, Limits, Segments, Staged
 
 HEADS, GROUP, WIDTH = 8, 4, 128
 SCALE = WIDTH**-0.5
@@ -287,11 +287,11 @@ def looked_up(on: Machine, count: int, buckets: int, probes: int) -> Iterator[di
         sizes, edges = ends - begins, F.pad(ends, (1, 0))[:, None].contiguous()
         routers = [router(on, buckets, to_the_first=kind == "one of a fifth") for _ in copies]
         calls = [
-            partial(routed, query, *held, layers, sizes, edges, Staged.on(on.device, 0, 0), probes)
-            for held, layers in zip(copies, routers, strict=True)
+            partial(routed, query, *held, by, sizes, edges, Staged.on(on.device, 0, 0), probes)
+            for held, by in zip(copies, routers, strict=True)
         ]
         read = sum(int(call()[1].sum()) for call in calls) / len(calls) + HEADS * window.count
-        learnt = sum(x.nbytes for layer in routers[0] for x in layer)
+        learnt = sum(x.nbytes for x in routers[0].tensors)
         row |= {"form": f"{kind}, and its router", "bytes": read * WIDTH * 4 + learnt, "us": on.times(calls)}
         yield row | {"share": read / (count * HEADS)}
         if kind == "lognormal":
@@ -299,17 +299,18 @@ def looked_up(on: Machine, count: int, buckets: int, probes: int) -> Iterator[di
 
 
 def one_head(
-    on: Machine, query: Tensor, copies: Sequence[Sequence[WeightedTokens]], runs: Segments, routers: Sequence[Any],
-    sizes: Tensor, edges: Tensor, probes: int,
+    on: Machine, query: Tensor, copies: Sequence[Sequence[WeightedTokens]], runs: Segments,
+    routers: Sequence[Classifier], sizes: Tensor, edges: Tensor, probes: int,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """The same for a single KV head, of which the paper speaks; and for it a step that reads all."""
     mine, own = query[:, :GROUP], Segments(runs.begin[:, :1], runs.length[:, :1])
     held = [[WeightedTokens(x.keys[:, :1], x.values[:, :1]) for x in both] for both in copies]
-    layers = [[tuple(x[:1].contiguous() for x in layer) for layer in both] for both in routers]
+    tensors = [[x[:1].contiguous() for x in by.tensors] for by in routers]
+    own_routers = [Classifier((x[0], x[1]), (x[2], x[3])) for x in tensors]
     staged = Staged.on(on.device, 0, 0)
 
-    def looking(past: WeightedTokens, window: WeightedTokens, learnt: Any) -> Any:
-        scores = routing.classify(mine, *learnt, 1)
+    def looking(past: WeightedTokens, window: WeightedTokens, by: Classifier) -> Any:
+        scores = routing.classify(mine, by, 1)
         found, *_ = routing.visit(scores[0], sizes[:1], edges[:1], Limits(probes), staged)
         return attention.attend(mine, [Entries(past, segments=found), Entries(window)], 1, SCALE)
 
@@ -318,7 +319,7 @@ def one_head(
 
     forms: dict[str, list[Callable[[], Any]]] = {
         "one head": [partial(known, *both) for both in held],
-        "one head, and its router": [partial(looking, *both, one) for both, one in zip(held, layers, strict=True)],
+        "one head, and its router": [partial(looking, *both, one) for both, one in zip(held, own_routers, strict=True)],
         "one head, all": [partial(stock, mine, past) for past, _ in held],
     }
     for form, calls in forms.items():
@@ -352,25 +353,25 @@ def as_in_the_paper(
     return calls
 
 
-def router(on: Machine, buckets: int, *, to_the_first: bool) -> list[tuple[Tensor, Tensor]]:
+def router(on: Machine, buckets: int, *, to_the_first: bool) -> Classifier:
     """A classifier of every head, as `kvsketch fit` makes it; one that expects all in the first bucket, or any."""
     inner = 16 if on.device.type == "cpu" else 1024
 
     def layer(width: int, columns: int) -> tuple[Tensor, Tensor]:
         return (on.random(HEADS, width, columns) / width**0.5).to(on.dtype), on.random(HEADS, 1, columns).to(on.dtype)
 
-    found = [layer(WIDTH, inner), layer(inner, buckets)]
+    found = Classifier(layer(WIDTH, inner), layer(inner, buckets))
     if to_the_first:
-        found[1][1][:, :, 0] = 30.0
+        found.last[1][:, :, 0] = 30.0
     return found
 
 
 def routed(
-    query: Tensor, past: WeightedTokens, window: WeightedTokens, layers: Any, sizes: Tensor, edges: Tensor,
+    query: Tensor, past: WeightedTokens, window: WeightedTokens, by: Classifier, sizes: Tensor, edges: Tensor,
     staged: Staged, probes: int,
 ) -> Any:  # fmt: skip
     """The answer, and how many tokens of the past were read."""
-    scores = routing.classify(query, *layers, HEADS)
+    scores = routing.classify(query, by, HEADS)
     runs, read, _ = routing.visit(scores[0], sizes, edges, Limits(probes), staged)
     return ours(query, past, window, runs=runs), read
 

@@ -5,9 +5,9 @@ import torch
 
 from kvsketch.kernels.routing import in_triton as routing
 from kvsketch.kernels.routing import reference
-from kvsketch.kernels.sources import Limits, Staged
+from kvsketch.kernels.sources import Classifier, Limits, Staged
 from test_gpu_kernels import DEVICE, interpreted  # noqa: F401 (a fixture that all tests here use)
-from test_native import SOME_LIMITS, check_visits
+from test_native import SOME_LIMITS, as_doubles, check_visits
 
 
 @pytest.mark.parametrize("limits", [one for one in SOME_LIMITS if one.probes], ids=str)
@@ -45,11 +45,11 @@ def test_the_classifier_says_what_torch_says(shape, dtype):
     query, inner = normal(rows, heads * group, queries, width), hidden or width
     second, second_bias = normal(heads, inner, buckets, scale=inner**-0.5), normal(heads, 1, buckets)
     before = (normal(heads, width, hidden, scale=width**-0.5), normal(heads, 1, hidden)) if hidden else None
-    found = routing.classify(query, before, (second, second_bias), heads)
-    wide = None if before is None else tuple(x.double() for x in before)
-    right = reference.classify(query.double(), wide, (second.double(), second_bias.double()), heads)
+    by = Classifier(before, (second, second_bias))
+    found = routing.classify(query, by, heads)
+    right = reference.classify(query.double(), as_doubles(by), heads)
     torch.testing.assert_close(found.double(), right.double(), rtol=1e-4 if dtype == torch.float32 else 2e-2, atol=1e-6)
     torch.testing.assert_close(found.sum(3), torch.ones_like(found.sum(3)))
-    assert torch.equal(found, routing.classify(query, before, (second, second_bias), heads))
+    assert torch.equal(found, routing.classify(query, by, heads))
     many = normal(1, heads * group, 65, width)
-    assert routing.classify(many, before, (second, second_bias), heads) is None
+    assert routing.classify(many, by, heads) is None

@@ -1,5 +1,6 @@
 """Kernels in C: equal to the definition, whatever is asked; built and loaded safely, or not at all."""
 
+import copy
 import math
 import os
 import platform
@@ -23,7 +24,8 @@ from kvsketch.kernels.native import build
 from kvsketch.kernels.reading import read
 from kvsketch.kernels.routing import native as routing
 from kvsketch.kernels.routing import reference as routing_in_torch
-from kvsketch.kernels.sources import Choice, Entries, Limits, Segments, Staged
+from kvsketch.kernels.routing import rounded
+from kvsketch.kernels.sources import Choice, Classifier, Entries, Limits, Segments, Staged
 
 HERE = Path(__file__)
 ROOT = HERE.parent.parent
@@ -201,6 +203,20 @@ def test_places_beyond_two_to_the_31(tmp_path):
 # -- the router
 
 
+def some_classifier(shape, dtype):
+    """Queries, what answers them, and how many KV heads there are."""
+    rows, heads, group, queries, width, hidden, buckets = shape
+    query = torch.randn(rows, heads * group, queries, width).to(dtype)
+    first = (torch.randn(heads, width, hidden) / width**0.5).to(dtype), torch.randn(heads, 1, hidden).to(dtype)
+    second = (torch.randn(heads, hidden or width, buckets) / 5).to(dtype), torch.randn(heads, 1, buckets).to(dtype)
+    return query, Classifier(first if hidden else None, second), heads
+
+
+def as_doubles(by, weights=torch.Tensor.double):
+    """The same in float64, with these weights for its own."""
+    return Classifier(*(layer and (weights(layer[0]), layer[1].double()) for layer in (by.inner, by.last)))
+
+
 @needs_c
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize(
@@ -209,19 +225,62 @@ def test_places_beyond_two_to_the_31(tmp_path):
     ids=str,
 )
 def test_the_classifier_is_that_of_torch(shape, dtype):
-    rows, heads, group, queries, width, hidden, buckets = shape
-    query = torch.randn(rows, heads * group, queries, width).to(dtype)
-    first = (torch.randn(heads, width, hidden) / width**0.5, torch.randn(heads, 1, hidden))
-    second = (torch.randn(heads, hidden or width, buckets) / 5, torch.randn(heads, 1, buckets))
-    inner, last = (tuple(x.to(dtype) for x in layer) for layer in (first, second))
-    wide, wide_last = (tuple(x.double() for x in layer) for layer in (inner, last))
-    true = routing_in_torch.classify(query.double(), wide if hidden else None, wide_last, heads)
-    found, plain = (
-        form.classify(query, inner if hidden else None, last, heads) for form in (routing, routing_in_torch)
-    )
+    query, by, heads = some_classifier(shape, dtype)
+    true = routing_in_torch.classify(query.double(), as_doubles(by), heads)
+    found, plain = (form.classify(query, by, heads) for form in (routing, routing_in_torch))
     # Its exponential is two units in the last place off, and their sum another two.
     rounding = 4 * torch.finfo(torch.float32).eps * true.max()
     assert (found - true).abs().max() <= 2 * (plain - true).abs().max() + rounding
+
+
+@pytest.fixture
+def in_bytes(monkeypatch):
+    """Weights are read in bytes, however few they are, and whether that is faster or not."""
+    monkeypatch.setattr(routing, "LARGE", 0)
+    monkeypatch.setattr(native.library(), "kvs_bytes_pay", lambda: 1)
+
+
+def as_bytes_say(weights):
+    """The weights that their bytes stand for; themselves, if there are none."""
+    if (found := rounded.in_bytes(weights)) is None:
+        return weights.double()
+    whole = found.weights.permute(0, 2, 4, 1, 3).flatten(1, 2).flatten(2, 3)
+    assert torch.equal(found.sums, whole.sum(1).int())
+    unit = found.steps[:, None].double() * found.levels[..., None]
+    assert bool(((whole * unit - weights.double()).abs() <= unit * 0.5001).all())
+    return whole * unit
+
+
+@needs_c
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 2, 4, 1, 64, 256, 320), (2, 3, 2, 2, 20, 64, 32), (1, 4, 1, 1, 32, 0, 64), (1, 1, 5, 1, 128, 1024, 1056),
+        (1, 2, 2, 1, 20, 38, 50),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.usefixtures("in_bytes")
+def test_the_classifier_in_bytes_says_what_the_numbers_say_that_they_stand_for(shape, dtype):
+    query, by, heads = some_classifier(shape, dtype)
+    by.last[0][:, :, 5] = 0
+    query[0, 0] = 0
+    true = routing_in_torch.classify(query.double(), as_doubles(by, as_bytes_say), heads)
+    for found in (routing.classify(query, by, heads), routing.classify(query, copy.deepcopy(by), heads)):
+        torch.testing.assert_close(found.double(), true.double(), rtol=3e-3, atol=1e-7)
+
+
+@needs_c
+@pytest.mark.usefixtures("in_bytes")
+def test_bytes_hide_no_numbers_that_are_none():
+    query, by, heads = some_classifier((1, 2, 2, 1, 32, 64, 96), torch.float16)
+    query[0, 1, 0, 7] = math.nan
+    found = routing.classify(query, by, heads)
+    assert found[0, 0].isnan().all()
+    assert found[0, 1].isfinite().all()
+    by.last[0][0, 3, 4] = math.inf
+    assert rounded.in_bytes(by.last[0]) is None
 
 
 SOME_LIMITS = [

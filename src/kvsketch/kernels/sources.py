@@ -78,6 +78,23 @@ Source = tuple[Entries, ...]  # no lane is in two of them
 Layer = tuple[Float[Tensor, "h _ _"], Float[Tensor, "h 1 _"]]  # of a classifier: weights and biases of every head
 
 
+@dataclass(frozen=True, eq=False)
+class Classifier:
+    """What queries expect of buckets: two layers with ReLU between them, or the last one alone."""
+
+    inner: Layer | None
+    last: Layer
+    noted: dict[str, Any] = field(default_factory=dict, init=False, repr=False)  # by a kernel, for its next call
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Classifier, (self.inner, self.last)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those of all layers."""
+        return (*(self.inner or ()), *self.last)
+
+
 class Staged(NamedTuple):
     """Entries that wait: where they begin, how many they are, and both on the device, whatever stands behind them."""
 

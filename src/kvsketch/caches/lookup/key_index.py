@@ -9,6 +9,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -20,7 +21,7 @@ from torch import Tensor
 from kvsketch.caches.core.belonging import first_of_model
 from kvsketch.caches.core.storage import made_of
 from kvsketch.files import DamagedError, TensorFile, digest_of, read_json, user_cache, write_json
-from kvsketch.kernels.sources import Layer
+from kvsketch.kernels.sources import Classifier
 
 FORMAT = 2
 DESCRIPTION = "index.json"
@@ -45,15 +46,11 @@ class LayerIndex:
     first: Float[Tensor, "h d k"] | None = None  # the layer before it, normalization folded in; none: it is linear
     first_bias: Float[Tensor, "h 1 k"] | None = None
 
-    @property
-    def inner(self) -> Layer | None:
-        """The classifier's layer before the last one."""
-        return None if self.first is None or self.first_bias is None else (self.first, self.first_bias)
-
-    @property
-    def last(self) -> Layer:
-        """The classifier's last layer."""
-        return self.second, self.second_bias
+    @cached_property
+    def classifier(self) -> Classifier:
+        """Both of its layers, or the one."""
+        inner = None if self.first is None or self.first_bias is None else (self.first, self.first_bias)
+        return Classifier(inner, (self.second, self.second_bias))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LayerIndex":
         return self

@@ -117,7 +117,7 @@ class SaapLookup(BucketLookup):
     def ask(self, query: Query, heads: int) -> Float[Tensor, "b h q c"]:
         learnt = self._learnt(query.queries, heads)
         asking = needed(query.unrotated, self.config).detach()
-        return classify(asking, learnt.inner, learnt.last, heads)
+        return classify(asking, learnt.classifier, heads)
 
 
 def nearest(keys: Float[Tensor, "b h n d"], centroids: Float[Tensor, "h c d"]) -> Int64[Tensor, "b h n 1"]:

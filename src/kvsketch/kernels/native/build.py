@@ -41,7 +41,7 @@ class Level(NamedTuple):
 
 LEVELS = {  # by machine, the best first
     "x86_64": {
-        "v4-bf16": Level(V4 | {"avx512_bf16"}, ("-march=x86-64-v4", "-mavx512bf16")),
+        "v4-bf16": Level(V4 | {"avx512_bf16", "avx512_vnni"}, ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")),
         "v4": Level(V4, ("-march=x86-64-v4",)),
         "v3": Level(V3, ("-march=x86-64-v3",)),
         "any": Level(frozenset(), ("-march=x86-64",)),

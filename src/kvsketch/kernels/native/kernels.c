@@ -8,4 +8,13 @@
 
 void kvs_forked(void) { alone = 1; }
 
+// Whether weights in bytes are multiplied faster than others.
+int64_t kvs_bytes_pay(void) {
+#ifdef __AVX512VNNI__
+    return 1;
+#else
+    return 0;
+#endif
+}
+
 const char *kvs_instructions(void) { return INSTRUCTIONS; }

@@ -2,10 +2,14 @@
 #include "common.h"
 
 #define COLUMNS 512  // that are worked on together; twice as many where there are heads for all threads
+#define AHEAD 4096
 
 struct layer {  // of the classifier: [heads, inner, columns] and [heads, columns]; NULL: there is none
     const void *weights, *bias;
     int64_t inner, columns;
+    const float *steps;   // [heads, columns], or NULL: weights are whole numbers of such steps, see `times_bytes`
+    const float *levels;  // [heads, inner]: the weights of a row are so many times as large
+    const int32_t *sums;  // of a column's whole numbers
 };
 
 INLINE vf load(const void *from, int kind, int64_t at) {
@@ -114,13 +118,117 @@ static int times_pairs(const uint16_t *weights, const struct layer *layer, const
 #define times_pairs(...) 0
 #endif
 
-// to[r] = bias + from[r] · weights, for some columns; with `cut` what is negative is 0.
-static void times(const struct layer *layer, int kind, int64_t head, const float *from, int64_t stride, float *to,
+#define SIDE 32  // columns whose weights lie side by side where they are bytes: [columns / SIDE, inner / 4, SIDE, 4]
+
+// Numbers times their levels as whole numbers of a step that is returned, the high and the low byte of each apart, from 0
+// on: they are 128 · 256 too large. As many steps as leave a column's sum below 2^31. NaN: there is a number that is none.
+static float in_two_bytes(const float *from, const float *levels, int64_t deep, uint8_t *restrict high,
+                          uint8_t *restrict low) {
+    float most = 0, none = 0, limit = 2147483647.0f / 128 / deep;
+    vf top = SPLAT(0.0f), nothing = SPLAT(0.0f);
+    int64_t first = 0;
+    for (; first + W <= deep; first += W) {
+        vf x = load_f32(from + first) * load_f32(levels + first);
+        top = larger(larger(x, -x), top), nothing += x * SPLAT(0.0f);
+    }
+    for (int i = 0; i < W; i++) most = top[i] > most ? top[i] : most;
+    for (none = sum_of(nothing); first < deep; first++) {
+        float x = fabsf(from[first] * levels[first]);
+        most = x > most ? x : most, none += x * 0;
+    }
+    limit = limit < 32767 ? floorf(limit) : 32767;
+    float turns = most > 1e-30f && none == 0 ? limit / most : 0;
+    memset(high, 128, deep), memset(low, 0, deep);
+    if (turns > 0)
+        for (int64_t i = 0; i < deep; i++) {
+            int32_t whole = (int32_t)rintf(from[i] * levels[i] * turns) + (1 << 15);
+            high[i] = whole >> 8, low[i] = whole & 255;
+        }
+    return most / limit + none;
+}
+
+#ifdef __AVX512VNNI__
+// sums += four bytes from 0 on, times four of weights. GCC 12 moves all sums around with its own form of this.
+#define ADD_PRODUCTS(sums, bytes, weights) __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(bytes), "v"(weights))
+#endif
+
+// Sums of SIDE columns for `rb` rows, in whole numbers; rb is known when compiled.
+INLINE void sums_of_bytes(const int8_t *weights, int64_t deep, const uint8_t *own, const int32_t *columns,
+                          int32_t to[][SIDE], const int rb) {
+#ifdef __AVX512VNNI__
+    __m512i high[4][2], low[4][2];
+    UNROLL for (int r = 0; r < rb; r++) UNROLL for (int half = 0; half < 2; half++)
+        high[r][half] = low[r][half] = _mm512_setzero_si512();
+    for (int64_t i = 0; i < deep; i += 4, weights += 4 * SIDE) {
+        __m512i both[2] = {_mm512_loadu_si512(weights), _mm512_loadu_si512(weights + 64)};
+        __builtin_prefetch(weights + AHEAD, 0, 2);
+        __builtin_prefetch(weights + AHEAD + 64, 0, 2);
+        UNROLL for (int r = 0; r < rb; r++) {
+            int32_t four[2];
+            memcpy(four, own + 2 * r * deep + i, 4);
+            memcpy(four + 1, own + (2 * r + 1) * deep + i, 4);
+            __m512i above = _mm512_set1_epi32(four[0]), below = _mm512_set1_epi32(four[1]);
+            UNROLL for (int half = 0; half < 2; half++) {
+                ADD_PRODUCTS(high[r][half], above, both[half]);
+                ADD_PRODUCTS(low[r][half], below, both[half]);
+            }
+        }
+    }
+    UNROLL for (int r = 0; r < rb; r++) UNROLL for (int half = 0; half < 2; half++) {
+        __m512i extra = _mm512_slli_epi32(_mm512_loadu_si512(columns + 16 * half), 7);
+        __m512i all = _mm512_slli_epi32(_mm512_sub_epi32(high[r][half], extra), 8);
+        _mm512_storeu_si512(to[r] + 16 * half, _mm512_add_epi32(all, low[r][half]));
+    }
+#else
+    (void)columns;
+    memset(to, 0, rb * sizeof *to);
+    for (int64_t i = 0; i < deep; i += 4, weights += 4 * SIDE)
+        for (int r = 0; r < rb; r++) {
+            int32_t x[4];
+            for (int k = 0; k < 4; k++) x[k] = (own[2 * r * deep + i + k] - 128) * 256 + own[(2 * r + 1) * deep + i + k];
+            for (int c = 0; c < SIDE; c++)
+                for (int k = 0; k < 4; k++) to[r][c] += x[k] * weights[4 * c + k];
+        }
+#endif
+}
+
+// to[r] = from[r] · weights, for some columns, where weights are bytes; sums are exact, numbers have 15 bits at most. 0:
+// there is no memory.
+static int times_bytes(const struct layer *layer, int64_t head, const float *from, int64_t stride, float *to,
+                       int64_t to_stride, int64_t rows, int64_t first, int64_t last) {
+    int64_t deep = layer->inner, wide = layer->columns;
+    float *steps = kept_memory(3, rows * (sizeof(float) + 2 * deep));
+    if (!steps) return 0;
+    uint8_t *own = (uint8_t *)(steps + rows);
+    for (int64_t r = 0; r < rows; r++) {
+        uint8_t *high = own + 2 * r * deep;
+        steps[r] = in_two_bytes(from + r * stride, layer->levels + head * deep, deep, high, high + deep);
+    }
+    for (int64_t c = first; c < last; c += SIDE) {
+        const int8_t *weights = (const int8_t *)layer->weights + (head * wide + c) * deep;
+        const int32_t *columns = layer->sums + head * wide + c;
+        int32_t found[4][SIDE];
+        for (int64_t r = 0, more; r < rows; r += more) {
+            more = rows - r < 4 ? 1 : 4;
+            if (more == 4) sums_of_bytes(weights, deep, own + 2 * r * deep, columns, found, 4);
+            else sums_of_bytes(weights, deep, own + 2 * r * deep, columns, found, 1);
+            for (int64_t k = 0; k < more; k++)
+                for (int64_t i = 0; i < SIDE; i++)
+                    to[(r + k) * to_stride + c + i] = found[k][i] * (steps[r + k] * layer->steps[head * wide + c + i]);
+        }
+    }
+    return 1;
+}
+
+// to[r] = bias + from[r] · weights, for some columns; with `cut` what is negative is 0. 0: there is no memory.
+static int times(const struct layer *layer, int kind, int64_t head, const float *from, int64_t stride, float *to,
                   int64_t to_stride, int64_t rows, int64_t first, int64_t last, int cut) {
     int64_t wide = layer->columns, i = 0;
     const char *weights = (const char *)layer->weights + head * layer->inner * wide * bytes_of(kind);
     for (int64_t r = 0; r < rows; r++) memset(to + r * to_stride + first, 0, sizeof(float) * (last - first));
-    if (kind != BF16 ||
+    if (layer->steps) {
+        if (!times_bytes(layer, head, from, stride, to, to_stride, rows, first, last)) return 0;
+    } else if (kind != BF16 ||
         !times_pairs((const uint16_t *)weights, layer, from, stride, to, to_stride, rows, first, last)) {
         for (; i + 4 <= layer->inner; i += 4, weights += 4 * wide * bytes_of(kind)) {
             if (kind == F32) add_rows(weights, wide, from + i, stride, to, to_stride, rows, first, last, F32);
@@ -137,6 +245,7 @@ static void times(const struct layer *layer, int kind, int64_t head, const float
             float x = to[r * to_stride + c] + read_one(layer->bias, kind, head * wide + c);
             to[r * to_stride + c] = cut && x < 0 ? 0 : x;
         }
+    return 1;
 }
 
 // Probabilities of a query's columns, added up with a share to the group's.
@@ -185,17 +294,19 @@ int kvs_classify(const struct asked *of, const struct layer *layers, float *scor
         int64_t parts = of->heads * blocks, small = wide * layer->inner * every * of->heads < (1 << 18);
         static struct company company = {LEAST_CREDIT, 0, 0};
         struct together it = begin_together(&company, threads, small ? 1 : parts);
-        PRAGMA(omp parallel num_threads(it.threads) if (it.threads > 1)) {
+        int failed = 0;
+        PRAGMA(omp parallel num_threads(it.threads) reduction(|:failed) if (it.threads > 1)) {
             int64_t began = begin_own(&it);
             PRAGMA(omp for schedule(dynamic) nowait)
             for (int64_t n = 0; n < parts; n++) {
                 int64_t h = n / blocks, begin = n % blocks * together, end = begin + together;
-                times(layer, (int)of->kind, h, from + h * every * stride, stride, to + h * every * wide, wide, every,
-                      begin, end < wide ? end : wide, layer != last);
+                failed |= !times(layer, (int)of->kind, h, from + h * every * stride, stride, to + h * every * wide, wide,
+                                 every, begin, end < wide ? end : wide, layer != last);
             }
             end_own(&it, began);
         }
         end_together(&it);
+        if (failed) return 1;
         from = to, stride = wide;
     }
     memset(scores, 0, sizeof(float) * of->rows * of->heads * of->count * last->columns);

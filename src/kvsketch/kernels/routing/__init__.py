@@ -7,17 +7,15 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from kvsketch.kernels.routing import in_triton, native, reference
-from kvsketch.kernels.sources import Choice, Layer, Limits, Segments, Staged
+from kvsketch.kernels.sources import Choice, Classifier, Limits, Segments, Staged
 
 
-def classify(
-    query: Float[Tensor, "b hg q d"], inner: Layer | None, last: Layer, heads: int
-) -> Float[Tensor, "b h q c"]:
-    """Mean probability of every column over the group, by a classifier of one layer or two."""
+def classify(query: Float[Tensor, "b hg q d"], by: Classifier, heads: int) -> Float[Tensor, "b h q c"]:
+    """Mean probability of every column over the group."""
     for form in (native, in_triton) if query.device.type == "cpu" else (in_triton,):
-        if (found := form.classify(query, inner, last, heads)) is not None:
+        if (found := form.classify(query, by, heads)) is not None:
             return found
-    return reference.classify(query, inner, last, heads)
+    return reference.classify(query, by, heads)
 
 
 def visit(

@@ -6,7 +6,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from kvsketch.kernels import gpu
-from kvsketch.kernels.sources import Layer, Limits, Segments, Staged
+from kvsketch.kernels.sources import Classifier, Limits, Segments, Staged
 
 MOST_ROWS = 64  # of a group's queries together
 MOST_BUCKETS = 4096
@@ -14,14 +14,12 @@ SLICE = 64  # units or buckets of a program
 AT_ONCE, STAGES = 128, 4  # units of a round, and rounds under way
 
 
-def classify(
-    query: Float[Tensor, "b hg q d"], inner: Layer | None, last: Layer, heads: int
-) -> Float[Tensor, "b h q c"] | None:
+def classify(query: Float[Tensor, "b hg q d"], by: Classifier, heads: int) -> Float[Tensor, "b h q c"] | None:
     """See `routing/__init__.py`."""
     if not gpu.wanted_on(query.device):
         return None
     _, query_heads, count, width = query.shape
-    there = [*(inner or ()), *last]
+    there = by.tensors
     rows, buckets = count * (query_heads // heads), there[-1].shape[-1]
     if gpu.spills(query.device, there[-1].dtype, rows, width):
         return None
@@ -32,10 +30,11 @@ def classify(
     if len({x.dtype for x in there}) > 1 or not gpu.works("routing", query.device, there[-1].dtype, _check):
         return None
     what = f"a classifier of {there[-1].dtype} × {width}, {[tuple(x.shape[1:]) for x in there]}, {rows} rows"
-    return gpu.tried(what, query.device, lambda: _classified(query, inner, last, heads))
+    return gpu.tried(what, query.device, lambda: _classified(query, by, heads))
 
 
-def _classified(query: Tensor, inner: Layer | None, last: Layer, heads: int) -> Tensor:
+def _classified(query: Tensor, by: Classifier, heads: int) -> Tensor:
+    inner, last = by.inner, by.last
     rows, query_heads, count, width = query.shape
     hidden, buckets = last[0].shape[1:]
     group, device = query_heads // heads, query.device
@@ -129,7 +128,7 @@ def _check(device: torch.device, dtype: torch.dtype) -> None:
     asked = [x.double() for x in (query.view(1, 2, 2, 128), first, biases[0], second, biases[1])]
     inner = torch.relu(torch.einsum("bhgd,hdk->bhgk", asked[0], asked[1]) + asked[2])
     right = torch.softmax(torch.einsum("bhgk,hkc->bhgc", inner, asked[3]) + asked[4], 3).mean(2, keepdim=True)
-    found = _classified(query, (first, biases[0]), (second, biases[1]), 2)
+    found = _classified(query, Classifier((first, biases[0]), (second, biases[1])), 2)
     most = 1e-4 if dtype == torch.float32 else 0.05
     torch.testing.assert_close(found.double(), right, rtol=most, atol=most * float(right.max()))
     sizes = torch.randint(0, 9, (2, 300), generator=draw, device="cpu").to(device)

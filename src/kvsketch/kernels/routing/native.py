@@ -6,6 +6,7 @@ Runs are chosen in the call that reads them: a step then makes one call less.
 import ctypes
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
@@ -13,15 +14,17 @@ from torch import Tensor
 
 from kvsketch.kernels import native
 from kvsketch.kernels.native.attention import MOST_QUERIES
-from kvsketch.kernels.sources import Choice, Layer, Limits, Segments, Staged
+from kvsketch.kernels.routing.rounded import in_bytes
+from kvsketch.kernels.sources import Choice, Classifier, Limits, Segments, Staged
+
+NOTE = "described for C"
+LARGE = 1 << 20  # bytes of a layer's weights: smaller ones lie in the processor's caches, as exact as they are
 
 
-def classify(
-    query: Float[Tensor, "b hg q d"], inner: Layer | None, last: Layer, heads: int
-) -> Float[Tensor, "b h q c"] | None:
+def classify(query: Float[Tensor, "b hg q d"], by: Classifier, heads: int) -> Float[Tensor, "b h q c"] | None:
     """See `routing/__init__.py`."""
     rows, query_heads, count, width = query.shape
-    there = [*(inner or ()), *last]
+    there = by.tensors
     few = 0 < rows * count * (query_heads // heads) <= MOST_QUERIES
     library = native.library_for(query, *there) if few else None
     if library is None or query.stride(3) != 1 or not all(x.is_contiguous() for x in there):
@@ -36,10 +39,12 @@ def classify(
         width,
         *query.stride()[:3],
     )
-    described = (_Layer * 2)(_layer(inner), _layer(last))
+    if NOTE not in by.noted:
+        by.noted[NOTE] = described(by, LARGE if library.kvs_bytes_pay() else None)
+    layers, _ = by.noted[NOTE]
     scores = native.room(rows, heads, count, there[-1].shape[-1])
     threads = ctypes.c_int64(native.threads())
-    failed = library.kvs_classify(ctypes.byref(asked), described, *native.addresses(scores), threads)
+    failed = library.kvs_classify(ctypes.byref(asked), layers, *native.addresses(scores), threads)
     return None if failed else scores
 
 
@@ -80,14 +85,27 @@ def _made(library: ctypes.CDLL, asked: "ChoiceInC", _: Sequence[Tensor | None]) 
 
 
 class _Layer(ctypes.Structure):
+    """`struct layer` in `router.c`."""
+
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("weights", "bias")),
         *((name, ctypes.c_int64) for name in ("inner", "columns")),
+        *((name, ctypes.c_void_p) for name in ("steps", "levels", "sums")),
     ]
 
 
-def _layer(layer: Layer | None) -> _Layer:
-    return _Layer() if layer is None else _Layer(*(x.data_ptr() for x in layer), *layer[0].shape[1:])
+def described(by: Classifier, large: int | None) -> tuple["ctypes.Array[_Layer]", list[Any]]:
+    """Both layers as C takes them, weights that are so `large` in bytes; and what must live as long."""
+    layers, there = (_Layer * 2)(), list[Any]()
+    for place, layer in enumerate((by.inner, by.last)):
+        if layer is None:
+            continue
+        weights, bias = layer
+        read: tuple[Tensor, ...] | None = in_bytes(weights) if large is not None and weights.nbytes >= large else None
+        first, *others = read or (weights,)
+        layers[place] = _Layer(first.data_ptr(), bias.data_ptr(), *weights.shape[1:], *(x.data_ptr() for x in others))
+        there.append((read or weights, bias))
+    return layers, there
 
 
 _OF_QUERIES = ("kind", "rows", "heads", "group", "count", "width", "row", "head", "step")

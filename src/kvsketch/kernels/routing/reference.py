@@ -7,14 +7,12 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from kvsketch.kernels.sources import Layer, Limits, Segments, Staged
+from kvsketch.kernels.sources import Classifier, Limits, Segments, Staged
 
 
-def classify(
-    query: Float[Tensor, "b hg q d"], inner: Layer | None, last: Layer, heads: int
-) -> Float[Tensor, "b h q c"]:
-    """Mean probability of every column over the group, by a classifier of one layer or two."""
-    weights, bias = last
+def classify(query: Float[Tensor, "b hg q d"], by: Classifier, heads: int) -> Float[Tensor, "b h q c"]:
+    """Mean probability of every column over the group."""
+    inner, (weights, bias) = by.inner, by.last
 
     def probabilities(asking: Tensor) -> Tensor:
         found = asking if inner is None else torch.relu(torch.baddbmm(inner[1], asking, inner[0]))
