@@ -2,8 +2,8 @@
 
 Each of the last queries of a text asks as a decode step does: the queries of a group together, before rotation, in C.
 Of the attention to the past (all that lies before the window, but for the first token) the visited buckets have a
-share. It is counted twice, with the classifier in the model's precision and with weights in bytes, both also where
-those are small. Rows go to docs/results/rounded.jsonl, one for each text, layer and number of buckets visited.
+share. It is counted twice, with the classifier in bfloat16 and with all of its weights in bytes. Rows go to
+docs/results/rounded.jsonl, one for each text, layer and number of buckets visited.
 """
 
 import argparse
@@ -31,7 +31,7 @@ PART = slice(200_000, 260_000)  # of a book's letters
 def scores(seen: Captured, by: Classifier) -> Tensor:
     """What the last queries expect of every bucket: [h, q, c]."""
     heads = len(seen.keys)
-    asking = seen.queries_before[None, :, -ASKING:].to(by.last[0].dtype)
+    asking = seen.queries_before[None, :, -ASKING:]
     found = [routing.classify(asking[:, :, q : q + 1].contiguous(), by, heads) for q in range(ASKING)]
     return torch.cat(found, 2)[0]
 
@@ -53,7 +53,7 @@ def measure(seen: Captured, learnt: LayerIndex, number: int) -> Iterator[Row]:
     exact, rounded = (Classifier(learnt.classifier.inner, learnt.classifier.last) for _ in range(2))
     with patch.object(routing, "LARGE", float("inf")):
         wanted = scores(seen, exact)
-    with patch.object(routing, "LARGE", 0):
+    with patch.object(routing, "LARGE", -1):
         found = scores(seen, rounded)
     shares = attention_of(seen, assign(seen.keys_before.float(), learnt.centroids), number)
     for probes in PROBES:
@@ -67,18 +67,18 @@ def measure(seen: Captured, learnt: LayerIndex, number: int) -> Iterator[Row]:
 
 
 @torch.no_grad()
-def main(name: str, folder: Path, texts: list[Path], dtype: str) -> None:
+def main(name: str, folder: Path, texts: list[Path]) -> None:
     library = native.library()
     assert library is not None, "this is about a kernel in C"
     assert library.kvs_bytes_pay(), "this machine does not use that kernel"
-    (model, tokenizer), index = load_model(name, dtype, None), read_index(folder)
+    (model, tokenizer), index = load_model(name, "bfloat16", None), read_index(folder)
     for text in texts:
         ids = tokenizer(text.read_text(encoding="utf-8")[PART], return_tensors="pt")["input_ids"][:, :TOKENS]
         for seen in capture(model, ids, index.layers, before_rotation=True):
-            learnt = index.layer(seen.layer, "cpu", model.dtype)
+            learnt = index.layer(seen.layer, "cpu", torch.bfloat16)
             for row in measure(seen, learnt, index.buckets):
                 hidden = learnt.classifier.last[0].shape[1]
-                write_row("rounded", {"model": name, "dtype": dtype, "text": text.stem, "layer": seen.layer,
+                write_row("rounded", {"model": name, "text": text.stem, "layer": seen.layer,
                                       "hidden": hidden, "tokens": ids.shape[1], **row})  # fmt: skip
 
 
@@ -87,6 +87,5 @@ if __name__ == "__main__":
     options.add_argument("model")
     options.add_argument("index", type=Path)
     options.add_argument("texts", type=Path, nargs="+")
-    options.add_argument("--dtype", default="bfloat16")
     given = options.parse_args()
-    main(given.model, given.index, given.texts, given.dtype)
+    main(given.model, given.index, given.texts)

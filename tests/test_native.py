@@ -236,7 +236,7 @@ def test_the_classifier_is_that_of_torch(shape, dtype):
 @pytest.fixture
 def in_bytes(monkeypatch):
     """Weights are read in bytes, however few they are, and whether that is faster or not."""
-    monkeypatch.setattr(routing, "LARGE", 0)
+    monkeypatch.setattr(routing, "LARGE", -1)
     monkeypatch.setattr(native.library(), "kvs_bytes_pay", lambda: 1)
 
 
@@ -252,7 +252,6 @@ def as_bytes_say(weights):
 
 
 @needs_c
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "shape",
     [
@@ -262,9 +261,9 @@ def as_bytes_say(weights):
     ids=str,
 )  # fmt: skip
 @pytest.mark.usefixtures("in_bytes")
-def test_the_classifier_in_bytes_says_what_the_numbers_say_that_they_stand_for(shape, dtype):
-    query, by, heads = some_classifier(shape, dtype)
-    by.last[0][:, :, 5] = 0
+def test_the_classifier_in_bytes_says_what_the_numbers_say_that_they_stand_for(shape):
+    query, by, heads = some_classifier(shape, torch.bfloat16)
+    by.last[0][:, :, 5], by.last[0][:, 7] = 0, 1e-24
     query[0, 0] = 0
     true = routing_in_torch.classify(query.double(), as_doubles(by, as_bytes_say), heads)
     for found in (routing.classify(query, by, heads), routing.classify(query, copy.deepcopy(by), heads)):
@@ -274,13 +273,41 @@ def test_the_classifier_in_bytes_says_what_the_numbers_say_that_they_stand_for(s
 @needs_c
 @pytest.mark.usefixtures("in_bytes")
 def test_bytes_hide_no_numbers_that_are_none():
-    query, by, heads = some_classifier((1, 2, 2, 1, 32, 64, 96), torch.float16)
+    query, by, heads = some_classifier((1, 2, 2, 1, 32, 64, 96), torch.bfloat16)
     query[0, 1, 0, 7] = math.nan
     found = routing.classify(query, by, heads)
     assert found[0, 0].isnan().all()
     assert found[0, 1].isfinite().all()
-    by.last[0][0, 3, 4] = math.inf
-    assert rounded.in_bytes(by.last[0]) is None
+    for value in (math.inf, math.nan, 3e38):
+        by.last[0][0, 3] = value
+        assert rounded.in_bytes(by.last[0]) is None
+
+
+@needs_c
+@pytest.mark.usefixtures("in_bytes")
+def test_a_classifier_whose_tensors_were_moved_is_read_where_it_is_now():
+    query, by, heads = some_classifier((1, 2, 2, 1, 32, 64, 96), torch.bfloat16)
+    before = routing.classify(query, by, heads)
+    for tensor in by.tensors:
+        old = tensor.data
+        tensor.data = old.clone()
+        old.fill_(math.nan)
+    assert torch.equal(routing.classify(query, by, heads), before)
+
+
+@needs_c
+def test_bytes_are_read_where_weights_are_many_and_in_bfloat16(monkeypatch):
+    monkeypatch.setattr(native.library(), "kvs_bytes_pay", lambda: 1)
+    for buckets, dtype, wanted in ((512, "bfloat16", True), (512, "float16", False), (96, "bfloat16", False)):
+        query, by, heads = some_classifier((1, 2, 2, 1, 32, 256, buckets), getattr(torch, dtype))
+        routing.classify(query, by, heads)
+        nbytes, rounded_ones = routing.read_of(by)
+        weights, *others = (sum(x.nbytes for x in some) for some in (by.tensors[2:3], by.tensors[:2], by.tensors[3:]))
+        beside = 4 * heads * (2 * buckets + 256)
+        assert rounded_ones == wanted
+        assert nbytes == sum(others) + (weights // 2 + beside if wanted else weights)
+        with native.off():
+            assert routing.read_of(by) == (sum(x.nbytes for x in by.tensors), False)
 
 
 SOME_LIMITS = [
@@ -559,7 +586,7 @@ def test_two_threads_on_one_core_give_up_waiting_for_each_other():
 
 
 EVERY_KERNEL = (
-    "definition or classifier or buckets_visited or chosen_when or signs_are_those or centres_are or same_bits"
+    "definition or classifier or bytes or buckets_visited or chosen_when or signs_are_those or centres_are or same_bits"
 )
 
 

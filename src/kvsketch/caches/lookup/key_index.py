@@ -79,7 +79,7 @@ class KeyIndex:
     folder: Path
     description: dict[str, Any]
     _written: dict[int, LayerIndex] = field(default_factory=dict, repr=False, compare=False)
-    _layers: dict[tuple[int, str, torch.dtype], LayerIndex] = field(default_factory=dict, repr=False, compare=False)
+    _layers: dict[tuple[Any, ...], LayerIndex] = field(default_factory=dict, repr=False, compare=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KeyIndex":
         return self
@@ -105,11 +105,23 @@ class KeyIndex:
         """The layers that were fitted."""
         return sorted(map(int, self.description["layers"]))
 
-    def layer(self, number: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> LayerIndex:
-        """What was learnt for a layer, on a device, with the classifier in the precision of the queries."""
-        known = (number, str(device), dtype)
+    def layer(
+        self,
+        number: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        heads: tuple[int, int] | None = None,
+    ) -> LayerIndex:
+        """What was learnt for a layer, on a device, with the classifier in the precision of the queries.
+
+        `heads`: the first KV head that is wanted, and how many; None is all.
+        """
+        known = (number, str(device), dtype, heads)
         if known not in self._layers:
-            self._layers[known] = self._read(number).brought_to(device, dtype)
+            if heads is None:
+                self._layers[known] = self._read(number).brought_to(device, dtype)
+            else:
+                self._layers[known] = self.layer(number, device, dtype).of_heads(*heads)
         return self._layers[known]
 
     def _read(self, number: int) -> LayerIndex:

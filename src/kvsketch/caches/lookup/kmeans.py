@@ -48,7 +48,7 @@ class KMeansLookup(BucketLookup):
         super().__init__(config, config.learnt.buckets)
 
     def _centroids(self, at: Tensor, heads: int) -> Float[Tensor, "h c d"]:
-        learnt = self.config.learnt.layer(self.layer, at.device, at.dtype).of_heads(self.first_head, heads)
+        learnt = self.config.learnt.layer(self.layer, at.device, at.dtype, (self.first_head, heads))
         return learnt.rotated_centroids if self.config.rope else learnt.centroids
 
     def note(self, seen: Seen) -> Int64[Tensor, "b h n t"]:

@@ -107,8 +107,8 @@ class SaapLookup(BucketLookup):
     def _learnt(self, at: Tensor, heads: int) -> LayerIndex:
         """What was learnt for so many heads here, where and as precise as `at`; kept, for every step asks for it."""
         if self.ready is None or self.ready[0] != (at.device, at.dtype):
-            learnt = self.config.learnt.layer(self.layer, at.device, at.dtype)
-            self.ready = ((at.device, at.dtype), learnt.of_heads(self.first_head, heads))
+            learnt = self.config.learnt.layer(self.layer, at.device, at.dtype, (self.first_head, heads))
+            self.ready = ((at.device, at.dtype), learnt)
         return self.ready[1]
 
     def note(self, seen: Seen) -> Int64[Tensor, "b h n t"]:

@@ -11,12 +11,16 @@ from kvsketch.attention import Partial, WeightedTokens, merge, weighted_attentio
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.query import Answer, Query
 from kvsketch.caches.core.stream import Stream
+from kvsketch.caches.lookup.key_index import LayerIndex
 from kvsketch.caches.lookup.saap import IndexedConfig, Saap
 from kvsketch.caches.lookup.store import Store
 from kvsketch.evaluation.speed.clock import using
 from kvsketch.evaluation.speed.plan import TORCH
 from kvsketch.kernels.gpu.attention import doubled
+from kvsketch.kernels.routing.native import read_of
 from kvsketch.kernels.sources import Entries
+
+OF_BYTES = 0.006  # of the error of a router, what weights in bytes may bring
 
 HeldByHead = list[list[WeightedTokens]]  # of each KV head, as that of one row
 
@@ -60,18 +64,24 @@ def check_layer(cache: LayerCache, query: Float[Tensor, "1 hg 1 d"], scale: floa
         errors["router"] = _router_errors(cache, asked, kernel)
     entries = sum(part.count for parts in held for part in parts)
     nbytes = sum(x.nbytes for parts in held for part in parts for x in vars(part).values() if x is not None)
-    return Checked(errors, nbytes + own_bytes + router_bytes(cache, query.dtype), entries)
+    return Checked(errors, nbytes + own_bytes + router_bytes(cache, query.dtype, kernel), entries)
 
 
-def router_bytes(cache: LayerCache, dtype: torch.dtype) -> int:
-    """Bytes of what is read to know where to look."""
+def router_bytes(cache: LayerCache, dtype: torch.dtype, kernel: str) -> int:
+    """Bytes of what is read to know where to look, with these kernels, once they have looked."""
     config = cache.config
     if not isinstance(config, IndexedConfig) or not _asks(cache):
         return 0
-    learnt = config.learnt.layer(cache.layer, "cpu", dtype)
+    learnt = _learnt(cache, dtype)
     if not isinstance(config, Saap):
         return learnt.centroids.nbytes
-    return sum(x.nbytes for name, x in learnt.tensors().items() if "centroids" not in name)
+    with using(kernel):
+        return read_of(learnt.classifier)[0]
+
+
+def _learnt(cache: LayerCache, dtype: torch.dtype) -> LayerIndex:
+    assert isinstance(cache.config, IndexedConfig), "something was learnt"
+    return cache.config.learnt.layer(cache.layer, "cpu", dtype, (0, len(cache.streams.budgets)))
 
 
 def _asks(cache: LayerCache) -> bool:
@@ -190,4 +200,6 @@ def _router_errors(cache: LayerCache, asked: Query, kernel: str) -> tuple[float,
         found.append(scores)
     assert truth is not None, "as in float64"
     own, plain = (float((x.double() - truth).norm() / truth.norm()) for x in found)
-    return own, plain
+    with using(kernel):
+        rounded = isinstance(cache.config, Saap) and read_of(_learnt(cache, asked.queries.dtype).classifier)[1]
+    return own, max(plain, OF_BYTES) if rounded else plain

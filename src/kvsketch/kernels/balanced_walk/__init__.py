@@ -25,7 +25,7 @@ def keep_half(
     gain: float,
 ) -> Bool[Tensor, "l n"]:
     """Which half to keep of the first `sizes` tokens of every block, an even number; see `reference.py`."""
-    for form in (walk_in_triton, native):
+    for form in (native, walk_in_triton):
         if (kept := form.keep_half(keys, values, uniforms, sizes, scale, gain)) is not None:
             return kept
     with torch.autocast(keys.device.type, enabled=False):

@@ -9,7 +9,7 @@ from kvsketch.kernels.draws import in_triton, native
 
 def uniforms(*address: int | Int64[Tensor, "..."]) -> Float[Tensor, "..."]:
     """Numbers in [0, 1), one per element of the broadcast address, independent between addresses."""
-    for form in (in_triton, native):
+    for form in (native, in_triton):
         if (found := form.uniforms(*address)) is not None:
             return found
     return draws.uniforms(*address)

@@ -31,7 +31,7 @@ def k_center(
     lanes, visible = points.flatten(0, 1), valid.repeat_interleave(heads, 0)
     most = int(wanted.max()) if wanted.numel() else 0
     given = lanes, wanted, visible, most
-    found = in_triton.k_center(*given) or native.k_center(*given) or _in_parts(*given)
+    found = native.k_center(*given) or in_triton.k_center(*given) or _in_parts(*given)
     shape = (rows, heads)
     return Clustering(*(x.unflatten(0, shape) for x in (found.centres, found.nearest, found.distance)))
 

@@ -1,7 +1,8 @@
 """Kernels in C: compiled once for the machine at hand, into the user's cache folder, and called through ctypes.
 
 `build.py` compiles and checks; the C files lie beside it. Everything they do torch does too, in the files beside their
-callers, and does it where there is no compiler, on other devices, and under `KVSKETCH_CPU_KERNELS=off`.
+callers, and does it where there is no compiler, on other devices, and under `KVSKETCH_CPU_KERNELS=off`; only weights of
+large classifiers are rounded for C alone (`kernels/routing/rounded.py`).
 """
 
 import ctypes

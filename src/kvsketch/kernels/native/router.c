@@ -2,7 +2,7 @@
 #include "common.h"
 
 #define COLUMNS 512  // that are worked on together; twice as many where there are heads for all threads
-#define AHEAD 4096
+#define AHEAD 4096   // bytes: so far ahead are weights asked for where they are bytes
 
 struct layer {  // of the classifier: [heads, inner, columns] and [heads, columns]; NULL: there is none
     const void *weights, *bias;
@@ -120,8 +120,9 @@ static int times_pairs(const uint16_t *weights, const struct layer *layer, const
 
 #define SIDE 32  // columns whose weights lie side by side where they are bytes: [columns / SIDE, inner / 4, SIDE, 4]
 
-// Numbers times their levels as whole numbers of a step that is returned, the high and the low byte of each apart, from 0
-// on: they are 128 · 256 too large. As many steps as leave a column's sum below 2^31. NaN: there is a number that is none.
+// Numbers times their levels, as whole numbers of a step that is returned; NaN: there is a number that is none. 32,768 is
+// added to each, so that its high and its low byte are both from 0 to 255. The largest one is as large as leaves a sum
+// over all rows below 2^31: 32,767 of up to 512 rows, 2,047 of 8,192.
 static float in_two_bytes(const float *from, const float *levels, int64_t deep, uint8_t *restrict high,
                           uint8_t *restrict low) {
     float most = 0, none = 0, limit = 2147483647.0f / 128 / deep;
@@ -192,8 +193,7 @@ INLINE void sums_of_bytes(const int8_t *weights, int64_t deep, const uint8_t *ow
 #endif
 }
 
-// to[r] = from[r] · weights, for some columns, where weights are bytes; sums are exact, numbers have 15 bits at most. 0:
-// there is no memory.
+// to[r] = from[r] · weights, for some columns, where weights are bytes. Sums are exact. 0: there is no memory.
 static int times_bytes(const struct layer *layer, int64_t head, const float *from, int64_t stride, float *to,
                        int64_t to_stride, int64_t rows, int64_t first, int64_t last) {
     int64_t deep = layer->inner, wide = layer->columns;
@@ -220,26 +220,31 @@ static int times_bytes(const struct layer *layer, int64_t head, const float *fro
     return 1;
 }
 
-// to[r] = bias + from[r] · weights, for some columns; with `cut` what is negative is 0. 0: there is no memory.
-static int times(const struct layer *layer, int kind, int64_t head, const float *from, int64_t stride, float *to,
-                  int64_t to_stride, int64_t rows, int64_t first, int64_t last, int cut) {
+// The same where they are not.
+static void times_numbers(const struct layer *layer, int kind, int64_t head, const float *from, int64_t stride,
+                          float *to, int64_t to_stride, int64_t rows, int64_t first, int64_t last) {
     int64_t wide = layer->columns, i = 0;
     const char *weights = (const char *)layer->weights + head * layer->inner * wide * bytes_of(kind);
     for (int64_t r = 0; r < rows; r++) memset(to + r * to_stride + first, 0, sizeof(float) * (last - first));
-    if (layer->steps) {
-        if (!times_bytes(layer, head, from, stride, to, to_stride, rows, first, last)) return 0;
-    } else if (kind != BF16 ||
-        !times_pairs((const uint16_t *)weights, layer, from, stride, to, to_stride, rows, first, last)) {
-        for (; i + 4 <= layer->inner; i += 4, weights += 4 * wide * bytes_of(kind)) {
-            if (kind == F32) add_rows(weights, wide, from + i, stride, to, to_stride, rows, first, last, F32);
-            else if (kind == BF16) add_rows(weights, wide, from + i, stride, to, to_stride, rows, first, last, BF16);
-            else add_rows(weights, wide, from + i, stride, to, to_stride, rows, first, last, F16);
-        }
-        for (; i < layer->inner; i++, weights += wide * bytes_of(kind))
-            for (int64_t r = 0; r < rows; r++)
-                for (int64_t c = first; c < last; c++)
-                    to[r * to_stride + c] += from[r * stride + i] * read_one(weights, kind, c);
+    if (kind == BF16 && times_pairs((const uint16_t *)weights, layer, from, stride, to, to_stride, rows, first, last))
+        return;
+    for (; i + 4 <= layer->inner; i += 4, weights += 4 * wide * bytes_of(kind)) {
+        if (kind == F32) add_rows(weights, wide, from + i, stride, to, to_stride, rows, first, last, F32);
+        else if (kind == BF16) add_rows(weights, wide, from + i, stride, to, to_stride, rows, first, last, BF16);
+        else add_rows(weights, wide, from + i, stride, to, to_stride, rows, first, last, F16);
     }
+    for (; i < layer->inner; i++, weights += wide * bytes_of(kind))
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t c = first; c < last; c++)
+                to[r * to_stride + c] += from[r * stride + i] * read_one(weights, kind, c);
+}
+
+// to[r] = bias + from[r] · weights, for some columns; with `cut` what is negative is 0. 0: there is no memory.
+static int times(const struct layer *layer, int kind, int64_t head, const float *from, int64_t stride, float *to,
+                 int64_t to_stride, int64_t rows, int64_t first, int64_t last, int cut) {
+    int64_t wide = layer->columns;
+    if (!layer->steps) times_numbers(layer, kind, head, from, stride, to, to_stride, rows, first, last);
+    else if (!times_bytes(layer, head, from, stride, to, to_stride, rows, first, last)) return 0;
     for (int64_t r = 0; r < rows; r++)
         for (int64_t c = first; c < last; c++) {
             float x = to[r * to_stride + c] + read_one(layer->bias, kind, head * wide + c);

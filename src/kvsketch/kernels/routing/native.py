@@ -6,7 +6,7 @@ Runs are chosen in the call that reads them: a step then makes one call less.
 import ctypes
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
@@ -18,7 +18,9 @@ from kvsketch.kernels.routing.rounded import in_bytes
 from kvsketch.kernels.sources import Choice, Classifier, Limits, Segments, Staged
 
 NOTE = "described for C"
-LARGE = 1 << 20  # bytes of a layer's weights: smaller ones lie in the processor's caches, as exact as they are
+# Bytes of a layer's weights for a KV head. Larger ones are rounded, if they are in bfloat16, where answers are rounded
+# as much; smaller ones stay in the processor's caches from step to step.
+LARGE = 1 << 17
 
 
 def classify(query: Float[Tensor, "b hg q d"], by: Classifier, heads: int) -> Float[Tensor, "b h q c"] | None:
@@ -39,9 +41,10 @@ def classify(query: Float[Tensor, "b hg q d"], by: Classifier, heads: int) -> Fl
         width,
         *query.stride()[:3],
     )
-    if NOTE not in by.noted:
-        by.noted[NOTE] = described(by, LARGE if library.kvs_bytes_pay() else None)
-    layers, _ = by.noted[NOTE]
+    at = [x.data_ptr() for x in there]
+    if NOTE not in by.noted or by.noted[NOTE].at != at:  # torch may move a tensor, as to share it with a process
+        by.noted[NOTE] = _noted(by, at, bytes_pay=bool(library.kvs_bytes_pay()))
+    layers = by.noted[NOTE].layers
     scores = native.room(rows, heads, count, there[-1].shape[-1])
     threads = ctypes.c_int64(native.threads())
     failed = library.kvs_classify(ctypes.byref(asked), layers, *native.addresses(scores), threads)
@@ -94,18 +97,31 @@ class _Layer(ctypes.Structure):
     ]
 
 
-def described(by: Classifier, large: int | None) -> tuple["ctypes.Array[_Layer]", list[Any]]:
-    """Both layers as C takes them, weights that are so `large` in bytes; and what must live as long."""
-    layers, there = (_Layer * 2)(), list[Any]()
+class _Noted(NamedTuple):
+    at: list[int]  # where its tensors were
+    layers: "ctypes.Array[_Layer]"  # as C takes them
+    read: list[Tensor]  # what these are of
+
+
+def _noted(by: Classifier, at: list[int], *, bytes_pay: bool) -> _Noted:
+    noted = _Noted(at, (_Layer * 2)(), [])
     for place, layer in enumerate((by.inner, by.last)):
         if layer is None:
             continue
         weights, bias = layer
-        read: tuple[Tensor, ...] | None = in_bytes(weights) if large is not None and weights.nbytes >= large else None
-        first, *others = read or (weights,)
-        layers[place] = _Layer(first.data_ptr(), bias.data_ptr(), *weights.shape[1:], *(x.data_ptr() for x in others))
-        there.append((read or weights, bias))
-    return layers, there
+        large = bytes_pay and weights.dtype == torch.bfloat16 and weights[0].nbytes > LARGE
+        first, *others = (in_bytes(weights) if large else None) or (weights,)
+        sizes = weights.shape[1:]
+        noted.layers[place] = _Layer(first.data_ptr(), bias.data_ptr(), *sizes, *(x.data_ptr() for x in others))
+        noted.read.extend((first, bias, *others))
+    return noted
+
+
+def read_of(by: Classifier) -> tuple[int, bool]:
+    """Bytes that a step reads of a classifier, and whether it has weights in bytes."""
+    noted = by.noted.get(NOTE) if native.library() is not None else None
+    read = by.tensors if noted is None else noted.read
+    return sum(x.nbytes for x in read), any(x.dtype == torch.int8 for x in read)
 
 
 _OF_QUERIES = ("kind", "rows", "heads", "group", "count", "width", "row", "head", "step")

@@ -1,9 +1,9 @@
-"""A classifier's weights in bytes, which `router.c` reads: half as much memory for a step to read as in bfloat16.
+"""A classifier's weights in bytes, of which `router.c` has half as much to read at each step as in bfloat16.
 
-A weight is a whole number from -127 to 127, times a step of its column, times a level of its row: weights of a few
-inner units are thirty times as large as those of the others, and a step of the column alone would be made for them.
-The levels are roots of the rows' sizes, so that both are met half way. Then one of a hundred buckets is another one, as
-in bfloat16 ([results](../../../../docs/results.md#a-classifier-in-bytes)).
+A weight is a whole number from -127 to 127, times a step of its column, times a level of its row. With steps alone,
+those of all columns would be made for a few inner units whose weights are thirty times as large as others'. A level is
+the root of its row's mean size. Of the buckets that a query visits two in a hundred are others than with weights in
+bfloat16, and find as much ([results](../../../../docs/results.md#a-classifier-in-bytes)). Both are held.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from torch import Tensor
 
 MOST = 127
 SIDE, DEEP = 32, 4  # columns, and rows of each, that lie together
-MOST_ROWS = 1 << 16  # more, and whole numbers of 8 bits leave no room in a sum of 32
+MOST_ROWS = 1 << 13  # more, and C would have too few bits left for the numbers that weights are multiplied by
 
 
 class Rounded(NamedTuple):
@@ -29,14 +29,19 @@ class Rounded(NamedTuple):
 def in_bytes(weights: Float[Tensor, "h k c"]) -> Rounded | None:
     """The nearest bytes; None where their shape does not divide into blocks, or a number is none."""
     _, rows, columns = weights.shape
-    if rows % DEEP or columns % SIDE or not 0 < rows < MOST_ROWS:
+    if rows % DEEP or columns % SIDE or not 0 < rows <= MOST_ROWS:
         return None
+    found = list(zip(*map(_of_head, weights), strict=True))  # one by one: what is in between is four times as large
+    whole, steps, levels = map(torch.stack, found)
+    if not bool(steps.isfinite().all() and levels.isfinite().all()):
+        return None
+    blocks = whole.unflatten(1, (-1, DEEP)).unflatten(3, (-1, SIDE))
+    return Rounded(blocks.permute(0, 3, 1, 4, 2).contiguous(), steps, levels, whole.sum(1, dtype=torch.int32))
+
+
+def _of_head(weights: Float[Tensor, "k c"]) -> tuple[Int8[Tensor, "k c"], Float[Tensor, " c"], Float[Tensor, " k"]]:
     wide, tiny = weights.float(), torch.finfo(torch.float32).tiny
-    levels = wide.square().mean(2).sqrt().sqrt().clamp_min(tiny)
-    wide = wide / levels[..., None]
-    steps = wide.abs().amax(1) / MOST
-    if not bool(steps.isfinite().all()):
-        return None
-    whole = (wide / steps.clamp_min(tiny)[:, None]).round_()
-    blocks = whole.to(torch.int8).unflatten(1, (-1, DEEP)).unflatten(3, (-1, SIDE))
-    return Rounded(blocks.permute(0, 3, 1, 4, 2).contiguous(), steps, levels, whole.sum(1).to(torch.int32))
+    levels = wide.abs().mean(1).sqrt_().clamp_min_(tiny)
+    wide /= levels[:, None]
+    steps = wide.abs().amax(0).div_(MOST)
+    return (wide / steps.clamp_min(tiny)).round_().to(torch.int8), steps, levels
