@@ -149,44 +149,52 @@ static float in_two_bytes(const float *from, const float *levels, int64_t deep, 
 }
 
 #ifdef __AVX512VNNI__
-// sums += four bytes from 0 on, times four of weights. GCC 12 moves all sums around with its own form of this.
-#define ADD_PRODUCTS(sums, bytes, weights) __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(bytes), "v"(weights))
+// Each sum has a name: in an array of them, however it is unrolled, GCC 12 keeps them in memory.
+#define OF_ROWS(DO) DO(0) DO(1) DO(2) DO(3)
+#define BEGIN_ROW(r) __m512i high##r = none, low##r = none, high_too##r = none, low_too##r = none;
+#define ADD_TO_ROW(r)                                                  \
+    bytes = four_times(own[r] + i);                                    \
+    high##r = _mm512_dpbusd_epi32(high##r, bytes, some);               \
+    high_too##r = _mm512_dpbusd_epi32(high_too##r, bytes, others);     \
+    bytes = four_times(own[r] + deep + i);                             \
+    low##r = _mm512_dpbusd_epi32(low##r, bytes, some);                 \
+    low_too##r = _mm512_dpbusd_epi32(low_too##r, bytes, others);
+#define END_ROW(r)                            \
+    put_sums(high##r, low##r, columns, to[r]); \
+    put_sums(high_too##r, low_too##r, columns + 16, to[r] + 16);
+
+INLINE __m512i four_times(const uint8_t *at) {
+    int32_t four;
+    memcpy(&four, at, sizeof four);
+    return _mm512_set1_epi32(four);
+}
+
+INLINE void put_sums(__m512i high, __m512i low, const int32_t *columns, int32_t *to) {
+    __m512i all = _mm512_sub_epi32(high, _mm512_slli_epi32(_mm512_loadu_si512(columns), 7));
+    _mm512_storeu_si512(to, _mm512_add_epi32(_mm512_slli_epi32(all, 8), low));
+}
 #endif
 
-// Sums of SIDE columns for `rb` rows, in whole numbers; rb is known when compiled.
-INLINE void sums_of_bytes(const int8_t *weights, int64_t deep, const uint8_t *own, const int32_t *columns,
-                          int32_t to[][SIDE], const int rb) {
+// Sums of SIDE columns, in whole numbers, for four rows: their high bytes, and `deep` behind these the low ones.
+static void sums_of_bytes(const int8_t *weights, int64_t deep, const uint8_t *const own[4], const int32_t *columns,
+                          int32_t to[4][SIDE]) {
 #ifdef __AVX512VNNI__
-    __m512i high[4][2], low[4][2];
-    UNROLL for (int r = 0; r < rb; r++) UNROLL for (int half = 0; half < 2; half++)
-        high[r][half] = low[r][half] = _mm512_setzero_si512();
+    __m512i none = _mm512_setzero_si512(), bytes;
+    OF_ROWS(BEGIN_ROW)
     for (int64_t i = 0; i < deep; i += 4, weights += 4 * SIDE) {
-        __m512i both[2] = {_mm512_loadu_si512(weights), _mm512_loadu_si512(weights + 64)};
+        __m512i some = _mm512_loadu_si512(weights), others = _mm512_loadu_si512(weights + 64);
         __builtin_prefetch(weights + AHEAD, 0, 2);
         __builtin_prefetch(weights + AHEAD + 64, 0, 2);
-        UNROLL for (int r = 0; r < rb; r++) {
-            int32_t four[2];
-            memcpy(four, own + 2 * r * deep + i, 4);
-            memcpy(four + 1, own + (2 * r + 1) * deep + i, 4);
-            __m512i above = _mm512_set1_epi32(four[0]), below = _mm512_set1_epi32(four[1]);
-            UNROLL for (int half = 0; half < 2; half++) {
-                ADD_PRODUCTS(high[r][half], above, both[half]);
-                ADD_PRODUCTS(low[r][half], below, both[half]);
-            }
-        }
+        OF_ROWS(ADD_TO_ROW)
     }
-    UNROLL for (int r = 0; r < rb; r++) UNROLL for (int half = 0; half < 2; half++) {
-        __m512i extra = _mm512_slli_epi32(_mm512_loadu_si512(columns + 16 * half), 7);
-        __m512i all = _mm512_slli_epi32(_mm512_sub_epi32(high[r][half], extra), 8);
-        _mm512_storeu_si512(to[r] + 16 * half, _mm512_add_epi32(all, low[r][half]));
-    }
+    OF_ROWS(END_ROW)
 #else
     (void)columns;
-    memset(to, 0, rb * sizeof *to);
+    memset(to, 0, 4 * sizeof *to);
     for (int64_t i = 0; i < deep; i += 4, weights += 4 * SIDE)
-        for (int r = 0; r < rb; r++) {
+        for (int r = 0; r < 4; r++) {
             int32_t x[4];
-            for (int k = 0; k < 4; k++) x[k] = (own[2 * r * deep + i + k] - 128) * 256 + own[(2 * r + 1) * deep + i + k];
+            for (int k = 0; k < 4; k++) x[k] = (own[r][i + k] - 128) * 256 + own[r][deep + i + k];
             for (int c = 0; c < SIDE; c++)
                 for (int k = 0; k < 4; k++) to[r][c] += x[k] * weights[4 * c + k];
         }
@@ -208,11 +216,11 @@ static int times_bytes(const struct layer *layer, int64_t head, const float *fro
         const int8_t *weights = (const int8_t *)layer->weights + (head * wide + c) * deep;
         const int32_t *columns = layer->sums + head * wide + c;
         int32_t found[4][SIDE];
-        for (int64_t r = 0, more; r < rows; r += more) {
-            more = rows - r < 4 ? 1 : 4;
-            if (more == 4) sums_of_bytes(weights, deep, own + 2 * r * deep, columns, found, 4);
-            else sums_of_bytes(weights, deep, own + 2 * r * deep, columns, found, 1);
-            for (int64_t k = 0; k < more; k++)
+        for (int64_t r = 0; r < rows; r += 4) {
+            const uint8_t *four[4];  // the last one again where there are less
+            for (int64_t k = 0; k < 4; k++) four[k] = own + 2 * deep * (r + k < rows ? r + k : rows - 1);
+            sums_of_bytes(weights, deep, four, columns, found);
+            for (int64_t k = 0; k < 4 && r + k < rows; k++)
                 for (int64_t i = 0; i < SIDE; i++)
                     to[(r + k) * to_stride + c + i] = found[k][i] * (steps[r + k] * layer->steps[head * wide + c + i]);
         }
