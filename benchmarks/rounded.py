@@ -55,6 +55,7 @@ def measure(seen: Captured, learnt: LayerIndex, number: int) -> Iterator[Row]:
         wanted = scores(seen, exact)
     with patch.object(routing, "LARGE", -1):
         found = scores(seen, rounded)
+    assert routing.read_of(rounded)[1], "these weights do not divide into blocks of bytes"
     shares = attention_of(seen, assign(seen.keys_before.float(), learnt.centroids), number)
     for probes in PROBES:
         chosen = [x.topk(probes, 2).indices for x in (wanted, found)]

@@ -20,7 +20,7 @@ from kvsketch.kernels.gpu.attention import doubled
 from kvsketch.kernels.routing.native import read_of
 from kvsketch.kernels.sources import Entries
 
-OF_BYTES = 0.006  # of the error of a router, what weights in bytes may bring
+OF_BYTES = 0.006  # the error that weights in bytes may bring to a router
 
 HeldByHead = list[list[WeightedTokens]]  # of each KV head, as that of one row
 

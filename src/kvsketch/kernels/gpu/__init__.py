@@ -2,8 +2,8 @@
 
 Everything they do torch does too, in the files beside their callers, and does it where there is no Triton, on old GPUs,
 where a first try says another thing than torch, and under `KVSKETCH_GPU_KERNELS=off`. Under Triton's interpreter
-(`TRITON_INTERPRET=1`) they run on the CPU, slowly: so they are tested where there is no GPU. What
-there is in C too is done in C there, unless those kernels are off: a step is not to ask for more than it needs.
+(`TRITON_INTERPRET=1`) they run on the CPU, slowly: so they are tested where there is no GPU. What there is in C
+too is done in C there, unless those kernels are off: a step is not to ask for more than it needs.
 """
 
 import itertools

@@ -41,13 +41,12 @@ def classify(query: Float[Tensor, "b hg q d"], by: Classifier, heads: int) -> Fl
         width,
         *query.stride()[:3],
     )
-    at = [x.data_ptr() for x in there]
-    if NOTE not in by.noted or by.noted[NOTE].at != at:  # torch may move a tensor, as to share it with a process
-        by.noted[NOTE] = _noted(by, at, bytes_pay=bool(library.kvs_bytes_pay()))
-    layers = by.noted[NOTE].layers
+    at, noted = [x.data_ptr() for x in there], by.noted.get(NOTE)
+    if noted is None or noted.at != at:  # torch may move a tensor, as to share it with a process
+        noted = by.noted[NOTE] = _noted(by, at, bytes_pay=bool(library.kvs_bytes_pay()))
     scores = native.room(rows, heads, count, there[-1].shape[-1])
     threads = ctypes.c_int64(native.threads())
-    failed = library.kvs_classify(ctypes.byref(asked), layers, *native.addresses(scores), threads)
+    failed = library.kvs_classify(ctypes.byref(asked), noted.layers, *native.addresses(scores), threads)
     return None if failed else scores
 
 

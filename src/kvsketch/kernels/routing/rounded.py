@@ -42,6 +42,6 @@ def in_bytes(weights: Float[Tensor, "h k c"]) -> Rounded | None:
 def _of_head(weights: Float[Tensor, "k c"]) -> tuple[Int8[Tensor, "k c"], Float[Tensor, " c"], Float[Tensor, " k"]]:
     wide, tiny = weights.float(), torch.finfo(torch.float32).tiny
     levels = wide.abs().mean(1).sqrt_().clamp_min_(tiny)
-    wide /= levels[:, None]
-    steps = wide.abs().amax(0).div_(MOST)
-    return (wide / steps.clamp_min(tiny)).round_().to(torch.int8), steps, levels
+    level = wide / levels[:, None]
+    steps = level.abs().amax(0).div_(MOST)
+    return level.div_(steps.clamp_min(tiny)).round_().to(torch.int8), steps, levels
