@@ -11,7 +11,6 @@ from kvsketch.attention import Partial, WeightedTokens, merge, weighted_attentio
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.query import Answer, Query
 from kvsketch.caches.core.stream import Stream
-from kvsketch.caches.lookup.key_index import LayerIndex
 from kvsketch.caches.lookup.saap import IndexedConfig, Saap
 from kvsketch.caches.lookup.store import Store
 from kvsketch.evaluation.speed.clock import using
@@ -60,28 +59,25 @@ def check_layer(cache: LayerCache, query: Float[Tensor, "1 hg 1 d"], scale: floa
         held, own, own_bytes = _held(cache, asked)
     assert found is not None, "something is held"
     errors = {"answer": _errors(found.out, query, held, own, scale)}
-    if isinstance(cache.config, IndexedConfig) and _asks(cache):
-        errors["router"] = _router_errors(cache, asked, kernel)
+    router_bytes, rounded = _read_by_router(cache, query.dtype, kernel)
+    if router_bytes:
+        router, plain = _router_errors(cache, asked, kernel)
+        errors["router"] = (router, max(plain, OF_BYTES) if rounded else plain)
     entries = sum(part.count for parts in held for part in parts)
     nbytes = sum(x.nbytes for parts in held for part in parts for x in vars(part).values() if x is not None)
-    return Checked(errors, nbytes + own_bytes + router_bytes(cache, query.dtype, kernel), entries)
+    return Checked(errors, nbytes + own_bytes + router_bytes, entries)
 
 
-def router_bytes(cache: LayerCache, dtype: torch.dtype, kernel: str) -> int:
-    """Bytes of what is read to know where to look, with these kernels, once they have looked."""
+def _read_by_router(cache: LayerCache, dtype: torch.dtype, kernel: str) -> tuple[int, bool]:
+    """Bytes of what these kernels have read to know where to look, and whether weights were bytes there."""
     config = cache.config
     if not isinstance(config, IndexedConfig) or not _asks(cache):
-        return 0
-    learnt = _learnt(cache, dtype)
+        return 0, False
+    learnt = config.learnt.layer(cache.layer, "cpu", dtype)
     if not isinstance(config, Saap):
-        return learnt.centroids.nbytes
+        return learnt.centroids.nbytes, False
     with using(kernel):
-        return read_of(learnt.classifier)[0]
-
-
-def _learnt(cache: LayerCache, dtype: torch.dtype) -> LayerIndex:
-    assert isinstance(cache.config, IndexedConfig), "something was learnt"
-    return cache.config.learnt.layer(cache.layer, "cpu", dtype, (0, len(cache.streams.budgets)))
+        return read_of(learnt.classifier)
 
 
 def _asks(cache: LayerCache) -> bool:
@@ -200,6 +196,4 @@ def _router_errors(cache: LayerCache, asked: Query, kernel: str) -> tuple[float,
         found.append(scores)
     assert truth is not None, "as in float64"
     own, plain = (float((x.double() - truth).norm() / truth.norm()) for x in found)
-    with using(kernel):
-        rounded = isinstance(cache.config, Saap) and read_of(_learnt(cache, asked.queries.dtype).classifier)[1]
-    return own, max(plain, OF_BYTES) if rounded else plain
+    return own, plain
