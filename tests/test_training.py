@@ -23,6 +23,7 @@ from kvsketch.evaluation.embedded.training.documents import (
     _ended,
     _make,
 )
+from kvsketch.evaluation.embedded.training.loss import loss_of, read
 from kvsketch.evaluation.embedded.training.recipe import (
     FINISHED_AT,
     FINISHED_WITH,
@@ -34,7 +35,7 @@ from kvsketch.evaluation.embedded.training.recipe import (
 )
 from kvsketch.evaluation.embedded.training.start import Shape, start_model
 from kvsketch.evaluation.embedded.training.tokenizer import alike, build_tokenizer
-from kvsketch.evaluation.embedded.training.train import _batches, _drawn, logits_of, train
+from kvsketch.evaluation.embedded.training.train import _wanted, train
 from kvsketch.evaluation.tasks import TASKS, WORDINGS, Question, Setting
 from kvsketch.evaluation.tasks.base import random_uuid
 from kvsketch.evaluation.tasks.haystack import Sentences
@@ -262,7 +263,7 @@ def test_labels_are_the_replies_and_each_question_sees_only_its_document_and_its
         if batch.names[row] in ("lines", "kv"):
             assert all(reply.strip('>". ') in document for reply in said)  # it can be looked up
         length = int((batch.context[row] != TOKENIZER.pad_token_id).sum())
-        seen = batch.visible[row, 0]
+        seen = batch.visible(batch.every)[row, 0]
         real = batch.labels[row] != IGNORED
         assert bool(seen[real][:, :length].all())
         assert not bool(seen[real][:, length:width].any())
@@ -288,7 +289,7 @@ def test_questions_read_together_are_answered_as_if_read_alone():
     documents = Documents(TOKENIZER, 0)
     batch = documents.batch(2, 256, 768)
     with torch.no_grad():
-        logits, places, _ = logits_of(model, batch)
+        logits, places = read(model, batch).replies, batch.labels != IGNORED
         together = torch.zeros(*places.shape, logits.shape[-1])
         together[places] = logits
         for row in range(len(batch.names)):
@@ -334,17 +335,21 @@ def test_documents_get_longer_when_they_are_solved_or_their_time_is_up():
 
 def test_the_end_is_of_what_is_hardest_at_several_lengths():
     documents, recipe = Documents(TOKENIZER, 0), Recipe(tokens=1000)
+
+    def batches_at(progress):
+        return [wanted.made(documents) for wanted in _wanted(recipe, progress)]
+
     found = [
         batch
         for step in range(3)
         for progress in [Progress(step=step, tokens=1000, stage=1, accuracy={})]
-        for batch in _batches(documents, recipe, progress, _drawn(recipe, progress))
+        for batch in batches_at(progress)
     ]
     assert {name for batch in found for name in batch.names} <= set(FINISHED_WITH) < set(SHARES)
     assert all(any(abs(batch.context.shape[1] / n - 1) < 0.4 for n in FINISHED_AT) for batch in found)
     assert len({min(FINISHED_AT, key=lambda n: abs(n - batch.context.shape[1])) for batch in found}) > 1
     progress = Progress(tokens=999, stage=1, accuracy={})
-    before = _batches(documents, recipe, progress, _drawn(recipe, progress))
+    before = batches_at(progress)
     assert all(batch.context.shape[1] < 0.5 * FINISHED_AT[0] for batch in before)
 
 
@@ -409,8 +414,7 @@ def test_training_teaches(tmp_path):
     losses = []
     for step in range(28):
         batch = documents.batch(step, 192, 1024)
-        logits, places, _ = logits_of(model, batch)
-        loss = F.cross_entropy(logits, batch.labels[places])
+        loss = loss_of(model, batch, read(model, batch))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

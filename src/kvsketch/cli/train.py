@@ -35,7 +35,8 @@ def train_demo(
 
     check_folder("the folder", folder)
     texts = [TextFile(path) for path in haystack or ()]
-    recipe = Recipe(seed=seed) if tokens is None else Recipe(tokens=tokens, seed=seed)
+    place = check_device(device)
+    recipe = Recipe.on(place, seed=seed, tokens=tokens)
     with progress_bar(transient=False) as bar:
         task = bar.add_task("starting", total=recipe.all_tokens)
 
@@ -44,5 +45,5 @@ def train_demo(
             text = f"step {progress.step:,}, documents of {LENGTHS[progress.stage]:,} tokens, accuracy {solved:.2f}"
             bar.update(task, completed=progress.tokens, description=text)
 
-        finished = train(folder, recipe, haystacks=texts, device=check_device(device), show=show)
+        finished = train(folder, recipe, haystacks=texts, device=place, show=show)
     say(f"the model is in {finished}")

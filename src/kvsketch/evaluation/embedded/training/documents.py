@@ -51,7 +51,7 @@ HIDES_SEVERAL_FROM = 512  # tokens of a document
 QUESTIONS = 24  # about what a document is of, at most; what else it hides is asked about besides
 QUESTION_TOKENS = 128  # of a document at most, or a quarter of its own where that is more
 OTHER_CHARACTERS = ((0xA1, 0x180), (0x391, 0x3CA), (0x410, 0x450), (0x2010, 0x2028), (0x4E00, 0x4E80))
-IGNORED = -100
+IGNORED, NOBODY = -100, -1
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ class Batch:
     context: Int[Tensor, "b c"]
     asked: Int[Tensor, "b q"]
     positions: Int[Tensor, "b q"]
-    visible: Bool[Tensor, "b 1 q total"]  # total = c + q
+    lengths: Int[Tensor, " b"]  # of the documents
+    owner: Int[Tensor, "b q"]  # which question of its document a token is of; NOBODY in padding
     labels: Int[Tensor, "b q"]  # the token that comes next; IGNORED where it is not a reply's
     weights: Float[Tensor, "b q"]
     tasks: Int[Tensor, "b q"]  # which task a reply is of, by its place in TASK_NAMES
@@ -72,6 +73,27 @@ class Batch:
     def tokens(self) -> int:
         """How many there are, padding included."""
         return self.context.numel() + self.asked.numel()
+
+    @property
+    def in_document(self) -> Bool[Tensor, "b c"]:
+        """What of the documents is no padding."""
+        return torch.arange(self.context.shape[1], device=self.lengths.device) < self.lengths[:, None]
+
+    def visible(self, at: Int[Tensor, "b n"]) -> Bool[Tensor, "b 1 n total"]:
+        """What these places of the questions see: the document, and what stands before them in their question."""
+        document = self.in_document[:, None].expand(-1, at.shape[1], -1)
+        same = self.owner.gather(1, at)[:, :, None] == self.owner[:, None]
+        before = torch.arange(self.asked.shape[1], device=at.device) <= at[:, :, None]
+        return torch.cat([document, same & before], dim=-1)[:, None]
+
+    @property
+    def every(self) -> Int[Tensor, "b q"]:
+        """All places of the questions."""
+        return torch.arange(self.asked.shape[1], device=self.asked.device).expand(len(self.asked), -1)
+
+    def on(self, device: str) -> "Batch":
+        """The same there."""
+        return Batch(self.names, *(getattr(self, field.name).to(device) for field in dataclasses.fields(self)[1:]))
 
 
 class _Segment(NamedTuple):
@@ -243,7 +265,7 @@ def _pack(
     context = torch.full((rows, width), pad)
     tokens, labels = torch.full((rows, tail), pad), torch.full((rows, tail), IGNORED)
     tasks = torch.zeros(rows, tail, dtype=torch.long)
-    positions, owner = torch.zeros(rows, tail, dtype=torch.long), torch.full((rows, tail), -1)
+    positions, owner = torch.zeros(rows, tail, dtype=torch.long), torch.full((rows, tail), NOBODY)
     for row, (ids, segments) in enumerate(zip(contexts, asked, strict=True)):
         context[row, : len(ids)] = torch.tensor(ids)
         place = 0
@@ -255,11 +277,8 @@ def _pack(
             owner[row, here], tasks[row, here] = number, segment.task
             place = here.stop
     lengths = torch.tensor([len(ids) for ids in contexts])
-    in_context = (torch.arange(width) < lengths[:, None])[:, None].expand(rows, tail, width)
-    same = (owner[:, :, None] == owner[:, None]) & torch.ones(tail, tail, dtype=torch.bool).tril()
-    visible = torch.cat([in_context, same], dim=-1)[:, None]
     replies = labels != IGNORED
     # A document with many questions counts for more, but does not drown the others.
     weights = replies / replies.sum(1, keepdim=True).clamp(min=1).sqrt()
     places = torch.tensor(prose, dtype=torch.long).reshape(-1, 2)
-    return Batch(names, context, tokens, positions, visible, labels, weights.float(), tasks, places)
+    return Batch(names, context, tokens, positions, lengths, owner, labels, weights.float(), tasks, places)

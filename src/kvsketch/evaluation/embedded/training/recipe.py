@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 LENGTHS = (192, 384, 768, 1536, 3072, 4608, 8192)
 SHARE_AT_LENGTH = (0.04, 0.1, 0.2, 0.35, 0.55, 0.8, 1.0)  # of all tokens: by then the next length comes, solved or not
@@ -12,15 +12,15 @@ SOLVED = 0.97
 SHORTER = 4  # lengths before the present one, of which one goes beside it in each step
 MEMORY = 0.9  # of the running accuracies
 FINISHED_WITH: Mapping[str, int] = {  # how often tasks are drawn in the end: those that are hardest
-    "kv": 34,
-    "lines": 16,
+    "kv": 30,
+    "niah_multivalue": 18,
+    "niah_multiquery": 14,
     "niah_multikey_uuid": 12,
-    "niah_multivalue": 10,
-    "niah_multikey_dense": 8,
-    "niah_multiquery": 8,
-    "niah_single_uuid": 4,
+    "lines": 10,
+    "niah_multikey_dense": 6,
+    "niah_single_uuid": 5,
     "number_string": 4,
-    "passkey": 3,
+    "passkey": 4,
     "needle": 2,
 }
 FINISHED_AT = LENGTHS[3:]  # as many tokens of each
@@ -39,6 +39,14 @@ class Recipe:
     finish: float = 1 / 3  # so many more tokens, as a share of `tokens`, come at the end, of what is hardest
     finish_rate: float = 6e-4  # at the beginning of that; it falls to the last rate again
     seed: int = 0
+
+    @classmethod
+    def on(cls, device: str, *, seed: int, tokens: int | None = None) -> "Recipe":
+        """The usual one; a GPU reads more, in larger steps."""
+        usual = cls(seed=seed)
+        if device.startswith("cuda"):
+            usual = cls(tokens=54_000_000, batch=16_384, finish=0.8, seed=seed)
+        return usual if tokens is None else replace(usual, tokens=tokens)
 
     def __post_init__(self) -> None:
         if self.tokens < 1:

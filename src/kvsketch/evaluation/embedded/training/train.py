@@ -8,22 +8,28 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
+from kvsketch.evaluation.embedded.training.ahead import Ahead, Wanted, processes_beside
 from kvsketch.evaluation.embedded.training.documents import (
     ALSO_HIDDEN,
     HIDES_SEVERAL_FROM,
     IGNORED,
-    QUESTIONS,
     SHARES,
     TASK_NAMES,
     Batch,
     Documents,
+)
+from kvsketch.evaluation.embedded.training.loss import (
+    FUSED,
+    LOOKS_WEIGHT,
+    PROSE_WEIGHT,
+    RESTS_WEIGHT,
+    loss_of,
+    read,
 )
 from kvsketch.evaluation.embedded.training.recipe import (
     FINISHED_AT,
@@ -50,7 +56,7 @@ from kvsketch.files import (
 )
 from kvsketch.fitting import adam
 
-PROSE_WEIGHT = 0.1  # of the text itself, beside replies
+STEPS_AHEAD = 8  # whose batches are begun
 # Why a run may not go on though it is the same command.
 ANOTHER = {"beginnings": "another kvsketch, torch or kind of processor began it: "}
 STATE, WEIGHTS, LOG, MODEL = "state.json", "checkpoint.safetensors", "log.jsonl", "model"
@@ -88,20 +94,22 @@ def train(
     tokenizer = build_tokenizer()
     model = start_model(tokenizer, shape=Shape(), seed=recipe.seed).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.rate, betas=(0.9, 0.95), weight_decay=0.0)
-    documents = Documents(tokenizer, recipe.seed, haystacks)
+    if torch.device(device).type == "cuda":
+        model.set_attn_implementation(FUSED)
+    ahead = Ahead(recipe.seed, haystacks, processes=processes_beside(device))
     begun = {"settings": dataclasses.asdict(recipe), "haystacks": names}
-    begun["beginnings"] = _digest(model, documents)
+    begun["beginnings"] = _digest(model, ahead.documents)
     progress = _resume(folder, begun, model, optimizer)
     saved = time.monotonic()
-    with (folder / LOG).open("a", encoding="utf-8") as log:
+    with ahead, (folder / LOG).open("a", encoding="utf-8") as log:
         while progress.tokens < recipe.all_tokens:
             for group in optimizer.param_groups:
                 group["lr"] = recipe.rate_at(progress.step + 1, progress.tokens)
-            drawn = _drawn(recipe, progress)
-            batches = _batches(documents, recipe, progress, drawn)
+            wanted = _wanted(recipe, progress)
+            batches = ahead.batches(wanted, _later(recipe, progress))
             loss, seen = _step(model, optimizer, batches, device)
             progress = progress.after(sum(batch.tokens for batch in batches), seen, recipe)
-            print(json.dumps(_row(progress, drawn, loss)), file=log)
+            print(json.dumps(_row(progress, wanted, loss)), file=log)
             show(progress)
             if time.monotonic() - saved >= save_every:
                 log.flush()
@@ -121,53 +129,31 @@ def save_model(folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedToken
     tokenizer.save_pretrained(folder)
 
 
-def logits_of(model: LlamaForCausalLM, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """What the model would say at every place of a reply, where these places are, and how the text would go on.
-
-    The documents are read once; each question sees its document and itself, at the positions right after the document.
-    """
-    read = model.model(batch.context, use_cache=True)
-    asked = model.model(
-        batch.asked,
-        position_ids=batch.positions,
-        attention_mask=batch.visible,
-        past_key_values=read.past_key_values,
-    )
-    places = batch.labels != IGNORED
-    rows, at = batch.prose.unbind(1)
-    return model.lm_head(asked.last_hidden_state[places]), places, model.lm_head(read.last_hidden_state[rows, at])
-
-
 def _digest(model: LlamaForCausalLM, documents: Documents) -> str:
     """Of weights and documents as they are at first, and of what comes when: another version may do otherwise."""
     batch = documents.batch(0, max(HIDES_SEVERAL_FROM, LENGTHS[0]), LENGTHS[-1])
     parts = [batch.context, batch.asked, *model.state_dict().values()]
-    plan = [LENGTHS, SHARE_AT_LENGTH, NOT_BEFORE, SHORTER, dict(SHARES), dict(FINISHED_WITH), FINISHED_AT, PROSE_WEIGHT]
+    plan = [LENGTHS, SHARE_AT_LENGTH, NOT_BEFORE, SHORTER, dict(SHARES), dict(FINISHED_WITH), FINISHED_AT]
+    plan += [PROSE_WEIGHT, LOOKS_WEIGHT, RESTS_WEIGHT]
     numbers = b"".join(part.cpu().contiguous().numpy().tobytes() for part in parts)
     return hashlib.sha256(numbers + json.dumps(plan).encode()).hexdigest()
 
 
-class _Drawn(NamedTuple):
-    lengths: list[int]
-    tasks: Mapping[str, int]  # how often each comes
-    questions: int  # about a document, at most
-
-
-def _drawn(recipe: Recipe, progress: Progress) -> _Drawn:
+def _wanted(recipe: Recipe, progress: Progress) -> list[Wanted]:
     """What a step is of: documents of the present length, and of one before it; in the finish of two of its own."""
     draw, stage = random.Random(f"{recipe.seed}/{progress.step}/lengths"), progress.stage
-    if recipe.finishes(progress.tokens):
+    finish = recipe.finishes(progress.tokens)
+    if finish:
         lengths = draw.choices(FINISHED_AT, [1 / length for length in FINISHED_AT], k=2)
-        return _Drawn(lengths, FINISHED_WITH, 2 * QUESTIONS)
-    lengths = [LENGTHS[stage], draw.choice(LENGTHS[max(0, stage - SHORTER) : max(1, stage)])]
-    return _Drawn(lengths, SHARES, QUESTIONS)
+    else:
+        lengths = [LENGTHS[stage], draw.choice(LENGTHS[max(0, stage - SHORTER) : max(1, stage)])]
+    return [Wanted(2 * progress.step + part, length, recipe.batch, finish) for part, length in enumerate(lengths)]
 
 
-def _batches(documents: Documents, recipe: Recipe, progress: Progress, drawn: _Drawn) -> list[Batch]:
-    return [
-        documents.batch(2 * progress.step + part, length, recipe.batch, drawn.tasks, drawn.questions)
-        for part, length in enumerate(drawn.lengths)
-    ]
+def _later(recipe: Recipe, progress: Progress) -> list[Wanted]:
+    """What the next steps will be of, if documents get no longer and the finish does not begin."""
+    steps = range(progress.step + 1, progress.step + 1 + STEPS_AHEAD)
+    return [one for step in steps for one in _wanted(recipe, dataclasses.replace(progress, step=step))]
 
 
 def _step(
@@ -176,16 +162,13 @@ def _step(
     optimizer.zero_grad()
     total, right, asked = 0.0, torch.zeros(len(TASK_NAMES)), torch.zeros(len(TASK_NAMES))
     for batch in batches:
-        here = _moved(batch, device)
-        logits, places, prose = logits_of(model, here)
-        labels, weights = here.labels[places], here.weights[places]
-        loss = (F.cross_entropy(logits.float(), labels, reduction="none") * weights).sum() / weights.sum()
-        if len(prose):
-            rows, at = here.prose.unbind(1)
-            loss = loss + PROSE_WEIGHT * F.cross_entropy(prose.float(), here.context[rows, at + 1])
+        here = batch.on(device)
+        found = read(model, here)
+        loss = loss_of(model, here, found)
         (loss / len(batches)).backward()
         total += loss.item() / len(batches)
-        tasks, correct = here.tasks[places].cpu(), (logits.argmax(-1) == labels).float().cpu()
+        places = batch.labels != IGNORED
+        tasks, correct = batch.tasks[places], (found.replies.argmax(-1).cpu() == batch.labels[places]).float()
         asked += tasks.bincount(minlength=len(asked))
         right += tasks.bincount(correct, minlength=len(right))
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -194,15 +177,10 @@ def _step(
     return total, {name: share for name, share in zip(TASK_NAMES, shares, strict=True) if share == share}
 
 
-def _moved(batch: Batch, device: str) -> Batch:
-    tensors = {f.name: getattr(batch, f.name).to(device) for f in dataclasses.fields(batch) if f.name != "names"}
-    return Batch(names=batch.names, **tensors)
-
-
-def _row(progress: Progress, drawn: _Drawn, loss: float) -> dict[str, object]:
-    asked = drawn.tasks.keys() | ALSO_HIDDEN
+def _row(progress: Progress, wanted: Sequence[Wanted], loss: float) -> dict[str, object]:
+    asked = (FINISHED_WITH.keys() if wanted[0].finish else SHARES.keys()) | ALSO_HIDDEN
     accuracy = {name: round(value, 4) for name, value in progress.accuracy.items() if name in asked}
-    about = {"step": progress.step, "tokens": progress.tokens, "length": max(drawn.lengths)}
+    about = {"step": progress.step, "tokens": progress.tokens, "length": max(one.length for one in wanted)}
     return about | {"accuracy": accuracy, "loss": round(loss, 4)}
 
 

@@ -1,0 +1,84 @@
+"""Batches that are made in other processes, some steps before they are wanted: one makes fewer than a GPU reads."""
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import fields
+from multiprocessing import get_context
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+
+from kvsketch.evaluation.embedded.training.documents import QUESTIONS, SHARES, Batch, Documents
+from kvsketch.evaluation.embedded.training.recipe import FINISHED_WITH
+from kvsketch.evaluation.embedded.training.tokenizer import build_tokenizer
+from kvsketch.evaluation.tasks.haystack import Haystack
+
+MOST = 14  # processes
+
+
+class Wanted(NamedTuple):
+    """A batch: its number, how long documents are and how many tokens there are, and whether it is of the finish."""
+
+    number: int
+    length: int
+    tokens: int
+    finish: bool
+
+    def made(self, documents: Documents) -> Batch:
+        """Made here."""
+        tasks, questions = (FINISHED_WITH, 2 * QUESTIONS) if self.finish else (SHARES, QUESTIONS)
+        return documents.batch(self.number, self.length, self.tokens, tasks, questions)
+
+
+class Ahead:
+    """Makes what is wanted, and what will be; the same batches with any number of processes, or with none."""
+
+    def __init__(self, seed: int, haystacks: Sequence[Haystack], *, processes: int) -> None:
+        self.documents = Documents(build_tokenizer(), seed, haystacks)
+        self.pool = (
+            ProcessPoolExecutor(processes, get_context("spawn"), _begin, (seed, haystacks)) if processes else None
+        )
+        self.begun = dict[Wanted, Future[list[Any]]]()
+
+    def __enter__(self) -> "Ahead":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.pool is not None:
+            self.pool.shutdown(wait=False, cancel_futures=True)
+
+    def batches(self, wanted: Sequence[Wanted], later: Sequence[Wanted]) -> list[Batch]:
+        """What is wanted now; `later` is begun."""
+        if self.pool is None:
+            return [one.made(self.documents) for one in wanted]
+        asked = [*wanted, *later]
+        for one in self.begun.keys() - set(asked):
+            self.begun.pop(one).cancel()  # documents have got longer since
+        for one in asked:
+            if one not in self.begun:
+                self.begun[one] = self.pool.submit(_made, one)
+        return [_unpacked(self.begun.pop(one).result()) for one in wanted]
+
+
+def processes_beside(device: str) -> int:
+    """How many make batches for a GPU; a CPU has no time to spare."""
+    return max(1, min(MOST, (os.cpu_count() or 1) - 2)) if torch.device(device).type == "cuda" else 0
+
+
+_documents: list[Documents] = []  # of a process that makes batches
+
+
+def _begin(seed: int, haystacks: Sequence[Haystack]) -> None:
+    torch.set_num_threads(1)
+    _documents[:] = [Documents(build_tokenizer(), seed, haystacks)]
+
+
+def _made(wanted: Wanted) -> list[Any]:
+    batch = wanted.made(_documents[0])
+    return [batch.names, *(getattr(batch, field.name).numpy() for field in fields(batch)[1:])]
+
+
+def _unpacked(parts: list[Any]) -> Batch:
+    return Batch(parts[0], *map(torch.from_numpy, parts[1:]))

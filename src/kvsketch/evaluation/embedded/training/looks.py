@@ -1,0 +1,70 @@
+"""Where two heads are to look, so that this is trained too.
+
+Once most replies are right they teach a head little, though it may still look at a wrong place once in a hundred times.
+Where it should look is known: at the place of the document whose latest tokens agree longest with what is at hand. The
+heads of FOLLOWING find it. Where several places agree and go on differently, as those of several values of a name do,
+they look at all of these alike, and the heads of CHOOSING find the one that the reply goes on with; elsewhere the
+latter rest on the first token.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Int64
+from torch import Tensor
+
+from kvsketch.evaluation.embedded.training.documents import IGNORED, TASK_NAMES, Batch
+
+FOLLOWING, CHOOSING = (1, 0), (2, 0)  # layers and their KV heads, as the start makes them
+REACH = 12  # tokens at hand that are compared
+AGREES = 2  # so many at least, where the head that follows is to find something
+SEVERAL_AGREE, MOST = 4, 8  # what counts as agreeing where there is a choice, if not more do, and how many may
+CHOICE_FROM = 3  # tokens
+SEVERAL = TASK_NAMES.index("niah_multivalue")
+NOTHING = -1  # no token
+
+
+@dataclass(frozen=True)
+class Looks:
+    """Places of questions at which something is said, and the places of the document that two heads should find."""
+
+    at: Int64[Tensor, "b n"]
+    follow: Bool[Tensor, "b n c"]  # nowhere: it does not matter what the head finds
+    choose: Bool[Tensor, "b n c"]
+    rests: Bool[Tensor, "b n"]  # where that is the first token
+
+
+def looks(batch: Batch) -> Looks:
+    """For all places of replies."""
+    replies = batch.labels != IGNORED
+    at = replies.byte().sort(dim=1, descending=True, stable=True).indices[:, : int(replies.sum(1).max())]
+    real = replies.gather(1, at)[:, :, None]  # others fill rows up
+    right = batch.context[:, None] == batch.labels.gather(1, at)[:, :, None]
+    agree = _agree(batch, at)
+    most = agree.amax(-1, keepdim=True)
+    best = (agree == most) & (agree >= AGREES)
+    alone = best.sum(-1, keepdim=True) == 1
+    several = (agree >= most.clamp(max=SEVERAL_AGREE)) & (agree >= CHOICE_FROM)
+    chosen = several & right
+    asks = (batch.tasks.gather(1, at) == SEVERAL)[:, :, None] & ~alone & real
+    choice = asks & (several.sum(-1, keepdim=True) <= MOST) & (chosen.sum(-1, keepdim=True) == 1)
+    first = torch.arange(agree.shape[-1], device=agree.device) == 0
+    follow = torch.where(choice, several, best & right & alone & real)
+    choose = torch.where(choice, chosen, first & real)
+    return Looks(at, follow, choose, (real & ~choice)[:, :, 0])
+
+
+def _agree(batch: Batch, at: Int64[Tensor, "b n"]) -> Int64[Tensor, "b n c"]:
+    """How many tokens before each place of the document are those at hand, the latest first; 0 in padding."""
+    width, owner = batch.context.shape[1], batch.owner.gather(1, at)
+    going = batch.in_document[:, None].expand(-1, at.shape[1], -1)
+    agree = torch.zeros_like(going, dtype=torch.long)
+    for back in range(REACH):
+        place = (at - back).clamp(min=0)
+        same = (at >= back) & (batch.owner.gather(1, place) == owner)
+        hand = torch.where(same, batch.asked.gather(1, place), NOTHING)
+        before = F.pad(batch.context, (back + 1, 0), value=NOTHING - 1)[:, :width]
+        going = going & (hand[:, :, None] == before[:, None])
+        agree += going
+    return agree
