@@ -38,7 +38,7 @@ ENDS = {"nothing": "", "a blank": " ", "a new line": "\n"}
 KEY = ("task", "wording", "haystack", "length", "sample", "end")
 NOT_KNOWN = ("cwe",)  # tasks that it was not trained for
 ASKED = 0.98  # what is hoped for
-TOKENS = 16_000  # of a batch
+TOKENS = {"cpu": 16_000, "cuda": 300_000}  # of a batch
 MOST_NEW = 64  # tokens of an answer; one more than a task allows, as a prompt may lack its last blank
 
 
@@ -82,7 +82,7 @@ class Cells:
     def rows(self, about: dict[str, Any], samples: list[Sample]) -> Iterator[list[dict[str, Any]]]:
         """What is answered, batch by batch."""
         task, longest = TASKS[about["task"]], max(map(self.count, samples))
-        batch = max(1, TOKENS // longest)
+        batch = max(1, TOKENS[self.model.device.type] // longest)
         for start in range(0, len(samples), batch):
             part = samples[start : start + batch]
             reading = Reading(self.model, [self.prompt(sample, "") for sample in part], self.pad)
@@ -106,13 +106,15 @@ class Cells:
                 ]
 
     def pad(self, rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        return padded(rows, self.tokenizer.pad_token_id)
+        ids, mask = padded(rows, self.tokenizer.pad_token_id)
+        return ids.to(self.model.device), mask.to(self.model.device)
 
 
 def run(given: argparse.Namespace) -> None:
     model, tokenizer = load_embedded(torch.float32, given.model)
+    model.to(given.device)
     fingerprint = str(make_cache(model, Exact()).model.fingerprint())
-    about = about_run(given.model, fingerprint, "float32", "cpu", program="python benchmarks/held.py")
+    about = about_run(given.model, fingerprint, "float32", given.device, program="python benchmarks/held.py")
     file = RowsFile(given.out / "held.jsonl", about, KEY)
     cells = Cells(model, tokenizer, given.samples)
     tasks = given.tasks.split(",") if given.tasks else [name for name in TASKS if name not in NOT_KNOWN]
@@ -180,6 +182,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", default="embedded", choices=EDITIONS)
+    parser.add_argument("--device", default="cpu", choices=TOKENS)
     parser.add_argument("--samples", type=int, default=50)
     parser.add_argument("--tasks")
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))

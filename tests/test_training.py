@@ -1,18 +1,21 @@
 """How the embedded model is made."""
 
+import dataclasses
 import importlib
 import itertools
 import json
 import random
 import re
+from collections import Counter
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from kvsketch.evaluation.embedded import load_embedded
+from kvsketch.evaluation.embedded.training.ahead import Ahead, Wanted
 from kvsketch.evaluation.embedded.training.documents import (
     ALSO_HIDDEN,
     IGNORED,
@@ -23,7 +26,8 @@ from kvsketch.evaluation.embedded.training.documents import (
     _ended,
     _make,
 )
-from kvsketch.evaluation.embedded.training.loss import loss_of, read
+from kvsketch.evaluation.embedded.training.looks import CHOOSING, FOLLOWING, REACH, looks
+from kvsketch.evaluation.embedded.training.loss import FUSED, look_scores, loss_of, read
 from kvsketch.evaluation.embedded.training.recipe import (
     FINISHED_AT,
     FINISHED_WITH,
@@ -301,6 +305,84 @@ def test_questions_read_together_are_answered_as_if_read_alone():
                 alone = model(ids).logits[0, length:]
                 where = places[row, start:end]
                 torch.testing.assert_close(together[row, start:end][where], alone[where], rtol=1e-3, atol=1e-3)
+
+
+def agreement(batch, row, at, place):
+    """How many tokens before this place of a document are those at hand, by hand."""
+    begin = int((batch.owner[row] == batch.owner[row, at]).nonzero()[0, 0])
+    hand, before = batch.asked[row, begin : at + 1].tolist()[::-1], batch.context[row, :place].tolist()[::-1]
+    pairs = enumerate(zip(hand[:REACH], before, strict=False))
+    return next((count for count, (one, other) in pairs if one != other), min(REACH, len(hand), len(before)))
+
+
+def test_heads_are_to_look_where_what_is_at_hand_stands_too():
+    tasks = {"kv": 1, "niah_multivalue": 3, "niah_single_uuid": 1}
+    batch = Documents(TOKENIZER, 0).batch(5, 700, 4200, tasks)
+    wanted, kinds = looks(batch), Counter()
+    for row in range(len(batch.names)):
+        replies = (batch.labels[row] != IGNORED).nonzero()[:, 0].tolist()
+        assert wanted.at[row, : len(replies)].tolist() == replies
+        assert not wanted.follow[row, len(replies) :].any()
+        assert not wanted.choose[row, len(replies) :].any()
+        for number, at in enumerate(replies):
+            label, follow = int(batch.labels[row, at]), wanted.follow[row, number].nonzero()[:, 0].tolist()
+            [chosen] = wanted.choose[row, number].nonzero()[:, 0].tolist()
+            document = batch.context[row, : int(batch.lengths[row])].tolist()
+            agrees = [agreement(batch, row, at, place) for place in range(len(document))]
+            best = [place for place, count in enumerate(agrees) if count == max(agrees) > 1]
+            if chosen:
+                assert document[chosen] == label
+                assert chosen in follow
+                assert len({document[place] for place in follow}) == len(follow) > 1
+                assert not wanted.rests[row, number]
+            elif len(best) == 1 and document[best[0]] == label:
+                assert follow == best
+            else:
+                assert not follow
+            kinds["choice" if chosen else "found" if follow else "none"] += 1
+    assert min(kinds[kind] for kind in ("choice", "found", "none")) > 10, kinds
+
+
+def test_the_shipped_model_looks_there():
+    model, _ = load_embedded(torch.float32)
+    right = Counter()
+    for step in range(2):
+        batch = Documents(TOKENIZER, 99).batch(step, 1000, 4000, {"kv": 1, "niah_multivalue": 1})
+        with torch.no_grad():
+            found, wanted = read(model, batch), looks(batch)
+            for head, places in ((FOLLOWING, wanted.follow), (CHOOSING, wanted.choose)):
+                attention = look_scores(model, batch, found, wanted.at, *head).softmax(-1)[..., : places.shape[-1]]
+                matters = places.any(-1) & ~wanted.rests if head == CHOOSING else places.any(-1)
+                there = (attention * places[:, :, None]).sum(-1)[matters]
+                right[head], right[head, "all"] = right[head] + (there > 0.5).sum(), right[head, "all"] + there.numel()
+    for head, least in ((FOLLOWING, 0.98), (CHOOSING, 0.95)):
+        assert right[head, "all"] > 50
+        assert right[head] > least * right[head, "all"], right
+
+
+def test_what_is_trained_on_a_gpu_is_the_same_loss():
+    """There every head has keys of its own."""
+    model, batch = new_model(layers=3), Documents(TOKENIZER, 0).batch(2, 256, 768)
+    losses = []
+    for kind in ("sdpa", FUSED):
+        model.set_attn_implementation(kind)
+        losses.append(loss_of(model, batch, read(model, batch)).item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert Recipe.on("cuda", seed=1) == Recipe(tokens=54_000_000, batch=16_384, finish=0.8, seed=1)
+    assert Recipe.on("cpu", seed=0, tokens=5) == Recipe(tokens=5)
+
+
+@pytest.mark.slow
+def test_batches_that_are_made_ahead_are_those_that_are_made_here():
+    documents, wanted = Documents(TOKENIZER, 4), [Wanted(0, 200, 400, False), Wanted(1, 600, 700, True)]
+    with Ahead(4, [], processes=1) as ahead:
+        ahead.batches(wanted[:1], wanted[1:])
+        found = ahead.batches(wanted[1:], [wanted[0]])  # longer ones by now: what was begun, and something else
+        assert set(ahead.begun) == {wanted[0]}
+    expected = wanted[1].made(documents)
+    assert found[0].names == expected.names
+    for field in dataclasses.fields(expected)[1:]:
+        assert torch.equal(getattr(found[0], field.name), getattr(expected, field.name)), field.name
 
 
 def test_the_rate_warms_up_stays_and_falls():
