@@ -10,7 +10,7 @@ only.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvsketch.kernels.gpu.softmax import LEAST_MASS, LN_2, NOTHING, more, pairs, weights
 
@@ -24,10 +24,14 @@ def attend(
     VALUE_WIDTH: tl.constexpr, PARTS: tl.constexpr, HAS: tl.constexpr, KEY_STEPS: tl.constexpr,
     VALUE_STEPS: tl.constexpr, SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
     KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, SPLIT_BLOCK: tl.constexpr, TOGETHER: tl.constexpr,
-    EARLY: tl.constexpr,
+    AHEAD: tl.constexpr, APART: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One split of one lane, or of one of its queries where each reads other runs."""
-    if EARLY:  # this program is here already, and what it reads may not be
+    """One split of one lane, or of one of its queries where each reads other runs.
+
+    `AHEAD`: queries and whole parts without weights are not from the launch before this one, and are read before that
+    has ended. `APART`: splits are merged by another launch.
+    """
+    if EARLY and not AHEAD:  # this program is here already, and what it reads may not be
         gdc_wait()
     program, split = tl.program_id(0), tl.program_id(1)
     lane, step = program, 0
@@ -45,38 +49,75 @@ def attend(
         query + places[:, None] + widths[None, :], mask=real[:, None] & (widths < WIDTH)[None, :], other=0.0
     )
 
-    total = 0
-    for part in tl.static_range(PARTS):
-        total += _rounds(lane, step, pointers[part], sizes[part], HAS[part], AT_ONCE)
-    each = tl.cdiv(total, SPLITS)
-    start = split * each
-    stop = tl.minimum(start + each, total)
     top = tl.full([ROWS], NOTHING, tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     found = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
-    for part in tl.static_range(PARTS):
-        rounds = _rounds(lane, step, pointers[part], sizes[part], HAS[part], AT_ONCE)
-        top, mass, found = _part(
-            asked, lane, step, tl.maximum(start, 0), tl.minimum(stop, rounds), top, mass, found,
-            pointers[part], strides[part], sizes[part], scale, softcap,
-            HAS[part], KEY_STEPS[part], VALUE_STEPS[part], WIDTH, VALUE_WIDTH, SOFTCAP, AT_ONCE, KEY_BLOCK, VALUE_BLOCK,
+    if AHEAD:
+        top, mass, found = _parts(
+            asked, lane, step, split, top, mass, found, pointers, strides, sizes, scale, softcap,
+            1, PARTS, HAS, KEY_STEPS, VALUE_STEPS, WIDTH, VALUE_WIDTH, SOFTCAP, SPLITS, AT_ONCE, KEY_BLOCK, VALUE_BLOCK,
         )  # fmt: skip
-        start -= rounds
-        stop -= rounds
+        if EARLY:
+            gdc_wait()
+    if APART and EARLY:
+        gdc_launch_dependents()
+    top, mass, found = _parts(
+        asked, lane, step, split, top, mass, found, pointers, strides, sizes, scale, softcap,
+        2 if AHEAD else 3, PARTS, HAS, KEY_STEPS, VALUE_STEPS, WIDTH, VALUE_WIDTH, SOFTCAP, SPLITS, AT_ONCE, KEY_BLOCK,
+        VALUE_BLOCK,
+    )  # fmt: skip
     place = program * SPLITS + split
     _keep(sums, tops, place, top, mass, found, per_program, VALUE_WIDTH, VALUE_BLOCK, ROWS)
+    if not APART:
+        tl.debug_barrier()  # all that this program has stored, before it says so
+        if tl.atomic_add(done + program, 1, sem="acq_rel") == SPLITS - 1:
+            tl.store(done + program, 0)  # for the next call
+            for first in range(0, per_program, TOGETHER):
+                _merge(
+                    out, lse, sums, tops, program, first, queries,
+                    GROUP, BY_QUERY, VALUE_WIDTH, VALUE_BLOCK, SPLITS, SPLIT_BLOCK, TOGETHER,
+                )  # fmt: skip
 
-    tl.debug_barrier()  # all that this program has stored, before it says so
-    if tl.atomic_add(done + program, 1, sem="acq_rel") == SPLITS - 1:
-        tl.store(done + program, 0)  # for the next call
-        for first in range(0, per_program, TOGETHER):
-            numbers = first + tl.arange(0, TOGETHER)
-            query_at = (row * HEADS + head) * GROUP + (numbers if BY_QUERY else numbers // queries)
-            answers = query_at * queries + (step if BY_QUERY else numbers % queries)
-            _merge(
-                out, lse, sums, tops, program, numbers, answers, per_program,
-                VALUE_WIDTH, VALUE_BLOCK, SPLITS, SPLIT_BLOCK,
+
+@triton.jit
+def _parts(
+    asked, lane, step, split, top, mass, found, pointers, strides, sizes, scale, softcap,
+    WHICH: tl.constexpr, PARTS: tl.constexpr, HAS: tl.constexpr, KEY_STEPS: tl.constexpr, VALUE_STEPS: tl.constexpr,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
+    KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A split's share of some parts; `WHICH`: 1 whole ones without weights, 2 the others."""
+    total = 0
+    for part in tl.static_range(PARTS):
+        if WHICH & (2 if HAS[part] else 1):
+            total += _rounds(lane, step, pointers[part], sizes[part], HAS[part], AT_ONCE)
+    start, stop = split * total // SPLITS, (split + 1) * total // SPLITS
+    for part in tl.static_range(PARTS):
+        if WHICH & (2 if HAS[part] else 1):
+            rounds = _rounds(lane, step, pointers[part], sizes[part], HAS[part], AT_ONCE)
+            top, mass, found = _part(
+                asked, lane, step, tl.maximum(start, 0), tl.minimum(stop, rounds), top, mass, found,
+                pointers[part], strides[part], sizes[part], scale, softcap, HAS[part], KEY_STEPS[part],
+                VALUE_STEPS[part], WIDTH, VALUE_WIDTH, SOFTCAP, AT_ONCE, KEY_BLOCK, VALUE_BLOCK,
             )  # fmt: skip
+            start -= rounds
+            stop -= rounds
+    return top, mass, found
+
+
+@triton.jit
+def merge_splits(
+    out, lse, sums, tops, queries,
+    GROUP: tl.constexpr, BY_QUERY: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The answer of one query of a program's."""
+    if EARLY:
+        gdc_wait()
+    _merge(
+        out, lse, sums, tops, tl.program_id(0), tl.program_id(1), queries,
+        GROUP, BY_QUERY, VALUE_WIDTH, VALUE_BLOCK, SPLITS, SPLIT_BLOCK, 1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -215,10 +256,16 @@ def _keep(
 
 @triton.jit
 def _merge(
-    out, lse, sums, tops, program, numbers, answers, real_rows,
-    VALUE_WIDTH: tl.constexpr, VALUE_BLOCK: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr,
+    out, lse, sums, tops, program, first, queries,
+    GROUP: tl.constexpr, BY_QUERY: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """The answers of some queries from those of all splits."""
+    """The answers of some of a program's queries from those of all splits."""
+    numbers = first + tl.arange(0, TOGETHER)
+    real_rows = GROUP if BY_QUERY else GROUP * queries
+    lane, step = (program // queries, program % queries) if BY_QUERY else (program, 0)
+    query_at = lane * GROUP + (numbers if BY_QUERY else numbers // queries)
+    answers = query_at * queries + (step if BY_QUERY else numbers % queries)
     widths, splits = tl.arange(0, VALUE_BLOCK), tl.arange(0, SPLIT_BLOCK)
     real = numbers < real_rows
     there = real[None, :] & (splits < SPLITS)[:, None]

@@ -22,6 +22,7 @@ PROGRAMS = 2  # for each processor
 AT_ONCE, WARPS, STAGES = 64, 4, 3  # entries of a round; warps and rounds under way of a program
 MERGED = 1 << 14  # numbers of all splits that are merged together: of some queries, or of one
 LISTS = 3, 6, 9, 12  # runs of a part, as powers of two: for each there is a kernel, and a program holds the list
+APART = False  # whether splits are merged by another launch
 NOTED = "triton"  # under this name parts carry their description
 Description = tuple[
     tuple[Any, ...], tuple[int, ...], tuple[int, ...], int, int, int
@@ -29,10 +30,17 @@ Description = tuple[
 
 
 def attend(
-    query: Float[Tensor, "b hg q d"], parts: Sequence[Entries], heads: int, scale: float, softcap: float | None = None
+    query: Float[Tensor, "b hg q d"],
+    parts: Sequence[Entries],
+    heads: int,
+    scale: float,
+    softcap: float | None = None,
+    *,
+    ahead: bool = False,
 ) -> Partial | None:
     """Attention over all parts together.
 
+    `ahead`: neither queries nor whole parts come from the launch before this one, so that it need not be waited for.
     None where Triton does not do it: many queries, another device, numbers that do not lie side by side, wide heads, a
     wanted gradient.
     """
@@ -57,7 +65,7 @@ def attend(
         return None
     described = [(str(part.tokens.keys.dtype), _has(part), part.segments is not None) for part in parts]
     what = f"attention of {query.dtype} × {width} and {value_width}, {queries} × {group} rows, {softcap}, {described}"
-    return gpu.tried(what, query.device, lambda: _attended(query, parts, heads, scale, softcap))
+    return gpu.tried(what, query.device, lambda: _attended(query, parts, heads, scale, softcap, ahead=ahead))
 
 
 def runs_on(device: torch.device) -> bool:
@@ -93,7 +101,9 @@ def doubled(tokens: WeightedTokens) -> WeightedTokens:
     return WeightedTokens(tokens.keys.double(), tokens.values.double(), *weights)
 
 
-def _attended(query: Tensor, parts: Sequence[Entries], heads: int, scale: float, softcap: float | None) -> Partial:
+def _attended(
+    query: Tensor, parts: Sequence[Entries], heads: int, scale: float, softcap: float | None, *, ahead: bool = False
+) -> Partial:
     rows, query_heads, queries, width = query.shape
     group, value_width = query_heads // heads, parts[0].tokens.values.shape[3]
     lanes, device = rows * heads, query.device
@@ -110,7 +120,9 @@ def _attended(query: Tensor, parts: Sequence[Entries], heads: int, scale: float,
         query.new_empty(shape, dtype=torch.float32)
         for shape in ((rows, query_heads, queries), (programs, splits, each, value_width), (programs, splits, 2, each))
     )
+    ahead &= any(_has(part) == 0 and part.segments is None for part in parts)
     from kvsketch.kernels.gpu.attend import attend as kernel
+    from kvsketch.kernels.gpu.attend import merge_splits
 
     with gpu.current(device):
         kernel[(programs, splits)](
@@ -122,10 +134,15 @@ def _attended(query: Tensor, parts: Sequence[Entries], heads: int, scale: float,
             VALUE_STEPS=tuple(one[5] for one in described), SOFTCAP=softcap is not None, SPLITS=splits,
             ROWS=gpu.power_of_two(each, 16), AT_ONCE=AT_ONCE if small else 32,
             KEY_BLOCK=gpu.power_of_two(width, 16), VALUE_BLOCK=value_block, SPLIT_BLOCK=split_block,
-            TOGETHER=min(max(1, MERGED // (split_block * value_block)), gpu.power_of_two(each)),
+            TOGETHER=min(max(1, MERGED // (split_block * value_block)), gpu.power_of_two(each)), AHEAD=ahead, APART=APART,
             num_warps=WARPS if each <= 64 else 8,
             num_stages=2 if any(single) else STAGES, **gpu.early(device),
         )  # fmt: skip
+        if APART:
+            merge_splits[(programs, each)](
+                out, lse, sums, tops, queries, GROUP=group, BY_QUERY=by_query, VALUE_WIDTH=value_width,
+                VALUE_BLOCK=value_block, SPLITS=splits, SPLIT_BLOCK=split_block, num_warps=4, **gpu.early(device),
+            )  # fmt: skip
     return Partial(out, lse)
 
 

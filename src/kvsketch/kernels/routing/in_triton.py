@@ -14,6 +14,7 @@ MOST_BUCKETS = 4096
 SLICE = 64  # units or buckets of a program
 AT_ONCE, STAGES = 128, 4  # units of a round, and rounds under way
 MOST_CHOSEN, TRIALS = 64, 8  # buckets that are not sorted for, and how finely their least worth is looked for at once
+BYTE_WARPS, CHOICE_WARPS = 8, 4
 NOTE = "in bytes for Triton"
 # Bytes of a layer's weights for a KV head above which they are rounded, if they are in such numbers, and the shapes that
 # registers hold: units, and a group's queries.
@@ -106,7 +107,7 @@ def _classified(query: Tensor, by: Classifier, heads: int, known: ByColumn | Non
         else:
             route.last_in_bytes[(lanes, slices)](
                 *(units, unit, known.weights, known.steps, last[1], logits, scores, done), count, **shared,
-                **of_buckets, ROWS=gpu.power_of_two(asking, 8), DEEP=gpu.power_of_two(hidden, 64), num_warps=8,
+                **of_buckets, ROWS=gpu.power_of_two(asking, 8), DEEP=gpu.power_of_two(hidden, 64), num_warps=BYTE_WARPS,
             )  # fmt: skip
     return scores
 
@@ -164,7 +165,7 @@ def _visited(
             *(float(limits.visit or 0.0), float(limits.mass or 0.0)),
             GROUP=group, GROUP_BLOCK=gpu.power_of_two(group), PROBES=probes, BUCKETS=buckets,
             BUCKET_BLOCK=gpu.power_of_two(buckets), PLACES=gpu.power_of_two(probes), CHOSEN=MOST_CHOSEN, TRIALS=TRIALS,
-            PER_TOKEN=limits.per_token, LIMITS=kinds, LEFT=left, num_warps=4, **gpu.early(device),
+            PER_TOKEN=limits.per_token, LIMITS=kinds, LEFT=left, num_warps=CHOICE_WARPS, **gpu.early(device),
         )  # fmt: skip
     return Segments(begin, length), read, others
 
