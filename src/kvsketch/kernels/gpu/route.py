@@ -54,7 +54,8 @@ def inner(
         level = tl.load(levels + head * HIDDEN + units, mask=there, other=0.0)
         length = tl.sqrt(tl.sum(asked.to(tl.float32) * asked.to(tl.float32), 1))
         each = (length * tl.load(bounds + 2 * head) + tl.load(bounds + 2 * head + 1)) / MOST + TINY
-        whole = tl.floor(found * level[None, :] / each[:, None] + 0.5).to(tl.int32)
+        expected = found * level[None, :] / each[:, None]
+        whole = tl.floor(tl.where(expected < MOST + 64, expected, 0.0) + 0.5).to(tl.int32)  # `each` says what is none
         high = (whole + 64) >> 7
         hidden += 2 * own * HIDDEN
         tl.store(hidden + to, high.to(tl.int8), mask=store)
@@ -138,7 +139,8 @@ def _probability(
     asking, held = numbers < GROUP, every < BUCKETS
     at = logits + (step * GROUP + numbers[:, None]) * BUCKETS + every[None, :]
     logit = tl.load(at, mask=asking[:, None] & held[None, :], other=NOTHING)
-    highest = tl.where(asking, tl.max(logit, 1), 0.0)
+    highest = tl.max(logit, 1)
+    highest = tl.where(highest == NOTHING, 0.0, highest)
     share = tl.exp(logit - highest[:, None])
     mass = tl.where(asking, tl.sum(share, 1), 1.0)
     return tl.sum(share / mass[:, None], 0) / GROUP

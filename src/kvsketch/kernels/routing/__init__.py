@@ -20,8 +20,11 @@ def classify(query: Float[Tensor, "b hg q d"], by: Classifier, heads: int) -> Fl
 
 def expect(query: Float[Tensor, "b hg q d"], by: Classifier, heads: int) -> Float[Tensor, "b h q *g c"]:
     """The same, or what the mean is taken of where `visit` takes it: logits of each query of a group."""
-    found = None if query.device.type == "cpu" and native.library() else in_triton.expect(query, by, heads)
-    return classify(query, by, heads) if found is None else found
+    if query.device.type == "cpu" and (found := native.classify(query, by, heads)) is not None:
+        return found
+    if (found := in_triton.expect(query, by, heads)) is not None:
+        return found
+    return reference.classify(query, by, heads)
 
 
 def visit(
