@@ -5,9 +5,11 @@ import math
 import pytest
 import torch
 
+from kvsketch.attention import WeightedTokens
+from kvsketch.kernels.gpu import attention
 from kvsketch.kernels.routing import expect, reference, rounded
 from kvsketch.kernels.routing import in_triton as routing
-from kvsketch.kernels.sources import Classifier, Limits, Staged
+from kvsketch.kernels.sources import Classifier, Entries, Limits, Staged
 from test_gpu_kernels import DEVICE, interpreted  # noqa: F401 (a fixture that all tests here use)
 from test_native import SOME_LIMITS, as_doubles, check_visits
 
@@ -165,3 +167,26 @@ def test_what_is_expected_is_logits_where_they_are_taken():
     logits = expect(query, by, heads)
     assert logits.shape == (1, 2, 1, 4, 96)
     torch.testing.assert_close(logits.softmax(4).mean(3), routing.classify(query, by, heads))
+
+
+@pytest.mark.parametrize(("queries", "runs"), [(1, 1), (2, 2)])
+def test_attention_reads_what_it_chooses_itself(queries, runs, monkeypatch):
+    draw = torch.Generator().manual_seed(0)
+    query, keys, values, window = (
+        torch.randn(1, *shape, 32, generator=draw).to(DEVICE)
+        for shape in ((4, queries), (2, 900), (2, 900), (2, 70))
+    )
+    lengths = torch.randint(0, 7, (2, runs, 50), generator=draw)
+    edges = (torch.nn.functional.pad(lengths.cumsum(2), (1, 0)) + 400 * torch.arange(runs)[:, None]).to(DEVICE)
+    logits = torch.randn(2, queries, 2, 50, generator=draw).to(DEVICE)
+    given = logits, lengths.sum(1).to(DEVICE), edges, Limits(7, mass=0.3), Staged.on(DEVICE, 850, 9)
+    past, rest = WeightedTokens(keys, values), Entries(WeightedTokens(window, window))
+    segments, count, _ = routing.visit(*given)
+    right = attention.attend(query, [Entries(past, segments=segments), rest], 2, 0.2)
+    monkeypatch.setattr(routing, "DEFERRED", True)
+    choice, read, _ = routing.visit(*given)
+    found = attention.attend(query, [Entries(past, choice=choice), rest], 2, 0.2)
+    assert torch.equal(found.out, right.out)
+    assert torch.equal(read, count)
+    ahead = attention.attend(query, [Entries(past, choice=choice), rest], 2, 0.2, ahead=True)
+    torch.testing.assert_close(ahead.out, right.out)

@@ -1,5 +1,7 @@
 """Which buckets queries visit, in Triton: `gpu/route.py` has the kernels, two for a classifier and one for the choice."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int64
@@ -7,7 +9,7 @@ from torch import Tensor
 
 from kvsketch.kernels import gpu
 from kvsketch.kernels.routing.rounded import ByColumn, by_column
-from kvsketch.kernels.sources import Classifier, Limits, Segments, Staged
+from kvsketch.kernels.sources import Choice, Classifier, Limits, Segments, Staged
 
 MOST_ROWS = 64  # of a group's queries together
 MOST_BUCKETS = 4096
@@ -15,6 +17,7 @@ SLICE = 64  # units or buckets of a program
 AT_ONCE, STAGES = 128, 4  # units of a round, and rounds under way
 MOST_CHOSEN, TRIALS = 64, 8  # buckets that are not sorted for, and how finely their least worth is looked for at once
 BYTE_WARPS, CHOICE_WARPS = 8, 4
+DEFERRED = False  # whether attention chooses the runs itself
 NOTE = "in bytes for Triton"
 # Bytes of a layer's weights for a KV head above which they are rounded, if they are in such numbers, and the shapes that
 # registers hold: units, and a group's queries.
@@ -120,8 +123,8 @@ def visit(
     staged: Staged,
     *,
     left: bool = False,
-) -> tuple[Segments, Int64[Tensor, "1 l q"], Float[Tensor, "l q c"] | None] | None:
-    """See `routing/__init__.py`."""
+) -> tuple[Segments | Choice, Int64[Tensor, "1 l q"], Float[Tensor, "l q c"] | None] | None:
+    """See `routing/__init__.py`. Where `DEFERRED`, runs are chosen by every program that reads them: a launch less."""
     if not gpu.wanted_on(scores.device):
         return None
     queries, buckets = scores.shape[1], scores.shape[-1]
@@ -139,6 +142,9 @@ def visit(
         return None
     if scores.dim() == 4 and limits.probes > MOST_CHOSEN:
         scores = scores.softmax(3).mean(2)
+    if DEFERRED and not left and limits.probes <= MOST_CHOSEN:
+        asked = _asked(scores, sizes, edges, limits, staged)
+        return Choice(asked.made, asked), asked.read, None
     return gpu.tried(
         f"the choice among {buckets} buckets, {scores.shape[2:]}, {limits}, {left}",
         scores.device,
@@ -146,28 +152,67 @@ def visit(
     )
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a choice goes by: scores or logits, where buckets begin, the limits; and where it says what is read."""
+
+    scores: Tensor
+    sizes: Tensor
+    edges: Tensor
+    limits: Limits
+    staged: Staged
+    read: Tensor
+
+    @property
+    def probes(self) -> int:
+        """Buckets that are visited at most."""
+        return min(self.limits.probes, self.scores.shape[-1])
+
+    def given(self) -> tuple[tuple[Tensor, ...], tuple[int | float, ...]]:
+        """For a kernel: tensors, and numbers."""
+        limits = self.limits
+        tensors = self.scores, self.sizes, self.edges, self.staged.at, self.read
+        return tensors, (gpu.odd(self.edges.shape[1]), float(limits.visit or 0.0), float(limits.mass or 0.0))
+
+    def options(self) -> dict[str, int]:
+        """For a kernel: what is compiled in, in the order of `choose`."""
+        limits, buckets = self.limits, self.scores.shape[-1]
+        group = self.scores.shape[2] if self.scores.dim() == 4 else 0
+        kinds = (0 if limits.visit is None else 1 + isinstance(limits.visit, float)) + 4 * (limits.mass is not None)
+        return {
+            "GROUP": group, "GROUP_BLOCK": gpu.power_of_two(group), "PROBES": self.probes, "BUCKETS": buckets,
+            "BUCKET_BLOCK": gpu.power_of_two(buckets), "PLACES": gpu.power_of_two(self.probes), "CHOSEN": MOST_CHOSEN,
+            "TRIALS": TRIALS, "PER_TOKEN": int(limits.per_token), "LIMITS": kinds,
+        }  # fmt: skip
+
+    def made(self, others: Tensor | None = None) -> Segments:
+        """The runs, now; and the logs of the sizes of other buckets."""
+        lanes, queries = self.scores.shape[:2]
+        width = self.probes * self.edges.shape[1] + 1
+        begin, length = torch.empty(2, 1, lanes, queries, width, dtype=torch.int64, device=self.read.device).unbind()
+        (*tensors, read), numbers = self.given()
+        from kvsketch.kernels.gpu.route import visit as kernel
+
+        with gpu.current(self.read.device):
+            kernel[(lanes * queries,)](
+                *(*tensors, begin, length, read, read if others is None else others), queries, *numbers,
+                **self.options(), LEFT=others is not None, num_warps=CHOICE_WARPS, **gpu.early(read.device),
+            )  # fmt: skip
+        return Segments(begin, length)
+
+
+def _asked(scores: Tensor, sizes: Tensor, edges: Tensor, limits: Limits, staged: Staged) -> Asked:
+    read = torch.empty(1, *scores.shape[:2], dtype=torch.int64, device=scores.device)
+    return Asked(scores, sizes, edges, limits, staged, read)
+
+
 def _visited(
     scores: Tensor, sizes: Tensor, edges: Tensor, limits: Limits, staged: Staged, left: bool
 ) -> tuple[Segments, Tensor, Tensor | None]:
+    asked = _asked(scores, sizes, edges, limits, staged)
     lanes, queries, buckets = scores.shape[0], scores.shape[1], scores.shape[-1]
-    group = scores.shape[2] if scores.dim() == 4 else 0
-    probes, runs, device = min(limits.probes, buckets), edges.shape[1], scores.device
-    kinds = (0 if limits.visit is None else 1 + isinstance(limits.visit, float)) + 4 * (limits.mass is not None)
-    begin, length = torch.empty(2, 1, lanes, queries, probes * runs + 1, dtype=torch.int64, device=device).unbind()
-    read = torch.empty(1, lanes, queries, dtype=torch.int64, device=device)
-    others = torch.empty(lanes, queries, buckets, dtype=torch.float32, device=device) if left else None
-    from kvsketch.kernels.gpu.route import visit as kernel
-
-    with gpu.current(device):
-        kernel[(lanes * queries,)](
-            *(scores, sizes, edges, staged.at, begin, length, read, scores if others is None else others),
-            *(queries, gpu.odd(runs)),
-            *(float(limits.visit or 0.0), float(limits.mass or 0.0)),
-            GROUP=group, GROUP_BLOCK=gpu.power_of_two(group), PROBES=probes, BUCKETS=buckets,
-            BUCKET_BLOCK=gpu.power_of_two(buckets), PLACES=gpu.power_of_two(probes), CHOSEN=MOST_CHOSEN, TRIALS=TRIALS,
-            PER_TOKEN=limits.per_token, LIMITS=kinds, LEFT=left, num_warps=CHOICE_WARPS, **gpu.early(device),
-        )  # fmt: skip
-    return Segments(begin, length), read, others
+    others = torch.empty(lanes, queries, buckets, dtype=torch.float32, device=scores.device) if left else None
+    return asked.made(others), asked.read, others
 
 
 def _check(device: torch.device, dtype: torch.dtype) -> None:
