@@ -173,8 +173,7 @@ def test_what_is_expected_is_logits_where_they_are_taken():
 def test_attention_reads_what_it_chooses_itself(queries, runs, monkeypatch):
     draw = torch.Generator().manual_seed(0)
     query, keys, values, window = (
-        torch.randn(1, *shape, 32, generator=draw).to(DEVICE)
-        for shape in ((4, queries), (2, 900), (2, 900), (2, 70))
+        torch.randn(1, *shape, 32, generator=draw).to(DEVICE) for shape in ((4, queries), (2, 900), (2, 900), (2, 70))
     )
     lengths = torch.randint(0, 7, (2, runs, 50), generator=draw)
     edges = (torch.nn.functional.pad(lengths.cumsum(2), (1, 0)) + 400 * torch.arange(runs)[:, None]).to(DEVICE)

@@ -138,15 +138,15 @@ def _attended(
         kernel[(programs, splits)](
             *(query, out, lse, sums, tops, done),
             *(tuple(each) for each in zip(*(one[:3] for one in described), strict=True)),
-            *(((), ()) if choice is None else choice.asked.given()),
+            *(((query,), (scale,)) if choice is None else choice.asked.given()),
             *(*query.stride()[:3], queries, float(scale), float(softcap or 1.0)),
             HEADS=heads, GROUP=group, BY_QUERY=by_query, WIDTH=width, VALUE_WIDTH=value_width,
             PARTS=len(parts), HAS=tuple(has), KEY_STEPS=tuple(one[4] for one in described),
             VALUE_STEPS=tuple(one[5] for one in described), SOFTCAP=softcap is not None, SPLITS=splits,
             ROWS=gpu.power_of_two(each, 16), AT_ONCE=AT_ONCE if small else 32,
             KEY_BLOCK=gpu.power_of_two(width, 16), VALUE_BLOCK=value_block, SPLIT_BLOCK=split_block,
-            TOGETHER=min(max(1, MERGED // (split_block * value_block)), gpu.power_of_two(each)), AHEAD=ahead, APART=APART,
-            CHOICE=() if choice is None else tuple(choice.asked.options().values()),
+            TOGETHER=min(max(1, MERGED // (split_block * value_block)), gpu.power_of_two(each)),
+            AHEAD=ahead, APART=APART, CHOICE=() if choice is None else tuple(choice.asked.options().values()),
             num_warps=WARPS if each <= 64 else 8,
             num_stages=2 if any(single) else STAGES, **gpu.early(device),
         )  # fmt: skip

@@ -110,8 +110,7 @@ def probability(
 @triton.jit
 def touch(numbers, runs, BUCKETS: tl.constexpr, BUCKET_BLOCK: tl.constexpr):
     """Have lists of numbers brought near: nothing is read, so that nothing has to have been written."""
-    LINES: tl.constexpr = (BUCKET_BLOCK + 15) // 16
-    lines = tl.arange(0, LINES) * 16
+    lines = tl.arange(0, (BUCKET_BLOCK + 15) // 16) * 16
     for run in range(runs):
         at = numbers + run * (BUCKETS + 1) + tl.minimum(lines, BUCKETS - 1)
         tl.inline_asm_elementwise(

@@ -1,4 +1,4 @@
-"""Which buckets queries visit, in Triton: `gpu/route.py` has the kernels, two for a classifier and one for the choice."""
+"""Which buckets queries visit, in Triton: `gpu/route.py` has the kernels, two for a classifier, one for the choice."""
 
 from dataclasses import dataclass
 
@@ -19,8 +19,8 @@ MOST_CHOSEN, TRIALS = 64, 8  # buckets that are not sorted for, and how finely t
 BYTE_WARPS, CHOICE_WARPS = 8, 4
 DEFERRED = False  # whether attention chooses the runs itself
 NOTE = "in bytes for Triton"
-# Bytes of a layer's weights for a KV head above which they are rounded, if they are in such numbers, and the shapes that
-# registers hold: units, and a group's queries.
+# Bytes of the last layer's weights for a KV head above which they are rounded, if they are in such numbers; and for how
+# many units and queries of a group registers have room.
 LARGE, ROUNDED, MOST_UNITS, MOST_ASKING = 1 << 17, torch.bfloat16, 1024, 16
 
 
@@ -227,9 +227,9 @@ def _check(device: torch.device, dtype: torch.dtype) -> None:
     asked = [x.double() for x in (query.view(1, 2, 2, 128), first, biases[0], second, biases[1])]
     inner = torch.relu(torch.einsum("bhgd,hdk->bhgk", asked[0], asked[1]) + asked[2])
     right = torch.softmax(torch.einsum("bhgk,hkc->bhgc", inner, asked[3]) + asked[4], 3).mean(2, keepdim=True)
-    by = Classifier((first, biases[0]), (second, biases[1]))
-    for known in (None, by_column(second, by.inner)):
-        found = _classified(query, by, 2, known, scored=True)
+    layers = (first, biases[0]), (second, biases[1])
+    for known in (None, by_column(second, layers[0])):
+        found = _classified(query, Classifier(*layers), 2, known, scored=True)
         most = 1e-4 if dtype == torch.float32 and known is None else 0.05
         torch.testing.assert_close(found.double(), right, rtol=most, atol=most * float(right.max()))
     sizes = torch.randint(0, 9, (2, 300), generator=draw, device="cpu").to(device)

@@ -62,7 +62,9 @@ def by_column(weights: Float[Tensor, "h k c"], inner: Layer) -> ByColumn | None:
     return ByColumn(whole.mT.contiguous(), steps, levels, bounds)
 
 
-def _of_heads(weights: Float[Tensor, "h k c"]) -> tuple[Int8[Tensor, "h k c"], Float[Tensor, "h c"], Float[Tensor, "h k"]]:
+def _of_heads(
+    weights: Float[Tensor, "h k c"],
+) -> tuple[Int8[Tensor, "h k c"], Float[Tensor, "h c"], Float[Tensor, "h k"]]:
     """One by one: what is in between is four times as large."""
     whole, steps, levels = map(torch.stack, zip(*map(_of_head, weights), strict=True))
     return whole, steps, levels
