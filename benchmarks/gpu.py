@@ -292,6 +292,8 @@ def looked_up(on: Machine, count: int, buckets: int, probes: int) -> Iterator[di
         ]
         read = sum(int(call()[1].sum()) for call in calls) / len(calls) + HEADS * window.count
         learnt = sum(x.nbytes for x in routers[0].tensors)
+        if routing.NOTE in routers[0].noted:
+            learnt -= routers[0].last[0].nbytes // 2
         row |= {"form": f"{kind}, and its router", "bytes": read * WIDTH * 4 + learnt, "us": on.times(calls)}
         yield row | {"share": read / (count * HEADS)}
         if kind == "lognormal":
@@ -310,7 +312,7 @@ def one_head(
     staged = Staged.on(on.device, 0, 0)
 
     def looking(past: WeightedTokens, window: WeightedTokens, by: Classifier) -> Any:
-        scores = routing.classify(mine, by, 1)
+        scores = routing.expect(mine, by, 1)
         found, *_ = routing.visit(scores[0], sizes[:1], edges[:1], Limits(probes), staged)
         return attention.attend(mine, [Entries(past, segments=found), Entries(window)], 1, SCALE)
 
@@ -371,7 +373,7 @@ def routed(
     staged: Staged, probes: int,
 ) -> Any:  # fmt: skip
     """The answer, and how many tokens of the past were read."""
-    scores = routing.classify(query, by, HEADS)
+    scores = routing.expect(query, by, HEADS)
     runs, read, _ = routing.visit(scores[0], sizes, edges, Limits(probes), staged)
     return ours(query, past, window, runs=runs), read
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from kvsketch.attention import WeightedTokens
 from kvsketch.kernels import gpu
-from kvsketch.kernels.sources import Entries, Limits, Segments, Staged
+from kvsketch.kernels.routing.rounded import ByColumn
+from kvsketch.kernels.sources import Classifier, Entries, Limits, Segments, Staged
 
 TARGET, PROCESSORS, SHARED = 90, 132, 232_448  # compute capability 9.0: H100 and H200
 OPTIONS = {"num_warps", "num_stages", "launch_pdl"}
@@ -57,21 +58,22 @@ def compiled() -> Iterator[str]:
         query = torch.empty(1, 32, 1, 128, dtype=torch.bfloat16)
         weights = torch.empty(8, 128, 1024, dtype=torch.bfloat16), torch.empty(8, 1024, 1024, dtype=torch.bfloat16)
         bias = torch.empty(8, 1, 1024, dtype=torch.bfloat16)
-        call = partial(routing._classified, query, (weights[0], bias), (weights[1], bias), 8)
-        for name in ("inner", "last"):
-            with patch.object(of_routes, "last" if name == "inner" else "inner", _Launches([])):
-                yield f"classifier, 1,024 units and buckets, {name} layer: {_needs(*_launched(of_routes, name, call))}"
+        by = Classifier((weights[0], bias), (weights[1], bias))
+        whole = torch.empty(8, 1024, 1024, dtype=torch.int8), torch.empty(8, 1024), torch.empty(8, 1024)
+        known = ByColumn(*whole, torch.empty(8, 2))
+        for kind, form in (("", None), (" in bytes", known)):
+            last = "last" if form is None else "last_in_bytes"
+            call = partial(routing._classified, query, by, 8, form, scored=False)
+            for name, other in (("inner", last), (last, "inner")):
+                with patch.object(of_routes, other, _Launches([])):
+                    needs = _needs(*_launched(of_routes, name, call))
+                yield f"classifier{kind}, 1,024 units and buckets, {name} layer: {needs}"
         sizes, edges = torch.zeros(8, 1024, dtype=torch.int64), torch.zeros(8, 1, 1025, dtype=torch.int64)
-        call = partial(
-            routing._visited,
-            torch.empty(8, 1, 1024),
-            sizes,
-            edges,
-            Limits(32),
-            Staged.on(sizes.device, 9, 9),
-            left=False,
-        )
-        yield f"choice of 32 buckets: {_needs(*_launched(of_routes, 'visit', call))}"
+        for kind, scores in (("", torch.empty(8, 1, 1024)), (", by logits", torch.empty(8, 1, 4, 1024))):
+            call = partial(
+                routing._visited, scores, sizes, edges, Limits(32), Staged.on(sizes.device, 9, 9), left=False
+            )
+            yield f"choice of 32 buckets{kind}: {_needs(*_launched(of_routes, 'visit', call))}"
     blocks = torch.empty(4096, 256, 128, dtype=torch.bfloat16)
     given = torch.empty(4096, 256), torch.full((4096,), 256), 0.1, 0.25
     launched = _launched(of_walks, "keep_half", lambda: walk_in_triton._kept(blocks, blocks, *given))

@@ -1,11 +1,15 @@
 """Which buckets queries visit, in Triton: on a GPU where there is one, else under Triton's interpreter."""
 
+import math
+
 import pytest
 import torch
 
+from kvsketch.attention import WeightedTokens
+from kvsketch.kernels.gpu import attention
+from kvsketch.kernels.routing import expect, reference, rounded
 from kvsketch.kernels.routing import in_triton as routing
-from kvsketch.kernels.routing import reference
-from kvsketch.kernels.sources import Classifier, Limits, Staged
+from kvsketch.kernels.sources import Classifier, Entries, Limits, Staged
 from test_gpu_kernels import DEVICE, interpreted  # noqa: F401 (a fixture that all tests here use)
 from test_native import SOME_LIMITS, as_doubles, check_visits
 
@@ -53,3 +57,135 @@ def test_the_classifier_says_what_torch_says(shape, dtype):
     assert torch.equal(found, routing.classify(query, by, heads))
     many = normal(1, heads * group, 65, width)
     assert routing.classify(many, by, heads) is None
+
+
+@pytest.mark.parametrize("limits", [one for one in SOME_LIMITS if one.probes], ids=str)
+def test_buckets_are_chosen_by_logits_as_by_the_probabilities_they_mean(limits):
+    def by_logits(scores, *given, **options):
+        logits = torch.stack([scores, 0.5 * scores, scores.flip(2)], 2)
+        found, right = (form.visit(logits, *given, **options) for form in (routing, reference))
+        assert torch.equal(found[0].length.sum(3), right[0].length.sum(3))
+        assert torch.equal(found[0].begin, right[0].begin)
+        assert torch.equal(found[1], right[1])
+        return routing.visit(scores, *given, **options)
+
+    check_visits(by_logits, limits, DEVICE)
+
+
+@pytest.fixture
+def in_bytes(monkeypatch):
+    """Weights are read in bytes, however few they are; where numbers are interpreted, in float32."""
+    monkeypatch.setattr(routing, "LARGE", -1)
+    monkeypatch.setattr(routing, "ROUNDED", torch.bfloat16 if DEVICE.type == "cuda" else torch.float32)
+
+
+def some_classifier(shape, peaked=1.0):
+    rows, heads, group, queries, width, hidden, buckets = shape
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(*shape, scale=1.0):
+        return (scale * torch.randn(*shape, generator=draw)).to(DEVICE, routing.ROUNDED)
+
+    first = normal(heads, width, hidden, scale=width**-0.5), normal(heads, 1, hidden)
+    second = normal(heads, hidden, buckets, scale=peaked * hidden**-0.5), normal(heads, 1, buckets)
+    return normal(rows, heads * group, queries, width), Classifier(first, second), heads
+
+
+def as_bytes_say(by):
+    """The classifier whose last weights are what their bytes stand for, in float64."""
+    known, true = rounded.by_column(by.last[0], by.inner), as_doubles(by)
+    unit = known.steps[:, None].double() * known.levels[..., None]
+    assert bool(((known.weights.mT * unit - true.last[0]).abs() <= unit * 0.5001).all())
+    return Classifier(true.inner, (known.weights.mT * unit, true.last[1]))
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 2, 4, 1, 64, 112, 300), (2, 3, 2, 3, 20, 64, 33), (1, 1, 4, 4, 32, 256, 130)], ids=str
+)
+@pytest.mark.usefixtures("in_bytes")
+def test_the_classifier_in_bytes_says_what_the_numbers_say_that_they_stand_for(shape):
+    query, by, heads = some_classifier(shape)
+    by.last[0][:, :, 5], by.last[0][:, 7] = 0, 1e-24
+    query[0, 0] = 0
+    right = reference.classify(query.double(), as_bytes_say(by), heads).double()
+    torch.testing.assert_close(routing.classify(query, by, heads).double(), right, rtol=3e-3, atol=1e-7)
+    logits = routing.expect(query, by, heads)
+    torch.testing.assert_close(logits.softmax(4).mean(3).double(), right, rtol=3e-3, atol=1e-7)
+    assert torch.equal(logits, routing.expect(query, by, heads))
+    assert by.noted[routing.NOTE][1].weights.dtype == torch.int8
+
+
+@pytest.mark.parametrize("peaked", [1.0, 8.0])
+@pytest.mark.usefixtures("in_bytes")
+def test_buckets_by_bytes_are_worth_as_much(peaked):
+    query, by, heads = some_classifier((1, 4, 4, 1, 64, 128, 256), peaked)
+    right = reference.classify(query.double(), as_doubles(by), heads)[0, :, 0].double()
+    found = routing.classify(query, by, heads)[0, :, 0]
+    best, chosen = (x.topk(16).indices for x in (right, found))
+    assert right.gather(1, chosen).sum() >= 0.995 * right.gather(1, best).sum()
+    assert (best[..., None] == chosen[:, None]).any(2).float().mean() >= 0.9
+
+
+@pytest.mark.usefixtures("in_bytes")
+def test_bytes_hide_no_numbers_that_are_none():
+    query, by, heads = some_classifier((1, 2, 2, 1, 32, 64, 96))
+    query[0, 1, 0, 7] = math.nan
+    found = routing.classify(query, by, heads)
+    assert found[0, 0].isnan().all()
+    assert found[0, 1].isfinite().all()
+    by.last[0][0, 3] = math.inf
+    assert rounded.by_column(by.last[0], by.inner) is None
+
+
+@pytest.mark.usefixtures("in_bytes")
+def test_a_classifier_whose_tensors_were_moved_is_read_where_it_is_now():
+    query, by, heads = some_classifier((1, 2, 2, 1, 32, 64, 96))
+    before = routing.classify(query, by, heads)
+    for tensor in by.tensors:
+        old = tensor.data
+        tensor.data = old.clone()
+        old.fill_(math.nan)
+    assert torch.equal(routing.classify(query, by, heads), before)
+
+
+def test_bytes_are_read_where_weights_are_many_and_in_the_kind_that_is_rounded(monkeypatch):
+    monkeypatch.setattr(routing, "ROUNDED", torch.float32)
+    for hidden, buckets, asking, wanted in (
+        (256, 160, 4, True), (256, 96, 4, False), (250, 160, 4, False), (256, 160, 17, False), (1040, 64, 4, False),
+    ):  # fmt: skip
+        _, by, _ = some_classifier((1, 1, 1, 1, 16, hidden, buckets))
+        assert (routing._in_bytes(by, asking) is not None) == wanted
+    _, by, _ = some_classifier((1, 1, 1, 1, 16, 256, 160))
+    assert routing._in_bytes(Classifier(None, by.last), 4) is None
+    monkeypatch.setattr(routing.gpu, "recording", lambda device: True)
+    assert routing._in_bytes(by, 4) is None, "a graph would round them at every replay"
+
+
+def test_what_is_expected_is_logits_where_they_are_taken():
+    query, by, heads = some_classifier((1, 2, 4, 1, 32, 64, 96))
+    query, by = query.float(), Classifier(*(tuple(x.float() for x in layer) for layer in (by.inner, by.last)))
+    logits = expect(query, by, heads)
+    assert logits.shape == (1, 2, 1, 4, 96)
+    torch.testing.assert_close(logits.softmax(4).mean(3), routing.classify(query, by, heads))
+
+
+@pytest.mark.parametrize(("queries", "runs"), [(1, 1), (2, 2)])
+def test_attention_reads_what_it_chooses_itself(queries, runs, monkeypatch):
+    draw = torch.Generator().manual_seed(0)
+    query, keys, values, window = (
+        torch.randn(1, *shape, 32, generator=draw).to(DEVICE) for shape in ((4, queries), (2, 900), (2, 900), (2, 70))
+    )
+    lengths = torch.randint(0, 7, (2, runs, 50), generator=draw)
+    edges = (torch.nn.functional.pad(lengths.cumsum(2), (1, 0)) + 400 * torch.arange(runs)[:, None]).to(DEVICE)
+    logits = torch.randn(2, queries, 2, 50, generator=draw).to(DEVICE)
+    given = logits, lengths.sum(1).to(DEVICE), edges, Limits(7, mass=0.3), Staged.on(DEVICE, 850, 9)
+    past, rest = WeightedTokens(keys, values), Entries(WeightedTokens(window, window))
+    segments, count, _ = routing.visit(*given)
+    right = attention.attend(query, [Entries(past, segments=segments), rest], 2, 0.2)
+    monkeypatch.setattr(routing, "DEFERRED", True)
+    choice, read, _ = routing.visit(*given)
+    found = attention.attend(query, [Entries(past, choice=choice), rest], 2, 0.2)
+    assert torch.equal(found.out, right.out)
+    assert torch.equal(read, count)
+    ahead = attention.attend(query, [Entries(past, choice=choice), rest], 2, 0.2, ahead=True)
+    torch.testing.assert_close(ahead.out, right.out)

@@ -36,7 +36,7 @@ class BucketLookup(Lookup):
         self.limits = Limits(config.probes, config.visit, self.mass, self.per_token)
 
     @abstractmethod
-    def ask(self, query: Query, heads: int) -> Float[Tensor, "b h q c"]:
+    def ask(self, query: Query, heads: int) -> Float[Tensor, "b h q *g c"]:
         """How much the queries of a group expect of every bucket, together."""
 
     def check_notes(self, notes: Int64[Tensor, "... n t"]) -> None:
@@ -58,7 +58,7 @@ class Buckets(Index):
         self.counted: Int64[Tensor, "l c"] | None = None  # tokens in those means
         self.ready = False  # there are no runs yet
 
-    def find(self, store: Store, query: Query, asked: Float[Tensor, "l q c"] | None) -> Answer:
+    def find(self, store: Store, query: Query, asked: Float[Tensor, "l q *g c"] | None) -> Answer:
         """Attention over the visited buckets and the staging, and an estimate of the other buckets."""
         if not self.ready:
             return store.read_places(query, None)

@@ -20,7 +20,7 @@ from kvsketch.caches.lookup.config import BucketedConfig
 from kvsketch.caches.lookup.key_index import KeyIndex, LayerIndex, find_index, read_index
 from kvsketch.caches.lookup.store import Lookup
 from kvsketch.kernels.buckets import assign
-from kvsketch.kernels.routing import classify
+from kvsketch.kernels.routing import expect
 
 PREFERENCES = ("mass", "density")
 
@@ -114,10 +114,10 @@ class SaapLookup(BucketLookup):
     def note(self, seen: Seen) -> Int64[Tensor, "b h n t"]:
         return nearest(needed(seen.unrotated, self.config), self._learnt(seen.keys, seen.keys.shape[1]).centroids)
 
-    def ask(self, query: Query, heads: int) -> Float[Tensor, "b h q c"]:
+    def ask(self, query: Query, heads: int) -> Float[Tensor, "b h q *g c"]:
         learnt = self._learnt(query.queries, heads)
         asking = needed(query.unrotated, self.config).detach()
-        return classify(asking, learnt.classifier, heads)
+        return expect(asking, learnt.classifier, heads)
 
 
 def nearest(keys: Float[Tensor, "b h n d"], centroids: Float[Tensor, "h c d"]) -> Int64[Tensor, "b h n 1"]:

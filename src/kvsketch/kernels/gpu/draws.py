@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kvsketch.kernels.gpu.attend import plain
+from kvsketch.kernels.gpu.numbers import plain
 
 # The increment and the two multipliers of `algorithms/draws.py`, as signed integers.
 STEP = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))

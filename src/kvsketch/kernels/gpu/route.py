@@ -10,21 +10,24 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvsketch.kernels.gpu.attend import plain
+from kvsketch.kernels.gpu.choice import NOTHING, choose, probability, touch
+from kvsketch.kernels.gpu.numbers import plain
 
-NOTHING = tl.constexpr(float("-inf"))
-LEAST = tl.constexpr(-(1 << 63))  # behind everything, whatever it is worth
-LEAST_BITS = tl.constexpr(-(1 << 31))
+MOST, TINY = tl.constexpr(127 * 128), tl.constexpr(1e-30)  # the largest whole number in two bytes, of 8 and of 7 bits
 
 
 @triton.jit
 def inner(
-    query, first, first_bias, hidden,  # where they begin
+    query, first, first_bias, hidden, levels, bounds, unit,  # where they begin
     query_strides, count,  # by row, head and step
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr,
-    ROWS: tl.constexpr, KEY_BLOCK: tl.constexpr, SLICE: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, KEY_BLOCK: tl.constexpr, SLICE: tl.constexpr, BYTES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Some units of the inner layer, for all queries of a group."""
+    """Some units of the inner layer, for all queries of a group.
+
+    `BYTES`: times their levels, as whole numbers in two bytes, of a unit that the length of a query alone bounds: so it
+    is the same for all slices.
+    """
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()  # not sooner: all kernels before this one are done when the next one begins
@@ -41,12 +44,24 @@ def inner(
     bias = tl.load(first_bias + head * HIDDEN + units, mask=there, other=0.0).to(tl.float32)
     asked = _asked(query, lane, query_strides, count, HEADS, GROUP, WIDTH, ROWS, KEY_BLOCK)
     found = tl.dot(asked.to(weights.dtype), weights, input_precision="ieee") + bias[None, :]
-    own = hidden + lane.to(tl.int64) * GROUP * count * HIDDEN
-    tl.store(
-        own + rows[:, None] * HIDDEN + units[None, :],
-        tl.maximum(found, 0.0).to(hidden.dtype.element_ty),
-        mask=real[:, None] & there[None, :],
-    )
+    own = lane.to(tl.int64) * GROUP * count
+    store = real[:, None] & there[None, :]
+    to = rows[:, None] * HIDDEN + units[None, :]
+    found = tl.maximum(found, 0.0)
+    if BYTES:
+        level = tl.load(levels + head * HIDDEN + units, mask=there, other=0.0)
+        length = tl.sqrt(tl.sum(asked.to(tl.float32) * asked.to(tl.float32), 1))
+        each = (length * tl.load(bounds + 2 * head) + tl.load(bounds + 2 * head + 1)) / MOST + TINY
+        expected = found * level[None, :] / each[:, None]
+        whole = tl.floor(tl.where(expected < MOST + 64, expected, 0.0) + 0.5).to(tl.int32)  # `each` says what is none
+        high = (whole + 64) >> 7
+        hidden += 2 * own * HIDDEN
+        tl.store(hidden + to, high.to(tl.int8), mask=store)
+        tl.store(hidden + GROUP * count * HIDDEN + to, (whole - high * 128).to(tl.int8), mask=store)
+        if part == 0:
+            tl.store(unit + own + rows, each, mask=real)
+    else:
+        tl.store(hidden + own * HIDDEN + to, found.to(hidden.dtype.element_ty), mask=store)
 
 
 @triton.jit
@@ -55,9 +70,9 @@ def last(
     query_strides, count,  # by row, head and step
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, BUCKETS: tl.constexpr,
     ROWS: tl.constexpr, KEY_BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, SLICE: tl.constexpr, SLICES: tl.constexpr,
-    BUCKET_BLOCK: tl.constexpr, GROUP_BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    BUCKET_BLOCK: tl.constexpr, GROUP_BLOCK: tl.constexpr, SCORED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Mean probability of every bucket over the queries of a group."""
+    """Logits of some buckets."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -83,22 +98,87 @@ def last(
         found += _last_layer(asked, weights, tl.arange(0, KEY_BLOCK), buckets, WIDTH, BUCKETS)
     found += tl.load(bias + head * BUCKETS + buckets, mask=there, other=0.0).to(tl.float32)[None, :]
     own = logits + lane.to(tl.int64) * GROUP * count * BUCKETS
-    tl.store(own + rows[:, None] * BUCKETS + buckets[None, :], found, mask=real[:, None] & there[None, :])
+    _keep(own, found, buckets, count, GROUP, BUCKETS, ROWS)
+    if SCORED:
+        _score(own, scores, done, lane, count, GROUP, GROUP_BLOCK, BUCKETS, BUCKET_BLOCK, SLICES)
 
+
+@triton.jit
+def _keep(logits, found, buckets, count, GROUP: tl.constexpr, BUCKETS: tl.constexpr, ROWS: tl.constexpr):
+    """Write a lane's logits, step by step."""
+    rows = tl.arange(0, ROWS)
+    to = (rows % count * GROUP + rows // count)[:, None] * BUCKETS + buckets[None, :]
+    tl.store(logits + to, found, mask=(rows < GROUP * count)[:, None] & (buckets < BUCKETS)[None, :])
+
+
+@triton.jit
+def _score(
+    logits, scores, done, lane, count,
+    GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, BUCKETS: tl.constexpr, BUCKET_BLOCK: tl.constexpr,
+    SLICES: tl.constexpr,
+):  # fmt: skip
+    """The last program of a lane turns logits into the mean probability of every bucket over a group."""
     tl.debug_barrier()  # all that this program has stored, before it says so
     if tl.atomic_add(done + lane, 1, sem="acq_rel") == SLICES - 1:
         tl.store(done + lane, 0)  # for the next call
-        numbers, every = tl.arange(0, GROUP_BLOCK), tl.arange(0, BUCKET_BLOCK)
-        asking, held = numbers < GROUP, every < BUCKETS
+        every = tl.arange(0, BUCKET_BLOCK)
         for step in range(count):
-            at = own + (numbers[:, None] * count + step) * BUCKETS + every[None, :]
-            logit = tl.load(at, mask=asking[:, None] & held[None, :], other=NOTHING)
-            highest = tl.where(asking, tl.max(logit, 1), 0.0)
-            share = tl.exp(logit - highest[:, None])
-            mass = tl.where(asking, tl.sum(share, 1), 1.0)
-            total = tl.sum(share / mass[:, None], 0)
-            to = scores + (lane.to(tl.int64) * count + step) * BUCKETS + every
-            tl.store(to, total / GROUP, mask=held)
+            total = probability(logits, step, GROUP, GROUP_BLOCK, BUCKETS, BUCKET_BLOCK)
+            tl.store(scores + (lane.to(tl.int64) * count + step) * BUCKETS + every, total, mask=every < BUCKETS)
+
+
+@triton.jit
+def last_in_bytes(
+    pairs, unit, weights, steps, bias, logits, scores, done,  # where they begin
+    count,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HIDDEN: tl.constexpr, BUCKETS: tl.constexpr, ROWS: tl.constexpr,
+    DEEP: tl.constexpr, SLICE: tl.constexpr, SLICES: tl.constexpr, BUCKET_BLOCK: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr, SCORED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Logits of some buckets; products are of bytes, and their sums exact.
+
+    All weights are on their way before the inner layer is waited for, which has waited for those who write weights.
+    """
+    lane, part = tl.program_id(0), tl.program_id(1)
+    head = (lane % HEADS).to(tl.int64)
+    buckets, units = part * SLICE + tl.arange(0, SLICE), tl.arange(0, DEEP)
+    there, inside = buckets < BUCKETS, units < HIDDEN
+    some = tl.load(
+        weights + (head * BUCKETS + buckets[:, None]) * HIDDEN + units[None, :],
+        mask=there[:, None] & inside[None, :],
+        other=0,
+    )
+    step = tl.load(steps + head * BUCKETS + buckets, mask=there, other=0.0)
+    beside = tl.load(bias + head * BUCKETS + buckets, mask=there, other=0.0).to(tl.float32)
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    asking = GROUP * count
+    own, rows = lane.to(tl.int64) * asking, tl.arange(0, ROWS)
+    both = tl.arange(0, 2 * ROWS)
+    given = tl.load(
+        pairs + (2 * own + both // ROWS * asking + both % ROWS)[:, None] * HIDDEN + units[None, :],
+        mask=(both % ROWS < asking)[:, None] & inside[None, :],
+        other=0,
+    )
+    real = rows < asking
+    each = tl.load(unit + own + rows, mask=real, other=0.0)
+    sums = _in_two(given, some, ROWS, DEEP, SLICE).to(tl.float32)
+    found = tl.sum(tl.reshape(sums * tl.where(both < ROWS, 128.0, 1.0)[:, None], [2, ROWS, SLICE]), 0)
+    found = found * each[:, None] * step[None, :] + beside[None, :]
+    logits += own * BUCKETS
+    _keep(logits, found, buckets, count, GROUP, BUCKETS, ROWS)
+    if SCORED:
+        _score(logits, scores, done, lane, count, GROUP, GROUP_BLOCK, BUCKETS, BUCKET_BLOCK, SLICES)
+
+
+@triton.jit
+def _in_two(given, weights, ROWS: tl.constexpr, DEEP: tl.constexpr, SLICE: tl.constexpr):
+    """Products over the first half of the units and over the second, which need not wait for one another."""
+    low, high = tl.split(tl.permute(tl.reshape(given, [2 * ROWS, 2, DEEP // 2]), (0, 2, 1)))
+    first, second = tl.split(tl.permute(tl.reshape(weights, [SLICE, 2, DEEP // 2]), (0, 2, 1)))
+    found = tl.dot(low, tl.trans(first), out_dtype=tl.int32)
+    return found + tl.dot(high, tl.trans(second), out_dtype=tl.int32)
 
 
 @triton.jit
@@ -128,103 +208,29 @@ def _last_layer(given, weights, units, buckets, INNER: tl.constexpr, BUCKETS: tl
 def visit(
     scores, sizes, edges, staged_at, begin, length, read, left,  # where they begin
     queries, runs, most, mass,
+    GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr,
     PROBES: tl.constexpr, BUCKETS: tl.constexpr, BUCKET_BLOCK: tl.constexpr, PLACES: tl.constexpr,
-    PER_TOKEN: tl.constexpr, LIMITS: tl.constexpr, LEFT: tl.constexpr, EARLY: tl.constexpr,
+    CHOSEN: tl.constexpr, TRIALS: tl.constexpr, PER_TOKEN: tl.constexpr, LIMITS: tl.constexpr, LEFT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Runs of the buckets that one query visits; `LIMITS`: 1 tokens, 2 a share of all, 4 mass."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
+    """Runs of the buckets that one query visits, see `choose`."""
     number = tl.program_id(0).to(tl.int64)
     lane = number // queries
     runs = plain(runs)
-    staged_from, staged = tl.load(staged_at), tl.load(staged_at + 1)
-    width = PROBES * runs + 1
-    begin += number * width
-    length += number * width
-    every = tl.arange(0, BUCKET_BLOCK)
-    there = every < BUCKETS
-    score = tl.load(scores + number * BUCKETS + every, mask=there, other=0.0)
-    size = tl.load(sizes + lane * BUCKETS + every, mask=there, other=0)
-    bits = _worth(score, size, PER_TOKEN)
-    if PLACES <= 64:
-        # The least bits that are taken lie between the least of so many blocks' largest and the largest of all: halved
-        # until as many are above as are wanted; then those that are taken, closely packed, in any order.
-        bits = tl.where(there, bits, LEAST_BITS)
-        largest = tl.max(tl.reshape(bits, [PLACES, BUCKET_BLOCK // PLACES]), 1)
-        least = tl.min(largest, 0).to(tl.int64)
-        beyond = tl.max(largest, 0).to(tl.int64) + 1
-        while beyond - least > 1:
-            trial = least + (beyond - least) // 2
-            count = tl.sum((bits >= trial.to(tl.int32)).to(tl.int32), 0)
-            least = tl.where(count == PROBES, trial - 1, tl.where(count > PROBES, trial, least))
-            beyond = tl.where(count == PROBES, trial, tl.where(count > PROBES, beyond, trial))
-        least = least.to(tl.int32)
-        above, equal = (bits > least).to(tl.int32), (there & (bits == least)).to(tl.int32)
-        wanted = PROBES - tl.sum(above, 0)
-        above_to, equal_to = tl.cumsum(above, 0), tl.cumsum(equal, 0)
-        chosen = (above > 0) | ((equal > 0) & (equal_to <= wanted))
-        tl.store(begin + above_to + tl.minimum(equal_to, wanted) - 1, every.to(tl.int64), mask=chosen)
-        tl.debug_barrier()
-        places = tl.arange(0, PLACES)
-        listed = places < PROBES
-        taken = listed
-        bucket = tl.load(begin + places, mask=taken, other=0)
-        tl.debug_barrier()  # what is there is overwritten
-        tokens = tl.load(sizes + lane * BUCKETS + bucket, mask=taken, other=0)
-        expected = tl.load(scores + number * BUCKETS + bucket, mask=taken, other=0.0)
-        order = (_worth(expected, tokens, PER_TOKEN).to(tl.int64) << 32) + (BUCKET_BLOCK - 1 - bucket)
-        order = tl.where(taken, order, LEAST)  # of equal ones the earlier comes first
-        upto = (order[None, :] >= order[:, None]) & taken[None, :]  # who comes before whom, or is the same
-        at = tl.sum(upto.to(tl.int32), 1) - 1
-        if LIMITS & 3:
-            enough = most * tl.sum(size, 0).to(tl.float32) if LIMITS & 2 else most
-            taken &= (tl.sum(tl.where(upto, tokens[None, :], 0), 1).to(tl.float32) <= enough) | (at == 0)
-        if LIMITS & 4:
-            taken &= (tl.sum(tl.where(upto, expected[None, :], 0.0), 1) - expected < mass) | (at == 0)
-    else:
-        order = (bits.to(tl.int64) << 32) + (BUCKET_BLOCK - 1 - every)
-        order = tl.where(there, order, LEAST)
-        ranked = tl.sort(order, descending=True)
-        bucket = BUCKET_BLOCK - 1 - (ranked & 0xFFFFFFFF)
-        at = every
-        listed = every < PROBES  # there are as many
-        taken = listed
-        bucket = tl.where(taken, bucket, 0)
-        tokens = tl.load(sizes + lane * BUCKETS + bucket, mask=taken, other=0)
-        if LIMITS & 3:
-            enough = most * tl.sum(size, 0).to(tl.float32) if LIMITS & 2 else most
-            taken &= (tl.cumsum(tokens, 0).to(tl.float32) <= enough) | (every == 0)
-        if LIMITS & 4:
-            expected = tl.load(scores + number * BUCKETS + bucket, mask=every < PROBES, other=0.0)
-            taken &= (tl.cumsum(expected, 0) - expected < mass) | (every == 0)
-
-    for run in range(runs):
-        edge = edges + (lane * runs + run) * (BUCKETS + 1) + bucket
-        start = tl.load(edge, mask=listed, other=0)
-        stop = tl.load(edge + 1, mask=taken, other=0)
-        long = tl.where(taken, stop - start, 0)
-        tl.store(begin + run * PROBES + at, start, mask=listed)
-        tl.store(length + run * PROBES + at, long, mask=listed)
-    tl.store(begin + width - 1, staged_from)
-    tl.store(length + width - 1, staged)
-    tl.store(read + number, tl.sum(tl.where(taken, tokens, 0), 0) + staged)
+    if EARLY:
+        touch(edges + lane * runs * (BUCKETS + 1), runs, BUCKETS, BUCKET_BLOCK)
+        touch(sizes + lane * BUCKETS, 1, BUCKETS, BUCKET_BLOCK)
+        gdc_wait()
+        gdc_launch_dependents()
+    own = number * (PROBES * runs + 1)
+    count, size, bucket, taken = choose(
+        scores, sizes, edges, staged_at, begin + own, length + own, number, queries, runs, most, mass,
+        GROUP, GROUP_BLOCK, PROBES, BUCKETS, BUCKET_BLOCK, PLACES, CHOSEN, TRIALS, PER_TOKEN, LIMITS,
+    )  # fmt: skip
+    tl.store(read + number, count)
     if LEFT:
+        every = tl.arange(0, BUCKET_BLOCK)
         weight = tl.where(size > 0, tl.log(tl.maximum(size, 1).to(tl.float32)), NOTHING)
-        tl.store(left + number * BUCKETS + every, weight, mask=there)
+        tl.store(left + number * BUCKETS + every, weight, mask=every < BUCKETS)
         tl.debug_barrier()  # those of what is visited come after
         tl.store(left + number * BUCKETS + bucket, bucket * 0.0 + NOTHING, mask=taken)
-
-
-@triton.jit
-def _worth(score, size, PER_TOKEN: tl.constexpr):
-    """What buckets are worth, as numbers in that order: more is larger.
-
-    The bits of numbers from 0 on are in the order of their size, those of numbers below 0 in the other.
-    """
-    worth = score
-    if PER_TOKEN:
-        each = tl.div_rn(score, tl.maximum(size, 1).to(tl.float32))  # as torch rounds it
-        worth = tl.where(size > 0, each, 0.0)
-    bits = tl.where(worth == 0.0, 0.0, worth).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)

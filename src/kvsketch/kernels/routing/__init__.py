@@ -18,8 +18,17 @@ def classify(query: Float[Tensor, "b hg q d"], by: Classifier, heads: int) -> Fl
     return reference.classify(query, by, heads)
 
 
+def expect(query: Float[Tensor, "b hg q d"], by: Classifier, heads: int) -> Float[Tensor, "b h q *g c"]:
+    """The same, or what the mean is taken of where `visit` takes it: logits of each query of a group."""
+    if query.device.type == "cpu" and (found := native.classify(query, by, heads)) is not None:
+        return found
+    if (found := in_triton.expect(query, by, heads)) is not None:
+        return found
+    return reference.classify(query, by, heads)
+
+
 def visit(
-    scores: Float[Tensor, "l q c"],
+    scores: Float[Tensor, "l q *g c"],
     sizes: Int64[Tensor, "l c"],
     edges: Int64[Tensor, "l r c_1"],
     limits: Limits,
@@ -29,6 +38,7 @@ def visit(
 ) -> tuple[Segments | Choice, Int64[Tensor, "1 l q"], Float[Tensor, "l q c"] | None]:
     """Runs of the buckets that each query visits, and of what is staged; how many entries they are.
 
+    `scores`: what it expects of each, or logits of the queries of a group, of which it is the mean probability.
     `edges` say where each run's buckets begin. With `left` the logs of the sizes of the other buckets too. Where the
     runs are a choice that is still to be made, so are these numbers.
     """
@@ -38,4 +48,4 @@ def visit(
     return reference.visit(scores, sizes, edges, limits, staged, left=left)
 
 
-__all__ = ["classify", "visit"]
+__all__ = ["classify", "expect", "visit"]

@@ -1,4 +1,6 @@
-"""Which buckets queries visit, in Triton: classifier and choice, a launch each. `gpu/route.py` has the kernels."""
+"""Which buckets queries visit, in Triton: `gpu/route.py` has the kernels, two for a classifier, one for the choice."""
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -6,16 +8,33 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from kvsketch.kernels import gpu
-from kvsketch.kernels.sources import Classifier, Limits, Segments, Staged
+from kvsketch.kernels.routing.rounded import ByColumn, by_column
+from kvsketch.kernels.sources import Choice, Classifier, Limits, Segments, Staged
 
 MOST_ROWS = 64  # of a group's queries together
 MOST_BUCKETS = 4096
 SLICE = 64  # units or buckets of a program
 AT_ONCE, STAGES = 128, 4  # units of a round, and rounds under way
+MOST_CHOSEN, TRIALS = 64, 8  # buckets that are not sorted for, and how finely their least worth is looked for at once
+BYTE_WARPS, CHOICE_WARPS = 8, 4
+DEFERRED = False  # whether attention chooses the runs itself
+NOTE = "in bytes for Triton"
+# Bytes of the last layer's weights for a KV head above which they are rounded, if they are in such numbers; and for how
+# many units and queries of a group registers have room.
+LARGE, ROUNDED, MOST_UNITS, MOST_ASKING = 1 << 17, torch.bfloat16, 1024, 16
 
 
 def classify(query: Float[Tensor, "b hg q d"], by: Classifier, heads: int) -> Float[Tensor, "b h q c"] | None:
     """See `routing/__init__.py`."""
+    return _expected(query, by, heads, scored=True)
+
+
+def expect(query: Float[Tensor, "b hg q d"], by: Classifier, heads: int) -> Float[Tensor, "b h q g c"] | None:
+    """See `routing/__init__.py`."""
+    return _expected(query, by, heads, scored=False)
+
+
+def _expected(query: Tensor, by: Classifier, heads: int, *, scored: bool) -> Tensor | None:
     if not gpu.wanted_on(query.device):
         return None
     _, query_heads, count, width = query.shape
@@ -29,52 +48,86 @@ def classify(query: Float[Tensor, "b hg q d"], by: Classifier, heads: int) -> Fl
         return None
     if len({x.dtype for x in there}) > 1 or not gpu.works("routing", query.device, there[-1].dtype, _check):
         return None
+    known = _in_bytes(by, rows)
     what = f"a classifier of {there[-1].dtype} × {width}, {[tuple(x.shape[1:]) for x in there]}, {rows} rows"
-    return gpu.tried(what, query.device, lambda: _classified(query, by, heads))
+    what += " in bytes" * (known is not None)
+    return gpu.tried(what, query.device, lambda: _classified(query, by, heads, known, scored=scored))
 
 
-def _classified(query: Tensor, by: Classifier, heads: int) -> Tensor:
+def _in_bytes(by: Classifier, asking: int) -> ByColumn | None:
+    """Its last layer in bytes, if that pays; noted, and not made while a graph is recorded."""
+    weights = by.last[0]
+    if by.inner is None or weights.dtype != ROUNDED or weights[0].nbytes <= LARGE or asking > MOST_ASKING:
+        return None
+    if weights.shape[1] % 16 or weights.shape[1] > MOST_UNITS:
+        return None
+    at, noted = [x.data_ptr() for x in by.tensors], by.noted.get(NOTE)
+    if noted is None or noted[0] != at:  # torch may move a tensor, as to share it with a process
+        if gpu.recording(weights.device):
+            return None
+        noted = by.noted[NOTE] = at, by_column(weights, by.inner)
+    found: ByColumn | None = noted[1]
+    return found
+
+
+def _classified(query: Tensor, by: Classifier, heads: int, known: ByColumn | None, *, scored: bool) -> Tensor:
+    """Logits of every query of a group; with `scored` mean probabilities instead."""
     inner, last = by.inner, by.last
     rows, query_heads, count, width = query.shape
     hidden, buckets = last[0].shape[1:]
     group, device = query_heads // heads, query.device
-    lanes, asking, slices = rows * heads, query_heads // heads * count, -(-buckets // SLICE)
-    logits = torch.empty(lanes, asking, buckets, dtype=torch.float32, device=device)
-    scores = torch.empty(rows, heads, count, buckets, dtype=torch.float32, device=device)
+    lanes, asking, slices = rows * heads, group * count, -(-buckets // SLICE)
+    logits = torch.empty(rows, heads, count, group, buckets, dtype=torch.float32, device=device)
+    scores = torch.empty(rows, heads, count, buckets, dtype=torch.float32, device=device) if scored else logits
     units = query if inner is None else torch.empty(lanes, asking, hidden, dtype=last[0].dtype, device=device)
+    levels = bounds = unit = units
+    if known is not None:
+        levels, bounds = known.levels, known.bounds
+        units = torch.empty(lanes, 2, asking, hidden, dtype=torch.int8, device=device)
+        unit = torch.empty(lanes, asking, dtype=torch.float32, device=device)
     shared = {
-        "HEADS": heads, "GROUP": group, "WIDTH": width, "HIDDEN": 0 if inner is None else hidden, "SLICE": SLICE,
-        "ROWS": gpu.power_of_two(asking, 16), "KEY_BLOCK": gpu.power_of_two(width, 16), "num_warps": 4,
-        **gpu.early(device),
+        "HEADS": heads, "GROUP": group, "HIDDEN": 0 if inner is None else hidden, "SLICE": SLICE, **gpu.early(device),
+    }  # fmt: skip
+    of_queries = {"WIDTH": width, "ROWS": gpu.power_of_two(asking, 16), "KEY_BLOCK": gpu.power_of_two(width, 16)}
+    of_buckets = {
+        "BUCKETS": buckets, "SLICES": slices, "BUCKET_BLOCK": gpu.power_of_two(buckets), "SCORED": scored,
+        "GROUP_BLOCK": gpu.power_of_two(group),
     }  # fmt: skip
     from kvsketch.kernels.gpu import route
 
     with gpu.current(device):
+        done = gpu.counters(lanes, device) if scored else scores
         if inner is not None:
             route.inner[(lanes, -(-hidden // SLICE))](
-                query, *inner, units, query.stride()[:3], count, **shared, num_stages=2
-            )
-        route.last[(lanes, slices)](
-            *(query, units, *last, logits, scores, gpu.counters(lanes, device)), query.stride()[:3], count, **shared,
-            BUCKETS=buckets, AT_ONCE=AT_ONCE, SLICES=slices, BUCKET_BLOCK=gpu.power_of_two(buckets),
-            GROUP_BLOCK=gpu.power_of_two(group), num_stages=STAGES,
-        )  # fmt: skip
+                *(query, *inner, units, levels, bounds, unit), query.stride()[:3], count, **shared, **of_queries,
+                BYTES=known is not None, num_warps=4, num_stages=2,
+            )  # fmt: skip
+        if known is None:
+            route.last[(lanes, slices)](
+                *(query, units, *last, logits, scores, done), query.stride()[:3], count, **shared, **of_queries,
+                **of_buckets, AT_ONCE=AT_ONCE, num_warps=4, num_stages=STAGES,
+            )  # fmt: skip
+        else:
+            route.last_in_bytes[(lanes, slices)](
+                *(units, unit, known.weights, known.steps, last[1], logits, scores, done), count, **shared,
+                **of_buckets, ROWS=gpu.power_of_two(asking, 8), DEEP=gpu.power_of_two(hidden, 64), num_warps=BYTE_WARPS,
+            )  # fmt: skip
     return scores
 
 
 def visit(
-    scores: Float[Tensor, "l q c"],
+    scores: Float[Tensor, "l q *g c"],
     sizes: Int64[Tensor, "l c"],
     edges: Int64[Tensor, "l r c_1"],
     limits: Limits,
     staged: Staged,
     *,
     left: bool = False,
-) -> tuple[Segments, Int64[Tensor, "1 l q"], Float[Tensor, "l q c"] | None] | None:
-    """See `routing/__init__.py`."""
+) -> tuple[Segments | Choice, Int64[Tensor, "1 l q"], Float[Tensor, "l q c"] | None] | None:
+    """See `routing/__init__.py`. Where `DEFERRED`, runs are chosen by every program that reads them: a launch less."""
     if not gpu.wanted_on(scores.device):
         return None
-    queries, buckets = scores.shape[1:]
+    queries, buckets = scores.shape[1], scores.shape[-1]
     if scores.dtype != torch.float32 or not all(x.is_contiguous() for x in (scores, sizes, edges)):
         return None
     if (
@@ -87,33 +140,79 @@ def visit(
         return None
     if not gpu.works("routing", scores.device, torch.float32, _check):
         return None
+    if scores.dim() == 4 and limits.probes > MOST_CHOSEN:
+        scores = scores.softmax(3).mean(2)
+    if DEFERRED and not left and limits.probes <= MOST_CHOSEN:
+        asked = _asked(scores, sizes, edges, limits, staged)
+        return Choice(asked.made, asked), asked.read, None
     return gpu.tried(
-        f"the choice among {buckets} buckets, {limits}, {left}",
+        f"the choice among {buckets} buckets, {scores.shape[2:]}, {limits}, {left}",
         scores.device,
         lambda: _visited(scores, sizes, edges, limits, staged, left),
     )
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a choice goes by: scores or logits, where buckets begin, the limits; and where it says what is read."""
+
+    scores: Tensor
+    sizes: Tensor
+    edges: Tensor
+    limits: Limits
+    staged: Staged
+    read: Tensor
+
+    @property
+    def probes(self) -> int:
+        """Buckets that are visited at most."""
+        return min(self.limits.probes, self.scores.shape[-1])
+
+    def given(self) -> tuple[tuple[Tensor, ...], tuple[int | float, ...]]:
+        """For a kernel: tensors, and numbers."""
+        limits = self.limits
+        tensors = self.scores, self.sizes, self.edges, self.staged.at, self.read
+        return tensors, (gpu.odd(self.edges.shape[1]), float(limits.visit or 0.0), float(limits.mass or 0.0))
+
+    def options(self) -> dict[str, int]:
+        """For a kernel: what is compiled in, in the order of `choose`."""
+        limits, buckets = self.limits, self.scores.shape[-1]
+        group = self.scores.shape[2] if self.scores.dim() == 4 else 0
+        kinds = (0 if limits.visit is None else 1 + isinstance(limits.visit, float)) + 4 * (limits.mass is not None)
+        return {
+            "GROUP": group, "GROUP_BLOCK": gpu.power_of_two(group), "PROBES": self.probes, "BUCKETS": buckets,
+            "BUCKET_BLOCK": gpu.power_of_two(buckets), "PLACES": gpu.power_of_two(self.probes), "CHOSEN": MOST_CHOSEN,
+            "TRIALS": TRIALS, "PER_TOKEN": int(limits.per_token), "LIMITS": kinds,
+        }  # fmt: skip
+
+    def made(self, others: Tensor | None = None) -> Segments:
+        """The runs, now; and the logs of the sizes of other buckets."""
+        lanes, queries = self.scores.shape[:2]
+        width = self.probes * self.edges.shape[1] + 1
+        begin, length = torch.empty(2, 1, lanes, queries, width, dtype=torch.int64, device=self.read.device).unbind()
+        (*tensors, read), numbers = self.given()
+        from kvsketch.kernels.gpu.route import visit as kernel
+
+        with gpu.current(self.read.device):
+            kernel[(lanes * queries,)](
+                *(*tensors, begin, length, read, read if others is None else others), queries, *numbers,
+                **self.options(), LEFT=others is not None, num_warps=CHOICE_WARPS, **gpu.early(read.device),
+            )  # fmt: skip
+        return Segments(begin, length)
+
+
+def _asked(scores: Tensor, sizes: Tensor, edges: Tensor, limits: Limits, staged: Staged) -> Asked:
+    read = torch.empty(1, *scores.shape[:2], dtype=torch.int64, device=scores.device)
+    return Asked(scores, sizes, edges, limits, staged, read)
+
+
 def _visited(
     scores: Tensor, sizes: Tensor, edges: Tensor, limits: Limits, staged: Staged, left: bool
 ) -> tuple[Segments, Tensor, Tensor | None]:
-    lanes, queries, buckets = scores.shape
-    probes, runs, device = min(limits.probes, buckets), edges.shape[1], scores.device
-    kinds = (0 if limits.visit is None else 1 + isinstance(limits.visit, float)) + 4 * (limits.mass is not None)
-    begin, length = torch.empty(2, 1, lanes, queries, probes * runs + 1, dtype=torch.int64, device=device).unbind()
-    read = torch.empty(1, lanes, queries, dtype=torch.int64, device=device)
-    others = torch.empty_like(scores) if left else None
-    from kvsketch.kernels.gpu.route import visit as kernel
-
-    with gpu.current(device):
-        kernel[(lanes * queries,)](
-            *(scores, sizes, edges, staged.at, begin, length, read, scores if others is None else others),
-            *(queries, gpu.odd(runs)),
-            *(float(limits.visit or 0.0), float(limits.mass or 0.0)),
-            PROBES=probes, BUCKETS=buckets, BUCKET_BLOCK=gpu.power_of_two(buckets), PLACES=gpu.power_of_two(probes),
-            PER_TOKEN=limits.per_token, LIMITS=kinds, LEFT=left, num_warps=4, **gpu.early(device),
-        )  # fmt: skip
-    return Segments(begin, length), read, others
+    asked = _asked(scores, sizes, edges, limits, staged)
+    lanes, queries, buckets = scores.shape[0], scores.shape[1], scores.shape[-1]
+    others = torch.empty(lanes, queries, buckets, dtype=torch.float32, device=scores.device) if left else None
+    return asked.made(others), asked.read, others
 
 
 def _check(device: torch.device, dtype: torch.dtype) -> None:
@@ -123,14 +222,16 @@ def _check(device: torch.device, dtype: torch.dtype) -> None:
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=draw, device="cpu").to(device, dtype)
 
-    query, first, second = normal(1, 4, 1, 128), normal(2, 128, 200) / 8, normal(2, 200, 300) / 8
-    biases = normal(2, 1, 200), normal(2, 1, 300)
+    query, first, second = normal(1, 4, 1, 128), normal(2, 128, 208) / 8, normal(2, 208, 300) / 8
+    biases = normal(2, 1, 208), normal(2, 1, 300)
     asked = [x.double() for x in (query.view(1, 2, 2, 128), first, biases[0], second, biases[1])]
     inner = torch.relu(torch.einsum("bhgd,hdk->bhgk", asked[0], asked[1]) + asked[2])
     right = torch.softmax(torch.einsum("bhgk,hkc->bhgc", inner, asked[3]) + asked[4], 3).mean(2, keepdim=True)
-    found = _classified(query, Classifier((first, biases[0]), (second, biases[1])), 2)
-    most = 1e-4 if dtype == torch.float32 else 0.05
-    torch.testing.assert_close(found.double(), right, rtol=most, atol=most * float(right.max()))
+    layers = (first, biases[0]), (second, biases[1])
+    for known in (None, by_column(second, layers[0])):
+        found = _classified(query, Classifier(*layers), 2, known, scored=True)
+        most = 1e-4 if dtype == torch.float32 and known is None else 0.05
+        torch.testing.assert_close(found.double(), right, rtol=most, atol=most * float(right.max()))
     sizes = torch.randint(0, 9, (2, 300), generator=draw, device="cpu").to(device)
     edges = F.pad(sizes.cumsum(1), (1, 0))[:, None].contiguous()
     for middle in (0.0, right.median()):  # probabilities, and numbers of which half are below 0

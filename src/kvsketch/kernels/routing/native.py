@@ -51,7 +51,7 @@ def classify(query: Float[Tensor, "b hg q d"], by: Classifier, heads: int) -> Fl
 
 
 def visit(
-    scores: Float[Tensor, "l q c"],
+    scores: Float[Tensor, "l q *g c"],
     sizes: Int64[Tensor, "l c"],
     edges: Int64[Tensor, "l r c_1"],
     limits: Limits,
@@ -61,7 +61,9 @@ def visit(
 ) -> tuple[Choice, Int64[Tensor, "1 l q"], Float[Tensor, "l q c"] | None] | None:
     """See `routing/__init__.py`. The numbers are there when the runs are: once they were read."""
     library = native.library_for(scores)
-    if library is None or scores.dtype != torch.float32 or not all(x.is_contiguous() for x in (scores, sizes, edges)):
+    if library is None or scores.dtype != torch.float32 or scores.dim() > 3:
+        return None
+    if not all(x.is_contiguous() for x in (scores, sizes, edges)):
         return None
     lanes, queries, buckets = scores.shape
     read = native.room(1, lanes, queries, dtype=torch.int64)

@@ -57,7 +57,7 @@ def choose(scores: Float[Tensor, "*l q c"], sizes: Int64[Tensor, "*l c"], limits
 
 
 def visit(
-    scores: Float[Tensor, "l q c"],
+    scores: Float[Tensor, "l q *g c"],
     sizes: Int64[Tensor, "l c"],
     edges: Int64[Tensor, "l r c_1"],
     limits: Limits,
@@ -66,6 +66,7 @@ def visit(
     left: bool = False,
 ) -> tuple[Segments, Int64[Tensor, "1 l q"], Float[Tensor, "l q c"] | None]:
     """See `routing/__init__.py`."""
+    scores = scores.softmax(3).mean(2) if scores.dim() == 4 else scores
     visited = choose(scores, sizes, limits)
     lanes, queries, buckets = scores.shape
     wide = edges[:, None].expand(-1, queries, -1, -1)
