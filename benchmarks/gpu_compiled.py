@@ -95,7 +95,9 @@ def _choosing() -> Iterator[str]:
     calls: dict[str, tuple[Any, Callable[[], Any]]] = {
         "copy": (of_places, partial(placed._copied, keys, index)),
         "number": (of_places, partial(placed._numbered, there)),
+        "least": (of_places, partial(placed._least, torch.empty(8, 16_384, dtype=torch.float64), 2048)),
         "towards": (of_directions, partial(directed._towards, keys, mean)),
+        "total": (of_directions, partial(directed._total, keys)),
     }
     for name, (module, call) in calls.items():
         yield f"choosing, {name}: {_needs(*_launched(module, name, call))}"

@@ -248,6 +248,20 @@ def test_places_are_copied_and_numbered_as_by_torch(shape, dtype):
     assert places_in_triton.in_front(there[:, :0]) is None
 
 
+def test_the_least_are_numbered_first_as_by_torch():
+    draw = torch.Generator().manual_seed(9)
+    x = torch.randn(5, places_in_triton.COUNTED + 70, generator=draw, dtype=torch.float64)
+    x[1], x[2], x[3] = x[1].round(), 0.0, x[3] * 1e-300
+    x[2, ::3], x[4, 7::90], x[4, :5] = -0.0, torch.nan, -torch.inf
+    x = x.to(DEVICE)
+    for some in (x, x[:4, :60].contiguous(), x[:, :1].contiguous()):
+        for most in {0, 1, min(2100, some.shape[1]), some.shape[1]}:
+            right = places_reference.least_in_front(some, most)
+            assert torch.equal(places_in_triton.least_in_front(some, most), right)
+    assert places_in_triton.least_in_front(x.float(), 1) is None
+    assert places_in_triton.least_in_front(x[:, 1:], 1) is None
+
+
 def test_directions_are_those_of_torch():
     draw = torch.Generator().manual_seed(8)
     keys = torch.randn(3, 90, 24, generator=draw).to(DEVICE)
@@ -256,7 +270,12 @@ def test_directions_are_those_of_torch():
         mean = some.sum(1, dtype=torch.float64)
         right = directions_reference.towards(some, mean)
         torch.testing.assert_close(directions_in_triton.towards(some, mean), right, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(directions_in_triton.total(some), mean, rtol=1e-12, atol=1e-12)
     assert directions_in_triton.towards(keys, keys.sum(1)) is None, "sums of fewer bits are not what was asked for"
+    many = torch.randn(2, 2 * directions_in_triton.SUMMED + 9, 40, generator=draw).to(DEVICE)[:, 1:, 3:]
+    right = directions_reference.total(many)
+    torch.testing.assert_close(directions_in_triton.total(many), right, rtol=1e-12, atol=1e-12)
+    assert directions_in_triton.total(keys[:, :0]) is None
 
 
 def test_more_runs_than_a_program_holds_are_read_in_parts(monkeypatch):
