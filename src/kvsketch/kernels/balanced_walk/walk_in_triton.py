@@ -36,11 +36,12 @@ def keep_half(
         return None
     what = f"halving blocks of {keys.dtype} × {width} and {values.shape[2]}"
     parts = [slice(start, start + AT_ONCE) for start in range(0, blocks, AT_ONCE)]
-    return gpu.tried(
-        what,
-        keys.device,
-        lambda: torch.cat([_kept(keys[x], values[x], uniforms[x], sizes[x], scale, gain) for x in parts]),
-    )
+
+    def call() -> Tensor:
+        found = [_kept(keys[x], values[x], uniforms[x], sizes[x], scale, gain) for x in parts]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    return gpu.tried(what, keys.device, call)
 
 
 def _check(device: torch.device, dtype: torch.dtype) -> None:
@@ -64,15 +65,15 @@ def _kept(keys: Tensor, values: Tensor, uniforms: Tensor, sizes: Tensor, scale: 
 
     keys, values = (x if x.stride(2) == 1 else x.contiguous() for x in (keys, values))
     strip = STRIP if max(width, values.shape[2]) <= 128 else STRIP // 2
-    kept = torch.zeros(blocks, count, dtype=torch.int8, device=keys.device)
+    kept = torch.zeros(blocks, count, dtype=torch.bool, device=keys.device)
     padded = -(-count // strip) * strip
     rooms = torch.empty(blocks, strip * (strip + 1) + 2 * padded, dtype=torch.float32, device=keys.device)
     with gpu.current(keys.device):
         kernel[(blocks,)](
-            *(keys, values, (0.5 - uniforms).float().contiguous(), sizes.contiguous(), kept, rooms),
+            *(keys, values, uniforms.contiguous(), sizes.contiguous(), kept.view(torch.int8), rooms),
             *(*keys.stride()[:2], *values.stride()[:2], count, float(scale), float(gain), ONES),
             WIDTH=width, VALUE_WIDTH=values.shape[2], KEY_BLOCK=gpu.power_of_two(width, 16),
             VALUE_BLOCK=gpu.power_of_two(values.shape[2], 16), STRIP=strip, PART=PART,
             READ=READ, TILE=TILE, num_warps=WARPS, num_stages=STAGES,
         )  # fmt: skip
-    return kept.bool()
+    return kept

@@ -15,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def keep_half(
-    keys, values, chances, sizes, kept, rooms,
+    keys, values, uniforms, sizes, kept, rooms,
     key_block, key_step, value_block, value_step, count, scale, gain, ones,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     STRIP: tl.constexpr, PART: tl.constexpr, READ: tl.constexpr, TILE: tl.constexpr,
@@ -24,7 +24,7 @@ def keep_half(
     block = tl.program_id(0).to(tl.int64)
     keys += block * key_block
     values += block * value_block
-    chances += block * count
+    uniforms += block * count
     kept += block * count
     padded = tl.cdiv(count, STRIP) * STRIP
     own = rooms + block * (STRIP * STRIP + STRIP + 2 * padded)  # products among a strip's tokens
@@ -78,7 +78,8 @@ def keep_half(
             y += tl.sum(found * sign[None, :], 1)
             if before >= start:
                 tl.store(own + at[:, None] * STRIP + (others - start)[None, :], found * gains)
-        tl.store(gaps + at, y * gains - tl.load(chances + here, mask=here < size, other=0.0))
+        chance = 0.5 - tl.load(uniforms + here, mask=here < size, other=0.5).to(tl.float64)
+        tl.store(gaps + at, y * gains - chance.to(tl.float32))
         tl.debug_barrier()
         for part in tl.static_range(STRIP // PART):
             positive = _walk(own, gaps, signs, kept, start, size, positive, part, STRIP, PART)
