@@ -223,6 +223,9 @@ def test_draws_are_those_of_torch_bit_for_bit():
     for address in ((3, 1, heads, 2, ranks), (heads[..., None], 4, ranks.view(19, 37).T), (2**62, -1, ranks), (ranks,)):
         found = in_triton.uniforms(*address)
         assert torch.equal(found, uniforms(*address))
+    for number in (1, 16, -5, 2**40):
+        assert torch.equal(in_triton.uniforms(3, ranks, number), uniforms(3, ranks, number))
+    assert in_triton.uniforms(ranks, 2**62) is None
     assert in_triton.uniforms(3, ranks.int()) is None
     assert in_triton.uniforms(3, ranks[:0]) is None
 
