@@ -7,6 +7,7 @@ some tokens apart, before all levels.
 import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +17,13 @@ from torch import Tensor
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.chooser import Chooser, ChosenEntries, Held, Kept, check_vectors
 from kvsketch.caches.core.method import Holding
-from kvsketch.caches.core.storage import listed_on
+from kvsketch.caches.core.storage import listed_on, sent_to
 from kvsketch.caches.core.tokens import Arriving
 from kvsketch.caches.forgetting.balancekv.levels import Levels, Schedule
 from kvsketch.kernels.balanced_walk import keep_half
-from kvsketch.kernels.directions import towards
+from kvsketch.kernels.directions import total, towards
 from kvsketch.kernels.draws import uniforms
-from kvsketch.kernels.places import chosen, chosen_of, in_front
+from kvsketch.kernels.places import chosen, chosen_of, in_front, least_in_front
 
 LOG_2 = math.log(2)
 WALKS = {"greedy": 1e6, "fair": 0.0}  # how hard a sign leans against the sum so far, on the mean product
@@ -100,14 +101,14 @@ class Halves(Chooser):
         apart, below = every[:, : known.apart], every[:, held.count :]
         per_lane = dict[str, Tensor]()
         if self.options.apart:
-            per_lane = {"key_sum": new.keys.sum(1, dtype=torch.float64) + held.per_lane.get("key_sum", 0)}
-            apart, below = _set_apart(
-                pool, torch.cat([apart, below], 1), per_lane["key_sum"], schedule.apart(new.after)
-            )
+            key_sum = total(new.keys)
+            key_sum = held.per_lane["key_sum"] + key_sum if held.per_lane else key_sum
+            per_lane = {"key_sum": key_sum}
+            apart, below = _set_apart(pool, _joined(apart, below), key_sum, schedule.apart(new.after))
         after, halvings = schedule.of_call(known, new.before, new.after, below.shape[1], few=new.few)
         remaining = list[Tensor]()
         for level in range(len(after.held)):
-            here = torch.cat([every[:, slice(*known.place_of(level))], below], 1)
+            here = _joined(every[:, slice(*known.place_of(level))], below)
             sizes = [size for place, size in halvings if place == level]
             below = here[:, :0]
             if sizes:
@@ -119,35 +120,39 @@ class Halves(Chooser):
         counts = [after.apart, *reversed(after.held)]
         levels = [0, *range(len(after.held) - 1, -1, -1)]
         halved = [
-            new.keys.new_full((1, count), level, dtype=torch.float32)
+            torch.full((1, count), level, dtype=torch.float32, device="cpu")
             for level, count in zip(levels, counts, strict=True)
         ]
         return Kept(
-            torch.cat([apart, *reversed(remaining)], 1),
+            _joined(apart, *reversed(remaining)),
             pool=pool,
-            log_mass=torch.cat(halved, 1) * LOG_2,
+            log_mass=sent_to(new.keys.device, torch.cat(halved, 1) * LOG_2),
             per_lane=per_lane,
             numbers={"held": list(after.held), "halved": list(after.halved), "apart": after.apart},
         )
 
     def _blocks(
         self, pool: Held, here: Int64[Tensor, "l here"], sizes: list[int], level: int, done: int, heads: Tensor
-    ) -> tuple[Blocks, Int64[Tensor, "c size"]]:
-        """The first blocks of a level, of these sizes, of all lanes; and their places among the level's tokens.
+    ) -> tuple[Blocks, Int64[Tensor, "c size"] | None]:
+        """The first blocks of a level, of these sizes, of all lanes.
 
-        Numbers are drawn by head, level, and how many tokens of the level were halved before.
+        And their places among the level's tokens, if they do not lie side by side. Numbers are drawn by head, level,
+        and how many tokens of the level were halved before.
         """
-        device, lanes, total = here.device, len(here), sum(sizes)
-        lengths = listed_on(device, sizes)
-        if min(sizes) == max(sizes):  # they lie side by side
-            places, index = torch.arange(total, device=device).view(len(sizes), -1), here[:, :total]
-        else:
-            starts = lengths.cumsum(0) - lengths
-            places = starts[:, None] + torch.arange(max(sizes), device=device)
-            index = here[:, places.masked_fill(places >= (starts + lengths)[:, None], 0).flatten()]
-        drawn = uniforms(self.options.seed, self.options.layer, heads[:, None, None], level, done + places)
+        device, count, most = here.device, sum(sizes), max(sizes)
+        starts = [0, *accumulate(sizes[:-1])]
+        beside = starts == [*range(0, count, most)]  # each but the last is as long as the longest
+        places = torch.arange(len(sizes) * most, device=device).view(-1, most)
+        if not beside:
+            places = listed_on(device, starts)[:, None] + places[0]
+        full = beside and sizes[-1] == most
+        index = here[:, :count] if full else here[:, places.flatten().clamp_max(count - 1)]  # padding is any token
+        drawn = uniforms(
+            self.options.seed, self.options.layer, heads[:, None, None], level, places + done if done else places
+        )
         keys, values = (x.unflatten(1, places.shape).flatten(0, 1) for x in chosen_of((pool.keys, pool.values), index))
-        return Blocks(keys, values, drawn.flatten(0, 1), lengths.repeat(lanes)), places
+        lengths = sent_to(device, torch.tensor(sizes, device="cpu").repeat(len(here)))
+        return Blocks(keys, values, drawn.flatten(0, 1), lengths), None if beside else places
 
     def _halve(self, each: Sequence[Blocks]) -> list[Bool[Tensor, "m n"]]:
         """Which half to keep of every block, all in one walk; the scale is the paper's 1/√d."""
@@ -162,7 +167,7 @@ class Halves(Chooser):
         keys, values, numbers = (
             together([getattr(blocks, name) for blocks in each]) for name in ("keys", "values", "numbers")
         )
-        sizes = torch.cat([blocks.sizes for blocks in each])
+        sizes = each[0].sizes if len(each) == 1 else torch.cat([blocks.sizes for blocks in each])
         kept = keep_half(keys, values, numbers, sizes, scale, WALKS[self.options.walk])
         parts = kept.split([len(blocks.keys) for blocks in each])
         return [part[:, : blocks.keys.shape[1]] for part, blocks in zip(parts, each, strict=True)]
@@ -181,9 +186,18 @@ class Halves(Chooser):
         return {"tokens per entry": count / max(1, held.count)}
 
 
-def _places_of(kept: Bool[Tensor, "l m"], places: Int64[Tensor, "c size"], count: int) -> Int64[Tensor, "l {count}"]:
+def _places_of(
+    kept: Bool[Tensor, "l m"], places: Int64[Tensor, "c size"] | None, count: int
+) -> Int64[Tensor, "l {count}"]:
     """The places of those that are kept, `count` of each lane, in their order; a GPU is not asked how many."""
-    return places.flatten()[in_front(kept)[:, :count]]
+    order = in_front(kept)[:, :count]
+    return order if places is None else places.flatten()[order]
+
+
+def _joined(*parts: Int64[Tensor, "l _"]) -> Int64[Tensor, "l n"]:
+    """Numbers of tokens behind one another; where only one part has any they are not copied."""
+    some = [part for part in parts if part.shape[1]]
+    return some[0] if len(some) == 1 else torch.cat(parts, 1)
 
 
 def _levels(numbers: dict[str, list[int]]) -> Levels:
@@ -201,8 +215,7 @@ def _set_apart(
 
     The mean stands for "the rest" of the paper: the least ⟨k, Σk'⟩ / ‖k‖ is the least mean of correlations.
     """
-    keys = pool.keys if there.shape[1] == pool.count else chosen(pool.keys, there)
-    order = towards(keys, key_sum).sort(dim=1, stable=True).indices
-    away = torch.zeros_like(there, dtype=torch.bool).scatter_(1, order[:, :most], True)
-    found = there.gather(1, in_front(away))
+    whole = there.shape[1] == pool.count
+    found = least_in_front(towards(pool.keys if whole else chosen(pool.keys, there), key_sum), most)
+    found = found if whole else there.gather(1, found)
     return found[:, :most], found[:, most:]
