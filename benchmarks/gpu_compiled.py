@@ -72,9 +72,9 @@ def compiled() -> Iterator[str]:
             left=False,
         )
         yield f"choice of 32 buckets: {_needs(*_launched(of_routes, 'visit', call))}"
-    blocks = torch.empty(4096, 256, 128, dtype=torch.bfloat16)
-    given = torch.empty(4096, 256, dtype=torch.float64), torch.full((4096,), 256), 0.1, 0.25
-    launched = _launched(of_walks, "keep_half", lambda: walk_in_triton._kept(blocks, blocks, *given))
+    keys, index = torch.empty(8, 16_384, 128, dtype=torch.bfloat16), torch.zeros(8, 16_384, dtype=torch.int64)
+    given = torch.empty(8, 64, 256, dtype=torch.float64), torch.full((8, 64), 256), 0.1, 0.25
+    launched = _launched(of_walks, "keep_half", lambda: walk_in_triton._kept(keys, keys, index, *given))
     yield f"walk, blocks halved: {_needs(*launched)}"
     address = (1, 2, torch.zeros(8, 1, 1, dtype=torch.int64), 3, torch.zeros(32, 256, dtype=torch.int64))
     call = partial(drawn_in_triton._drawn, address, (8, 32, 256), address[2].device)

@@ -13,7 +13,7 @@ from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.tokens import NewTokens, Unrotated
 from kvsketch.caches.forgetting.balancekv.practical import WALKS
 from kvsketch.kernels import few_queries, gpu, native
-from kvsketch.kernels.balanced_walk import strips, walk_in_triton
+from kvsketch.kernels.balanced_walk import gathered, strips, walk_in_triton
 from kvsketch.kernels.directions import in_triton as directions_in_triton
 from kvsketch.kernels.directions import reference as directions_reference
 from kvsketch.kernels.draws import in_triton
@@ -216,6 +216,23 @@ def test_blocks_are_halved_as_by_torch(shape, dtype, sizes, walk):
     differ, in_single = ((x != exact).any(1).sum() for x in (kept, single))
     assert differ <= in_single + (walk != "fair")
     assert torch.equal(kept, walk_in_triton.keep_half(keys, values, *given))
+
+
+@pytest.mark.parametrize("at_once", [1, 1 << 13])
+def test_numbered_tokens_are_halved_where_they_lie(at_once, monkeypatch):
+    """As if they were copied block by block; of the last block of a lane some tokens may lack."""
+    monkeypatch.setattr(walk_in_triton, "AT_ONCE", at_once)
+    draw, lanes, blocks, count = torch.Generator().manual_seed(5), 2, 3, 70
+    keys = torch.randn(lanes, 300, 40, generator=draw).to(DEVICE, SINGLE)
+    values = torch.randn(lanes, 300, 60, generator=draw).to(DEVICE, SINGLE)[..., 8:32] + 1
+    index = torch.stack([torch.randperm(300, generator=draw) for _ in range(lanes)]).to(DEVICE)
+    uniforms = torch.rand(lanes, blocks, count, generator=draw, dtype=torch.float64).to(DEVICE)
+    sizes = torch.tensor([count, count, 36] * lanes, device=DEVICE)
+    for some in (index[:, : 2 * count + 36], index[:1].expand(lanes, -1), index.mT.contiguous().mT):
+        kept = walk_in_triton.keep_half_of(keys, values, some, uniforms, sizes, 0.1, WALKS["greedy"])
+        copied = gathered(keys, values, some[:, : blocks * count], blocks, count)
+        given = uniforms.flatten(0, 1), sizes, 0.1, WALKS["greedy"]
+        assert torch.equal(kept, walk_in_triton.keep_half(*copied, *given))
 
 
 def test_draws_are_those_of_torch_bit_for_bit():

@@ -13,17 +13,19 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["index_lane", "blocks"])
 def keep_half(
-    keys, values, uniforms, sizes, kept, rooms,
-    key_block, key_step, value_block, value_step, count, scale, gain, ones,
+    keys, values, index, uniforms, sizes, kept, rooms,
+    key_lane, key_step, value_lane, value_step, index_lane, index_step, blocks, count, scale, gain, ones,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     STRIP: tl.constexpr, PART: tl.constexpr, READ: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Which half of a block's first tokens is kept: those whose sign is +."""
+    """Which half of a block's first tokens is kept: those whose sign is +. They are read where `index` says."""
     block = tl.program_id(0).to(tl.int64)
-    keys += block * key_block
-    values += block * value_block
+    lane = block // blocks
+    keys += lane * key_lane
+    values += lane * value_lane
+    index += lane * index_lane + block % blocks * count * index_step
     uniforms += block * count
     kept += block * count
     padded = tl.cdiv(count, STRIP) * STRIP
@@ -38,7 +40,7 @@ def keep_half(
     mean = tl.zeros([KEY_BLOCK], tl.float32)
     some = tl.arange(0, READ)
     for start in tl.range(0, size, READ):
-        mean += tl.sum(_rows(keys, start, some, key_step, size, widths, WIDTH).to(tl.float32), 0)
+        mean += tl.sum(_rows(keys, index, start, some, index_step, key_step, size, widths, WIDTH).to(tl.float32), 0)
     mean /= tl.maximum(size, 1)
     rate = scale * 1.4426950408889634  # exponentials are powers of two
     square = tl.sum(mean * mean, 0) * rate
@@ -46,8 +48,8 @@ def keep_half(
     diagonal = 0.0  # what products of tokens with themselves sum up to
     for start in tl.range(0, padded, READ):
         here = start + some
-        key = _rows(keys, start, some, key_step, size, widths, WIDTH).to(tl.float32)
-        value = _rows(values, start, some, value_step, size, value_widths, VALUE_WIDTH).to(tl.float32)
+        key = _rows(keys, index, start, some, index_step, key_step, size, widths, WIDTH).to(tl.float32)
+        value = _rows(values, index, start, some, index_step, value_step, size, value_widths, VALUE_WIDTH).to(tl.float32)
         beside = tl.sum(key * mean[None, :], 1) * rate
         tl.store(along + here, tl.where(here < size, beside, 1e30))  # no products of what is not there
         tl.store(signs + here, tl.zeros([READ], tl.float32))
@@ -62,14 +64,14 @@ def keep_half(
     positive = tl.zeros([PART], tl.int32)  # the same number, many times
     for start in range(0, size, STRIP):
         here = start + at
-        key = _rows(keys, start, at, key_step, size, widths, WIDTH)
-        value = _rows(values, start, at, value_step, size, value_widths, VALUE_WIDTH)
+        key = _rows(keys, index, start, at, index_step, key_step, size, widths, WIDTH)
+        value = _rows(values, index, start, at, index_step, value_step, size, value_widths, VALUE_WIDTH)
         beside = tl.load(along + here) - square + largest
         y = tl.zeros([STRIP], tl.float32)
         for before in tl.range(0, start + STRIP, TILE):  # the last are its own
             others = before + tl.arange(0, TILE)
-            other_key = _rows(keys, before, tl.arange(0, TILE), key_step, size, widths, WIDTH)
-            other_value = _rows(values, before, tl.arange(0, TILE), value_step, size, value_widths, VALUE_WIDTH)
+            other_key = _rows(keys, index, before, tl.arange(0, TILE), index_step, key_step, size, widths, WIDTH)
+            other_value = _rows(values, index, before, tl.arange(0, TILE), index_step, value_step, size, value_widths, VALUE_WIDTH)
             shift = tl.load(along + others)
             sign = tl.load(signs + others)
             logits = tl.dot(key, tl.trans(other_key), input_precision="ieee") * rate
@@ -141,8 +143,9 @@ def _step(gap, positive, found, products, at, i, least, size):
 
 
 @triton.jit
-def _rows(where, start, at, step, size, widths, WIDTH: tl.constexpr):
-    """Some rows, and zeros for those that are not there."""
-    first = where + (tl.zeros([], tl.int64) + start) * step
-    places = first + at[:, None].to(tl.int64) * step + widths[None, :]
-    return tl.load(places, mask=(at < size - start)[:, None] & (widths < WIDTH)[None, :], other=0.0)
+def _rows(where, index, start, at, index_step, step, size, widths, WIDTH: tl.constexpr):
+    """Some rows by their numbers, and zeros for those that are not there."""
+    there = at < size - start
+    places = tl.load(index + (start + at).to(tl.int64) * index_step, mask=there, other=0)
+    where += places[:, None] * step + widths[None, :]
+    return tl.load(where, mask=there[:, None] & (widths < WIDTH)[None, :], other=0.0)

@@ -5,7 +5,7 @@ some tokens apart, before all levels.
 """
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -20,10 +20,10 @@ from kvsketch.caches.core.method import Holding
 from kvsketch.caches.core.storage import listed_on, sent_to
 from kvsketch.caches.core.tokens import Arriving
 from kvsketch.caches.forgetting.balancekv.levels import Levels, Schedule
-from kvsketch.kernels.balanced_walk import keep_half
+from kvsketch.kernels.balanced_walk import gathered, keep_half, keep_half_of
 from kvsketch.kernels.directions import total, towards
 from kvsketch.kernels.draws import uniforms
-from kvsketch.kernels.places import chosen, chosen_of, in_front, least_in_front
+from kvsketch.kernels.places import chosen, in_front, least_in_front
 
 LOG_2 = math.log(2)
 WALKS = {"greedy": 1e6, "fair": 0.0}  # how hard a sign leans against the sum so far, on the mean product
@@ -43,12 +43,13 @@ class Halving:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of all lanes that are halved together, filled up to the longest."""
+    """Blocks of all lanes that are halved together, filled up to the longest: see `keep_half_of`."""
 
-    keys: Float[Tensor, "m n d"]
-    values: Float[Tensor, "m n e"]
-    numbers: Float[Tensor, "m n"]
-    sizes: Int64[Tensor, " m"]
+    keys: Float[Tensor, "l n d"]
+    values: Float[Tensor, "l n e"]
+    index: Int64[Tensor, "l w"]
+    numbers: Float[Tensor, "l c m"]
+    sizes: Int64[Tensor, " lc"]
 
 
 Steps = Generator[Blocks, Bool[Tensor, "m n"], Kept]  # asks which half of each block to keep, level by level
@@ -145,32 +146,29 @@ class Halves(Chooser):
         places = torch.arange(len(sizes) * most, device=device).view(-1, most)
         if not beside:
             places = listed_on(device, starts)[:, None] + places[0]
-        full = beside and sizes[-1] == most
-        index = here[:, :count] if full else here[:, places.flatten().clamp_max(count - 1)]  # padding is any token
+        index = here[:, :count] if beside else here[:, places.flatten().clamp_max(count - 1)]  # padding is any token
         drawn = uniforms(
             self.options.seed, self.options.layer, heads[:, None, None], level, places + done if done else places
         )
-        keys, values = (x.unflatten(1, places.shape).flatten(0, 1) for x in chosen_of((pool.keys, pool.values), index))
         lengths = sent_to(device, torch.tensor(sizes, device="cpu").repeat(len(here)))
-        return Blocks(keys, values, drawn.flatten(0, 1), lengths), None if beside else places
+        return Blocks(pool.keys, pool.values, index, drawn, lengths), None if beside else places
 
     def _halve(self, each: Sequence[Blocks]) -> list[Bool[Tensor, "m n"]]:
         """Which half to keep of every block, all in one walk; the scale is the paper's 1/√d."""
-        most = max(blocks.keys.shape[1] for blocks in each)
-        scale = float(self.options.sharpness * each[0].keys.shape[2] ** -0.5)
+        most = max(blocks.numbers.shape[2] for blocks in each)
+        scale, gain = float(self.options.sharpness * each[0].keys.shape[2] ** -0.5), WALKS[self.options.walk]
+        if len(each) == 1:
+            [own] = each
+            return [keep_half_of(own.keys, own.values, own.index, own.numbers, own.sizes, scale, gain)]
 
-        def together(parts: list[Tensor]) -> Tensor:
-            if len(parts) == 1:
-                return parts[0]
+        def together(parts: Iterable[Tensor]) -> Tensor:
             return torch.cat([F.pad(x, (0, 0) * (x.ndim - 2) + (0, most - x.shape[1])) for x in parts])
 
-        keys, values, numbers = (
-            together([getattr(blocks, name) for blocks in each]) for name in ("keys", "values", "numbers")
-        )
-        sizes = each[0].sizes if len(each) == 1 else torch.cat([blocks.sizes for blocks in each])
-        kept = keep_half(keys, values, numbers, sizes, scale, WALKS[self.options.walk])
-        parts = kept.split([len(blocks.keys) for blocks in each])
-        return [part[:, : blocks.keys.shape[1]] for part, blocks in zip(parts, each, strict=True)]
+        found = (gathered(own.keys, own.values, own.index, *own.numbers.shape[1:]) for own in each)
+        keys, values = map(together, zip(*found, strict=True))
+        numbers, sizes = together(own.numbers.flatten(0, 1) for own in each), torch.cat([own.sizes for own in each])
+        parts = keep_half(keys, values, numbers, sizes, scale, gain).split([len(own.sizes) for own in each])
+        return [part[:, : own.numbers.shape[2]] for part, own in zip(parts, each, strict=True)]
 
     def check(self, held: Held, count: int, budget: Budget) -> None:
         levels = _levels(held.numbers)
