@@ -43,8 +43,7 @@ def keep_half_of(
     gain: float,
 ) -> Bool[Tensor, "lc m"] | None:
     """The same of blocks of numbered tokens, which are read where they lie."""
-    lanes, blocks, count = uniforms.shape
-    width = keys.shape[2]
+    lanes, blocks, width = *uniforms.shape[:2], keys.shape[2]
     if not gpu.can_read(keys.device, keys, values) or keys.dtype != values.dtype:
         return None
     widest = max(width, values.shape[2])
@@ -69,11 +68,12 @@ def _check(device: torch.device, dtype: torch.dtype) -> None:
     keys, values = ((torch.rand(2, 210, 128, generator=draw, device="cpu") * 2 - 1).to(device, dtype) for _ in range(2))
     uniforms = torch.rand(2, 3, 70, generator=draw, device="cpu").to(device)
     index = torch.stack([torch.randperm(210, generator=draw, device="cpu") for _ in range(2)]).to(device)
-    blocks = [x.view(6, 70, 128).double() for x in chosen_of((keys, values), index)]
+    own_keys, own_values = (x.view(6, 70, 128).double() for x in chosen_of((keys, values), index))
+    own_uniforms = uniforms.flatten(0, 1)
     for gain in (0.25, 1e6):
         rest = torch.full((6,), 70, device=device), 0.1, gain
         found = _kept(keys, values, index, uniforms, *rest)
-        right = strips.halving_signs(*blocks, uniforms.flatten(0, 1), *rest) > 0
+        right = strips.halving_signs(own_keys, own_values, own_uniforms, *rest) > 0
         same = int((found == right).all(1).sum())
         assert same >= 4, f"{same} of 6 blocks are halved as by torch"
         assert bool((found.sum(1) == 35).all()), "a half is kept"
@@ -82,8 +82,7 @@ def _check(device: torch.device, dtype: torch.dtype) -> None:
 def _kept(
     keys: Tensor, values: Tensor, index: Tensor, uniforms: Tensor, sizes: Tensor, scale: float, gain: float
 ) -> Tensor:
-    lanes, blocks, count = uniforms.shape
-    width = keys.shape[2]
+    (lanes, blocks, count), width = uniforms.shape, keys.shape[2]
     from kvsketch.kernels.gpu.walk import keep_half as kernel
 
     keys, values = (x if x.stride(2) == 1 else x.contiguous() for x in (keys, values))

@@ -57,7 +57,7 @@ def _drawn(address: tuple[int | Tensor, ...], shape: tuple[int, ...], device: to
     return out
 
 
-def _split(address: tuple[int | Tensor, ...]) -> tuple[tuple[int, ...], tuple[int | Tensor, ...]]:
+def _split(address: tuple[int | Tensor, ...]) -> tuple[tuple[int | Tensor, ...], tuple[int | Tensor, ...]]:
     """What comes before the first tensor, which the CPU has at once, and the rest."""
     first = tuple(takewhile(lambda x: isinstance(x, int), address))
     return first, address[len(first) :]

@@ -17,7 +17,7 @@ def draw(
     begin, count, second, third, fourth,  # the state so far; how many numbers, and sizes but for the first
     PARTS: tl.constexpr, LISTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Some of the numbers; a part that is not LISTED is a number itself, else its strides are 0 where it is the same."""
+    """Some of the numbers; strides are 0 where a part is the same; a part that is not LISTED is a number."""
     number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ok = number < count
     rest = number // fourth

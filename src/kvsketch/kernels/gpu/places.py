@@ -1,4 +1,4 @@
-"""Places of lanes: copied by their numbers, and numbered, those that hold something or the least first. A launch each."""
+"""Places of lanes: copied by their numbers, and numbered, those that hold something or the least first: in a launch."""
 
 import triton
 import triton.language as tl

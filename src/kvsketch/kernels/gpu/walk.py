@@ -40,7 +40,8 @@ def keep_half(
     mean = tl.zeros([KEY_BLOCK], tl.float32)
     some = tl.arange(0, READ)
     for start in tl.range(0, size, READ):
-        mean += tl.sum(_rows(keys, index, start, some, index_step, key_step, size, widths, WIDTH).to(tl.float32), 0)
+        numbers = _numbers(index, start + some, index_step, size)
+        mean += tl.sum(_rows(keys, numbers, key_step, widths, WIDTH).to(tl.float32), 0)
     mean /= tl.maximum(size, 1)
     rate = scale * 1.4426950408889634  # exponentials are powers of two
     square = tl.sum(mean * mean, 0) * rate
@@ -48,8 +49,9 @@ def keep_half(
     diagonal = 0.0  # what products of tokens with themselves sum up to
     for start in tl.range(0, padded, READ):
         here = start + some
-        key = _rows(keys, index, start, some, index_step, key_step, size, widths, WIDTH).to(tl.float32)
-        value = _rows(values, index, start, some, index_step, value_step, size, value_widths, VALUE_WIDTH).to(tl.float32)
+        numbers = _numbers(index, here, index_step, size)
+        key = _rows(keys, numbers, key_step, widths, WIDTH).to(tl.float32)
+        value = _rows(values, numbers, value_step, value_widths, VALUE_WIDTH).to(tl.float32)
         beside = tl.sum(key * mean[None, :], 1) * rate
         tl.store(along + here, tl.where(here < size, beside, 1e30))  # no products of what is not there
         tl.store(signs + here, tl.zeros([READ], tl.float32))
@@ -64,14 +66,16 @@ def keep_half(
     positive = tl.zeros([PART], tl.int32)  # the same number, many times
     for start in range(0, size, STRIP):
         here = start + at
-        key = _rows(keys, index, start, at, index_step, key_step, size, widths, WIDTH)
-        value = _rows(values, index, start, at, index_step, value_step, size, value_widths, VALUE_WIDTH)
+        numbers = _numbers(index, here, index_step, size)
+        key = _rows(keys, numbers, key_step, widths, WIDTH)
+        value = _rows(values, numbers, value_step, value_widths, VALUE_WIDTH)
         beside = tl.load(along + here) - square + largest
         y = tl.zeros([STRIP], tl.float32)
         for before in tl.range(0, start + STRIP, TILE):  # the last are its own
             others = before + tl.arange(0, TILE)
-            other_key = _rows(keys, index, before, tl.arange(0, TILE), index_step, key_step, size, widths, WIDTH)
-            other_value = _rows(values, index, before, tl.arange(0, TILE), index_step, value_step, size, value_widths, VALUE_WIDTH)
+            theirs = _numbers(index, others, index_step, size)
+            other_key = _rows(keys, theirs, key_step, widths, WIDTH)
+            other_value = _rows(values, theirs, value_step, value_widths, VALUE_WIDTH)
             shift = tl.load(along + others)
             sign = tl.load(signs + others)
             logits = tl.dot(key, tl.trans(other_key), input_precision="ieee") * rate
@@ -143,9 +147,13 @@ def _step(gap, positive, found, products, at, i, least, size):
 
 
 @triton.jit
-def _rows(where, index, start, at, index_step, step, size, widths, WIDTH: tl.constexpr):
-    """Some rows by their numbers, and zeros for those that are not there."""
-    there = at < size - start
-    places = tl.load(index + (start + at).to(tl.int64) * index_step, mask=there, other=0)
-    where += places[:, None] * step + widths[None, :]
-    return tl.load(where, mask=there[:, None] & (widths < WIDTH)[None, :], other=0.0)
+def _numbers(index, at, step, size):
+    """Which tokens some of a block's are, -1 for those that are not there."""
+    return tl.load(index + at.to(tl.int64) * step, mask=at < size, other=-1)
+
+
+@triton.jit
+def _rows(where, numbers, step, widths, WIDTH: tl.constexpr):
+    """Rows by their numbers, and zeros for those that are not there."""
+    places = numbers[:, None] * step + widths[None, :]
+    return tl.load(where + places, mask=(numbers >= 0)[:, None] & (widths < WIDTH)[None, :], other=0.0)

@@ -49,7 +49,7 @@ def least_in_front(x: Float[Tensor, "l n"], most: int) -> Int64[Tensor, "l n"] |
     device = x.device
     if not gpu.wanted_on(device) or type(x) is not Tensor or x.dtype != torch.float64 or not x.is_contiguous():
         return None
-    if not 0 < x.shape[1] <= MOST_NUMBERED or not 0 < len(x) or not 0 <= most <= x.shape[1]:
+    if not 0 < x.shape[1] <= MOST_NUMBERED or not len(x) or not 0 <= most <= x.shape[1]:
         return None
     if not gpu.works("the least in front", device, x.dtype, _check_least):
         return None
