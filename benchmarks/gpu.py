@@ -413,7 +413,8 @@ def choosing(on: Machine, count: int) -> Iterator[dict[str, Any]]:
     every, mean = reference_places.in_front(there), keys.sum(1, dtype=torch.float64)
     order, along, size = every[:, : count // 2], reference_directions.towards(keys, mean), min(BLOCK, count)
     numbers = torch.rand(HEADS, count // size, size, generator=on.draw, device=on.device)
-    rest = torch.full((HEADS * (count // size),), size, device=on.device), SCALE, WALKS["greedy"]
+    sizes = torch.full((HEADS, count // size), size, device=on.device)
+    rest = SCALE, WALKS["greedy"]
     of_blocks = partial(gathered, keys, keys, every, count // size, size)
     forms: dict[tuple[str, str], Callable[[], Any]] = {
         ("copied", "ours"): partial(places_in_triton.chosen_of, (keys, keys), order),
@@ -426,8 +427,10 @@ def choosing(on: Machine, count: int) -> Iterator[dict[str, Any]]:
         ("summed", "torch"): partial(reference_directions.total, keys),
         ("least first", "ours"): partial(places_in_triton.least_in_front, along, count // 8),
         ("least first", "torch"): partial(reference_places.least_in_front, along, count // 8),
-        ("halved", "where they lie"): partial(walk_in_triton.keep_half_of, keys, keys, every, numbers, *rest),
-        ("halved", "copied"): lambda: walk_in_triton.keep_half(*of_blocks(), numbers.flatten(0, 1), *rest),
+        ("halved", "where they lie"): partial(walk_in_triton.keep_half_of, keys, keys, every, numbers, sizes, *rest),
+        ("halved", "copied"): lambda: walk_in_triton.keep_half(
+            *of_blocks(), numbers.flatten(0, 1), sizes.flatten(), *rest
+        ),
     }
     for what in ("copied", "numbered", "least first", "halved"):
         found, right = (call() for (name, _), call in forms.items() if name == what)

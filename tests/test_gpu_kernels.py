@@ -227,11 +227,11 @@ def test_numbered_tokens_are_halved_where_they_lie(at_once, monkeypatch):
     values = torch.randn(lanes, 300, 60, generator=draw).to(DEVICE, SINGLE)[..., 8:32] + 1
     index = torch.stack([torch.randperm(300, generator=draw) for _ in range(lanes)]).to(DEVICE)
     uniforms = torch.rand(lanes, blocks, count, generator=draw, dtype=torch.float64).to(DEVICE)
-    sizes = torch.tensor([count, count, 36] * lanes, device=DEVICE)
+    sizes = torch.tensor([count, count, 36], device=DEVICE).expand(lanes, -1)
     for some in (index[:, : 2 * count + 36], index[:1].expand(lanes, -1), index.mT.contiguous().mT):
         kept = walk_in_triton.keep_half_of(keys, values, some, uniforms, sizes, 0.1, WALKS["greedy"])
         copied = gathered(keys, values, some[:, : blocks * count], blocks, count)
-        given = uniforms.flatten(0, 1), sizes, 0.1, WALKS["greedy"]
+        given = uniforms.flatten(0, 1), sizes.flatten(), 0.1, WALKS["greedy"]
         assert torch.equal(kept, walk_in_triton.keep_half(*copied, *given))
 
 

@@ -44,7 +44,7 @@ def keep_half_of(
     values: Float[Tensor, "l n e"],
     index: Int64[Tensor, "l w"],
     uniforms: Float[Tensor, "l c m"],
-    sizes: Int64[Tensor, " lc"],
+    sizes: Int64[Tensor, "l c"],
     scale: float,
     gain: float,
 ) -> Bool[Tensor, "lc m"]:
@@ -54,7 +54,7 @@ def keep_half_of(
         if found is not None:
             return found
     keys, values = gathered(keys, values, index, *uniforms.shape[1:])
-    return keep_half(keys, values, uniforms.flatten(0, 1), sizes, scale, gain)
+    return keep_half(keys, values, uniforms.flatten(0, 1), sizes.flatten(), scale, gain)
 
 
 def gathered(

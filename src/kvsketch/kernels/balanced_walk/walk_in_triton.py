@@ -30,7 +30,7 @@ def keep_half(
     if not gpu.wanted_on(keys.device):
         return None
     every = torch.arange(keys.shape[1], device=keys.device).expand(len(keys), -1)
-    return keep_half_of(keys, values, every, uniforms[:, None], sizes, scale, gain)
+    return keep_half_of(keys, values, every, uniforms[:, None], sizes[:, None], scale, gain)
 
 
 def keep_half_of(
@@ -38,7 +38,7 @@ def keep_half_of(
     values: Float[Tensor, "l n e"],
     index: Int64[Tensor, "l w"],
     uniforms: Float[Tensor, "l c m"],
-    sizes: Int64[Tensor, " lc"],
+    sizes: Int64[Tensor, "l c"],
     scale: float,
     gain: float,
 ) -> Bool[Tensor, "lc m"] | None:
@@ -52,7 +52,7 @@ def keep_half_of(
     if not gpu.works("BalanceKV's walk", keys.device, keys.dtype, _check):
         return None
     what = f"halving blocks of {keys.dtype} × {width} and {values.shape[2]}"
-    step, sizes = max(1, AT_ONCE // blocks), sizes.view(lanes, blocks)
+    step = max(1, AT_ONCE // blocks)
     parts = [slice(start, start + step) for start in range(0, lanes, step)]
 
     def call() -> Tensor:
@@ -71,9 +71,9 @@ def _check(device: torch.device, dtype: torch.dtype) -> None:
     own_keys, own_values = (x.view(6, 70, 128).double() for x in chosen_of((keys, values), index))
     own_uniforms = uniforms.flatten(0, 1)
     for gain in (0.25, 1e6):
-        rest = torch.full((6,), 70, device=device), 0.1, gain
-        found = _kept(keys, values, index, uniforms, *rest)
-        right = strips.halving_signs(own_keys, own_values, own_uniforms, *rest) > 0
+        sizes = torch.full((6,), 70, device=device)
+        found = _kept(keys, values, index, uniforms, sizes.view(2, 3), 0.1, gain)
+        right = strips.halving_signs(own_keys, own_values, own_uniforms, sizes, 0.1, gain) > 0
         same = int((found == right).all(1).sum())
         assert same >= 4, f"{same} of 6 blocks are halved as by torch"
         assert bool((found.sum(1) == 35).all()), "a half is kept"
@@ -87,13 +87,13 @@ def _kept(
 
     keys, values = (x if x.stride(2) == 1 else x.contiguous() for x in (keys, values))
     strip = STRIP if max(width, values.shape[2]) <= 128 else STRIP // 2
-    kept = torch.zeros(lanes * blocks, count, dtype=torch.bool, device=keys.device)
+    kept = torch.empty(lanes * blocks, count, dtype=torch.bool, device=keys.device)
     padded = -(-count // strip) * strip
     rooms = torch.empty(lanes * blocks, strip * (strip + 1) + 2 * padded, dtype=torch.float32, device=keys.device)
     with gpu.current(keys.device):
         kernel[(lanes * blocks,)](
-            *(keys, values, index, uniforms.contiguous(), sizes.contiguous(), kept.view(torch.int8), rooms),
-            *(*keys.stride()[:2], *values.stride()[:2], *index.stride(), blocks, count),
+            *(keys, values, index, uniforms.contiguous(), sizes, kept.view(torch.int8), rooms),
+            *(*keys.stride()[:2], *values.stride()[:2], *index.stride(), *sizes.stride(), blocks, count),
             *(float(scale), float(gain), ONES),
             WIDTH=width, VALUE_WIDTH=values.shape[2], KEY_BLOCK=gpu.power_of_two(width, 16),
             VALUE_BLOCK=gpu.power_of_two(values.shape[2], 16), STRIP=strip, PART=PART,

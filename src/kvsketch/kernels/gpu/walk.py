@@ -13,19 +13,20 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["index_lane", "blocks"])
+@triton.jit(do_not_specialize=["index_lane", "size_lane", "size_step", "blocks"])
 def keep_half(
     keys, values, index, uniforms, sizes, kept, rooms,
-    key_lane, key_step, value_lane, value_step, index_lane, index_step, blocks, count, scale, gain, ones,
+    key_lane, key_step, value_lane, value_step, index_lane, index_step, size_lane, size_step,
+    blocks, count, scale, gain, ones,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     STRIP: tl.constexpr, PART: tl.constexpr, READ: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Which half of a block's first tokens is kept: those whose sign is +. They are read where `index` says."""
     block = tl.program_id(0).to(tl.int64)
-    lane = block // blocks
+    lane, place = block // blocks, block % blocks
     keys += lane * key_lane
     values += lane * value_lane
-    index += lane * index_lane + block % blocks * count * index_step
+    index += lane * index_lane + place * count * index_step
     uniforms += block * count
     kept += block * count
     padded = tl.cdiv(count, STRIP) * STRIP
@@ -33,7 +34,7 @@ def keep_half(
     gaps = own + STRIP * STRIP  # between its tokens' y and their chances
     along = gaps + STRIP  # each token's product with the mean
     signs = along + padded
-    size = tl.load(sizes + block).to(tl.int32)
+    size = tl.load(sizes + lane * size_lane + place * size_step).to(tl.int32)
     padded = tl.cdiv(size, STRIP) * STRIP
     at, widths, value_widths = tl.arange(0, STRIP), tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
 
@@ -43,6 +44,8 @@ def keep_half(
         numbers = _numbers(index, start + some, index_step, size)
         mean += tl.sum(_rows(keys, numbers, key_step, widths, WIDTH).to(tl.float32), 0)
     mean /= tl.maximum(size, 1)
+    for start in range(0, count, READ):  # what is not there is not kept
+        tl.store(kept + start + some, tl.zeros([READ], tl.int8), mask=start + some < count)
     rate = scale * 1.4426950408889634  # exponentials are powers of two
     square = tl.sum(mean * mean, 0) * rate
     largest = 0.0  # of all logits: ⟨k, k'⟩ is largest where k = k'

@@ -49,7 +49,7 @@ class Blocks:
     values: Float[Tensor, "l n e"]
     index: Int64[Tensor, "l w"]
     numbers: Float[Tensor, "l c m"]
-    sizes: Int64[Tensor, " lc"]
+    sizes: Int64[Tensor, "l c"]
 
 
 Steps = Generator[Blocks, Bool[Tensor, "m n"], Kept]  # asks which half of each block to keep, level by level
@@ -98,7 +98,8 @@ class Halves(Chooser):
         """Level by level: what is left of one level's blocks joins the next, and is halved there in turn."""
         pool, known = held.with_new(new), _levels(held.numbers)
         schedule = Schedule(self.options.block, lambda count: self.room(budget, count), self.options.apart)
-        every = torch.arange(pool.count, device=new.keys.device).expand(len(new.keys), -1)
+        numbers = torch.arange(pool.count + self.options.block, device=new.keys.device)
+        every = numbers[: pool.count].expand(len(new.keys), -1)
         apart, below = every[:, : known.apart], every[:, held.count :]
         per_lane = dict[str, Tensor]()
         if self.options.apart:
@@ -114,43 +115,48 @@ class Halves(Chooser):
             below = here[:, :0]
             if sizes:
                 done = known.halved[level] if level < len(known.halved) else 0
-                blocks, places = self._blocks(pool, here, sizes, level, done, new.heads)
+                blocks, places = self._blocks(pool, here, sizes, level, done, new.heads, numbers)
                 kept = yield blocks
                 below = here.gather(1, _places_of(kept.reshape(len(here), -1), places, sum(sizes) // 2))
             remaining.append(here[:, sum(sizes) :])
         counts = [after.apart, *reversed(after.held)]
         levels = [0, *range(len(after.held) - 1, -1, -1)]
-        halved = [
-            torch.full((1, count), level, dtype=torch.float32, device="cpu")
-            for level, count in zip(levels, counts, strict=True)
-        ]
+        log_masses = sent_to(new.keys.device, torch.tensor(levels, dtype=torch.float32, device="cpu") * LOG_2)
+        log_mass = log_masses.repeat_interleave(listed_on(new.keys.device, counts), output_size=sum(counts))
         return Kept(
             _joined(apart, *reversed(remaining)),
             pool=pool,
-            log_mass=sent_to(new.keys.device, torch.cat(halved, 1) * LOG_2),
+            log_mass=log_mass[None],
             per_lane=per_lane,
             numbers={"held": list(after.held), "halved": list(after.halved), "apart": after.apart},
         )
 
     def _blocks(
-        self, pool: Held, here: Int64[Tensor, "l here"], sizes: list[int], level: int, done: int, heads: Tensor
+        self,
+        pool: Held,
+        here: Int64[Tensor, "l here"],
+        sizes: list[int],
+        level: int,
+        done: int,
+        heads: Int64[Tensor, " l"],
+        numbers: Int64[Tensor, " n"],
     ) -> tuple[Blocks, Int64[Tensor, "c size"] | None]:
-        """The first blocks of a level, of these sizes, of all lanes.
+        """The first blocks of a level, of these sizes, of all lanes; `numbers` are 0, 1, …
 
-        And their places among the level's tokens, if they do not lie side by side. Numbers are drawn by head, level,
-        and how many tokens of the level were halved before.
+        And their places among the level's tokens, if they do not lie side by side. Random numbers are drawn by head,
+        level, and how many tokens of the level were halved before.
         """
         device, count, most = here.device, sum(sizes), max(sizes)
         starts = [0, *accumulate(sizes[:-1])]
         beside = starts == [*range(0, count, most)]  # each but the last is as long as the longest
-        places = torch.arange(len(sizes) * most, device=device).view(-1, most)
+        places = numbers[: len(sizes) * most].view(-1, most)
         if not beside:
             places = listed_on(device, starts)[:, None] + places[0]
         index = here[:, :count] if beside else here[:, places.flatten().clamp_max(count - 1)]  # padding is any token
         drawn = uniforms(
             self.options.seed, self.options.layer, heads[:, None, None], level, places + done if done else places
         )
-        lengths = sent_to(device, torch.tensor(sizes, device="cpu").repeat(len(here)))
+        lengths = listed_on(device, sizes).expand(len(here), -1)
         return Blocks(pool.keys, pool.values, index, drawn, lengths), None if beside else places
 
     def _halve(self, each: Sequence[Blocks]) -> list[Bool[Tensor, "m n"]]:
@@ -166,8 +172,11 @@ class Halves(Chooser):
 
         found = (gathered(own.keys, own.values, own.index, *own.numbers.shape[1:]) for own in each)
         keys, values = map(together, zip(*found, strict=True))
-        numbers, sizes = together(own.numbers.flatten(0, 1) for own in each), torch.cat([own.sizes for own in each])
-        parts = keep_half(keys, values, numbers, sizes, scale, gain).split([len(own.sizes) for own in each])
+        numbers, sizes = (
+            together(own.numbers.flatten(0, 1) for own in each),
+            torch.cat([own.sizes.flatten() for own in each]),
+        )
+        parts = keep_half(keys, values, numbers, sizes, scale, gain).split([own.sizes.numel() for own in each])
         return [part[:, : own.numbers.shape[2]] for part, own in zip(parts, each, strict=True)]
 
     def check(self, held: Held, count: int, budget: Budget) -> None:
