@@ -72,14 +72,12 @@ class Growing:
         self.buffer.narrow(self.dim, self.length, room - self.length).fill_(rest)
         return self.buffer.narrow(self.dim, 0, room)
 
-    def append(self, *parts: Tensor) -> None:
+    def append(self, new: Tensor) -> None:
         """Add places at the end; an interruption leaves none that are not filled."""
-        stop = self.length
-        self._make_room(stop + sum([part.shape[self.dim] for part in parts]), parts[0])
+        start, stop = self.length, self.length + new.shape[self.dim]
+        self._make_room(stop, new)
         assert self.buffer is not None, "there is room"
-        for part in parts:
-            start, stop = stop, stop + part.shape[self.dim]
-            self.buffer.narrow(self.dim, start, stop - start).copy_(part)
+        self.buffer.narrow(self.dim, start, stop - start).copy_(new)
         self.length = stop
 
     def append_beside(self, *parts: Tensor) -> None:
@@ -172,13 +170,12 @@ class Window:
         held = self.ranks.view >= 0 if self.ragged else None
         return WeightedTokens(self.keys.view, self.values.view, log_mass_of(held))
 
-    def append(self, *parts: Columns) -> None:
+    def append(self, new: Columns) -> None:
         """Add columns at the end."""
-        self.keys.append(*[new.keys for new in parts])
-        self.values.append(*[new.values for new in parts])
-        self.ranks.append(*[new.ranks for new in parts])
-        for new in parts:
-            self.append_notes(new.notes)
+        self.keys.append(new.keys)
+        self.values.append(new.values)
+        self.ranks.append(new.ranks)
+        self.append_notes(new.notes)
 
     def open(self, count: int, most: int | None) -> None:
         """Have `count` empty columns at least, and no more than `most` columns in all, if that is known.

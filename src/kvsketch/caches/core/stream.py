@@ -218,7 +218,8 @@ class Stream:
         start = max(0, sinks - seen)  # new tokens before this one are sinks
         stop = start + leaving - from_window
         self._write(new.part(start, stop), [self.left[0] + stop - start] * len(self.left))
-        self.window.append(new.part(0, start), new.part(stop, new.count))
+        self.window.append(new.part(0, start))
+        self.window.append(new.part(stop, new.count))
 
     def _leave_window(self, count: int) -> None:
         """Write the oldest tokens after the sinks to the past; all rows stand at the same rank."""

@@ -149,9 +149,10 @@ class Halves(Chooser):
         device, count, most = here.device, sum(sizes), max(sizes)
         starts = [0, *accumulate(sizes[:-1])]
         beside = starts == [*range(0, count, most)]  # each but the last is as long as the longest
-        places = numbers[: len(sizes) * most].view(-1, most)
-        if not beside:
-            places = listed_on(device, starts)[:, None] + places[0]
+        if beside:
+            places = numbers[: len(sizes) * most].view(-1, most)
+        else:
+            places = listed_on(device, starts)[:, None] + numbers[:most]
         index = here[:, :count] if beside else here[:, places.flatten().clamp_max(count - 1)]  # padding is any token
         drawn = uniforms(
             self.options.seed, self.options.layer, heads[:, None, None], level, places + done if done else places
