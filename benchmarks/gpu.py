@@ -44,7 +44,7 @@ from kvsketch.attention import Partial, WeightedTokens, merge, weighted_attentio
 from kvsketch.caches.forgetting.balancekv.practical import WALKS
 from kvsketch.evaluation.results.provenance import provenance
 from kvsketch.kernels import kcenter
-from kvsketch.kernels.balanced_walk import strips, walk_in_triton
+from kvsketch.kernels.balanced_walk import gathered, strips, walk_in_triton
 from kvsketch.kernels.directions import in_triton as directions_in_triton
 from kvsketch.kernels.directions import reference as reference_directions
 from kvsketch.kernels.gpu import attention, flash, many_queries
@@ -412,7 +412,12 @@ def choosing(on: Machine, count: int) -> Iterator[dict[str, Any]]:
     """What methods that choose among tokens do beside that, for a layer: half of the places copied, and so on."""
     keys = on.random(HEADS, count, WIDTH).to(on.dtype)
     there = torch.rand(HEADS, count, generator=on.draw, device=on.device) < 0.5
-    order, mean = reference_places.in_front(there)[:, : count // 2], keys.sum(1, dtype=torch.float64)
+    every, mean = reference_places.in_front(there), keys.sum(1, dtype=torch.float64)
+    order, along, size = every[:, : count // 2], reference_directions.towards(keys, mean), min(BLOCK, count)
+    numbers = torch.rand(HEADS, count // size, size, generator=on.draw, device=on.device)
+    sizes = torch.full((HEADS, count // size), size, device=on.device)
+    rest = SCALE, WALKS["greedy"]
+    of_blocks = partial(gathered, keys, keys, every, count // size, size)
     forms: dict[tuple[str, str], Callable[[], Any]] = {
         ("copied", "ours"): partial(places_in_triton.chosen_of, (keys, keys), order),
         ("copied", "torch"): partial(reference_places.chosen_of, (keys, keys), order),
@@ -420,9 +425,17 @@ def choosing(on: Machine, count: int) -> Iterator[dict[str, Any]]:
         ("numbered", "torch"): partial(reference_places.in_front, there),
         ("directed", "ours"): partial(directions_in_triton.towards, keys, mean),
         ("directed", "torch"): partial(reference_directions.towards, keys, mean),
+        ("summed", "ours"): partial(directions_in_triton.total, keys),
+        ("summed", "torch"): partial(reference_directions.total, keys),
+        ("least first", "ours"): partial(places_in_triton.least_in_front, along, count // 8),
+        ("least first", "torch"): partial(reference_places.least_in_front, along, count // 8),
+        ("halved", "where they lie"): partial(walk_in_triton.keep_half_of, keys, keys, every, numbers, sizes, *rest),
+        ("halved", "copied"): lambda: walk_in_triton.keep_half(
+            *of_blocks(), numbers.flatten(0, 1), sizes.flatten(), *rest
+        ),
     }
-    for what in ("copied", "numbered"):
-        found, right = forms[what, "ours"](), forms[what, "torch"]()
+    for what in ("copied", "numbered", "least first", "halved"):
+        found, right = (call() for (name, _), call in forms.items() if name == what)
         assert all(map(torch.equal, found, right)), f"{what}: ours are not torch's"
     for (what, form), call in forms.items():
         yield {"what": what, "form": form, "tokens": count, "us": on.times([call])}

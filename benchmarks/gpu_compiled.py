@@ -74,9 +74,9 @@ def compiled() -> Iterator[str]:
                 routing._visited, scores, sizes, edges, Limits(32), Staged.on(sizes.device, 9, 9), left=False
             )
             yield f"choice of 32 buckets{kind}: {_needs(*_launched(of_routes, 'visit', call))}"
-    blocks = torch.empty(4096, 256, 128, dtype=torch.bfloat16)
-    given = torch.empty(4096, 256), torch.full((4096,), 256), 0.1, 0.25
-    launched = _launched(of_walks, "keep_half", lambda: walk_in_triton._kept(blocks, blocks, *given))
+    keys, index = torch.empty(8, 16_384, 128, dtype=torch.bfloat16), torch.zeros(8, 16_384, dtype=torch.int64)
+    given = torch.empty(8, 64, 256, dtype=torch.float64), torch.full((8, 64), 256), 0.1, 0.25
+    launched = _launched(of_walks, "keep_half", lambda: walk_in_triton._kept(keys, keys, index, *given))
     yield f"walk, blocks halved: {_needs(*launched)}"
     address = (1, 2, torch.zeros(8, 1, 1, dtype=torch.int64), 3, torch.zeros(32, 256, dtype=torch.int64))
     call = partial(drawn_in_triton._drawn, address, (8, 32, 256), address[2].device)
@@ -97,7 +97,9 @@ def _choosing() -> Iterator[str]:
     calls: dict[str, tuple[Any, Callable[[], Any]]] = {
         "copy": (of_places, partial(placed._copied, keys, index)),
         "number": (of_places, partial(placed._numbered, there)),
+        "least": (of_places, partial(placed._least, torch.empty(8, 16_384, dtype=torch.float64), 2048)),
         "towards": (of_directions, partial(directed._towards, keys, mean)),
+        "total": (of_directions, partial(directed._total, keys)),
     }
     for name, (module, call) in calls.items():
         yield f"choosing, {name}: {_needs(*_launched(module, name, call))}"

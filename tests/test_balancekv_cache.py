@@ -13,14 +13,15 @@ from kvsketch.algorithms.balancekv import halve_exactly, softmax_balance
 from kvsketch.algorithms.draws import uniforms as uniforms_at
 from kvsketch.attention import exact_attention
 from kvsketch.caches.core.budget import Budget
+from kvsketch.caches.core.chooser import Held
 from kvsketch.caches.core.config import BLOCK
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.tokens import NewTokens
 from kvsketch.caches.forgetting.balancekv import BalanceKV
 from kvsketch.caches.forgetting.balancekv.levels import Levels
-from kvsketch.caches.forgetting.balancekv.practical import WALKS, _places_of
+from kvsketch.caches.forgetting.balancekv.practical import WALKS, Halves, Halving, _places_of
 from kvsketch.caches.forgetting.uniform import Uniform
-from kvsketch.kernels.balanced_walk import keep_half, reference, strips
+from kvsketch.kernels.balanced_walk import gathered, keep_half, reference, strips
 from lanes import Fed, entries_of, entries_of_rows
 from waiting import Waits
 
@@ -41,6 +42,21 @@ def test_what_is_kept_of_blocks_is_found_without_asking_how_many():
         found = _places_of(kept, places, 12)
     assert not waits.lines
     assert found.tolist() == [(10 + own.nonzero()[:, 0]).tolist() for own in kept]
+
+
+@pytest.mark.parametrize("sizes", [[6], [6, 6, 4], [6, 2, 2, 2], [2, 6, 4]])
+def test_blocks_have_the_tokens_of_a_level_in_their_order(sizes):
+    keys, here = normal(2, 40, 3), torch.stack([torch.arange(20), torch.arange(20, 40)]) % 37
+    halves = Halves(Halving(6, "greedy", 1, 0.0, 0, 0), lambda budget, count: count)
+    blocks, places = halves._blocks(Held(keys, keys), here, sizes, 0, 5, torch.arange(2), torch.arange(46))
+    found, _ = gathered(blocks.keys, blocks.values, blocks.index, len(sizes), max(sizes))
+    real = torch.arange(max(sizes)) < torch.tensor(sizes * 2)[:, None]
+    expected = torch.cat([keys[lane, here[lane, : sum(sizes)]] for lane in range(2)])
+    assert torch.equal(found[real], expected)
+    drawn = uniforms_at(0, 0, torch.arange(2)[:, None], 0, torch.arange(5, 5 + sum(sizes)))
+    assert torch.equal(blocks.numbers.flatten(0, 1)[real].view(2, -1), drawn)
+    order = _places_of(real.view(2, -1), places, sum(sizes))
+    assert order.tolist() == [[*range(sum(sizes))]] * 2
 
 
 # -- the walk over many blocks

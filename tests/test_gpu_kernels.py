@@ -13,7 +13,7 @@ from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.tokens import NewTokens, Unrotated
 from kvsketch.caches.forgetting.balancekv.practical import WALKS
 from kvsketch.kernels import few_queries, gpu, native
-from kvsketch.kernels.balanced_walk import strips, walk_in_triton
+from kvsketch.kernels.balanced_walk import gathered, strips, walk_in_triton
 from kvsketch.kernels.directions import in_triton as directions_in_triton
 from kvsketch.kernels.directions import reference as directions_reference
 from kvsketch.kernels.draws import in_triton
@@ -221,11 +221,31 @@ def test_blocks_are_halved_as_by_torch(shape, dtype, sizes, walk):
     assert torch.equal(kept, walk_in_triton.keep_half(keys, values, *given))
 
 
+@pytest.mark.parametrize("at_once", [1, 1 << 13])
+def test_numbered_tokens_are_halved_where_they_lie(at_once, monkeypatch):
+    """As if they were copied block by block; of the last block of a lane some tokens may lack."""
+    monkeypatch.setattr(walk_in_triton, "AT_ONCE", at_once)
+    draw, lanes, blocks, count = torch.Generator().manual_seed(5), 2, 3, 70
+    keys = torch.randn(lanes, 300, 40, generator=draw).to(DEVICE, SINGLE)
+    values = torch.randn(lanes, 300, 60, generator=draw).to(DEVICE, SINGLE)[..., 8:32] + 1
+    index = torch.stack([torch.randperm(300, generator=draw) for _ in range(lanes)]).to(DEVICE)
+    uniforms = torch.rand(lanes, blocks, count, generator=draw, dtype=torch.float64).to(DEVICE)
+    sizes = torch.tensor([count, count, 36], device=DEVICE).expand(lanes, -1)
+    for some in (index[:, : 2 * count + 36], index[:1].expand(lanes, -1), index.mT.contiguous().mT):
+        kept = walk_in_triton.keep_half_of(keys, values, some, uniforms, sizes, 0.1, WALKS["greedy"])
+        copied = gathered(keys, values, some[:, : blocks * count], blocks, count)
+        given = uniforms.flatten(0, 1), sizes.flatten(), 0.1, WALKS["greedy"]
+        assert torch.equal(kept, walk_in_triton.keep_half(*copied, *given))
+
+
 def test_draws_are_those_of_torch_bit_for_bit():
     heads, ranks = torch.tensor([[5], [0], [77]], device=DEVICE), torch.arange(-3, 700, device=DEVICE)
     for address in ((3, 1, heads, 2, ranks), (heads[..., None], 4, ranks.view(19, 37).T), (2**62, -1, ranks), (ranks,)):
         found = in_triton.uniforms(*address)
         assert torch.equal(found, uniforms(*address))
+    for number in (1, 16, -5, 2**40):
+        assert torch.equal(in_triton.uniforms(3, ranks, number), uniforms(3, ranks, number))
+    assert in_triton.uniforms(ranks, 2**62) is None
     assert in_triton.uniforms(3, ranks.int()) is None
     assert in_triton.uniforms(3, ranks[:0]) is None
 
@@ -251,6 +271,20 @@ def test_places_are_copied_and_numbered_as_by_torch(shape, dtype):
     assert places_in_triton.in_front(there[:, :0]) is None
 
 
+def test_the_least_are_numbered_first_as_by_torch():
+    draw = torch.Generator().manual_seed(9)
+    x = torch.randn(5, places_in_triton.COUNTED + 70, generator=draw, dtype=torch.float64)
+    x[1], x[2], x[3] = x[1].round(), 0.0, x[3] * 1e-300
+    x[2, ::3], x[4, 7::90], x[4, :5] = -0.0, torch.nan, -torch.inf
+    x = x.to(DEVICE)
+    for some in (x, x[:4, :60].contiguous(), x[:, :1].contiguous()):
+        for most in {0, 1, min(2100, some.shape[1]), some.shape[1]}:
+            right = places_reference.least_in_front(some, most)
+            assert torch.equal(places_in_triton.least_in_front(some, most), right)
+    assert places_in_triton.least_in_front(x.float(), 1) is None
+    assert places_in_triton.least_in_front(x[:, 1:], 1) is None
+
+
 def test_directions_are_those_of_torch():
     draw = torch.Generator().manual_seed(8)
     keys = torch.randn(3, 90, 24, generator=draw).to(DEVICE)
@@ -259,7 +293,12 @@ def test_directions_are_those_of_torch():
         mean = some.sum(1, dtype=torch.float64)
         right = directions_reference.towards(some, mean)
         torch.testing.assert_close(directions_in_triton.towards(some, mean), right, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(directions_in_triton.total(some), mean, rtol=1e-12, atol=1e-12)
     assert directions_in_triton.towards(keys, keys.sum(1)) is None, "sums of fewer bits are not what was asked for"
+    many = torch.randn(2, 2 * directions_in_triton.SUMMED + 9, 40, generator=draw).to(DEVICE)[:, 1:, 3:]
+    right = directions_reference.total(many)
+    torch.testing.assert_close(directions_in_triton.total(many), right, rtol=1e-12, atol=1e-12)
+    assert directions_in_triton.total(keys[:, :0]) is None
 
 
 def test_more_runs_than_a_program_holds_are_read_in_parts(monkeypatch):

@@ -141,9 +141,11 @@ class ChosenEntries(Holding):
         for name, x in zip(("keys", "values"), parts, strict=True):
             self._replace(name, start, x, fresh=fresh)
         lanes, count = len(new.keys), self.held["keys"].length
-        shared = torch.zeros(1, count - kept.start, dtype=torch.float32, device=new.keys.device)
-        if kept.log_mass is not None or "log_mass" in self.held:
-            self._replace("log_mass", kept.start, shared if kept.log_mass is None else kept.log_mass)
+        log_mass = kept.log_mass
+        if log_mass is None and "log_mass" in self.held:
+            log_mass = torch.zeros(1, count - kept.start, dtype=torch.float32, device=new.keys.device)
+        if log_mass is not None:
+            self._replace("log_mass", kept.start, log_mass)
         about = kept.per_entry
         if about.keys() < self.chooser.per_entry.keys():  # what is known about each entry goes with it
             known = held.about_with_new(new, kept.start)

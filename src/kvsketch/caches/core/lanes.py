@@ -82,7 +82,8 @@ class Bundle:
 
     def _index(self, device: torch.device) -> tuple[Tensor, ...]:
         if device not in self.at:
-            rows, *of_heads = (listed_on(device, x) for x in (self.rows, self.heads, self.placed, self.named))
+            every = listed_on(device, [*self.rows, *self.heads, *self.placed, *self.named])
+            rows, *of_heads = every.split([len(self.rows), *[len(self.heads)] * 3])
             self.at[device] = (rows[:, None], *(x[None] for x in of_heads))
         return self.at[device]
 

@@ -8,10 +8,13 @@ one more line below.
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from kvsketch.kernels.balanced_walk import native, reference, strips, walk_in_triton
+from kvsketch.kernels.native import library_for
+from kvsketch.kernels.places import chosen_of
 
 AT_ONCE = 1 << 24  # products held together: 64 MiB of float32
 
@@ -34,6 +37,33 @@ def keep_half(
             for some in _together(keys, AT_ONCE // (strips.STRIP * keys.shape[1]))
         ]
     return torch.cat(parts)
+
+
+def keep_half_of(
+    keys: Float[Tensor, "l n d"],
+    values: Float[Tensor, "l n e"],
+    index: Int64[Tensor, "l w"],
+    uniforms: Float[Tensor, "l c m"],
+    sizes: Int64[Tensor, "l c"],
+    scale: float,
+    gain: float,
+) -> Bool[Tensor, "lc m"]:
+    """The same of `c` blocks of every lane: `index` numbers their tokens, `m` for each, the last may have fewer."""
+    if library_for(keys, values) is None:
+        found = walk_in_triton.keep_half_of(keys, values, index, uniforms, sizes, scale, gain)
+        if found is not None:
+            return found
+    keys, values = gathered(keys, values, index, *uniforms.shape[1:])
+    return keep_half(keys, values, uniforms.flatten(0, 1), sizes.flatten(), scale, gain)
+
+
+def gathered(
+    keys: Float[Tensor, "l n d"], values: Float[Tensor, "l n e"], index: Int64[Tensor, "l w"], blocks: int, count: int
+) -> tuple[Float[Tensor, "lc {count} d"], Float[Tensor, "lc {count} e"]]:
+    """Keys and values of such blocks; where the last has fewer tokens, any others behind them."""
+    index = F.pad(index, (0, blocks * count - index.shape[1]))
+    keys, values = (x.unflatten(1, (blocks, count)).flatten(0, 1) for x in chosen_of((keys, values), index))
+    return keys, values
 
 
 def keep_smaller(
@@ -65,4 +95,4 @@ def _together(keys: Float[Tensor, "l n d"], most: int) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, len(keys), step))
 
 
-__all__ = ["keep_half", "keep_smaller"]
+__all__ = ["gathered", "keep_half", "keep_half_of", "keep_smaller"]

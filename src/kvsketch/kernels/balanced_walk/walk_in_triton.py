@@ -7,6 +7,7 @@ from torch import Tensor
 from kvsketch.kernels import gpu
 from kvsketch.kernels.balanced_walk import strips
 from kvsketch.kernels.balanced_walk.reference import ONES
+from kvsketch.kernels.places.reference import chosen_of
 
 STRIP = 64  # tokens
 TILE = 32  # earlier tokens at a time
@@ -26,53 +27,76 @@ def keep_half(
     gain: float,
 ) -> Bool[Tensor, "l n"] | None:
     """Which half to keep; see `strips.halving_signs`."""
-    blocks, count, width = keys.shape
+    if not gpu.wanted_on(keys.device):
+        return None
+    every = torch.arange(keys.shape[1], device=keys.device).expand(len(keys), -1)
+    return keep_half_of(keys, values, every, uniforms[:, None], sizes[:, None], scale, gain)
+
+
+def keep_half_of(
+    keys: Float[Tensor, "l n d"],
+    values: Float[Tensor, "l n e"],
+    index: Int64[Tensor, "l w"],
+    uniforms: Float[Tensor, "l c m"],
+    sizes: Int64[Tensor, "l c"],
+    scale: float,
+    gain: float,
+) -> Bool[Tensor, "lc m"] | None:
+    """The same of blocks of numbered tokens, which are read where they lie."""
+    lanes, blocks, width = *uniforms.shape[:2], keys.shape[2]
     if not gpu.can_read(keys.device, keys, values) or keys.dtype != values.dtype:
         return None
     widest = max(width, values.shape[2])
-    if blocks * count == 0 or widest > gpu.MOST_WIDTH or gpu.spills(keys.device, keys.dtype, STRIP, widest):
+    if uniforms.numel() == 0 or widest > gpu.MOST_WIDTH or gpu.spills(keys.device, keys.dtype, STRIP, widest):
         return None
     if not gpu.works("BalanceKV's walk", keys.device, keys.dtype, _check):
         return None
     what = f"halving blocks of {keys.dtype} × {width} and {values.shape[2]}"
-    parts = [slice(start, start + AT_ONCE) for start in range(0, blocks, AT_ONCE)]
-    return gpu.tried(
-        what,
-        keys.device,
-        lambda: torch.cat([_kept(keys[x], values[x], uniforms[x], sizes[x], scale, gain) for x in parts]),
-    )
+    step = max(1, AT_ONCE // blocks)
+    parts = [slice(start, start + step) for start in range(0, lanes, step)]
+
+    def call() -> Tensor:
+        found = [_kept(keys[x], values[x], index[x], uniforms[x], sizes[x], scale, gain) for x in parts]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    return gpu.tried(what, keys.device, call)
 
 
 def _check(device: torch.device, dtype: torch.dtype) -> None:
     """Hold the kernel against torch in float64: rounding may decide in a few blocks."""
     draw = torch.Generator().manual_seed(0)
-    keys, values, uniforms = (
-        torch.rand(6, 70, *width, generator=draw, device="cpu").to(device) for width in ((128,), (128,), ())
-    )
-    keys, values = (2 * (x - 0.5).to(dtype) for x in (keys, values))
+    keys, values = ((torch.rand(2, 210, 128, generator=draw, device="cpu") * 2 - 1).to(device, dtype) for _ in range(2))
+    uniforms = torch.rand(2, 3, 70, generator=draw, device="cpu").to(device)
+    index = torch.stack([torch.randperm(210, generator=draw, device="cpu") for _ in range(2)]).to(device)
+    own_keys, own_values = (x.view(6, 70, 128).double() for x in chosen_of((keys, values), index))
+    own_uniforms = uniforms.flatten(0, 1)
     for gain in (0.25, 1e6):
-        rest = uniforms, torch.full((6,), 70, device=device), 0.1, gain
-        found, right = _kept(keys, values, *rest), strips.halving_signs(keys.double(), values.double(), *rest) > 0
+        sizes = torch.full((6,), 70, device=device)
+        found = _kept(keys, values, index, uniforms, sizes.view(2, 3), 0.1, gain)
+        right = strips.halving_signs(own_keys, own_values, own_uniforms, sizes, 0.1, gain) > 0
         same = int((found == right).all(1).sum())
         assert same >= 4, f"{same} of 6 blocks are halved as by torch"
         assert bool((found.sum(1) == 35).all()), "a half is kept"
 
 
-def _kept(keys: Tensor, values: Tensor, uniforms: Tensor, sizes: Tensor, scale: float, gain: float) -> Tensor:
-    blocks, count, width = keys.shape
+def _kept(
+    keys: Tensor, values: Tensor, index: Tensor, uniforms: Tensor, sizes: Tensor, scale: float, gain: float
+) -> Tensor:
+    (lanes, blocks, count), width = uniforms.shape, keys.shape[2]
     from kvsketch.kernels.gpu.walk import keep_half as kernel
 
     keys, values = (x if x.stride(2) == 1 else x.contiguous() for x in (keys, values))
     strip = STRIP if max(width, values.shape[2]) <= 128 else STRIP // 2
-    kept = torch.zeros(blocks, count, dtype=torch.int8, device=keys.device)
+    kept = torch.empty(lanes * blocks, count, dtype=torch.bool, device=keys.device)
     padded = -(-count // strip) * strip
-    rooms = torch.empty(blocks, strip * (strip + 1) + 2 * padded, dtype=torch.float32, device=keys.device)
+    rooms = torch.empty(lanes * blocks, strip * (strip + 1) + 2 * padded, dtype=torch.float32, device=keys.device)
     with gpu.current(keys.device):
-        kernel[(blocks,)](
-            *(keys, values, (0.5 - uniforms).float().contiguous(), sizes.contiguous(), kept, rooms),
-            *(*keys.stride()[:2], *values.stride()[:2], count, float(scale), float(gain), ONES),
+        kernel[(lanes * blocks,)](
+            *(keys, values, index, uniforms.contiguous(), sizes, kept.view(torch.int8), rooms),
+            *(*keys.stride()[:2], *values.stride()[:2], *index.stride(), *sizes.stride(), blocks, count),
+            *(float(scale), float(gain), ONES),
             WIDTH=width, VALUE_WIDTH=values.shape[2], KEY_BLOCK=gpu.power_of_two(width, 16),
             VALUE_BLOCK=gpu.power_of_two(values.shape[2], 16), STRIP=strip, PART=PART,
             READ=READ, TILE=TILE, num_warps=WARPS, num_stages=STAGES,
         )  # fmt: skip
-    return kept.bool()
+    return kept

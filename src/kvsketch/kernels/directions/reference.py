@@ -25,5 +25,10 @@ def sum_of_directions(keys: Float[Tensor, "l n d"]) -> Float[Tensor, "l d"]:
     return torch.stack([(_divisors(part).reciprocal().unsqueeze(1) @ part).squeeze(1) for part in strips]).sum(0)
 
 
+def total(keys: Float[Tensor, "l n d"]) -> Float[Tensor, "l d"]:
+    """The sum of all keys."""
+    return keys.sum(1, dtype=torch.float64)
+
+
 def _divisors(keys: Float[Tensor, "l n d"]) -> Float[Tensor, "l n"]:
     return keys.norm(dim=2).clamp_min(LEAST)

@@ -13,6 +13,7 @@ from kvsketch.kernels import gpu
 
 PARTS, SIZES = 6, 4  # of an address, and of the result, at most
 BLOCK, WARPS = 512, 4
+MOST = 1 << 61  # of whole numbers behind the first tensor
 
 
 def uniforms(*address: int | Int64[Tensor, "..."]) -> Float[Tensor, "..."] | None:
@@ -22,7 +23,8 @@ def uniforms(*address: int | Int64[Tensor, "..."]) -> Float[Tensor, "..."] | Non
         return None
     device, shape = tensors[0].device, torch.broadcast_shapes(*(x.shape for x in tensors))
     alike = all(type(x) is Tensor and x.dtype == torch.int64 and x.device == device for x in tensors)
-    if not alike or len(address) > PARTS or len(shape) > SIZES or 0 in shape:
+    small = all(isinstance(x, Tensor) or abs(x) < MOST for x in _split(address)[1])
+    if not alike or not small or len(address) > PARTS or len(shape) > SIZES or 0 in shape:
         return None
     if not gpu.works("draws", device, torch.float64, _check):
         return None
@@ -41,16 +43,24 @@ def _check(device: torch.device, dtype: torch.dtype) -> None:
 def _drawn(address: tuple[int | Tensor, ...], shape: tuple[int, ...], device: torch.device) -> Tensor:
     from kvsketch.kernels.gpu.draws import draw as kernel
 
-    first = tuple(takewhile(lambda x: isinstance(x, int), address))  # the same for all: the CPU has it at once
-    rest = [x if isinstance(x, Tensor) else torch.full((), x, device=device) for x in address[len(first) :]]
-    strides = [tuple(gpu.odd(step) for step in ([0] * SIZES + [*x.expand(shape).stride()])[-SIZES:]) for x in rest]
+    first, rest = _split(address)
+    given = tuple(x if isinstance(x, Tensor) else gpu.odd(x) for x in rest)
+    steps = [x.expand(shape).stride() if isinstance(x, Tensor) else () for x in rest]
+    strides = tuple(tuple(gpu.odd(step) for step in (*[0] * SIZES, *each)[-SIZES:]) for each in steps)
     out, sizes = torch.empty(shape, dtype=torch.float64, device=device), ([1] * SIZES + [*shape])[-SIZES:]
     with gpu.current(device):
         kernel[(-(-prod(shape) // BLOCK),)](
-            *(tuple(rest), tuple(strides), out, _state(first), prod(shape), *sizes[1:]),
-            PARTS=len(rest), BLOCK=BLOCK, num_warps=WARPS,
+            *(given, strides, out, _state(first), prod(shape), *sizes[1:]),
+            PARTS=len(rest), LISTED=gpu.bits(*(x if isinstance(x, Tensor) else None for x in rest)), BLOCK=BLOCK,
+            num_warps=WARPS,
         )  # fmt: skip
     return out
+
+
+def _split(address: tuple[int | Tensor, ...]) -> tuple[tuple[int | Tensor, ...], tuple[int | Tensor, ...]]:
+    """What comes before the first tensor, which the CPU has at once, and the rest."""
+    first = tuple(takewhile(lambda x: isinstance(x, int), address))
+    return first, address[len(first) :]
 
 
 @lru_cache(maxsize=1024)

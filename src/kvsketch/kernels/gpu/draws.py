@@ -15,9 +15,9 @@ SECOND = tl.constexpr(0x94D049BB133111EB - (1 << 64))
 def draw(
     parts, strides, out,  # where they begin
     begin, count, second, third, fourth,  # the state so far; how many numbers, and sizes but for the first
-    PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, LISTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Some of the numbers; a part's strides are 0 where it is the same."""
+    """Some of the numbers; strides are 0 where a part is the same; a part that is not LISTED is a number."""
     number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ok = number < count
     rest = number // fourth
@@ -25,10 +25,13 @@ def draw(
     places = (before // second, before % second, rest % third, number % fourth)
     state = tl.zeros([BLOCK], tl.int64) + begin
     for part in tl.static_range(PARTS):
-        at = tl.zeros([BLOCK], tl.int64)
-        for size in tl.static_range(4):
-            at += places[size] * plain(strides[part][size])
-        state = _scrambled(state + tl.load(parts[part] + at, mask=ok, other=0))
+        if LISTED >> part & 1:
+            at = tl.zeros([BLOCK], tl.int64)
+            for size in tl.static_range(4):
+                at += places[size] * plain(strides[part][size])
+            state = _scrambled(state + tl.load(parts[part] + at, mask=ok, other=0))
+        else:
+            state = _scrambled(state + plain(parts[part]))
     tl.store(out + number, _shifted(state, 11).to(tl.float64) * 1.1102230246251565e-16, mask=ok)  # 2⁻⁵³
 
 

@@ -1,4 +1,4 @@
-"""Places of lanes: copied by their numbers, and numbered, those that hold something first. A launch each."""
+"""Places of lanes: copied by their numbers, and numbered, those that hold something or the least first: in a launch."""
 
 import triton
 import triton.language as tl
@@ -46,3 +46,65 @@ def number(
 def _held(there, first, step, count, BLOCK: tl.constexpr):
     at = first + tl.arange(0, BLOCK)
     return tl.load(there + at.to(tl.int64) * step, mask=at < count, other=0).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["count", "most"])
+def least(
+    x, out,  # where they begin
+    count, most,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Where a lane's places come, those of the `most` least first: the largest of these is found by halving.
+
+    The bits of numbers, those of numbers below 0 turned over, are in the order of their size: 64 steps at most.
+    """
+    x += tl.program_id(0).to(tl.int64) * count
+    out += tl.program_id(0).to(tl.int64) * count
+    low = _ordered(tl.full([], float("-inf"), tl.float64))
+    high = _ordered(tl.full([], float("inf"), tl.float64))
+    while low < high:
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)
+        upto = tl.zeros([BLOCK], tl.int32)
+        for first in range(0, count, BLOCK):
+            upto += (_numbers(x, first, count, BLOCK) <= _number(middle)).to(tl.int32)
+        found = tl.sum(upto, 0)
+        low = tl.where(found < most, middle + 1, tl.where(found == most, middle, low))
+        high = tl.where(found < most, high, middle)
+    largest = _number(high)
+    under = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, count, BLOCK):
+        under += (_numbers(x, first, count, BLOCK) < largest).to(tl.int32)
+    room = most - tl.sum(under, 0)  # for some of those that are as large
+    smaller, alike = 0, 0  # before these
+    for first in range(0, count, BLOCK):
+        numbers = _numbers(x, first, count, BLOCK)
+        less, same = (numbers < largest).to(tl.int32), (numbers == largest).to(tl.int32)
+        both = tl.cumsum(less + (same << 16), 0)
+        fewer, equal = smaller + (both & 0xFFFF), alike + (both >> 16)
+        upto = fewer + tl.minimum(equal, room)
+        taken = (less > 0) | ((same > 0) & (equal <= room))
+        here = first + tl.arange(0, BLOCK)
+        tl.store(out + tl.where(taken, upto - 1, most + here - upto), here.to(tl.int64), mask=here < count)
+        smaller += tl.sum(less, 0)
+        alike += tl.sum(same, 0)
+
+
+@triton.jit
+def _numbers(x, first, count, BLOCK: tl.constexpr):
+    """Some numbers; what is none is the largest, and what is not there neither less nor more than any."""
+    at = first + tl.arange(0, BLOCK)
+    found = tl.load(x + at, mask=at < count, other=0.0)
+    return tl.where(at < count, tl.where(found == found, found, float("inf")), float("nan"))
+
+
+@triton.jit
+def _ordered(number):
+    """A number's bits, in the order of size."""
+    bits = number.to(tl.int64, bitcast=True)
+    return bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
+
+
+@triton.jit
+def _number(ordered):
+    """The number of such bits."""
+    return (ordered ^ ((ordered >> 63) & 0x7FFFFFFFFFFFFFFF)).to(tl.float64, bitcast=True)

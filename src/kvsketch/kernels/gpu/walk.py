@@ -13,41 +13,48 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["index_lane", "size_lane", "size_step", "blocks"])
 def keep_half(
-    keys, values, chances, sizes, kept, rooms,
-    key_block, key_step, value_block, value_step, count, scale, gain, ones,
+    keys, values, index, uniforms, sizes, kept, rooms,
+    key_lane, key_step, value_lane, value_step, index_lane, index_step, size_lane, size_step,
+    blocks, count, scale, gain, ones,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     STRIP: tl.constexpr, PART: tl.constexpr, READ: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Which half of a block's first tokens is kept: those whose sign is +."""
+    """Which half of a block's first tokens is kept: those whose sign is +. They are read where `index` says."""
     block = tl.program_id(0).to(tl.int64)
-    keys += block * key_block
-    values += block * value_block
-    chances += block * count
+    lane, place = block // blocks, block % blocks
+    keys += lane * key_lane
+    values += lane * value_lane
+    index += lane * index_lane + place * count * index_step
+    uniforms += block * count
     kept += block * count
     padded = tl.cdiv(count, STRIP) * STRIP
     own = rooms + block * (STRIP * STRIP + STRIP + 2 * padded)  # products among a strip's tokens
     gaps = own + STRIP * STRIP  # between its tokens' y and their chances
     along = gaps + STRIP  # each token's product with the mean
     signs = along + padded
-    size = tl.load(sizes + block).to(tl.int32)
+    size = tl.load(sizes + lane * size_lane + place * size_step).to(tl.int32)
     padded = tl.cdiv(size, STRIP) * STRIP
     at, widths, value_widths = tl.arange(0, STRIP), tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
 
     mean = tl.zeros([KEY_BLOCK], tl.float32)
     some = tl.arange(0, READ)
     for start in tl.range(0, size, READ):
-        mean += tl.sum(_rows(keys, start, some, key_step, size, widths, WIDTH).to(tl.float32), 0)
+        numbers = _numbers(index, start + some, index_step, size)
+        mean += tl.sum(_rows(keys, numbers, key_step, widths, WIDTH).to(tl.float32), 0)
     mean /= tl.maximum(size, 1)
+    for start in range(0, count, READ):  # what is not there is not kept
+        tl.store(kept + start + some, tl.zeros([READ], tl.int8), mask=start + some < count)
     rate = scale * 1.4426950408889634  # exponentials are powers of two
     square = tl.sum(mean * mean, 0) * rate
     largest = 0.0  # of all logits: ⟨k, k'⟩ is largest where k = k'
     diagonal = 0.0  # what products of tokens with themselves sum up to
     for start in tl.range(0, padded, READ):
         here = start + some
-        key = _rows(keys, start, some, key_step, size, widths, WIDTH).to(tl.float32)
-        value = _rows(values, start, some, value_step, size, value_widths, VALUE_WIDTH).to(tl.float32)
+        numbers = _numbers(index, here, index_step, size)
+        key = _rows(keys, numbers, key_step, widths, WIDTH).to(tl.float32)
+        value = _rows(values, numbers, value_step, value_widths, VALUE_WIDTH).to(tl.float32)
         beside = tl.sum(key * mean[None, :], 1) * rate
         tl.store(along + here, tl.where(here < size, beside, 1e30))  # no products of what is not there
         tl.store(signs + here, tl.zeros([READ], tl.float32))
@@ -62,14 +69,16 @@ def keep_half(
     positive = tl.zeros([PART], tl.int32)  # the same number, many times
     for start in range(0, size, STRIP):
         here = start + at
-        key = _rows(keys, start, at, key_step, size, widths, WIDTH)
-        value = _rows(values, start, at, value_step, size, value_widths, VALUE_WIDTH)
+        numbers = _numbers(index, here, index_step, size)
+        key = _rows(keys, numbers, key_step, widths, WIDTH)
+        value = _rows(values, numbers, value_step, value_widths, VALUE_WIDTH)
         beside = tl.load(along + here) - square + largest
         y = tl.zeros([STRIP], tl.float32)
         for before in tl.range(0, start + STRIP, TILE):  # the last are its own
             others = before + tl.arange(0, TILE)
-            other_key = _rows(keys, before, tl.arange(0, TILE), key_step, size, widths, WIDTH)
-            other_value = _rows(values, before, tl.arange(0, TILE), value_step, size, value_widths, VALUE_WIDTH)
+            theirs = _numbers(index, others, index_step, size)
+            other_key = _rows(keys, theirs, key_step, widths, WIDTH)
+            other_value = _rows(values, theirs, value_step, value_widths, VALUE_WIDTH)
             shift = tl.load(along + others)
             sign = tl.load(signs + others)
             logits = tl.dot(key, tl.trans(other_key), input_precision="ieee") * rate
@@ -78,7 +87,8 @@ def keep_half(
             y += tl.sum(found * sign[None, :], 1)
             if before >= start:
                 tl.store(own + at[:, None] * STRIP + (others - start)[None, :], found * gains)
-        tl.store(gaps + at, y * gains - tl.load(chances + here, mask=here < size, other=0.0))
+        chance = 0.5 - tl.load(uniforms + here, mask=here < size, other=0.5).to(tl.float64)
+        tl.store(gaps + at, y * gains - chance.to(tl.float32))
         tl.debug_barrier()
         for part in tl.static_range(STRIP // PART):
             positive = _walk(own, gaps, signs, kept, start, size, positive, part, STRIP, PART)
@@ -140,8 +150,13 @@ def _step(gap, positive, found, products, at, i, least, size):
 
 
 @triton.jit
-def _rows(where, start, at, step, size, widths, WIDTH: tl.constexpr):
-    """Some rows, and zeros for those that are not there."""
-    first = where + (tl.zeros([], tl.int64) + start) * step
-    places = first + at[:, None].to(tl.int64) * step + widths[None, :]
-    return tl.load(places, mask=(at < size - start)[:, None] & (widths < WIDTH)[None, :], other=0.0)
+def _numbers(index, at, step, size):
+    """Which tokens some of a block's are, -1 for those that are not there."""
+    return tl.load(index + at.to(tl.int64) * step, mask=at < size, other=-1)
+
+
+@triton.jit
+def _rows(where, numbers, step, widths, WIDTH: tl.constexpr):
+    """Rows by their numbers, and zeros for those that are not there."""
+    places = numbers[:, None] * step + widths[None, :]
+    return tl.load(where + places, mask=(numbers >= 0)[:, None] & (widths < WIDTH)[None, :], other=0.0)

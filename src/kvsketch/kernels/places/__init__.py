@@ -6,7 +6,7 @@ memory needs.
 
 from collections.abc import Sequence
 
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from kvsketch.kernels.places import in_triton, reference
@@ -29,4 +29,13 @@ def in_front(there: Bool[Tensor, "*lanes n"]) -> Int64[Tensor, "*lanes n"]:
     return reference.in_front(there) if found is None else found
 
 
-__all__ = ["chosen", "chosen_of", "in_front"]
+def least_in_front(x: Float[Tensor, "l n"], most: int) -> Int64[Tensor, "l n"]:
+    """Numbers of the places of the `most` least of every lane, in their order, and then of the others.
+
+    Of equal ones the first come first.
+    """
+    found = in_triton.least_in_front(x, most)
+    return reference.least_in_front(x, most) if found is None else found
+
+
+__all__ = ["chosen", "chosen_of", "in_front", "least_in_front"]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from kvsketch.kernels import gpu
@@ -12,6 +12,7 @@ from kvsketch.kernels.places import reference
 LEAST_WIDTH, MOST_WIDTH = 16, 1024  # of a place
 COPIED, WARPS = 1 << 12, 4  # numbers that a program copies, of whole places
 NUMBERED, MOST_NUMBERED = 1 << 10, 1 << 16  # places of a program, and of a lane: each program looks at all of these
+COUNTED, COUNTING_WARPS = 1 << 12, 32  # numbers at a time: a whole lane's are counted again and again
 
 
 def chosen_of(each: Sequence[Tensor], index: Int64[Tensor, "l m"]) -> list[Tensor] | None:
@@ -43,6 +44,18 @@ def in_front(there: Bool[Tensor, "*lanes n"]) -> Int64[Tensor, "*lanes n"] | Non
     return gpu.tried("numbers of places", device, lambda: _numbered(there))
 
 
+def least_in_front(x: Float[Tensor, "l n"], most: int) -> Int64[Tensor, "l n"] | None:
+    """See `reference.py`."""
+    device = x.device
+    if not gpu.wanted_on(device) or type(x) is not Tensor or x.dtype != torch.float64 or not x.is_contiguous():
+        return None
+    if not 0 < x.shape[1] <= MOST_NUMBERED or not len(x) or not 0 <= most <= x.shape[1]:
+        return None
+    if not gpu.works("the least in front", device, x.dtype, _check_least):
+        return None
+    return gpu.tried("the least in front", device, lambda: _least(x, most))
+
+
 def _check_copies(device: torch.device, dtype: torch.dtype) -> None:
     """Hold the kernel against torch: every bit counts."""
     draw = torch.Generator().manual_seed(0)
@@ -57,6 +70,14 @@ def _check_numbers(device: torch.device, dtype: torch.dtype) -> None:
     there = torch.rand(3, 2500, generator=draw, device="cpu").to(device, dtype) < 0.3
     for some in (there, ~there, there[:, ::2], there[:, :7], there.expand(2, 3, -1), there & ~there):
         assert torch.equal(_numbered(some), reference.in_front(some)), "places are numbered otherwise"
+
+
+def _check_least(device: torch.device, dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(3, COUNTED + 100, generator=draw, device="cpu").to(device, dtype)
+    x[1] = (x[1] * 2).round()
+    for most in (0, 1, 700, x.shape[1]):
+        assert torch.equal(_least(x, most), reference.least_in_front(x, most)), f"others than the {most} least"
 
 
 def _copied(x: Tensor, index: Tensor) -> Tensor:
@@ -84,4 +105,13 @@ def _numbered(there: Tensor) -> Tensor:
         kernel[(-(-count // NUMBERED), len(lanes))](
             *(lanes.view(torch.int8), out, *lanes.stride(), count), BLOCK=NUMBERED, num_warps=WARPS
         )
+    return out
+
+
+def _least(x: Tensor, most: int) -> Tensor:
+    out = torch.empty_like(x, dtype=torch.int64)
+    from kvsketch.kernels.gpu.places import least as kernel
+
+    with gpu.current(x.device):
+        kernel[(len(x),)](x, out, x.shape[1], most, BLOCK=COUNTED, num_warps=COUNTING_WARPS)
     return out

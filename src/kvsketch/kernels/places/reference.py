@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 
@@ -32,3 +32,9 @@ def in_front(there: Bool[Tensor, "*lanes n"]) -> Int64[Tensor, "*lanes n"]:
     upto, number = there.cumsum(-1), torch.arange(there.shape[-1], device=there.device)
     place = torch.where(there, upto - 1, upto[..., -1:] + number - upto)
     return torch.empty_like(place).scatter_(-1, place, number.expand_as(place))
+
+
+def least_in_front(x: Float[Tensor, "l n"], most: int) -> Int64[Tensor, "l n"]:
+    """Numbers of the places of the `most` least of every lane, in their order, and then of the others."""
+    order = x.sort(dim=1, stable=True).indices
+    return in_front(torch.zeros_like(x, dtype=torch.bool).scatter_(1, order[:, :most], True))

@@ -5,8 +5,9 @@ some tokens apart, before all levels.
 """
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +17,13 @@ from torch import Tensor
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.chooser import Chooser, ChosenEntries, Held, Kept, check_vectors
 from kvsketch.caches.core.method import Holding
-from kvsketch.caches.core.storage import listed_on
+from kvsketch.caches.core.storage import listed_on, sent_to
 from kvsketch.caches.core.tokens import Arriving
 from kvsketch.caches.forgetting.balancekv.levels import Levels, Schedule
-from kvsketch.kernels.balanced_walk import keep_half
-from kvsketch.kernels.directions import towards
+from kvsketch.kernels.balanced_walk import gathered, keep_half, keep_half_of
+from kvsketch.kernels.directions import total, towards
 from kvsketch.kernels.draws import uniforms
-from kvsketch.kernels.places import chosen, chosen_of, in_front
+from kvsketch.kernels.places import chosen, in_front, least_in_front
 
 LOG_2 = math.log(2)
 WALKS = {"greedy": 1e6, "fair": 0.0}  # how hard a sign leans against the sum so far, on the mean product
@@ -42,12 +43,13 @@ class Halving:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of all lanes that are halved together, filled up to the longest."""
+    """Blocks of all lanes that are halved together, filled up to the longest: see `keep_half_of`."""
 
-    keys: Float[Tensor, "m n d"]
-    values: Float[Tensor, "m n e"]
-    numbers: Float[Tensor, "m n"]
-    sizes: Int64[Tensor, " m"]
+    keys: Float[Tensor, "l n d"]
+    values: Float[Tensor, "l n e"]
+    index: Int64[Tensor, "l w"]
+    numbers: Float[Tensor, "l c m"]
+    sizes: Int64[Tensor, "l c"]
 
 
 Steps = Generator[Blocks, Bool[Tensor, "m n"], Kept]  # asks which half of each block to keep, level by level
@@ -96,76 +98,87 @@ class Halves(Chooser):
         """Level by level: what is left of one level's blocks joins the next, and is halved there in turn."""
         pool, known = held.with_new(new), _levels(held.numbers)
         schedule = Schedule(self.options.block, lambda count: self.room(budget, count), self.options.apart)
-        every = torch.arange(pool.count, device=new.keys.device).expand(len(new.keys), -1)
+        numbers = torch.arange(pool.count + self.options.block, device=new.keys.device)
+        every = numbers[: pool.count].expand(len(new.keys), -1)
         apart, below = every[:, : known.apart], every[:, held.count :]
         per_lane = dict[str, Tensor]()
         if self.options.apart:
-            per_lane = {"key_sum": new.keys.sum(1, dtype=torch.float64) + held.per_lane.get("key_sum", 0)}
-            apart, below = _set_apart(
-                pool, torch.cat([apart, below], 1), per_lane["key_sum"], schedule.apart(new.after)
-            )
+            key_sum = total(new.keys)
+            key_sum = held.per_lane["key_sum"] + key_sum if held.per_lane else key_sum
+            per_lane = {"key_sum": key_sum}
+            apart, below = _set_apart(pool, _joined(apart, below), key_sum, schedule.apart(new.after))
         after, halvings = schedule.of_call(known, new.before, new.after, below.shape[1], few=new.few)
         remaining = list[Tensor]()
         for level in range(len(after.held)):
-            here = torch.cat([every[:, slice(*known.place_of(level))], below], 1)
+            here = _joined(every[:, slice(*known.place_of(level))], below)
             sizes = [size for place, size in halvings if place == level]
             below = here[:, :0]
             if sizes:
                 done = known.halved[level] if level < len(known.halved) else 0
-                blocks, places = self._blocks(pool, here, sizes, level, done, new.heads)
+                blocks, places = self._blocks(pool, here, sizes, level, done, new.heads, numbers)
                 kept = yield blocks
                 below = here.gather(1, _places_of(kept.reshape(len(here), -1), places, sum(sizes) // 2))
             remaining.append(here[:, sum(sizes) :])
         counts = [after.apart, *reversed(after.held)]
         levels = [0, *range(len(after.held) - 1, -1, -1)]
-        halved = [
-            new.keys.new_full((1, count), level, dtype=torch.float32)
-            for level, count in zip(levels, counts, strict=True)
-        ]
+        log_masses = sent_to(new.keys.device, torch.tensor(levels, dtype=torch.float32, device="cpu") * LOG_2)
+        log_mass = log_masses.repeat_interleave(listed_on(new.keys.device, counts), output_size=sum(counts))
         return Kept(
-            torch.cat([apart, *reversed(remaining)], 1),
+            _joined(apart, *reversed(remaining)),
             pool=pool,
-            log_mass=torch.cat(halved, 1) * LOG_2,
+            log_mass=log_mass[None],
             per_lane=per_lane,
             numbers={"held": list(after.held), "halved": list(after.halved), "apart": after.apart},
         )
 
     def _blocks(
-        self, pool: Held, here: Int64[Tensor, "l here"], sizes: list[int], level: int, done: int, heads: Tensor
-    ) -> tuple[Blocks, Int64[Tensor, "c size"]]:
-        """The first blocks of a level, of these sizes, of all lanes; and their places among the level's tokens.
+        self,
+        pool: Held,
+        here: Int64[Tensor, "l here"],
+        sizes: list[int],
+        level: int,
+        done: int,
+        heads: Int64[Tensor, " l"],
+        numbers: Int64[Tensor, " n"],
+    ) -> tuple[Blocks, Int64[Tensor, "c size"] | None]:
+        """The first blocks of a level, of these sizes, of all lanes; `numbers` are 0, 1, …
 
-        Numbers are drawn by head, level, and how many tokens of the level were halved before.
+        And their places among the level's tokens, if they do not lie side by side. Random numbers are drawn by head,
+        level, and how many tokens of the level were halved before.
         """
-        device, lanes, total = here.device, len(here), sum(sizes)
-        lengths = listed_on(device, sizes)
-        if min(sizes) == max(sizes):  # they lie side by side
-            places, index = torch.arange(total, device=device).view(len(sizes), -1), here[:, :total]
+        device, count, most = here.device, sum(sizes), max(sizes)
+        starts = [0, *accumulate(sizes[:-1])]
+        beside = starts == [*range(0, count, most)]  # each but the last is as long as the longest
+        if beside:
+            places = numbers[: len(sizes) * most].view(-1, most)
         else:
-            starts = lengths.cumsum(0) - lengths
-            places = starts[:, None] + torch.arange(max(sizes), device=device)
-            index = here[:, places.masked_fill(places >= (starts + lengths)[:, None], 0).flatten()]
-        drawn = uniforms(self.options.seed, self.options.layer, heads[:, None, None], level, done + places)
-        keys, values = (x.unflatten(1, places.shape).flatten(0, 1) for x in chosen_of((pool.keys, pool.values), index))
-        return Blocks(keys, values, drawn.flatten(0, 1), lengths.repeat(lanes)), places
+            places = listed_on(device, starts)[:, None] + numbers[:most]
+        index = here[:, :count] if beside else here[:, places.flatten().clamp_max(count - 1)]  # padding is any token
+        drawn = uniforms(
+            self.options.seed, self.options.layer, heads[:, None, None], level, places + done if done else places
+        )
+        lengths = listed_on(device, sizes).expand(len(here), -1)
+        return Blocks(pool.keys, pool.values, index, drawn, lengths), None if beside else places
 
     def _halve(self, each: Sequence[Blocks]) -> list[Bool[Tensor, "m n"]]:
         """Which half to keep of every block, all in one walk; the scale is the paper's 1/√d."""
-        most = max(blocks.keys.shape[1] for blocks in each)
-        scale = float(self.options.sharpness * each[0].keys.shape[2] ** -0.5)
+        most = max(blocks.numbers.shape[2] for blocks in each)
+        scale, gain = float(self.options.sharpness * each[0].keys.shape[2] ** -0.5), WALKS[self.options.walk]
+        if len(each) == 1:
+            [own] = each
+            return [keep_half_of(own.keys, own.values, own.index, own.numbers, own.sizes, scale, gain)]
 
-        def together(parts: list[Tensor]) -> Tensor:
-            if len(parts) == 1:
-                return parts[0]
+        def together(parts: Iterable[Tensor]) -> Tensor:
             return torch.cat([F.pad(x, (0, 0) * (x.ndim - 2) + (0, most - x.shape[1])) for x in parts])
 
-        keys, values, numbers = (
-            together([getattr(blocks, name) for blocks in each]) for name in ("keys", "values", "numbers")
+        found = (gathered(own.keys, own.values, own.index, *own.numbers.shape[1:]) for own in each)
+        keys, values = map(together, zip(*found, strict=True))
+        numbers, sizes = (
+            together(own.numbers.flatten(0, 1) for own in each),
+            torch.cat([own.sizes.flatten() for own in each]),
         )
-        sizes = torch.cat([blocks.sizes for blocks in each])
-        kept = keep_half(keys, values, numbers, sizes, scale, WALKS[self.options.walk])
-        parts = kept.split([len(blocks.keys) for blocks in each])
-        return [part[:, : blocks.keys.shape[1]] for part, blocks in zip(parts, each, strict=True)]
+        parts = keep_half(keys, values, numbers, sizes, scale, gain).split([own.sizes.numel() for own in each])
+        return [part[:, : own.numbers.shape[2]] for part, own in zip(parts, each, strict=True)]
 
     def check(self, held: Held, count: int, budget: Budget) -> None:
         levels = _levels(held.numbers)
@@ -181,9 +194,18 @@ class Halves(Chooser):
         return {"tokens per entry": count / max(1, held.count)}
 
 
-def _places_of(kept: Bool[Tensor, "l m"], places: Int64[Tensor, "c size"], count: int) -> Int64[Tensor, "l {count}"]:
+def _places_of(
+    kept: Bool[Tensor, "l m"], places: Int64[Tensor, "c size"] | None, count: int
+) -> Int64[Tensor, "l {count}"]:
     """The places of those that are kept, `count` of each lane, in their order; a GPU is not asked how many."""
-    return places.flatten()[in_front(kept)[:, :count]]
+    order = in_front(kept)[:, :count]
+    return order if places is None else places.flatten()[order]
+
+
+def _joined(*parts: Int64[Tensor, "l _"]) -> Int64[Tensor, "l n"]:
+    """Numbers of tokens behind one another; where only one part has any they are not copied."""
+    some = [part for part in parts if part.shape[1]]
+    return some[0] if len(some) == 1 else torch.cat(parts, 1)
 
 
 def _levels(numbers: dict[str, list[int]]) -> Levels:
@@ -201,8 +223,7 @@ def _set_apart(
 
     The mean stands for "the rest" of the paper: the least ⟨k, Σk'⟩ / ‖k‖ is the least mean of correlations.
     """
-    keys = pool.keys if there.shape[1] == pool.count else chosen(pool.keys, there)
-    order = towards(keys, key_sum).sort(dim=1, stable=True).indices
-    away = torch.zeros_like(there, dtype=torch.bool).scatter_(1, order[:, :most], True)
-    found = there.gather(1, in_front(away))
+    whole = there.shape[1] == pool.count
+    found = least_in_front(towards(pool.keys if whole else chosen(pool.keys, there), key_sum), most)
+    found = found if whole else there.gather(1, found)
     return found[:, :most], found[:, most:]
