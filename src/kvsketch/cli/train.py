@@ -18,7 +18,10 @@ def train_demo(
     tokens: Annotated[
         int | None,
         typer.Option(
-            min=1, max=MOST, help="Tokens to train on before the finish, which adds a third; the recipe's if left out."
+            min=1,
+            max=MOST,
+            help="Tokens to train on before the finish, which adds a third (on a GPU four fifths); the recipe's if "
+            "left out.",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=MOST, help="Another seed is another model.")] = 0,

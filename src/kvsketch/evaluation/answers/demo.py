@@ -25,7 +25,7 @@ METHODS: Mapping[str, str] = {
     "streaming_llm(keep=0.25)": "the latest tokens, a quarter",
     "kvzip(keep=0.25, window=0.25)": "recommended, a quarter",
     "kvzip(keep=0.125)": "recommended, an eighth",
-    "kvzip(keep=0.0625)": "too little: a sixteenth",
+    "kvzip(keep=0.03125)": "too little: a thirty-second",
     LOOKS_UP: "everything held, a tenth read",
 }
 DOCUMENTS: Mapping[str, str] = {

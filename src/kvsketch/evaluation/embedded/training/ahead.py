@@ -1,10 +1,13 @@
 """Batches that are made in other processes, some steps before they are wanted: one makes fewer than a GPU reads."""
 
 import os
+import signal
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import fields
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from multiprocessing.process import BaseProcess
+from threading import Thread
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -72,7 +75,15 @@ _documents: list[Documents] = []  # of a process that makes batches
 
 def _begin(seed: int, haystacks: Sequence[Haystack]) -> None:
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who trains is asked to stop, and says so
+    Thread(target=_end_with, args=[parent_process()], daemon=True).start()
     _documents[:] = [Documents(build_tokenizer(), seed, haystacks)]
+
+
+def _end_with(parent: BaseProcess) -> None:
+    """One that is killed says nothing."""
+    parent.join()
+    os._exit(1)
 
 
 def _made(wanted: Wanted) -> list[Any]:
