@@ -35,6 +35,7 @@ def compiled() -> Iterator[str]:
     """A line for each kernel and kind of call: for 8 KV heads × 128 in bfloat16, four query heads each."""
     import kvsketch.kernels.gpu.attend as of_attention
     import kvsketch.kernels.gpu.attend_many as of_prompts
+    import kvsketch.kernels.gpu.choice as of_choices
     import kvsketch.kernels.gpu.draws as of_draws
     import kvsketch.kernels.gpu.route as of_routes
     import kvsketch.kernels.gpu.walk as of_walks
@@ -63,7 +64,7 @@ def compiled() -> Iterator[str]:
         known = ByColumn(*whole, torch.empty(8, 2))
         for kind, form in (("", None), (" in bytes", known)):
             last = "last" if form is None else "last_in_bytes"
-            call = partial(routing._classified, query, by, 8, form, scored=False)
+            call = partial(routing._logits, query, by, 8, form)
             for name, other in (("inner", last), (last, "inner")):
                 with patch.object(of_routes, other, _Launches([])):
                     needs = _needs(*_launched(of_routes, name, call))
@@ -73,7 +74,7 @@ def compiled() -> Iterator[str]:
             call = partial(
                 routing._visited, scores, sizes, edges, Limits(32), Staged.on(sizes.device, 9, 9), left=False
             )
-            yield f"choice of 32 buckets{kind}: {_needs(*_launched(of_routes, 'visit', call))}"
+            yield f"choice of 32 buckets{kind}: {_needs(*_launched(of_choices, 'visit', call))}"
     keys, index = torch.empty(8, 16_384, 128, dtype=torch.bfloat16), torch.zeros(8, 16_384, dtype=torch.int64)
     given = torch.empty(8, 64, 256, dtype=torch.float64), torch.full((8, 64), 256), 0.1, 0.25
     launched = _launched(of_walks, "keep_half", lambda: walk_in_triton._kept(keys, keys, index, *given))

@@ -5,11 +5,9 @@ import math
 import pytest
 import torch
 
-from kvsketch.attention import WeightedTokens
-from kvsketch.kernels.gpu import attention
 from kvsketch.kernels.routing import expect, reference, rounded
 from kvsketch.kernels.routing import in_triton as routing
-from kvsketch.kernels.sources import Classifier, Entries, Limits, Staged
+from kvsketch.kernels.sources import Classifier, Limits, Staged
 from test_gpu_kernels import DEVICE, interpreted  # noqa: F401 (a fixture that all tests here use)
 from test_native import SOME_LIMITS, as_doubles, check_visits
 
@@ -27,6 +25,11 @@ def test_of_buckets_worth_the_same_the_earlier_come_first():
     assert runs.begin[0, 0, 0].tolist() == [4, 9, 11, 0, 11]
     assert runs.length[0, 0, 0].tolist() == [1, 2, 0, 4, 2]
     assert read.item() == 9
+
+
+def expected(query, by, heads):
+    """The mean probability of every bucket over a group, of which there are logits."""
+    return routing.expect(query, by, heads).softmax(4).mean(3)
 
 
 @pytest.mark.parametrize(
@@ -50,17 +53,20 @@ def test_the_classifier_says_what_torch_says(shape, dtype):
     second, second_bias = normal(heads, inner, buckets, scale=inner**-0.5), normal(heads, 1, buckets)
     before = (normal(heads, width, hidden, scale=width**-0.5), normal(heads, 1, hidden)) if hidden else None
     by = Classifier(before, (second, second_bias))
-    found = routing.classify(query, by, heads)
+    found = expected(query, by, heads)
     right = reference.classify(query.double(), as_doubles(by), heads)
     torch.testing.assert_close(found.double(), right.double(), rtol=1e-4 if dtype == torch.float32 else 2e-2, atol=1e-6)
     torch.testing.assert_close(found.sum(3), torch.ones_like(found.sum(3)))
-    assert torch.equal(found, routing.classify(query, by, heads))
+    assert torch.equal(found, expected(query, by, heads))
     many = normal(1, heads * group, 65, width)
-    assert routing.classify(many, by, heads) is None
+    assert routing.expect(many, by, heads) is None
 
 
+@pytest.mark.parametrize("not_sorted", [0, routing.NOT_SORTED])
 @pytest.mark.parametrize("limits", [one for one in SOME_LIMITS if one.probes], ids=str)
-def test_buckets_are_chosen_by_logits_as_by_the_probabilities_they_mean(limits):
+def test_buckets_are_chosen_by_logits_as_by_the_probabilities_they_mean(limits, not_sorted, monkeypatch):
+    monkeypatch.setattr(routing, "NOT_SORTED", not_sorted)
+
     def by_logits(scores, *given, **options):
         logits = torch.stack([scores, 0.5 * scores, scores.flip(2)], 2)
         found, right = (form.visit(logits, *given, **options) for form in (routing, reference))
@@ -108,10 +114,9 @@ def test_the_classifier_in_bytes_says_what_the_numbers_say_that_they_stand_for(s
     by.last[0][:, :, 5], by.last[0][:, 7] = 0, 1e-24
     query[0, 0] = 0
     right = reference.classify(query.double(), as_bytes_say(by), heads).double()
-    torch.testing.assert_close(routing.classify(query, by, heads).double(), right, rtol=3e-3, atol=1e-7)
-    logits = routing.expect(query, by, heads)
-    torch.testing.assert_close(logits.softmax(4).mean(3).double(), right, rtol=3e-3, atol=1e-7)
-    assert torch.equal(logits, routing.expect(query, by, heads))
+    found = expected(query, by, heads)
+    torch.testing.assert_close(found.double(), right, rtol=3e-3, atol=1e-7)
+    assert torch.equal(found, expected(query, by, heads))
     assert by.noted[routing.NOTE][1].weights.dtype == torch.int8
 
 
@@ -120,7 +125,7 @@ def test_the_classifier_in_bytes_says_what_the_numbers_say_that_they_stand_for(s
 def test_buckets_by_bytes_are_worth_as_much(peaked):
     query, by, heads = some_classifier((1, 4, 4, 1, 64, 128, 256), peaked)
     right = reference.classify(query.double(), as_doubles(by), heads)[0, :, 0].double()
-    found = routing.classify(query, by, heads)[0, :, 0]
+    found = expected(query, by, heads)[0, :, 0]
     best, chosen = (x.topk(16).indices for x in (right, found))
     assert right.gather(1, chosen).sum() >= 0.995 * right.gather(1, best).sum()
     assert (best[..., None] == chosen[:, None]).any(2).float().mean() >= 0.9
@@ -130,7 +135,7 @@ def test_buckets_by_bytes_are_worth_as_much(peaked):
 def test_bytes_hide_no_numbers_that_are_none():
     query, by, heads = some_classifier((1, 2, 2, 1, 32, 64, 96))
     query[0, 1, 0, 7] = math.nan
-    found = routing.classify(query, by, heads)
+    found = expected(query, by, heads)
     assert found[0, 0].isnan().all()
     assert found[0, 1].isfinite().all()
     by.last[0][0, 3] = math.inf
@@ -140,12 +145,12 @@ def test_bytes_hide_no_numbers_that_are_none():
 @pytest.mark.usefixtures("in_bytes")
 def test_a_classifier_whose_tensors_were_moved_is_read_where_it_is_now():
     query, by, heads = some_classifier((1, 2, 2, 1, 32, 64, 96))
-    before = routing.classify(query, by, heads)
+    before = routing.expect(query, by, heads)
     for tensor in by.tensors:
         old = tensor.data
         tensor.data = old.clone()
         old.fill_(math.nan)
-    assert torch.equal(routing.classify(query, by, heads), before)
+    assert torch.equal(routing.expect(query, by, heads), before)
 
 
 def test_bytes_are_read_where_weights_are_many_and_in_the_kind_that_is_rounded(monkeypatch):
@@ -166,26 +171,4 @@ def test_what_is_expected_is_logits_where_they_are_taken():
     query, by = query.float(), Classifier(*(tuple(x.float() for x in layer) for layer in (by.inner, by.last)))
     logits = expect(query, by, heads)
     assert logits.shape == (1, 2, 1, 4, 96)
-    torch.testing.assert_close(logits.softmax(4).mean(3), routing.classify(query, by, heads))
-
-
-@pytest.mark.parametrize(("queries", "runs"), [(1, 1), (2, 2)])
-def test_attention_reads_what_it_chooses_itself(queries, runs, monkeypatch):
-    draw = torch.Generator().manual_seed(0)
-    query, keys, values, window = (
-        torch.randn(1, *shape, 32, generator=draw).to(DEVICE) for shape in ((4, queries), (2, 900), (2, 900), (2, 70))
-    )
-    lengths = torch.randint(0, 7, (2, runs, 50), generator=draw)
-    edges = (torch.nn.functional.pad(lengths.cumsum(2), (1, 0)) + 400 * torch.arange(runs)[:, None]).to(DEVICE)
-    logits = torch.randn(2, queries, 2, 50, generator=draw).to(DEVICE)
-    given = logits, lengths.sum(1).to(DEVICE), edges, Limits(7, mass=0.3), Staged.on(DEVICE, 850, 9)
-    past, rest = WeightedTokens(keys, values), Entries(WeightedTokens(window, window))
-    segments, count, _ = routing.visit(*given)
-    right = attention.attend(query, [Entries(past, segments=segments), rest], 2, 0.2)
-    monkeypatch.setattr(routing, "DEFERRED", True)
-    choice, read, _ = routing.visit(*given)
-    found = attention.attend(query, [Entries(past, choice=choice), rest], 2, 0.2)
-    assert torch.equal(found.out, right.out)
-    assert torch.equal(read, count)
-    ahead = attention.attend(query, [Entries(past, choice=choice), rest], 2, 0.2, ahead=True)
-    torch.testing.assert_close(ahead.out, right.out)
+    assert torch.equal(logits, routing.expect(query, by, heads))

@@ -37,7 +37,7 @@ class BucketLookup(Lookup):
 
     @abstractmethod
     def ask(self, query: Query, heads: int) -> Float[Tensor, "b h q *g c"]:
-        """How much the queries of a group expect of every bucket, together."""
+        """How much the queries of a group expect of every bucket: together, or logits of each (`routing.expect`)."""
 
     def check_notes(self, notes: Int64[Tensor, "... n t"]) -> None:
         if notes.numel() and not 0 <= int(notes.min()) <= int(notes.max()) < self.buckets:

@@ -127,7 +127,7 @@ def power_of_two(count: int, least: int = 1) -> int:
 
 
 def odd(number: int) -> int:
-    """A number that changes from step to step, as kernels take it (`attend.plain`)."""
+    """A number that changes from step to step, as kernels take it (`numbers.plain`)."""
     return 2 * number + 3
 
 

@@ -10,9 +10,8 @@ only.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
-from kvsketch.kernels.gpu.choice import choose, touch
 from kvsketch.kernels.gpu.numbers import plain
 from kvsketch.kernels.gpu.softmax import LEAST_MASS, LN_2, NOTHING, more, pairs, weights
 
@@ -21,23 +20,15 @@ from kvsketch.kernels.gpu.softmax import LEAST_MASS, LN_2, NOTHING, more, pairs,
 def attend(
     query, out, lse, sums, tops, done,  # where they begin
     pointers, strides, sizes,  # of parts: see `_part`
-    choosing, limits,  # what a choice of runs goes by: see `choose`
     query_row, query_head, query_step, queries, scale, softcap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, BY_QUERY: tl.constexpr, WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, PARTS: tl.constexpr, HAS: tl.constexpr, KEY_STEPS: tl.constexpr,
     VALUE_STEPS: tl.constexpr, SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
     KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, SPLIT_BLOCK: tl.constexpr, TOGETHER: tl.constexpr,
-    AHEAD: tl.constexpr, APART: tl.constexpr, CHOICE: tl.constexpr, EARLY: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One split of one lane, or of one of its queries where each reads other runs.
-
-    `CHOICE`: where there is one, every program chooses the first part's runs itself, and writes them where only it
-    reads them.
-
-    `AHEAD`: queries and whole parts without weights are not from the launch before this one, and are read before that
-    has ended. `APART`: splits are merged by another launch.
-    """
-    if EARLY and not AHEAD:  # this program is here already, and what it reads may not be
+    """One split of one lane, or of one of its queries where each reads other runs."""
+    if EARLY:  # this program is here already, and what it reads may not be
         gdc_wait()
     program, split = tl.program_id(0), tl.program_id(1)
     lane, step = program, 0
@@ -55,94 +46,36 @@ def attend(
         query + places[:, None] + widths[None, :], mask=real[:, None] & (widths < WIDTH)[None, :], other=0.0
     )
 
+    total = 0
+    for part in tl.static_range(PARTS):
+        total += _rounds(lane, step, pointers[part], sizes[part], HAS[part], AT_ONCE)
+    start, stop = split * total // SPLITS, (split + 1) * total // SPLITS
     top = tl.full([ROWS], NOTHING, tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     found = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
-    beyond = tl.zeros([], tl.int64)
-    if len(CHOICE) > 0:
-        beyond += split.to(tl.int64) * tl.num_programs(0) * (CHOICE[2] * plain(limits[0]) + 1)
-        if EARLY:
-            here = program.to(tl.int64) // queries
-            touch(choosing[2] + here * plain(limits[0]) * (CHOICE[3] + 1), plain(limits[0]), CHOICE[3], CHOICE[4])
-            touch(choosing[1] + here * CHOICE[3], 1, CHOICE[3], CHOICE[4])
-    if AHEAD:
-        top, mass, found = _parts(
-            asked, lane, step, split, beyond, top, mass, found, pointers, strides, sizes, scale, softcap,
-            1, PARTS, HAS, KEY_STEPS, VALUE_STEPS, WIDTH, VALUE_WIDTH, SOFTCAP, SPLITS, AT_ONCE, KEY_BLOCK, VALUE_BLOCK,
+    for part in tl.static_range(PARTS):
+        rounds = _rounds(lane, step, pointers[part], sizes[part], HAS[part], AT_ONCE)
+        top, mass, found = _part(
+            asked, lane, step, tl.maximum(start, 0), tl.minimum(stop, rounds), top, mass, found,
+            pointers[part], strides[part], sizes[part], scale, softcap,
+            HAS[part], KEY_STEPS[part], VALUE_STEPS[part], WIDTH, VALUE_WIDTH, SOFTCAP, AT_ONCE, KEY_BLOCK, VALUE_BLOCK,
         )  # fmt: skip
-        if EARLY:
-            gdc_wait()
-    if APART and EARLY:
-        gdc_launch_dependents()
-    if len(CHOICE) > 0:
-        runs = plain(limits[0])
-        own = program.to(tl.int64) * (CHOICE[2] * runs + 1)
-        begins, lengths = pointers[0][5] + beyond + own, pointers[0][6] + beyond + own
-        count, _, _, _ = choose(
-            choosing[0], choosing[1], choosing[2], choosing[3], begins, lengths, program.to(tl.int64), queries, runs,
-            limits[1], limits[2], CHOICE[0], CHOICE[1], CHOICE[2], CHOICE[3], CHOICE[4], CHOICE[5], CHOICE[6],
-            CHOICE[7], CHOICE[8], CHOICE[9],
-        )  # fmt: skip
-        if split == 0:
-            tl.store(choosing[4] + program, count)
-        tl.debug_barrier()
-    top, mass, found = _parts(
-        asked, lane, step, split, beyond, top, mass, found, pointers, strides, sizes, scale, softcap,
-        2 if AHEAD else 3, PARTS, HAS, KEY_STEPS, VALUE_STEPS, WIDTH, VALUE_WIDTH, SOFTCAP, SPLITS, AT_ONCE, KEY_BLOCK,
-        VALUE_BLOCK,
-    )  # fmt: skip
+        start -= rounds
+        stop -= rounds
     place = program * SPLITS + split
     _keep(sums, tops, place, top, mass, found, per_program, VALUE_WIDTH, VALUE_BLOCK, ROWS)
-    if not APART:
-        tl.debug_barrier()  # all that this program has stored, before it says so
-        if tl.atomic_add(done + program, 1, sem="acq_rel") == SPLITS - 1:
-            tl.store(done + program, 0)  # for the next call
-            for first in range(0, per_program, TOGETHER):
-                _merge(
-                    out, lse, sums, tops, program, first, queries,
-                    GROUP, BY_QUERY, VALUE_WIDTH, VALUE_BLOCK, SPLITS, SPLIT_BLOCK, TOGETHER,
-                )  # fmt: skip
 
-
-@triton.jit
-def _parts(
-    asked, lane, step, split, beyond, top, mass, found, pointers, strides, sizes, scale, softcap,
-    WHICH: tl.constexpr, PARTS: tl.constexpr, HAS: tl.constexpr, KEY_STEPS: tl.constexpr, VALUE_STEPS: tl.constexpr,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
-    KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A split's share of some parts; `WHICH`: 1 whole ones without weights, 2 the others."""
-    total = 0
-    for part in tl.static_range(PARTS):
-        if WHICH & (2 if HAS[part] else 1):
-            total += _rounds(lane, step, beyond, pointers[part], sizes[part], HAS[part], AT_ONCE)
-    start, stop = split * total // SPLITS, (split + 1) * total // SPLITS
-    for part in tl.static_range(PARTS):
-        if WHICH & (2 if HAS[part] else 1):
-            rounds = _rounds(lane, step, beyond, pointers[part], sizes[part], HAS[part], AT_ONCE)
-            top, mass, found = _part(
-                asked, lane, step, beyond, tl.maximum(start, 0), tl.minimum(stop, rounds), top, mass, found,
-                pointers[part], strides[part], sizes[part], scale, softcap, HAS[part], KEY_STEPS[part],
-                VALUE_STEPS[part], WIDTH, VALUE_WIDTH, SOFTCAP, AT_ONCE, KEY_BLOCK, VALUE_BLOCK,
+    tl.debug_barrier()  # all that this program has stored, before it says so
+    if tl.atomic_add(done + program, 1, sem="acq_rel") == SPLITS - 1:
+        tl.store(done + program, 0)  # for the next call
+        for first in range(0, per_program, TOGETHER):
+            numbers = first + tl.arange(0, TOGETHER)
+            query_at = (row * HEADS + head) * GROUP + (numbers if BY_QUERY else numbers // queries)
+            answers = query_at * queries + (step if BY_QUERY else numbers % queries)
+            _merge(
+                out, lse, sums, tops, program, numbers, answers, per_program,
+                VALUE_WIDTH, VALUE_BLOCK, SPLITS, SPLIT_BLOCK,
             )  # fmt: skip
-            start -= rounds
-            stop -= rounds
-    return top, mass, found
-
-
-@triton.jit
-def merge_splits(
-    out, lse, sums, tops, queries,
-    GROUP: tl.constexpr, BY_QUERY: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """The answer of one query of a program's."""
-    if EARLY:
-        gdc_wait()
-    _merge(
-        out, lse, sums, tops, tl.program_id(0), tl.program_id(1), queries,
-        GROUP, BY_QUERY, VALUE_WIDTH, VALUE_BLOCK, SPLITS, SPLIT_BLOCK, 1,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -161,23 +94,21 @@ def _runs(slot, step, sizes):
 
 
 @triton.jit
-def _listed(slot, step, beyond, begins, lengths, sizes, HAS: tl.constexpr):
+def _listed(slot, step, begins, lengths, sizes, LIST: tl.constexpr):
     """Where each run of a lane begins, and how long it is; nothing of a lane that is not there."""
-    number = tl.arange(0, 1 << (HAS % 256 // 8 - 1))
+    number = tl.arange(0, LIST)
     runs = _runs(tl.maximum(slot, 0), step, sizes)
-    if HAS >= 256:  # a program's own choice
-        runs += beyond
     real = number < tl.where(slot >= 0, plain(sizes[2]), 0)
     begin = tl.load(begins + runs + number, mask=real, other=0).to(tl.int32)
     return begin, tl.load(lengths + runs + number, mask=real, other=0).to(tl.int32)
 
 
 @triton.jit
-def _rounds(lane, step, beyond, pointers, sizes, HAS: tl.constexpr, AT_ONCE: tl.constexpr):
+def _rounds(lane, step, pointers, sizes, HAS: tl.constexpr, AT_ONCE: tl.constexpr):
     """How many rounds it takes to read a lane's entries of a part."""
     slot = _slot(lane, pointers[4], HAS)
     if HAS >= 8:
-        _, length = _listed(slot, step, beyond, pointers[5], pointers[6], sizes, HAS)
+        _, length = _listed(slot, step, pointers[5], pointers[6], sizes, 1 << (HAS // 8 - 1))
         rounds = tl.sum(tl.cdiv(length, AT_ONCE), 0)
     else:
         count = plain(sizes[0]).to(tl.int32)
@@ -187,7 +118,7 @@ def _rounds(lane, step, beyond, pointers, sizes, HAS: tl.constexpr, AT_ONCE: tl.
 
 @triton.jit
 def _part(
-    asked, lane, step, beyond, start, stop, top, mass, found, pointers, strides, sizes, scale, softcap,
+    asked, lane, step, start, stop, top, mass, found, pointers, strides, sizes, scale, softcap,
     HAS: tl.constexpr, KEY_STEP: tl.constexpr, VALUE_STEP: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     SOFTCAP: tl.constexpr, AT_ONCE: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -204,7 +135,7 @@ def _part(
     log_value += row * plain(extra_row) + head * plain(extra_head)
     ends, shifts, befores, uptos = 0, 0, 0, 0
     if HAS >= 8:
-        begin, length = _listed(slot, step, beyond, begins, lengths, sizes, HAS)
+        begin, length = _listed(slot, step, begins, lengths, sizes, 1 << (HAS // 8 - 1))
         rounds = tl.cdiv(length, AT_ONCE)
         uptos = tl.cumsum(rounds, 0)
         befores = uptos - rounds
@@ -277,16 +208,10 @@ def _keep(
 
 @triton.jit
 def _merge(
-    out, lse, sums, tops, program, first, queries,
-    GROUP: tl.constexpr, BY_QUERY: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, TOGETHER: tl.constexpr,
+    out, lse, sums, tops, program, numbers, answers, real_rows,
+    VALUE_WIDTH: tl.constexpr, VALUE_BLOCK: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The answers of some of a program's queries from those of all splits."""
-    numbers = first + tl.arange(0, TOGETHER)
-    real_rows = GROUP if BY_QUERY else GROUP * queries
-    lane, step = (program // queries, program % queries) if BY_QUERY else (program, 0)
-    query_at = lane * GROUP + (numbers if BY_QUERY else numbers // queries)
-    answers = query_at * queries + (step if BY_QUERY else numbers % queries)
+    """The answers of some queries from those of all splits."""
     widths, splits = tl.arange(0, VALUE_BLOCK), tl.arange(0, SPLIT_BLOCK)
     real = numbers < real_rows
     there = real[None, :] & (splits < SPLITS)[:, None]

@@ -4,7 +4,6 @@ For few queries: decode steps, and blocks of a few tokens.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,8 +22,6 @@ PROGRAMS = 2  # for each processor
 AT_ONCE, WARPS, STAGES = 64, 4, 3  # entries of a round; warps and rounds under way of a program
 MERGED = 1 << 14  # numbers of all splits that are merged together: of some queries, or of one
 LISTS = 3, 6, 9, 12  # runs of a part, as powers of two: for each there is a kernel, and a program holds the list
-CHOOSES = 256  # what tells a part of which every program chooses the runs from other parts
-APART = False  # whether splits are merged by another launch
 NOTED = "triton"  # under this name parts carry their description
 Description = tuple[
     tuple[Any, ...], tuple[int, ...], tuple[int, ...], int, int, int
@@ -32,17 +29,10 @@ Description = tuple[
 
 
 def attend(
-    query: Float[Tensor, "b hg q d"],
-    parts: Sequence[Entries],
-    heads: int,
-    scale: float,
-    softcap: float | None = None,
-    *,
-    ahead: bool = False,
+    query: Float[Tensor, "b hg q d"], parts: Sequence[Entries], heads: int, scale: float, softcap: float | None = None
 ) -> Partial | None:
     """Attention over all parts together.
 
-    `ahead`: neither queries nor whole parts come from the launch before this one, so that it need not be waited for.
     None where Triton does not do it: many queries, another device, numbers that do not lie side by side, wide heads, a
     wanted gradient.
     """
@@ -52,7 +42,6 @@ def attend(
     group, value_width = query_heads // heads, parts[0].tokens.values.shape[3]
     if not 0 < queries * group <= MOST_ROWS or max(width, value_width) > gpu.MOST_WIDTH or query.stride(3) != 1:
         return None
-    parts = [part if not place and part.lanes is None else part.chosen() for place, part in enumerate(parts)]
     if not gpu.can_read(query.device, query) or not all(_can_read(part, query.device) for part in parts):
         return None
     parts = [piece for part in parts for piece in _pieces(part)]
@@ -66,9 +55,9 @@ def attend(
     kinds = {part.tokens.keys.dtype for part in parts}
     if not all(gpu.works(WHAT, query.device, kind, _check) for kind in kinds):
         return None
-    described = [(str(part.tokens.keys.dtype), _has(part), part.segments is not None, part.choice) for part in parts]
+    described = [(str(part.tokens.keys.dtype), _has(part), part.segments is not None) for part in parts]
     what = f"attention of {query.dtype} × {width} and {value_width}, {queries} × {group} rows, {softcap}, {described}"
-    return gpu.tried(what, query.device, lambda: _attended(query, parts, heads, scale, softcap, ahead=ahead))
+    return gpu.tried(what, query.device, lambda: _attended(query, parts, heads, scale, softcap))
 
 
 def runs_on(device: torch.device) -> bool:
@@ -104,14 +93,12 @@ def doubled(tokens: WeightedTokens) -> WeightedTokens:
     return WeightedTokens(tokens.keys.double(), tokens.values.double(), *weights)
 
 
-def _attended(
-    query: Tensor, parts: Sequence[Entries], heads: int, scale: float, softcap: float | None, *, ahead: bool = False
-) -> Partial:
+def _attended(query: Tensor, parts: Sequence[Entries], heads: int, scale: float, softcap: float | None) -> Partial:
     rows, query_heads, queries, width = query.shape
     group, value_width = query_heads // heads, parts[0].tokens.values.shape[3]
     lanes, device = rows * heads, query.device
-    choice = parts[0].choice
-    by_query = choice is not None or any(_by_query(part) for part in parts)
+    described = [_described(part, lanes) for part in parts]
+    by_query = any(_by_query(part) for part in parts)
     programs, each = (lanes * queries, group) if by_query else (lanes, group * queries)
     single = [part.tokens.keys.dtype == torch.float32 for part in parts]
     small = max(width, value_width) <= 128 and any(single) == all(single)
@@ -119,42 +106,26 @@ def _attended(
     value_block, split_block = gpu.power_of_two(value_width, 16), gpu.power_of_two(splits)
     out = query.new_empty(rows, query_heads, queries, value_width)
     done = gpu.counters(programs, device)
-    if choice is not None:  # every program writes down its own
-        number = choice.asked.probes * choice.asked.edges.shape[1] + 1
-        runs = torch.empty(2, splits, lanes, queries, number, dtype=torch.int64, device=device)
-        parts = [replace(parts[0], choice=None, segments=Segments(*runs[:, :1].unbind())), *parts[1:]]
-    described = [_described(part, lanes) for part in parts]
-    has = [one[3] for one in described]
-    has[0] += CHOOSES * (choice is not None)
     lse, sums, tops = (
         query.new_empty(shape, dtype=torch.float32)
         for shape in ((rows, query_heads, queries), (programs, splits, each, value_width), (programs, splits, 2, each))
     )
-    ahead &= any(_has(part) == 0 and part.segments is None for part in parts)
     from kvsketch.kernels.gpu.attend import attend as kernel
-    from kvsketch.kernels.gpu.attend import merge_splits
 
     with gpu.current(device):
         kernel[(programs, splits)](
             *(query, out, lse, sums, tops, done),
             *(tuple(each) for each in zip(*(one[:3] for one in described), strict=True)),
-            *(((query,), (scale,)) if choice is None else choice.asked.given()),
             *(*query.stride()[:3], queries, float(scale), float(softcap or 1.0)),
             HEADS=heads, GROUP=group, BY_QUERY=by_query, WIDTH=width, VALUE_WIDTH=value_width,
-            PARTS=len(parts), HAS=tuple(has), KEY_STEPS=tuple(one[4] for one in described),
+            PARTS=len(parts), HAS=tuple(one[3] for one in described), KEY_STEPS=tuple(one[4] for one in described),
             VALUE_STEPS=tuple(one[5] for one in described), SOFTCAP=softcap is not None, SPLITS=splits,
             ROWS=gpu.power_of_two(each, 16), AT_ONCE=AT_ONCE if small else 32,
             KEY_BLOCK=gpu.power_of_two(width, 16), VALUE_BLOCK=value_block, SPLIT_BLOCK=split_block,
             TOGETHER=min(max(1, MERGED // (split_block * value_block)), gpu.power_of_two(each)),
-            AHEAD=ahead, APART=APART, CHOICE=() if choice is None else tuple(choice.asked.options().values()),
             num_warps=WARPS if each <= 64 else 8,
             num_stages=2 if any(single) else STAGES, **gpu.early(device),
         )  # fmt: skip
-        if APART:
-            merge_splits[(programs, each)](
-                out, lse, sums, tops, queries, GROUP=group, BY_QUERY=by_query, VALUE_WIDTH=value_width,
-                VALUE_BLOCK=value_block, SPLITS=splits, SPLIT_BLOCK=split_block, num_warps=4, **gpu.early(device),
-            )  # fmt: skip
     return Partial(out, lse)
 
 

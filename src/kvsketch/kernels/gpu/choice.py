@@ -1,42 +1,57 @@
-"""Which buckets one query visits, in the order of their worth, and the runs of those within the limits."""
+"""Which buckets queries visit: a program for every KV head and query.
+
+It finds the buckets that are worth most, in the order of their worth, and writes down the runs of those within the
+limits.
+"""
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kvsketch.kernels.gpu.numbers import plain
 
 NOTHING = tl.constexpr(float("-inf"))
 LEAST = tl.constexpr(-(1 << 63))  # behind everything, whatever it is worth
 LEAST_BITS = tl.constexpr(-(1 << 31))
+TRIALS = tl.constexpr(8)  # into so many parts is cut at once where the least worth that is taken may lie
 
 
 @triton.jit
-def choose(
-    scores, sizes, edges, staged_at, begin, length,  # where they begin
-    number, queries, runs, most, mass,
-    GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr,
-    PROBES: tl.constexpr, BUCKETS: tl.constexpr, BUCKET_BLOCK: tl.constexpr, PLACES: tl.constexpr,
-    CHOSEN: tl.constexpr, TRIALS: tl.constexpr, PER_TOKEN: tl.constexpr, LIMITS: tl.constexpr,
+def visit(
+    scores, sizes, edges, staged_at, begin, length, read, left,  # where they begin
+    queries, runs, most, mass,
+    GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, PROBES: tl.constexpr, BUCKETS: tl.constexpr,
+    BUCKET_BLOCK: tl.constexpr, PLACES: tl.constexpr, SORTED: tl.constexpr, PER_TOKEN: tl.constexpr,
+    LIMITS: tl.constexpr, LEFT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Write the runs of the buckets that one query visits; how many entries they are, and which buckets.
+    """Runs of the buckets that one query visits; `LIMITS`: 1 tokens, 2 a share of all, 4 mass.
 
-    `LIMITS`: 1 tokens, 2 a share of all, 4 mass. `GROUP`: the scores are logits of so many queries, of which it takes
-    the mean probability; 0: they are scores.
+    `GROUP`: the scores are logits of so many queries, of which it takes the mean probability; 0: they are scores.
     """
+    number = tl.program_id(0).to(tl.int64)
     lane = number // queries
+    runs = plain(runs)
+    if EARLY:
+        _touch(edges + lane * runs * (BUCKETS + 1), runs, BUCKETS, BUCKET_BLOCK)
+        _touch(sizes + lane * BUCKETS, 1, BUCKETS, BUCKET_BLOCK)
+        gdc_wait()
+        gdc_launch_dependents()
     staged_from, staged = tl.load(staged_at), tl.load(staged_at + 1)
     width = PROBES * runs + 1
+    begin += number * width
+    length += number * width
     every = tl.arange(0, BUCKET_BLOCK)
     there = every < BUCKETS
     size = tl.load(sizes + lane * BUCKETS + every, mask=there, other=0)
     if GROUP:
-        own = scores + lane * GROUP * queries * BUCKETS
-        score = probability(own, number % queries, GROUP, GROUP_BLOCK, BUCKETS, BUCKET_BLOCK)
+        score = _probability(scores + number * GROUP * BUCKETS, GROUP, GROUP_BLOCK, BUCKETS, BUCKET_BLOCK)
     else:
         score = tl.load(scores + number * BUCKETS + every, mask=there, other=0.0)
     bits = _worth(score, size, PER_TOKEN)
     order = (bits.to(tl.int64) << 32) + (BUCKET_BLOCK - 1 - every)  # of equal ones the earlier comes first
-    if PLACES <= CHOSEN:
+    if not SORTED:
         bits = tl.where(there, bits, LEAST_BITS)
-        least = _least(bits, PROBES, PLACES, BUCKET_BLOCK, TRIALS)
+        least = _least(bits, PROBES, PLACES, BUCKET_BLOCK)
         # Those that are taken, closely packed, in any order: above all before them, and as many equal ones as are left.
         above, equal = (bits > least).to(tl.int32), (there & (bits == least)).to(tl.int32)
         counted = tl.cumsum(above + (equal << 16), 0)
@@ -87,18 +102,22 @@ def choose(
         tl.store(length + run * PROBES + at, long, mask=listed)
     tl.store(begin + width - 1, staged_from)
     tl.store(length + width - 1, staged)
-    return tl.sum(tl.where(taken, tokens, 0), 0) + staged, size, bucket, taken
+    tl.store(read + number, tl.sum(tl.where(taken, tokens, 0), 0) + staged)
+    if LEFT:
+        weight = tl.where(size > 0, tl.log(tl.maximum(size, 1).to(tl.float32)), NOTHING)
+        tl.store(left + number * BUCKETS + every, weight, mask=there)
+        tl.debug_barrier()  # those of what is visited come after
+        tl.store(left + number * BUCKETS + bucket, bucket * 0.0 + NOTHING, mask=taken)
 
 
 @triton.jit
-def probability(
-    logits, step,
-    GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, BUCKETS: tl.constexpr, BUCKET_BLOCK: tl.constexpr,
+def _probability(
+    logits, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, BUCKETS: tl.constexpr, BUCKET_BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Mean probability of every bucket over the queries of a group, all of one step."""
+    """Mean probability of every bucket over the queries of a group."""
     numbers, every = tl.arange(0, GROUP_BLOCK), tl.arange(0, BUCKET_BLOCK)
     asking, held = numbers < GROUP, every < BUCKETS
-    at = logits + (step * GROUP + numbers[:, None]) * BUCKETS + every[None, :]
+    at = logits + numbers[:, None] * BUCKETS + every[None, :]
     logit = tl.load(at, mask=asking[:, None] & held[None, :], other=NOTHING)
     highest = tl.max(logit, 1)
     highest = tl.where(highest == NOTHING, 0.0, highest)
@@ -108,8 +127,8 @@ def probability(
 
 
 @triton.jit
-def touch(numbers, runs, BUCKETS: tl.constexpr, BUCKET_BLOCK: tl.constexpr):
-    """Have lists of numbers brought near: nothing is read, so that nothing has to have been written."""
+def _touch(numbers, runs, BUCKETS: tl.constexpr, BUCKET_BLOCK: tl.constexpr):
+    """Have runs' lists brought near: nothing is read, so that nothing has to have been written."""
     lines = tl.arange(0, (BUCKET_BLOCK + 15) // 16) * 16
     for run in range(runs):
         at = numbers + run * (BUCKETS + 1) + tl.minimum(lines, BUCKETS - 1)
@@ -119,10 +138,8 @@ def touch(numbers, runs, BUCKETS: tl.constexpr, BUCKET_BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _least(
-    bits, PROBES: tl.constexpr, PLACES: tl.constexpr, BUCKET_BLOCK: tl.constexpr, TRIALS: tl.constexpr
-):  # fmt: skip
-    """The largest number that fewer than so many are above, or as many.
+def _least(bits, PROBES: tl.constexpr, PLACES: tl.constexpr, BUCKET_BLOCK: tl.constexpr):
+    """A number that no more than are wanted are above, and no fewer are not below.
 
     It lies between the least of so many blocks' largest and the largest of all: that is cut until as many are above as
     are wanted.

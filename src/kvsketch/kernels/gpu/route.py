@@ -1,19 +1,15 @@
-"""Which buckets queries visit: three launches, two for what a classifier expects, one for the choice.
+"""What queries expect of buckets, by a classifier: a launch for each of its layers.
 
-The inner layer of a KV head is cut by its units, and the last one by its buckets; the last program of a head turns
-logits into the mean probability over the group. The choice is a program for every head and query: it finds the buckets
-that are worth most, in the order of their worth, and writes down the runs of those within the limits. Where a GPU has
-that (`EARLY`), programs are there before the launch before theirs has ended, and wait for it themselves.
+The inner layer of a KV head is cut by its units, and the last one by its buckets. Where a GPU has that (`EARLY`),
+programs are there before the launch before theirs has ended, and wait for it themselves.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvsketch.kernels.gpu.choice import NOTHING, choose, probability, touch
-from kvsketch.kernels.gpu.numbers import plain
-
-MOST, TINY = tl.constexpr(127 * 128), tl.constexpr(1e-30)  # the largest whole number in two bytes, of 8 and of 7 bits
+MOST = tl.constexpr(127 * 128)  # the largest whole number in two bytes, of 8 and of 7 bits
+TINY = tl.constexpr(1e-30)  # what is divided by is not 0
 
 
 @triton.jit
@@ -45,7 +41,7 @@ def inner(
     asked = _asked(query, lane, query_strides, count, HEADS, GROUP, WIDTH, ROWS, KEY_BLOCK)
     found = tl.dot(asked.to(weights.dtype), weights, input_precision="ieee") + bias[None, :]
     own = lane.to(tl.int64) * GROUP * count
-    store = real[:, None] & there[None, :]
+    ok = real[:, None] & there[None, :]
     to = rows[:, None] * HIDDEN + units[None, :]
     found = tl.maximum(found, 0.0)
     if BYTES:
@@ -56,21 +52,20 @@ def inner(
         whole = tl.floor(tl.where(expected < MOST + 64, expected, 0.0) + 0.5).to(tl.int32)  # `each` says what is none
         high = (whole + 64) >> 7
         hidden += 2 * own * HIDDEN
-        tl.store(hidden + to, high.to(tl.int8), mask=store)
-        tl.store(hidden + GROUP * count * HIDDEN + to, (whole - high * 128).to(tl.int8), mask=store)
+        tl.store(hidden + to, high.to(tl.int8), mask=ok)
+        tl.store(hidden + GROUP * count * HIDDEN + to, (whole - high * 128).to(tl.int8), mask=ok)
         if part == 0:
             tl.store(unit + own + rows, each, mask=real)
     else:
-        tl.store(hidden + own * HIDDEN + to, found.to(hidden.dtype.element_ty), mask=store)
+        tl.store(hidden + own * HIDDEN + to, found.to(hidden.dtype.element_ty), mask=ok)
 
 
 @triton.jit
 def last(
-    query, hidden, weights, bias, logits, scores, done,  # where they begin
+    query, hidden, weights, bias, logits,  # where they begin
     query_strides, count,  # by row, head and step
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, BUCKETS: tl.constexpr,
-    ROWS: tl.constexpr, KEY_BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, SLICE: tl.constexpr, SLICES: tl.constexpr,
-    BUCKET_BLOCK: tl.constexpr, GROUP_BLOCK: tl.constexpr, SCORED: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, KEY_BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, SLICE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Logits of some buckets."""
     if EARLY:
@@ -97,43 +92,24 @@ def last(
         asked = _asked(query, lane, query_strides, count, HEADS, GROUP, WIDTH, ROWS, KEY_BLOCK)
         found += _last_layer(asked, weights, tl.arange(0, KEY_BLOCK), buckets, WIDTH, BUCKETS)
     found += tl.load(bias + head * BUCKETS + buckets, mask=there, other=0.0).to(tl.float32)[None, :]
-    own = logits + lane.to(tl.int64) * GROUP * count * BUCKETS
-    _keep(own, found, buckets, count, GROUP, BUCKETS, ROWS)
-    if SCORED:
-        _score(own, scores, done, lane, count, GROUP, GROUP_BLOCK, BUCKETS, BUCKET_BLOCK, SLICES)
+    own = lane.to(tl.int64) * GROUP * count
+    _keep(logits + own * BUCKETS, found, buckets, count, GROUP, BUCKETS, ROWS)
 
 
 @triton.jit
 def _keep(logits, found, buckets, count, GROUP: tl.constexpr, BUCKETS: tl.constexpr, ROWS: tl.constexpr):
-    """Write a lane's logits, step by step."""
+    """Write a lane's logits, the group's of each step together."""
     rows = tl.arange(0, ROWS)
     to = (rows % count * GROUP + rows // count)[:, None] * BUCKETS + buckets[None, :]
     tl.store(logits + to, found, mask=(rows < GROUP * count)[:, None] & (buckets < BUCKETS)[None, :])
 
 
 @triton.jit
-def _score(
-    logits, scores, done, lane, count,
-    GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, BUCKETS: tl.constexpr, BUCKET_BLOCK: tl.constexpr,
-    SLICES: tl.constexpr,
-):  # fmt: skip
-    """The last program of a lane turns logits into the mean probability of every bucket over a group."""
-    tl.debug_barrier()  # all that this program has stored, before it says so
-    if tl.atomic_add(done + lane, 1, sem="acq_rel") == SLICES - 1:
-        tl.store(done + lane, 0)  # for the next call
-        every = tl.arange(0, BUCKET_BLOCK)
-        for step in range(count):
-            total = probability(logits, step, GROUP, GROUP_BLOCK, BUCKETS, BUCKET_BLOCK)
-            tl.store(scores + (lane.to(tl.int64) * count + step) * BUCKETS + every, total, mask=every < BUCKETS)
-
-
-@triton.jit
 def last_in_bytes(
-    pairs, unit, weights, steps, bias, logits, scores, done,  # where they begin
+    pairs, unit, weights, steps, bias, logits,  # where they begin
     count,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HIDDEN: tl.constexpr, BUCKETS: tl.constexpr, ROWS: tl.constexpr,
-    DEEP: tl.constexpr, SLICE: tl.constexpr, SLICES: tl.constexpr, BUCKET_BLOCK: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr, SCORED: tl.constexpr, EARLY: tl.constexpr,
+    DEEP: tl.constexpr, SLICE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Logits of some buckets; products are of bytes, and their sums exact.
 
@@ -166,10 +142,7 @@ def last_in_bytes(
     sums = _in_two(given, some, ROWS, DEEP, SLICE).to(tl.float32)
     found = tl.sum(tl.reshape(sums * tl.where(both < ROWS, 128.0, 1.0)[:, None], [2, ROWS, SLICE]), 0)
     found = found * each[:, None] * step[None, :] + beside[None, :]
-    logits += own * BUCKETS
-    _keep(logits, found, buckets, count, GROUP, BUCKETS, ROWS)
-    if SCORED:
-        _score(logits, scores, done, lane, count, GROUP, GROUP_BLOCK, BUCKETS, BUCKET_BLOCK, SLICES)
+    _keep(logits + own * BUCKETS, found, buckets, count, GROUP, BUCKETS, ROWS)
 
 
 @triton.jit
@@ -202,35 +175,3 @@ def _last_layer(given, weights, units, buckets, INNER: tl.constexpr, BUCKETS: tl
         other=0.0,
     )
     return tl.dot(given.to(some.dtype), some, input_precision="ieee")
-
-
-@triton.jit
-def visit(
-    scores, sizes, edges, staged_at, begin, length, read, left,  # where they begin
-    queries, runs, most, mass,
-    GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr,
-    PROBES: tl.constexpr, BUCKETS: tl.constexpr, BUCKET_BLOCK: tl.constexpr, PLACES: tl.constexpr,
-    CHOSEN: tl.constexpr, TRIALS: tl.constexpr, PER_TOKEN: tl.constexpr, LIMITS: tl.constexpr, LEFT: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    """Runs of the buckets that one query visits, see `choose`."""
-    number = tl.program_id(0).to(tl.int64)
-    lane = number // queries
-    runs = plain(runs)
-    if EARLY:
-        touch(edges + lane * runs * (BUCKETS + 1), runs, BUCKETS, BUCKET_BLOCK)
-        touch(sizes + lane * BUCKETS, 1, BUCKETS, BUCKET_BLOCK)
-        gdc_wait()
-        gdc_launch_dependents()
-    own = number * (PROBES * runs + 1)
-    count, size, bucket, taken = choose(
-        scores, sizes, edges, staged_at, begin + own, length + own, number, queries, runs, most, mass,
-        GROUP, GROUP_BLOCK, PROBES, BUCKETS, BUCKET_BLOCK, PLACES, CHOSEN, TRIALS, PER_TOKEN, LIMITS,
-    )  # fmt: skip
-    tl.store(read + number, count)
-    if LEFT:
-        every = tl.arange(0, BUCKET_BLOCK)
-        weight = tl.where(size > 0, tl.log(tl.maximum(size, 1).to(tl.float32)), NOTHING)
-        tl.store(left + number * BUCKETS + every, weight, mask=every < BUCKETS)
-        tl.debug_barrier()  # those of what is visited come after
-        tl.store(left + number * BUCKETS + bucket, bucket * 0.0 + NOTHING, mask=taken)

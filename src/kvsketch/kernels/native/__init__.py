@@ -2,7 +2,7 @@
 
 `build.py` compiles and checks; the C files lie beside it. Everything they do torch does too, in the files beside their
 callers, and does it where there is no compiler, on other devices, and under `KVSKETCH_CPU_KERNELS=off`; only weights of
-large classifiers are rounded for C alone (`kernels/routing/rounded.py`).
+large classifiers are rounded for kernels alone (`kernels/routing/rounded.py`).
 """
 
 import ctypes

@@ -10,21 +10,12 @@ from kvsketch.kernels.routing import in_triton, native, reference
 from kvsketch.kernels.sources import Choice, Classifier, Limits, Segments, Staged
 
 
-def classify(query: Float[Tensor, "b hg q d"], by: Classifier, heads: int) -> Float[Tensor, "b h q c"]:
-    """Mean probability of every column over the group."""
-    for form in (native, in_triton) if query.device.type == "cpu" else (in_triton,):
-        if (found := form.classify(query, by, heads)) is not None:
-            return found
-    return reference.classify(query, by, heads)
-
-
 def expect(query: Float[Tensor, "b hg q d"], by: Classifier, heads: int) -> Float[Tensor, "b h q *g c"]:
-    """The same, or what the mean is taken of where `visit` takes it: logits of each query of a group."""
+    """Mean probability of every column over the group; on GPUs logits, of which `visit` takes it."""
     if query.device.type == "cpu" and (found := native.classify(query, by, heads)) is not None:
         return found
-    if (found := in_triton.expect(query, by, heads)) is not None:
-        return found
-    return reference.classify(query, by, heads)
+    found = in_triton.expect(query, by, heads)
+    return reference.classify(query, by, heads) if found is None else found
 
 
 def visit(
@@ -48,4 +39,4 @@ def visit(
     return reference.visit(scores, sizes, edges, limits, staged, left=left)
 
 
-__all__ = ["classify", "expect", "visit"]
+__all__ = ["expect", "visit"]

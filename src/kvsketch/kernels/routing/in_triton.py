@@ -1,6 +1,4 @@
-"""Which buckets queries visit, in Triton: `gpu/route.py` has the kernels, two for a classifier, one for the choice."""
-
-from dataclasses import dataclass
+"""Which buckets queries visit, in Triton: `gpu/route.py` has a classifier's layers, `gpu/choice.py` the choice."""
 
 import torch
 import torch.nn.functional as F
@@ -9,32 +7,21 @@ from torch import Tensor
 
 from kvsketch.kernels import gpu
 from kvsketch.kernels.routing.rounded import ByColumn, by_column
-from kvsketch.kernels.sources import Choice, Classifier, Limits, Segments, Staged
+from kvsketch.kernels.sources import Classifier, Limits, Segments, Staged
 
 MOST_ROWS = 64  # of a group's queries together
 MOST_BUCKETS = 4096
 SLICE = 64  # units or buckets of a program
 AT_ONCE, STAGES = 128, 4  # units of a round, and rounds under way
-MOST_CHOSEN, TRIALS = 64, 8  # buckets that are not sorted for, and how finely their least worth is looked for at once
-BYTE_WARPS, CHOICE_WARPS = 8, 4
-DEFERRED = False  # whether attention chooses the runs itself
+NOT_SORTED = 64  # buckets that are chosen without sorting all
 NOTE = "in bytes for Triton"
 # Bytes of the last layer's weights for a KV head above which they are rounded, if they are in such numbers; and for how
 # many units and queries of a group registers have room.
 LARGE, ROUNDED, MOST_UNITS, MOST_ASKING = 1 << 17, torch.bfloat16, 1024, 16
 
 
-def classify(query: Float[Tensor, "b hg q d"], by: Classifier, heads: int) -> Float[Tensor, "b h q c"] | None:
-    """See `routing/__init__.py`."""
-    return _expected(query, by, heads, scored=True)
-
-
 def expect(query: Float[Tensor, "b hg q d"], by: Classifier, heads: int) -> Float[Tensor, "b h q g c"] | None:
-    """See `routing/__init__.py`."""
-    return _expected(query, by, heads, scored=False)
-
-
-def _expected(query: Tensor, by: Classifier, heads: int, *, scored: bool) -> Tensor | None:
+    """Logits: see `routing/__init__.py`."""
     if not gpu.wanted_on(query.device):
         return None
     _, query_heads, count, width = query.shape
@@ -51,7 +38,7 @@ def _expected(query: Tensor, by: Classifier, heads: int, *, scored: bool) -> Ten
     known = _in_bytes(by, rows)
     what = f"a classifier of {there[-1].dtype} × {width}, {[tuple(x.shape[1:]) for x in there]}, {rows} rows"
     what += " in bytes" * (known is not None)
-    return gpu.tried(what, query.device, lambda: _classified(query, by, heads, known, scored=scored))
+    return gpu.tried(what, query.device, lambda: _logits(query, by, heads, known))
 
 
 def _in_bytes(by: Classifier, asking: int) -> ByColumn | None:
@@ -70,15 +57,13 @@ def _in_bytes(by: Classifier, asking: int) -> ByColumn | None:
     return found
 
 
-def _classified(query: Tensor, by: Classifier, heads: int, known: ByColumn | None, *, scored: bool) -> Tensor:
-    """Logits of every query of a group; with `scored` mean probabilities instead."""
+def _logits(query: Tensor, by: Classifier, heads: int, known: ByColumn | None) -> Tensor:
     inner, last = by.inner, by.last
     rows, query_heads, count, width = query.shape
     hidden, buckets = last[0].shape[1:]
     group, device = query_heads // heads, query.device
     lanes, asking, slices = rows * heads, group * count, -(-buckets // SLICE)
     logits = torch.empty(rows, heads, count, group, buckets, dtype=torch.float32, device=device)
-    scores = torch.empty(rows, heads, count, buckets, dtype=torch.float32, device=device) if scored else logits
     units = query if inner is None else torch.empty(lanes, asking, hidden, dtype=last[0].dtype, device=device)
     levels = bounds = unit = units
     if known is not None:
@@ -89,14 +74,9 @@ def _classified(query: Tensor, by: Classifier, heads: int, known: ByColumn | Non
         "HEADS": heads, "GROUP": group, "HIDDEN": 0 if inner is None else hidden, "SLICE": SLICE, **gpu.early(device),
     }  # fmt: skip
     of_queries = {"WIDTH": width, "ROWS": gpu.power_of_two(asking, 16), "KEY_BLOCK": gpu.power_of_two(width, 16)}
-    of_buckets = {
-        "BUCKETS": buckets, "SLICES": slices, "BUCKET_BLOCK": gpu.power_of_two(buckets), "SCORED": scored,
-        "GROUP_BLOCK": gpu.power_of_two(group),
-    }  # fmt: skip
     from kvsketch.kernels.gpu import route
 
     with gpu.current(device):
-        done = gpu.counters(lanes, device) if scored else scores
         if inner is not None:
             route.inner[(lanes, -(-hidden // SLICE))](
                 *(query, *inner, units, levels, bounds, unit), query.stride()[:3], count, **shared, **of_queries,
@@ -104,15 +84,15 @@ def _classified(query: Tensor, by: Classifier, heads: int, known: ByColumn | Non
             )  # fmt: skip
         if known is None:
             route.last[(lanes, slices)](
-                *(query, units, *last, logits, scores, done), query.stride()[:3], count, **shared, **of_queries,
-                **of_buckets, AT_ONCE=AT_ONCE, num_warps=4, num_stages=STAGES,
+                *(query, units, *last, logits), query.stride()[:3], count, **shared, **of_queries,
+                BUCKETS=buckets, AT_ONCE=AT_ONCE, num_warps=4, num_stages=STAGES,
             )  # fmt: skip
         else:
             route.last_in_bytes[(lanes, slices)](
-                *(units, unit, known.weights, known.steps, last[1], logits, scores, done), count, **shared,
-                **of_buckets, ROWS=gpu.power_of_two(asking, 8), DEEP=gpu.power_of_two(hidden, 64), num_warps=BYTE_WARPS,
+                *(units, unit, known.weights, known.steps, last[1], logits), count, **shared,
+                BUCKETS=buckets, ROWS=gpu.power_of_two(asking, 8), DEEP=gpu.power_of_two(hidden, 64), num_warps=8,
             )  # fmt: skip
-    return scores
+    return logits
 
 
 def visit(
@@ -123,8 +103,8 @@ def visit(
     staged: Staged,
     *,
     left: bool = False,
-) -> tuple[Segments | Choice, Int64[Tensor, "1 l q"], Float[Tensor, "l q c"] | None] | None:
-    """See `routing/__init__.py`. Where `DEFERRED`, runs are chosen by every program that reads them: a launch less."""
+) -> tuple[Segments, Int64[Tensor, "1 l q"], Float[Tensor, "l q c"] | None] | None:
+    """See `routing/__init__.py`."""
     if not gpu.wanted_on(scores.device):
         return None
     queries, buckets = scores.shape[1], scores.shape[-1]
@@ -140,11 +120,6 @@ def visit(
         return None
     if not gpu.works("routing", scores.device, torch.float32, _check):
         return None
-    if scores.dim() == 4 and limits.probes > MOST_CHOSEN:
-        scores = scores.softmax(3).mean(2)
-    if DEFERRED and not left and limits.probes <= MOST_CHOSEN:
-        asked = _asked(scores, sizes, edges, limits, staged)
-        return Choice(asked.made, asked), asked.read, None
     return gpu.tried(
         f"the choice among {buckets} buckets, {scores.shape[2:]}, {limits}, {left}",
         scores.device,
@@ -152,71 +127,34 @@ def visit(
     )
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What a choice goes by: scores or logits, where buckets begin, the limits; and where it says what is read."""
-
-    scores: Tensor
-    sizes: Tensor
-    edges: Tensor
-    limits: Limits
-    staged: Staged
-    read: Tensor
-
-    @property
-    def probes(self) -> int:
-        """Buckets that are visited at most."""
-        return min(self.limits.probes, self.scores.shape[-1])
-
-    def given(self) -> tuple[tuple[Tensor, ...], tuple[int | float, ...]]:
-        """For a kernel: tensors, and numbers."""
-        limits = self.limits
-        tensors = self.scores, self.sizes, self.edges, self.staged.at, self.read
-        return tensors, (gpu.odd(self.edges.shape[1]), float(limits.visit or 0.0), float(limits.mass or 0.0))
-
-    def options(self) -> dict[str, int]:
-        """For a kernel: what is compiled in, in the order of `choose`."""
-        limits, buckets = self.limits, self.scores.shape[-1]
-        group = self.scores.shape[2] if self.scores.dim() == 4 else 0
-        kinds = (0 if limits.visit is None else 1 + isinstance(limits.visit, float)) + 4 * (limits.mass is not None)
-        return {
-            "GROUP": group, "GROUP_BLOCK": gpu.power_of_two(group), "PROBES": self.probes, "BUCKETS": buckets,
-            "BUCKET_BLOCK": gpu.power_of_two(buckets), "PLACES": gpu.power_of_two(self.probes), "CHOSEN": MOST_CHOSEN,
-            "TRIALS": TRIALS, "PER_TOKEN": int(limits.per_token), "LIMITS": kinds,
-        }  # fmt: skip
-
-    def made(self, others: Tensor | None = None) -> Segments:
-        """The runs, now; and the logs of the sizes of other buckets."""
-        lanes, queries = self.scores.shape[:2]
-        width = self.probes * self.edges.shape[1] + 1
-        begin, length = torch.empty(2, 1, lanes, queries, width, dtype=torch.int64, device=self.read.device).unbind()
-        (*tensors, read), numbers = self.given()
-        from kvsketch.kernels.gpu.route import visit as kernel
-
-        with gpu.current(self.read.device):
-            kernel[(lanes * queries,)](
-                *(*tensors, begin, length, read, read if others is None else others), queries, *numbers,
-                **self.options(), LEFT=others is not None, num_warps=CHOICE_WARPS, **gpu.early(read.device),
-            )  # fmt: skip
-        return Segments(begin, length)
-
-
-def _asked(scores: Tensor, sizes: Tensor, edges: Tensor, limits: Limits, staged: Staged) -> Asked:
-    read = torch.empty(1, *scores.shape[:2], dtype=torch.int64, device=scores.device)
-    return Asked(scores, sizes, edges, limits, staged, read)
-
-
 def _visited(
     scores: Tensor, sizes: Tensor, edges: Tensor, limits: Limits, staged: Staged, left: bool
 ) -> tuple[Segments, Tensor, Tensor | None]:
-    asked = _asked(scores, sizes, edges, limits, staged)
     lanes, queries, buckets = scores.shape[0], scores.shape[1], scores.shape[-1]
-    others = torch.empty(lanes, queries, buckets, dtype=torch.float32, device=scores.device) if left else None
-    return asked.made(others), asked.read, others
+    probes, runs, device = min(limits.probes, buckets), edges.shape[1], scores.device
+    group = scores.shape[2] if scores.dim() == 4 else 0
+    if group and probes > NOT_SORTED:
+        scores, group = scores.softmax(3).mean(2), 0
+    kinds = (0 if limits.visit is None else 1 + isinstance(limits.visit, float)) + 4 * (limits.mass is not None)
+    begin, length = torch.empty(2, 1, lanes, queries, probes * runs + 1, dtype=torch.int64, device=device).unbind()
+    read = torch.empty(1, lanes, queries, dtype=torch.int64, device=device)
+    others = torch.empty(lanes, queries, buckets, dtype=torch.float32, device=device) if left else None
+    from kvsketch.kernels.gpu.choice import visit as kernel
+
+    with gpu.current(device):
+        kernel[(lanes * queries,)](
+            *(scores, sizes, edges, staged.at, begin, length, read, scores if others is None else others),
+            *(queries, gpu.odd(runs)),
+            *(float(limits.visit or 0.0), float(limits.mass or 0.0)),
+            GROUP=group, GROUP_BLOCK=gpu.power_of_two(group), PROBES=probes, BUCKETS=buckets,
+            BUCKET_BLOCK=gpu.power_of_two(buckets), PLACES=gpu.power_of_two(probes), SORTED=probes > NOT_SORTED,
+            PER_TOKEN=limits.per_token, LIMITS=kinds, LEFT=left, num_warps=4, **gpu.early(device),
+        )  # fmt: skip
+    return Segments(begin, length), read, others
 
 
 def _check(device: torch.device, dtype: torch.dtype) -> None:
-    """Hold both kernels against torch in float64."""
+    """Hold all kernels against torch in float64."""
     draw = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -229,7 +167,7 @@ def _check(device: torch.device, dtype: torch.dtype) -> None:
     right = torch.softmax(torch.einsum("bhgk,hkc->bhgc", inner, asked[3]) + asked[4], 3).mean(2, keepdim=True)
     layers = (first, biases[0]), (second, biases[1])
     for known in (None, by_column(second, layers[0])):
-        found = _classified(query, Classifier(*layers), 2, known, scored=True)
+        found = _logits(query, Classifier(*layers), 2, known).softmax(4).mean(3)
         most = 1e-4 if dtype == torch.float32 and known is None else 0.05
         torch.testing.assert_close(found.double(), right, rtol=most, atol=most * float(right.max()))
     sizes = torch.randint(0, 9, (2, 300), generator=draw, device="cpu").to(device)
