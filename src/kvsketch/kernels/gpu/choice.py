@@ -32,8 +32,6 @@ def visit(
     lane = number // queries
     runs = plain(runs)
     if EARLY:
-        _touch(edges + lane * runs * (BUCKETS + 1), runs, BUCKETS, BUCKET_BLOCK)
-        _touch(sizes + lane * BUCKETS, 1, BUCKETS, BUCKET_BLOCK)
         gdc_wait()
         gdc_launch_dependents()
     staged_from, staged = tl.load(staged_at), tl.load(staged_at + 1)
@@ -124,17 +122,6 @@ def _probability(
     share = tl.exp(logit - highest[:, None])
     mass = tl.where(asking, tl.sum(share, 1), 1.0)
     return tl.sum(share / mass[:, None], 0) / GROUP
-
-
-@triton.jit
-def _touch(numbers, runs, BUCKETS: tl.constexpr, BUCKET_BLOCK: tl.constexpr):
-    """Have runs' lists brought near: nothing is read, so that nothing has to have been written."""
-    lines = tl.arange(0, (BUCKET_BLOCK + 15) // 16) * 16
-    for run in range(runs):
-        at = numbers + run * (BUCKETS + 1) + tl.minimum(lines, BUCKETS - 1)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-        )
 
 
 @triton.jit

@@ -172,11 +172,18 @@ def _check(device: torch.device, dtype: torch.dtype) -> None:
         torch.testing.assert_close(found.double(), right, rtol=most, atol=most * float(right.max()))
     sizes = torch.randint(0, 9, (2, 300), generator=draw, device="cpu").to(device)
     edges = F.pad(sizes.cumsum(1), (1, 0))[:, None].contiguous()
-    for middle in (0.0, right.median()):  # probabilities, and numbers of which half are below 0
-        scores = (right[0] - middle).float().contiguous()
-        runs, read, left = _visited(scores, sizes, edges, Limits(200), Staged.on(device, 2600, 3), left=True)
-        best = scores[:, 0].topk(200).indices
-        assert torch.equal(runs.begin[0, :, 0, :200], edges[:, 0].gather(1, best)), "the largest come first"
+    # Probabilities; numbers of which half are below 0; and logits, of which few are chosen.
+    spread = torch.stack([torch.randperm(300, generator=draw, device="cpu") for _ in range(2)]).to(device) / 20
+    given = (
+        (right[0].float(), 200),
+        ((right[0] - right.median()).float(), 200),
+        (spread[:, None, None].repeat(1, 1, 2, 1), 32),
+    )
+    for scores, probes in given:
+        staged, worth = Staged.on(device, 2600, 3), scores.flatten(1, -2)[:, 0]
+        runs, read, left = _visited(scores.contiguous(), sizes, edges, Limits(probes), staged, left=True)
+        best = worth.topk(probes).indices
+        assert torch.equal(runs.begin[0, :, 0, :probes], edges[:, 0].gather(1, best)), "the largest come first"
         assert torch.equal(read[0, :, 0], sizes.gather(1, best).sum(1) + 3), "as many as there are"
         others = sizes.float().log().scatter(1, best, -float("inf"))
         torch.testing.assert_close(left, others[:, None])
