@@ -22,6 +22,7 @@ from kvsketch.huggingface.capture import Captured, capture
 from kvsketch.kernels import native
 from kvsketch.kernels.buckets import assign
 from kvsketch.kernels.routing import native as routing
+from kvsketch.kernels.routing import rounded as rounding
 from kvsketch.kernels.sources import Classifier
 
 TOKENS, ASKING, WINDOW, SINKS, PROBES = 4096, 512, 255, 1, (8, 16, 32)
@@ -51,9 +52,9 @@ def attention_of(seen: Captured, buckets: Tensor, number: int) -> Tensor:
 
 def measure(seen: Captured, learnt: LayerIndex, number: int) -> Iterator[Row]:
     exact, rounded = (Classifier(learnt.classifier.inner, learnt.classifier.last) for _ in range(2))
-    with patch.object(routing, "LARGE", float("inf")):
+    with patch.object(rounding, "LARGE", float("inf")):
         wanted = scores(seen, exact)
-    with patch.object(routing, "LARGE", -1):
+    with patch.object(rounding, "LARGE", -1):
         found = scores(seen, rounded)
     assert routing.read_of(rounded)[1], "these weights do not divide into blocks of bytes"
     shares = attention_of(seen, assign(seen.keys_before.float(), learnt.centroids), number)

@@ -236,7 +236,7 @@ def test_the_classifier_is_that_of_torch(shape, dtype):
 @pytest.fixture
 def in_bytes(monkeypatch):
     """Weights are read in bytes, however few they are, and whether that is faster or not."""
-    monkeypatch.setattr(routing, "LARGE", -1)
+    monkeypatch.setattr(rounded, "LARGE", -1)
     monkeypatch.setattr(native.library(), "kvs_bytes_pay", lambda: 1)
 
 

@@ -193,7 +193,7 @@ def _router_errors(cache: LayerCache, asked: Query, kernel: str) -> tuple[float,
         with using(one):
             scores = method.ask(asked, heads)
         assert scores is not None, "a router says something"
-        found.append(scores)
+        found.append(scores.softmax(4).mean(3) if scores.ndim == 5 else scores)
     assert truth is not None, "as in float64"
     own, plain = (float((x.double() - truth).norm() / truth.norm()) for x in found)
     return own, plain

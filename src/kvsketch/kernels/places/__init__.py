@@ -32,7 +32,7 @@ def in_front(there: Bool[Tensor, "*lanes n"]) -> Int64[Tensor, "*lanes n"]:
 def least_in_front(x: Float[Tensor, "l n"], most: int) -> Int64[Tensor, "l n"]:
     """Numbers of the places of the `most` least of every lane, in their order, and then of the others.
 
-    Of equal ones the first come first.
+    Of equal ones the first come first; what is no number comes last, beside +inf.
     """
     found = in_triton.least_in_front(x, most)
     return reference.least_in_front(x, most) if found is None else found

@@ -1,12 +1,14 @@
 """Which buckets queries visit, in Triton: `gpu/route.py` has a classifier's layers, `gpu/choice.py` the choice."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
 from kvsketch.kernels import gpu
-from kvsketch.kernels.routing.rounded import ByColumn, by_column
+from kvsketch.kernels.routing.rounded import ByColumn, by_column, pays
 from kvsketch.kernels.sources import Classifier, Limits, Segments, Staged
 
 MOST_ROWS = 64  # of a group's queries together
@@ -15,9 +17,7 @@ SLICE = 64  # units or buckets of a program
 AT_ONCE, STAGES = 128, 4  # units of a round, and rounds under way
 NOT_SORTED = 64  # buckets that are chosen without sorting all
 NOTE = "in bytes for Triton"
-# Bytes of the last layer's weights for a KV head above which they are rounded, if they are in such numbers; and for how
-# many units and queries of a group registers have room.
-LARGE, ROUNDED, MOST_UNITS, MOST_ASKING = 1 << 17, torch.bfloat16, 1024, 16
+MOST_UNITS, MOST_ASKING = 1024, 16  # of an inner layer and of a group's queries, for which registers have room in bytes
 
 
 def expect(query: Float[Tensor, "b hg q d"], by: Classifier, heads: int) -> Float[Tensor, "b h q g c"] | None:
@@ -33,20 +33,24 @@ def expect(query: Float[Tensor, "b hg q d"], by: Classifier, heads: int) -> Floa
         return None
     if not gpu.can_read(query.device, query, *there) or not all(x.is_contiguous() for x in there):
         return None
-    if len({x.dtype for x in there}) > 1 or not gpu.works("routing", query.device, there[-1].dtype, _check):
+    if len({x.dtype for x in there}) > 1 or not gpu.works("a classifier", query.device, there[-1].dtype, _check):
         return None
-    known = _in_bytes(by, rows)
     what = f"a classifier of {there[-1].dtype} × {width}, {[tuple(x.shape[1:]) for x in there]}, {rows} rows"
-    what += " in bytes" * (known is not None)
-    return gpu.tried(what, query.device, lambda: _logits(query, by, heads, known))
+    known = _in_bytes(by, rows)
+    found = None
+    if known is not None:
+        found = gpu.tried(f"{what} in bytes", query.device, lambda: _logits(query, by, heads, known))
+    return gpu.tried(what, query.device, lambda: _logits(query, by, heads, None)) if found is None else found
 
 
 def _in_bytes(by: Classifier, asking: int) -> ByColumn | None:
     """Its last layer in bytes, if that pays; noted, and not made while a graph is recorded."""
     weights = by.last[0]
-    if by.inner is None or weights.dtype != ROUNDED or weights[0].nbytes <= LARGE or asking > MOST_ASKING:
+    if by.inner is None or not pays(weights) or asking > MOST_ASKING:
         return None
     if weights.shape[1] % 16 or weights.shape[1] > MOST_UNITS:
+        return None
+    if not gpu.works("a classifier in bytes", weights.device, weights.dtype, partial(_check, rounded=True)):
         return None
     at, noted = [x.data_ptr() for x in by.tensors], by.noted.get(NOTE)
     if noted is None or noted[0] != at:  # torch may move a tensor, as to share it with a process
@@ -118,8 +122,11 @@ def visit(
         or not gpu.can_read(scores.device, scores)
     ):
         return None
-    if not gpu.works("routing", scores.device, torch.float32, _check):
+    if not gpu.works("the choice of buckets", scores.device, torch.float32, _check_choice):
         return None
+    by_logits = partial(_check_choice, logits=True)
+    if scores.dim() == 4 and not gpu.works("the choice by logits", scores.device, torch.float32, by_logits):
+        scores = scores.softmax(3).mean(2)
     return gpu.tried(
         f"the choice among {buckets} buckets, {scores.shape[2:]}, {limits}, {left}",
         scores.device,
@@ -133,7 +140,7 @@ def _visited(
     lanes, queries, buckets = scores.shape[0], scores.shape[1], scores.shape[-1]
     probes, runs, device = min(limits.probes, buckets), edges.shape[1], scores.device
     group = scores.shape[2] if scores.dim() == 4 else 0
-    if group and probes > NOT_SORTED:
+    if group and probes > NOT_SORTED and limits.mass is not None:  # which are asked for once more
         scores, group = scores.softmax(3).mean(2), 0
     kinds = (0 if limits.visit is None else 1 + isinstance(limits.visit, float)) + 4 * (limits.mass is not None)
     begin, length = torch.empty(2, 1, lanes, queries, probes * runs + 1, dtype=torch.int64, device=device).unbind()
@@ -153,8 +160,8 @@ def _visited(
     return Segments(begin, length), read, others
 
 
-def _check(device: torch.device, dtype: torch.dtype) -> None:
-    """Hold all kernels against torch in float64."""
+def _check(device: torch.device, dtype: torch.dtype, *, rounded: bool = False) -> None:
+    """Hold a classifier's kernels against torch in float64."""
     draw = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -166,23 +173,22 @@ def _check(device: torch.device, dtype: torch.dtype) -> None:
     inner = torch.relu(torch.einsum("bhgd,hdk->bhgk", asked[0], asked[1]) + asked[2])
     right = torch.softmax(torch.einsum("bhgk,hkc->bhgc", inner, asked[3]) + asked[4], 3).mean(2, keepdim=True)
     layers = (first, biases[0]), (second, biases[1])
-    for known in (None, by_column(second, layers[0])):
-        found = _logits(query, Classifier(*layers), 2, known).softmax(4).mean(3)
-        most = 1e-4 if dtype == torch.float32 and known is None else 0.05
-        torch.testing.assert_close(found.double(), right, rtol=most, atol=most * float(right.max()))
+    known = by_column(second, layers[0]) if rounded else None
+    found = _logits(query, Classifier(*layers), 2, known).softmax(4).mean(3)
+    most = 1e-4 if dtype == torch.float32 and not rounded else 0.05
+    torch.testing.assert_close(found.double(), right, rtol=most, atol=most * float(right.max()))
+
+
+def _check_choice(device: torch.device, dtype: torch.dtype, *, logits: bool = False) -> None:
+    """Hold the choice against torch: of many buckets by numbers from 0 on and by others, and of few by logits."""
+    draw = torch.Generator().manual_seed(0)
+    worth = torch.stack([torch.randperm(300, generator=draw, device="cpu") for _ in range(2)]).to(device, dtype) / 20
     sizes = torch.randint(0, 9, (2, 300), generator=draw, device="cpu").to(device)
     edges = F.pad(sizes.cumsum(1), (1, 0))[:, None].contiguous()
-    # Probabilities; numbers of which half are below 0; and logits, of which few are chosen.
-    spread = torch.stack([torch.randperm(300, generator=draw, device="cpu") for _ in range(2)]).to(device) / 20
-    given = (
-        (right[0].float(), 200),
-        ((right[0] - right.median()).float(), 200),
-        (spread[:, None, None].repeat(1, 1, 2, 1), 32),
-    )
-    for scores, probes in given:
-        staged, worth = Staged.on(device, 2600, 3), scores.flatten(1, -2)[:, 0]
+    given = ((worth[:, None], 200), (worth[:, None] - 7, 200), (worth[:, None], 32))
+    for scores, probes in [(worth[:, None, None].repeat(1, 1, 2, 1), 32)] if logits else given:
+        staged, best = Staged.on(device, 2600, 3), worth.topk(probes).indices
         runs, read, left = _visited(scores.contiguous(), sizes, edges, Limits(probes), staged, left=True)
-        best = worth.topk(probes).indices
         assert torch.equal(runs.begin[0, :, 0, :probes], edges[:, 0].gather(1, best)), "the largest come first"
         assert torch.equal(read[0, :, 0], sizes.gather(1, best).sum(1) + 3), "as many as there are"
         others = sizes.float().log().scatter(1, best, -float("inf"))

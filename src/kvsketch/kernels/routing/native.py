@@ -14,13 +14,10 @@ from torch import Tensor
 
 from kvsketch.kernels import native
 from kvsketch.kernels.native.attention import MOST_QUERIES
-from kvsketch.kernels.routing.rounded import in_bytes
+from kvsketch.kernels.routing.rounded import in_bytes, pays
 from kvsketch.kernels.sources import Choice, Classifier, Limits, Segments, Staged
 
 NOTE = "described for C"
-# Bytes of a layer's weights for a KV head. Larger ones are rounded, if they are in bfloat16, where answers are rounded
-# as much; smaller ones stay in the processor's caches from step to step.
-LARGE = 1 << 17
 
 
 def classify(query: Float[Tensor, "b hg q d"], by: Classifier, heads: int) -> Float[Tensor, "b h q c"] | None:
@@ -110,8 +107,7 @@ def _noted(by: Classifier, at: list[int], *, bytes_pay: bool) -> _Noted:
         if layer is None:
             continue
         weights, bias = layer
-        large = bytes_pay and weights.dtype == torch.bfloat16 and weights[0].nbytes > LARGE
-        first, *others = (in_bytes(weights) if large else None) or (weights,)
+        first, *others = (in_bytes(weights) if bytes_pay and pays(weights) else None) or (weights,)
         sizes = weights.shape[1:]
         noted.layers[place] = _Layer(first.data_ptr(), bias.data_ptr(), *sizes, *(x.data_ptr() for x in others))
         noted.read.extend((first, bias, *others))

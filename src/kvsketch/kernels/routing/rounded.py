@@ -16,6 +16,7 @@ from kvsketch.kernels.sources import Layer
 
 MOST = 127
 SIDE, DEEP = 32, 4  # columns, and rows of each, that lie together
+LARGE, ROUNDED = 1 << 17, torch.bfloat16  # bytes of a layer's weights for a KV head, and in which numbers: see `pays`
 MOST_ROWS = 1 << 13  # more, and C would have too few bits left for the numbers that weights are multiplied by
 
 
@@ -38,6 +39,11 @@ class ByColumn(NamedTuple):
     steps: Float[Tensor, "h c"]
     levels: Float[Tensor, "h k"]
     bounds: Float[Tensor, "h 2"]
+
+
+def pays(weights: Float[Tensor, "h k c"]) -> bool:
+    """Whether bytes pay: where answers are rounded as much, and weights do not stay near from step to step."""
+    return weights.dtype == ROUNDED and weights[0].nbytes > LARGE
 
 
 def in_bytes(weights: Float[Tensor, "h k c"]) -> Rounded | None:

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import fields
 from multiprocessing import get_context, parent_process
@@ -29,10 +29,14 @@ class Wanted(NamedTuple):
     tokens: int
     finish: bool
 
+    @property
+    def tasks(self) -> Mapping[str, int]:
+        """How often each is drawn."""
+        return FINISHED_WITH if self.finish else SHARES
+
     def made(self, documents: Documents) -> Batch:
         """Made here."""
-        tasks, questions = (FINISHED_WITH, 2 * QUESTIONS) if self.finish else (SHARES, QUESTIONS)
-        return documents.batch(self.number, self.length, self.tokens, tasks, questions)
+        return documents.batch(self.number, self.length, self.tokens, self.tasks, QUESTIONS * (1 + self.finish))
 
 
 class Ahead:
@@ -67,10 +71,11 @@ class Ahead:
 
 def processes_beside(device: str) -> int:
     """How many make batches for a GPU; a CPU has no time to spare."""
-    return max(1, min(MOST, (os.cpu_count() or 1) - 2)) if torch.device(device).type == "cuda" else 0
+    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(MOST, there - 2)) if torch.device(device).type == "cuda" else 0
 
 
-_documents: list[Documents] = []  # of a process that makes batches
+_documents: list[Documents] = []  # of a process that makes batches: a pool has no other place for what is made once
 
 
 def _begin(seed: int, haystacks: Sequence[Haystack]) -> None:

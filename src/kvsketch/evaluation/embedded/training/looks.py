@@ -2,7 +2,7 @@
 
 Once most replies are right they teach a head little, though it may still look at a wrong place once in a hundred times.
 Where it should look is known: at the place of the document whose latest tokens agree longest with what is at hand. The
-heads of FOLLOWING find it. Where several places agree and go on differently, as those of several values of a name do,
+heads of FOLLOWING find it. Where several values of a name are asked for, several places agree and go on differently:
 they look at all of these alike, and the heads of CHOOSING find the one that the reply goes on with; elsewhere the
 latter rest on the first token.
 """
@@ -19,10 +19,11 @@ from kvsketch.evaluation.embedded.training.documents import IGNORED, TASK_NAMES,
 FOLLOWING, CHOOSING = (1, 0), (2, 0)  # layers and their KV heads, as the start makes them
 REACH = 12  # tokens at hand that are compared
 AGREES = 2  # so many at least, where the head that follows is to find something
-SEVERAL_AGREE, MOST = 4, 8  # what counts as agreeing where there is a choice, if not more do, and how many may
-CHOICE_FROM = 3  # tokens
+SEVERAL_AGREE, MOST = 4, 8  # tokens that are enough where there is a choice, and among how many places there is one
+CHOICE_FROM = 3  # where no place agrees so long: as many as the best one does, and these at least
 SEVERAL = TASK_NAMES.index("niah_multivalue")
 NOTHING = -1  # no token
+RULES = (FOLLOWING, CHOOSING, REACH, AGREES, SEVERAL_AGREE, MOST, CHOICE_FROM)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
-from transformers import AttentionInterface, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 
 from kvsketch.evaluation.embedded.training.documents import IGNORED, Batch
@@ -56,8 +56,8 @@ def loss_of(model: LlamaForCausalLM, batch: Batch, found: Read) -> Tensor:
         loss = loss + PROSE_WEIGHT * F.cross_entropy(found.prose.float(), batch.context[rows, at + 1])
     wanted = looks(batch)
     rare = torch.where(wanted.rests, RESTS_WEIGHT, 1.0)
-    for head, places, worth in ((FOLLOWING, wanted.follow, torch.ones_like(rare)), (CHOOSING, wanted.choose, rare)):
-        loss = loss + LOOKS_WEIGHT * _look_loss(look_scores(model, batch, found, wanted.at, *head), places, worth)
+    for head, found_at, worth in ((FOLLOWING, wanted.follow, torch.ones_like(rare)), (CHOOSING, wanted.choose, rare)):
+        loss = loss + LOOKS_WEIGHT * _look_loss(look_scores(model, batch, found, wanted.at, *head), found_at, worth)
     return loss
 
 
@@ -107,6 +107,3 @@ def attend(
     causal = attention_mask is None
     out = F.scaled_dot_product_attention(query, key, value, attention_mask, is_causal=causal, scale=scaling)
     return out.transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register(FUSED, attend)

@@ -28,7 +28,7 @@ FINISHED_AT = LENGTHS[3:]  # as many tokens of each
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One training run; the same recipe gives the same model on the same machine."""
+    """One training run; the same recipe gives the same model on the same machine, if that is a CPU."""
 
     tokens: int = 12_000_000
     batch: int = 2048  # tokens of each of a step's two lengths, or one document if that is longer

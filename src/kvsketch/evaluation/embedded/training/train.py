@@ -1,4 +1,4 @@
-"""The training loop: resumable at any moment, the same run for the same recipe."""
+"""The training loop: resumable at any moment; on a CPU the same run for the same recipe."""
 
 import dataclasses
 import hashlib
@@ -11,23 +11,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import AttentionInterface, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from kvsketch.evaluation.embedded.training.ahead import Ahead, Wanted, processes_beside
 from kvsketch.evaluation.embedded.training.documents import (
     ALSO_HIDDEN,
     HIDES_SEVERAL_FROM,
     IGNORED,
+    QUESTIONS,
     SHARES,
     TASK_NAMES,
     Batch,
     Documents,
 )
+from kvsketch.evaluation.embedded.training.looks import RULES
 from kvsketch.evaluation.embedded.training.loss import (
     FUSED,
     LOOKS_WEIGHT,
     PROSE_WEIGHT,
     RESTS_WEIGHT,
+    attend,
     loss_of,
     read,
 )
@@ -84,7 +87,8 @@ def train(
 ) -> Path:
     """Train the embedded model, or go on where a run in this folder was stopped; returns the model's folder.
 
-    Things are hidden in made-up text, and in the haystacks that are given.
+    Things are hidden in made-up text, and in the haystacks that are given. For a GPU other processes make documents: a
+    script that calls this needs its `if __name__ == "__main__"`.
     What is lost when the process dies is at most `save_every` seconds and one step.
     """
     names = names_of(haystacks)
@@ -95,9 +99,10 @@ def train(
     model = start_model(tokenizer, shape=Shape(), seed=recipe.seed).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.rate, betas=(0.9, 0.95), weight_decay=0.0)
     if torch.device(device).type == "cuda":
+        AttentionInterface.register(FUSED, attend)
         model.set_attn_implementation(FUSED)
     ahead = Ahead(recipe.seed, haystacks, processes=processes_beside(device))
-    begun = {"settings": dataclasses.asdict(recipe), "haystacks": names}
+    begun = {"settings": dataclasses.asdict(recipe), "haystacks": names, "device": torch.device(device).type}
     begun["beginnings"] = _digest(model, ahead.documents)
     progress = _resume(folder, begun, model, optimizer)
     saved = time.monotonic()
@@ -134,7 +139,7 @@ def _digest(model: LlamaForCausalLM, documents: Documents) -> str:
     batch = documents.batch(0, max(HIDES_SEVERAL_FROM, LENGTHS[0]), LENGTHS[-1])
     parts = [batch.context, batch.asked, *model.state_dict().values()]
     plan = [LENGTHS, SHARE_AT_LENGTH, NOT_BEFORE, SHORTER, dict(SHARES), dict(FINISHED_WITH), FINISHED_AT]
-    plan += [PROSE_WEIGHT, LOOKS_WEIGHT, RESTS_WEIGHT]
+    plan += [PROSE_WEIGHT, LOOKS_WEIGHT, RESTS_WEIGHT, QUESTIONS, *RULES]
     numbers = b"".join(part.cpu().contiguous().numpy().tobytes() for part in parts)
     return hashlib.sha256(numbers + json.dumps(plan).encode()).hexdigest()
 
@@ -178,7 +183,7 @@ def _step(
 
 
 def _row(progress: Progress, wanted: Sequence[Wanted], loss: float) -> dict[str, object]:
-    asked = (FINISHED_WITH.keys() if wanted[0].finish else SHARES.keys()) | ALSO_HIDDEN
+    asked = wanted[0].tasks.keys() | ALSO_HIDDEN
     accuracy = {name: round(value, 4) for name, value in progress.accuracy.items() if name in asked}
     about = {"step": progress.step, "tokens": progress.tokens, "length": max(one.length for one in wanted)}
     return about | {"accuracy": accuracy, "loss": round(loss, 4)}
