@@ -112,7 +112,7 @@ def found(model, tmp_path_factory):
 def test_answers_and_entries_are_those_of_one_process(found, model, spec):
     alone = answers(model, spec)
     for own in found:
-        torch.testing.assert_close(torch.tensor(own[spec]["logits"]), torch.tensor(alone["logits"]), atol=2e-4, rtol=0)
+        torch.testing.assert_close(torch.tensor(own[spec]["logits"]), torch.tensor(alone["logits"]), atol=1e-3, rtol=0)
     for number, entries in enumerate(alone["entries"]):
         assert [heads for own in found for heads in own[spec]["entries"][number]] == entries
     assert sum(own[spec]["of"] for own in found) == alone["of"]
