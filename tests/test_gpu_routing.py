@@ -9,7 +9,7 @@ from kvsketch.kernels.routing import expect, reference, rounded
 from kvsketch.kernels.routing import in_triton as routing
 from kvsketch.kernels.sources import Classifier, Limits, Staged
 from test_gpu_kernels import DEVICE, interpreted  # noqa: F401 (a fixture that all tests here use)
-from test_native import SOME_LIMITS, as_doubles, check_visits
+from test_native import SOME_LIMITS, as_doubles, check_visits, move
 
 
 @pytest.mark.parametrize("limits", [one for one in SOME_LIMITS if one.probes], ids=str)
@@ -29,7 +29,7 @@ def test_of_buckets_worth_the_same_the_earlier_come_first():
 
 def expected(query, by, heads):
     """The mean probability of every bucket over a group, of which there are logits."""
-    return routing.expect(query, by, heads).softmax(4).mean(3)
+    return reference.mean_probability(routing.expect(query, by, heads))
 
 
 @pytest.mark.parametrize(
@@ -146,10 +146,7 @@ def test_bytes_hide_no_numbers_that_are_none():
 def test_a_classifier_whose_tensors_were_moved_is_read_where_it_is_now():
     query, by, heads = some_classifier((1, 2, 2, 1, 32, 64, 96))
     before = routing.expect(query, by, heads)
-    for tensor in by.tensors:
-        old = tensor.data
-        tensor.data = old.clone()
-        old.fill_(math.nan)
+    move(by.tensors)
     assert torch.equal(routing.expect(query, by, heads), before)
 
 

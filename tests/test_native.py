@@ -283,15 +283,20 @@ def test_bytes_hide_no_numbers_that_are_none():
         assert rounded.in_bytes(by.last[0]) is None
 
 
+def move(tensors):
+    """Elsewhere, as torch does where they are shared with a process."""
+    for tensor in tensors:
+        old = tensor.data
+        tensor.data = old.clone()
+        old.fill_(math.nan)
+
+
 @needs_c
 @pytest.mark.usefixtures("in_bytes")
 def test_a_classifier_whose_tensors_were_moved_is_read_where_it_is_now():
     query, by, heads = some_classifier((1, 2, 2, 1, 32, 64, 96), torch.bfloat16)
     before = routing.classify(query, by, heads)
-    for tensor in by.tensors:
-        old = tensor.data
-        tensor.data = old.clone()
-        old.fill_(math.nan)
+    move(by.tensors)
     assert torch.equal(routing.classify(query, by, heads), before)
 
 

@@ -17,6 +17,7 @@ from kvsketch.evaluation.speed.clock import using
 from kvsketch.evaluation.speed.plan import TORCH
 from kvsketch.kernels.gpu.attention import doubled
 from kvsketch.kernels.routing.native import read_of
+from kvsketch.kernels.routing.reference import mean_probability
 from kvsketch.kernels.sources import Entries
 
 OF_BYTES = 0.006  # the error that weights in bytes may bring to a router
@@ -193,7 +194,7 @@ def _router_errors(cache: LayerCache, asked: Query, kernel: str) -> tuple[float,
         with using(one):
             scores = method.ask(asked, heads)
         assert scores is not None, "a router says something"
-        found.append(scores.softmax(4).mean(3) if scores.ndim == 5 else scores)
+        found.append(mean_probability(scores) if scores.ndim == 5 else scores)
     assert truth is not None, "as in float64"
     own, plain = (float((x.double() - truth).norm() / truth.norm()) for x in found)
     return own, plain

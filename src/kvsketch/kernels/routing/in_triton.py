@@ -8,6 +8,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from kvsketch.kernels import gpu
+from kvsketch.kernels.routing.reference import mean_probability
 from kvsketch.kernels.routing.rounded import ByColumn, by_column, pays
 from kvsketch.kernels.sources import Classifier, Limits, Segments, Staged
 
@@ -126,7 +127,7 @@ def visit(
         return None
     by_logits = partial(_check_choice, logits=True)
     if scores.dim() == 4 and not gpu.works("the choice by logits", scores.device, torch.float32, by_logits):
-        scores = scores.softmax(3).mean(2)
+        scores = mean_probability(scores)
     return gpu.tried(
         f"the choice among {buckets} buckets, {scores.shape[2:]}, {limits}, {left}",
         scores.device,
@@ -141,7 +142,7 @@ def _visited(
     probes, runs, device = min(limits.probes, buckets), edges.shape[1], scores.device
     group = scores.shape[2] if scores.dim() == 4 else 0
     if group and probes > NOT_SORTED and limits.mass is not None:  # which are asked for once more
-        scores, group = scores.softmax(3).mean(2), 0
+        scores, group = mean_probability(scores), 0
     kinds = (0 if limits.visit is None else 1 + isinstance(limits.visit, float)) + 4 * (limits.mass is not None)
     begin, length = torch.empty(2, 1, lanes, queries, probes * runs + 1, dtype=torch.int64, device=device).unbind()
     read = torch.empty(1, lanes, queries, dtype=torch.int64, device=device)
@@ -174,7 +175,7 @@ def _check(device: torch.device, dtype: torch.dtype, *, rounded: bool = False) -
     right = torch.softmax(torch.einsum("bhgk,hkc->bhgc", inner, asked[3]) + asked[4], 3).mean(2, keepdim=True)
     layers = (first, biases[0]), (second, biases[1])
     known = by_column(second, layers[0]) if rounded else None
-    found = _logits(query, Classifier(*layers), 2, known).softmax(4).mean(3)
+    found = mean_probability(_logits(query, Classifier(*layers), 2, known))
     most = 1e-4 if dtype == torch.float32 and not rounded else 0.05
     torch.testing.assert_close(found.double(), right, rtol=most, atol=most * float(right.max()))
 

@@ -31,6 +31,11 @@ def of_group(
     return scores.view(heads, rows, -1, queries, scores.shape[2]).mean(2).transpose(0, 1)
 
 
+def mean_probability(logits: Float[Tensor, "... g c"]) -> Float[Tensor, "... c"]:
+    """Of every column over the queries of a group."""
+    return logits.softmax(-1).mean(-2)
+
+
 @dataclass(frozen=True)
 class Visited:
     """Buckets in the order of their score, and which of them are visited."""
@@ -66,7 +71,7 @@ def visit(
     left: bool = False,
 ) -> tuple[Segments, Int64[Tensor, "1 l q"], Float[Tensor, "l q c"] | None]:
     """See `routing/__init__.py`."""
-    scores = scores.softmax(3).mean(2) if scores.dim() == 4 else scores
+    scores = mean_probability(scores) if scores.dim() == 4 else scores
     visited = choose(scores, sizes, limits)
     lanes, queries, buckets = scores.shape
     wide = edges[:, None].expand(-1, queries, -1, -1)
