@@ -2,8 +2,9 @@
 
 8 KV heads × 128 in bfloat16, four query heads each. Each version has a process of its own; the two take turns, twelve
 steps at a time, so that both meet the machine in the same moods. Before a step 64 MB are read, which leaves little of
-it in the processor's caches; then a second step comes at once. Rows go to docs/results/before.jsonl. The other checkout
-needs nothing installed: `git worktree add CHECKOUT COMMIT`.
+it in the processor's caches; then a second step comes at once. At last 64 steps come in a row: their mean has what is
+done only every so many tokens. Rows go to docs/results/before.jsonl. The other checkout needs nothing installed: `git
+worktree add CHECKOUT COMMIT`.
 """
 
 import argparse
@@ -19,10 +20,8 @@ import torch
 HERE = Path(__file__).parent.parent
 WIDTH, HEADS, GROUP, INDEX = 128, 8, 4, (1024, 1024)
 AT_ONCE, WAIT = 12, 0.03  # steps of a turn; seconds, in which the other's threads fall asleep
-CASES = (
-    ("exact", 256), ("exact", 4096), ("balancekv(keep=0.25)", 4096), ("saap(probes=32)", 4096),
-    ("saap(probes=32)", 171_000),
-)  # fmt: skip
+IN_ROW = 64
+CASES = "exact:256; exact:4096; balancekv(keep=0.25):4096; saap(probes=32):4096; saap(probes=32):171000"
 
 
 @torch.no_grad()
@@ -48,7 +47,12 @@ def work(spec: str, tokens: int, threads: int) -> None:
                 cache.read(*asked, WIDTH**-0.5)
                 kind.append(time.perf_counter() - began)
                 step += 1
-        print(*(1e3 * statistics.median(kind) for kind in times), flush=True)
+        began = time.perf_counter()
+        for _ in range(IN_ROW):
+            cache.read(*new_token(HEADS, GROUP, WIDTH, torch.bfloat16, step), WIDTH**-0.5)
+            step += 1
+        in_row = (time.perf_counter() - began) / IN_ROW
+        print(*(1e3 * statistics.median(kind) for kind in times), 1e3 * in_row, flush=True)
 
 
 def versions(other: Path, spec: str, tokens: int, threads: int) -> list["subprocess.Popen[str]"]:
@@ -77,24 +81,25 @@ def turn(version: "subprocess.Popen[str]") -> list[float]:
     return [float(number) for number in _answer(version)]
 
 
-def measure(other: Path, threads: int, rounds: int) -> None:
+def measure(other: Path, threads: int, rounds: int, cases: str) -> None:
     from common import write_row
 
     before = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True, cwd=other).strip()
-    for spec, tokens in CASES:
-        both = versions(other, spec, tokens, threads)
+    for case in cases.split(";"):
+        spec, tokens = case.strip().rsplit(":", 1)
+        both = versions(other, spec, int(tokens), threads)
         try:
             times = [[turn(version) for version in both] for _ in range(rounds + 1)][1:]
         finally:
             for version in both:
                 version.kill()
                 version.wait()
-        for number, kind in enumerate(("cold", "again")):
+        for number, kind in enumerate(("cold", "again", "in a row")):
             was, now = ([one[version][number] for one in times] for version in range(2))
             ratios = [a / b for a, b in zip(was, now, strict=True)]
             low, *_, high = statistics.quantiles(ratios, n=10)
             write_row("before", {
-                "method": spec, "tokens": tokens, "kind": kind, "threads": threads, "rounds": rounds, "before": before,
+                "method": spec, "tokens": int(tokens), "kind": kind, "threads": threads, "rounds": rounds, "before": before,
                 "ms_before": round(statistics.median(was), 3), "ms": round(statistics.median(now), 3),
                 "ratio": round(statistics.median(ratios), 3), "ratio_10": round(low, 3), "ratio_90": round(high, 3),
             })  # fmt: skip
@@ -105,9 +110,10 @@ if __name__ == "__main__":
     options.add_argument("checkout", type=Path)
     options.add_argument("--threads", type=int, default=2)
     options.add_argument("--rounds", type=int, default=40)
+    options.add_argument("--cases", default=CASES, help="methods and tokens")
     options.add_argument("--worker", nargs=2, metavar=("SPEC", "TOKENS"), help=argparse.SUPPRESS)
     given = options.parse_args()
     if given.worker:
         work(given.worker[0], int(given.worker[1]), given.threads)
     else:
-        measure(given.checkout.resolve(), given.threads, given.rounds)
+        measure(given.checkout.resolve(), given.threads, given.rounds, given.cases)

@@ -1,13 +1,18 @@
 """KeyDiff keeps the keys least like the mean direction: against the definition, in one call, chunks and steps."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from drawn import normal
+from kvsketch.caches.core.chooser import Pool
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.tokens import NewTokens
-from kvsketch.caches.forgetting.keydiff import KeyDiff
+from kvsketch.caches.forgetting.keydiff import KeyDiff, LeastAlike
+from kvsketch.caches.forgetting.scored import FREED
+from kvsketch.kernels import native
 from kvsketch.kernels.directions import reference as directions
 from lanes import entries_of
 
@@ -41,10 +46,12 @@ def plainly(keys, calls, config, budget):
     return held, runs
 
 
-@pytest.fixture(autouse=True, params=[1 << 12, 70])
-def strips(monkeypatch, request):
-    """Long prompts are gone through in strips."""
-    monkeypatch.setattr(directions, "AT_ONCE", request.param)
+@pytest.fixture(autouse=True, params=[False, True])
+def in_torch(monkeypatch, request):
+    """By kernels in C, and by torch, which goes through long prompts in strips."""
+    monkeypatch.setattr(directions, "AT_ONCE", 70)
+    with native.off() if request.param else nullcontext():
+        yield
 
 
 @pytest.mark.parametrize("keep", [0.25, 80])
@@ -71,3 +78,29 @@ def test_equal_keys_go_by_their_order():
     values = torch.arange(300.0)[None, None, :, None].expand(1, 1, 300, WIDTH)
     cache.hold(NewTokens(keys, values))
     assert entries_of(cache.past).values[0, 0, :, 0].tolist() == [*range(4, 4 + 32)]
+
+
+def test_a_large_cache_is_gone_through_now_and_then(monkeypatch):
+    """A little more is dropped than must be, and then tokens join: nothing that is held is looked at, or copied."""
+    looked_at = []
+    for kind, name in ((LeastAlike, "scores"), (Pool, "_joined")):
+        before = getattr(kind, name)
+
+        def noted(own, *given, before=before, name=name):
+            looked_at.append(name)
+            return before(own, *given)
+
+        monkeypatch.setattr(kind, name, noted)
+    config = KeyDiff(keep=1500)
+    room = 1500 - config.exact_entries()
+    cache, blocks = LayerCache(config, 0), 30
+    cache.hold(NewTokens(normal(1, HEADS, 3000, WIDTH), normal(1, HEADS, 3000, WIDTH, seed=1)))
+    looked_at.clear()
+    for seed in range(blocks * config.leaving):
+        new = NewTokens(normal(1, HEADS, 1, WIDTH, seed=seed), normal(1, HEADS, 1, WIDTH, seed=-seed))
+        cache.read(normal(1, HEADS, 1, WIDTH), new, 0.3)
+        held = cache.streams.pasts[0].count_entries()
+        assert bool(((held >= room - room // FREED) & (held <= room)).all())
+    apart = room // FREED // config.leaving + 1  # blocks
+    assert looked_at.count("scores") in (blocks // apart, blocks // apart + 1)
+    assert looked_at.count("_joined") <= 3 * looked_at.count("scores")

@@ -19,8 +19,12 @@ import zoo
 from kvsketch import attention
 from kvsketch.attention import WeightedTokens
 from kvsketch.kernels import native
+from kvsketch.kernels.directions import native as directions
+from kvsketch.kernels.directions import reference as directions_in_torch
 from kvsketch.kernels.native import attention as kernel
 from kvsketch.kernels.native import build
+from kvsketch.kernels.places import native as places
+from kvsketch.kernels.places import reference as places_in_torch
 from kvsketch.kernels.reading import read
 from kvsketch.kernels.routing import native as routing
 from kvsketch.kernels.routing import reference as routing_in_torch
@@ -376,6 +380,34 @@ def check_visits(visit, limits, device):
 
 
 @needs_c
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_directions_are_those_of_torch(dtype):
+    for width in (128, 100, 7):
+        keys = torch.randn(3, 1100, width + 5).to(dtype)[:, :, 3 : 3 + width]
+        keys[0, 5], keys[1, 7] = 0, math.nan
+        mean = keys[2:].sum(1, dtype=torch.float64).expand(3, -1)
+        for some in (keys, keys[:, ::3], keys[:, :0]):
+            right = directions_in_torch.towards(some, mean)
+            torch.testing.assert_close(directions.towards(some, mean), right, rtol=1e-12, atol=1e-12, equal_nan=True)
+    assert directions.towards(keys, mean.float()) is None, "sums of fewer bits are not what was asked for"
+
+
+@needs_c
+def test_places_are_numbered_as_by_torch():
+    x = torch.randn(5, 3000, dtype=torch.float64)
+    x[1], x[2], x[3] = x[1].round(), 0.0, x[3] * 1e-300
+    x[2, ::3], x[4, 7::90], x[4, :5], x[3, 9] = -0.0, math.nan, -math.inf, math.inf
+    for some in (x, x[:, 1::2], x[:3, :1], x[:0], x[:, :0]):
+        for most in {0, min(1, some.shape[1]), some.shape[1] // 3, some.shape[1]}:
+            right = places_in_torch.least_in_front(some, most)
+            assert torch.equal(places.least_in_front(some, most), right), most
+    for there in (x > 0.5, (x > 0.5)[:, ::2], (x > 0.5).T, (x > 0.5).view(5, 3, 1000), x != x, x[:, :0] > 0):
+        assert torch.equal(places.in_front(there), places_in_torch.in_front(there))
+    assert places.least_in_front(x.float(), 1) is None
+    assert places.in_front(x) is None
+
+
+@needs_c
 def test_the_report_names_what_computes_a_step():
     ids = zoo.tokens(1, 20)
     for dtype, off, wanted in (
@@ -591,7 +623,8 @@ def test_two_threads_on_one_core_give_up_waiting_for_each_other():
 
 
 EVERY_KERNEL = (
-    "definition or classifier or bytes or buckets_visited or chosen_when or signs_are_those or centres_are or same_bits"
+    "definition or classifier or bytes or buckets_visited or chosen_when or signs_are_those or centres_are "
+    "or same_bits or directions_are_those or places_are_numbered"
 )
 
 

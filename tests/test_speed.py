@@ -197,6 +197,7 @@ def test_whole_models_are_timed_beside_exact(read, tmp_path):
     for row in found.values():
         assert row["right"]
         assert row["seconds"] > 0 < row["exact"]
+        assert row["method"] == "stock" or row["in_row"] > 0
         assert ("reading" in row) is read
         assert read or (row["piece"] > 0 and row["piece_tokens"] == 20)
     assert model.config._attn_implementation != "kvsketch"

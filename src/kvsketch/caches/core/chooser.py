@@ -47,17 +47,50 @@ class Held:
         about = {name: x[:, start:stop] for name, x in self.per_entry.items()}
         return Held(self.keys[:, start:stop], self.values[:, start:stop], about, self.per_lane, self.numbers)
 
-    def with_new(self, new: Arriving, start: int = 0) -> "Held":
+    def with_new(self, new: Arriving, start: int = 0) -> "Pool":
         """Those from `start` on and the new tokens: what there is to choose from. Numbers about new ones are 0."""
-        keys, values = new.keys, new.values
-        if start < self.count:
-            keys, values = torch.cat([self.keys[:, start:], keys], 1), torch.cat([self.values[:, start:], values], 1)
-        return Held(keys, values, self.about_with_new(new, start), self.per_lane, self.numbers)
+        return Pool(self, new, start)
 
-    def about_with_new(self, new: Arriving, start: int = 0) -> dict[str, Tensor]:
-        """What is declared about each of these."""
-        none = {name: x.new_zeros(len(x), new.count) for name, x in self.per_entry.items()}
-        return {name: torch.cat([x[:, start:], none[name]], 1) for name, x in self.per_entry.items()}
+
+class Pool:
+    """Entries that are held, and new tokens behind them.
+
+    Their keys and values are put together when they are asked for: where all have room nobody does.
+    """
+
+    def __init__(self, held: Held, new: Arriving, start: int = 0) -> None:
+        self.held, self.new, self.start = held, new, start
+        none = {name: x.new_zeros(len(x), new.count) for name, x in held.per_entry.items()}
+        self.per_entry = {name: torch.cat([x[:, start:], none[name]], 1) for name, x in held.per_entry.items()}
+        self.joined: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def count(self) -> int:
+        """Entries and tokens of each lane."""
+        return self.held.count - self.start + self.new.count
+
+    @property
+    def keys(self) -> Float[Tensor, "l n d"]:
+        """Those of all."""
+        return self._joined()[0]
+
+    @property
+    def values(self) -> Float[Tensor, "l n e"]:
+        """Those of all."""
+        return self._joined()[1]
+
+    def _joined(self) -> tuple[Tensor, Tensor]:
+        if self.joined is None:
+            held, new, start = self.held, self.new, self.start
+            if start < held.count:
+                keys, values = (
+                    torch.cat([held.keys[:, start:], new.keys], 1),
+                    torch.cat([held.values[:, start:], new.values], 1),
+                )
+                self.joined = keys, values
+            else:
+                self.joined = new.keys, new.values
+        return self.joined
 
 
 @dataclass(frozen=True)
@@ -72,7 +105,7 @@ class Kept:
     start: int = 0
     log_mass: Float[Tensor, "#l k"] | None = None  # log of how many tokens each stands for; None: 1
     made: tuple[Float[Tensor, "l k d"], Float[Tensor, "l k e"]] | None = None
-    pool: Held | None = None  # what `index` counts in, where the chooser has put it together already
+    pool: Held | Pool | None = None  # what `index` counts in, where the chooser has put it together already
     per_entry: dict[str, Tensor] = field(default_factory=dict)
     per_lane: dict[str, Tensor] = field(default_factory=dict)
     numbers: dict[str, Any] = field(default_factory=dict)
@@ -148,7 +181,7 @@ class ChosenEntries(Holding):
             self._replace("log_mass", kept.start, log_mass)
         about = kept.per_entry
         if about.keys() < self.chooser.per_entry.keys():  # what is known about each entry goes with it
-            known = held.about_with_new(new, kept.start)
+            known = Pool(held, new, kept.start).per_entry
             about = {n: x if kept.index is None else x.gather(1, kept.index) for n, x in known.items()} | about
         for name, kind in self.chooser.per_entry.items():
             self._replace(f"entry.{name}", kept.start, about[name].to(kind))

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from kvsketch.caches.core.chooser import Held
+from kvsketch.caches.core.chooser import Pool
 from kvsketch.kernels.distances import squared_distances, squared_norms
 
 NONE, NEAREST, SPREAD = "none", "mass", "spread"
@@ -12,7 +12,7 @@ DISTANCES_AT_ONCE = 1 << 22  # 32 MiB of float64
 STANDS = "stands"  # for how many tokens an entry stands, where what is dropped leaves its weight behind
 
 
-def with_weights_left(weights: str, pool: Held, start: int, index: Int64[Tensor, "l k"]) -> Float[Tensor, "l k"]:
+def with_weights_left(weights: str, pool: Pool, start: int, index: Int64[Tensor, "l k"]) -> Float[Tensor, "l k"]:
     """For how many tokens the kept ones stand when all others from `start` on have left them their weight."""
     stands = pool.per_entry[STANDS]
     kept = stands.gather(1, index)
@@ -31,7 +31,7 @@ def with_weights_left(weights: str, pool: Held, start: int, index: Int64[Tensor,
     return kept
 
 
-def places_of_dropped(pool: Held, start: int, index: Int64[Tensor, "l k"]) -> Int64[Tensor, "l m"]:
+def places_of_dropped(pool: Pool, start: int, index: Int64[Tensor, "l k"]) -> Int64[Tensor, "l m"]:
     """The numbers of those that are not kept, from `start` on: as many in every lane."""
     gone = torch.ones(index.shape[0], pool.count, dtype=torch.bool, device=index.device).scatter_(1, index, False)
     gone[:, :start] = False

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvsketch.caches.core.budget import MOST, Budget
 from kvsketch.caches.core.checks import check_count, check_number
-from kvsketch.caches.core.chooser import Chooser, Held
+from kvsketch.caches.core.chooser import Chooser, Held, Pool
 from kvsketch.caches.core.tokens import Arriving, Seen
 from kvsketch.caches.forgetting.scored import Best, ScoredConfig
 from kvsketch.kernels.directions import lengths
@@ -103,7 +103,7 @@ class MostExpected(Best):
 
     # -- scores
 
-    def scores(self, pool: Held, per_lane: dict[str, Tensor], new: Arriving) -> Float[Tensor, "l n"]:
+    def scores(self, pool: Pool, per_lane: dict[str, Tensor], new: Arriving) -> Float[Tensor, "l n"]:
         assert new.notes is not None, "tokens come with notes"
         turned = self._mean_rotation(new.notes[:, -1, -1] + 1 + self.config.least_window, new.keys)
         mean = per_lane["mean"].double() @ turned

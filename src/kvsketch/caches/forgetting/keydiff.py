@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvsketch.caches.core.budget import Budget
-from kvsketch.caches.core.chooser import Chooser, Held, check_vectors
+from kvsketch.caches.core.chooser import Chooser, Held, Pool, check_vectors
 from kvsketch.caches.core.tokens import Arriving
 from kvsketch.caches.forgetting.scored import Best, ScoredConfig
 from kvsketch.kernels.directions import sum_of_directions, towards
@@ -34,7 +34,7 @@ class LeastAlike(Best):
     def lanes_after(self, held: Held, new: Arriving) -> dict[str, Tensor]:
         return {"direction": sum_of_directions(new.keys) + held.per_lane.get("direction", 0)}
 
-    def scores(self, pool: Held, per_lane: dict[str, Tensor], new: Arriving) -> Float[Tensor, "l n"]:
+    def scores(self, pool: Pool, per_lane: dict[str, Tensor], new: Arriving) -> Float[Tensor, "l n"]:
         return -towards(pool.keys, per_lane["direction"])
 
     def check(self, held: Held, count: int, budget: Budget) -> None:

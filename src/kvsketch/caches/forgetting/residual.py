@@ -16,7 +16,7 @@ from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
 from kvsketch.caches.core.budget import MOST
-from kvsketch.caches.core.chooser import Held
+from kvsketch.caches.core.chooser import Held, Pool
 from kvsketch.kernels.places import chosen
 
 FIRST = "first"  # the rank of an entry's first token
@@ -111,7 +111,7 @@ def means_kept(held: Held) -> int:
     return held.per_lane[TOKENS].shape[1] if TOKENS in held.per_lane else 0
 
 
-def means_of(entries: Held, tokens: Float[Tensor, "l n"] | None = None) -> Means:
+def means_of(entries: Held | Pool, tokens: Float[Tensor, "l n"] | None = None) -> Means:
     """Entries as runs of so many tokens; of one each where nothing is said."""
     first = entries.per_entry[FIRST]
     return Means(entries.keys, entries.values, torch.ones_like(first).float() if tokens is None else tokens, first)

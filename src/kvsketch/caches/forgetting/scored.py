@@ -17,15 +17,17 @@ from torch import Tensor
 from kvsketch.caches.core.asking import CONTEXT, QUESTIONS, SECOND, WINDOW, Asking
 from kvsketch.caches.core.budget import MOST, Budget, seen_when
 from kvsketch.caches.core.checks import check_choice, check_count, check_number
-from kvsketch.caches.core.chooser import Chooser, Held, Kept
+from kvsketch.caches.core.chooser import Chooser, Held, Kept, Pool
 from kvsketch.caches.core.config import WindowedConfig
 from kvsketch.caches.core.tokens import Arriving
 from kvsketch.caches.forgetting.dropped import NEAREST, NONE, SPREAD, STANDS, places_of_dropped, with_weights_left
 from kvsketch.caches.forgetting.residual import FIRST, TOKENS, check_means, joined, means_kept, means_of, tokens_kept
 from kvsketch.kernels.distances import rounded
+from kvsketch.kernels.places import least_in_front
 
 OBSERVED = 32  # queries of a call, if it is its last ones that are asked
 LATEST, MOST_LATEST = 16, 0.5  # the least window, and the most, where it is a part of the budget
+FREED = 64  # one part in so many of a large room
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,14 +127,14 @@ class Best(Chooser):
             self.per_entry, self.per_lane = {FIRST: torch.int32}, {TOKENS: torch.float32}
 
     @abstractmethod
-    def scores(self, pool: Held, per_lane: dict[str, Tensor], new: Arriving) -> Float[Tensor, "l n"]:
+    def scores(self, pool: Pool, per_lane: dict[str, Tensor], new: Arriving) -> Float[Tensor, "l n"]:
         """Of all entries there are to choose from, the new ones last, in float64; `per_lane` is as it is now."""
 
     def lanes_after(self, held: Held, new: Arriving) -> dict[str, Tensor]:
         """What is known of each lane once these tokens have come."""
         return {}
 
-    def pool(self, held: Held, new: Arriving) -> Held:
+    def pool(self, held: Held, new: Arriving) -> Pool:
         """What there is to choose from: each new token stands for itself."""
         pool = held.with_new(new)
         if STANDS in pool.per_entry:
@@ -142,10 +144,16 @@ class Best(Chooser):
         return pool
 
     def room(self, held: Held, new: Arriving, budget: Budget) -> tuple[int, int]:
-        """How many tokens may be kept of all that came, and how many means of the others."""
+        """How many tokens may be kept of all that came, and how many means of the others.
+
+        Where few tokens come to many, and not all have room, a part of the room is made free: the next ones just join.
+        To choose among all entries is as much work as many steps.
+        """
         room = self.config.room(budget, new.after)
         if new.after > room:
             room = max(self.config.floor() - self.config.exact_entries(), room - self.beside(new))
+        if new.count <= room // FREED and held.count + new.count > room and not self.config.residual:
+            room -= room // FREED
         means = self.config.means(room, new.after, dropped=means_kept(held) > 0)
         return room - means, means
 
@@ -167,7 +175,7 @@ class Best(Chooser):
         if all(count <= room for count, room in rooms) and not left.count:
             about = {name: x[:, held.count :] for name, x in pool.per_entry.items()}
             if self.config.residual:
-                per_lane[TOKENS] = pool.keys.new_zeros(len(pool.keys), 0, dtype=torch.float32)
+                per_lane[TOKENS] = new.keys.new_zeros(len(new.keys), 0, dtype=torch.float32)
             return Kept(None, held.count, per_lane=per_lane, per_entry=about)
         index = self._best(self.scores(pool, per_lane, new), start, rooms)
         if self.config.residual:
@@ -181,7 +189,7 @@ class Best(Chooser):
         rest = Held(pool.keys[:, start:], pool.values[:, start:])
         return Kept(index - start, start, log_mass, pool=rest, per_lane=per_lane, per_entry=about)
 
-    def _with_means(self, pool: Held, start: int, index: Int64[Tensor, "l k"], left: Held, room: int) -> Kept:
+    def _with_means(self, pool: Pool, start: int, index: Int64[Tensor, "l k"], left: Held, room: int) -> Kept:
         """What was chosen from `start` on, and behind it means of all that is dropped, now and before."""
         dropped = means_of(pool).at(places_of_dropped(pool, start, index))
         means = joined(means_of(left, left.per_lane.get(TOKENS)).beside(dropped), room)
@@ -194,10 +202,10 @@ class Best(Chooser):
 
     def _best(self, scores: Float[Tensor, "l n"], start: int, rooms: Sequence[tuple[int, int]]) -> Int64[Tensor, "l k"]:
         """The places of the best from `start` on, so many of every part."""
-        scores, parts = rounded(scores, self.bits), list[Tensor]()
+        worst_last, parts = -rounded(scores, self.bits), list[Tensor]()
         for count, room in rooms:
-            order = scores[:, start : start + count].sort(dim=1, descending=True, stable=True).indices
-            parts.append(start + order[:, :room].sort(dim=1).values)
+            own = worst_last[:, start : start + count].contiguous()
+            parts.append(start + least_in_front(own, room)[:, :room])
             start += count
         return torch.cat(parts, 1)
 
@@ -276,10 +284,10 @@ class ByAttention(Best):
         """The scores of tokens that leave the window together."""
         return self.asking.score(notes)
 
-    def scores(self, pool: Held, per_lane: dict[str, Tensor], new: Arriving) -> Float[Tensor, "l n"]:
+    def scores(self, pool: Pool, per_lane: dict[str, Tensor], new: Arriving) -> Float[Tensor, "l n"]:
         return pool.per_entry[self.column].double()
 
-    def pool(self, held: Held, new: Arriving) -> Held:
+    def pool(self, held: Held, new: Arriving) -> Pool:
         pool = super().pool(held, new)
         assert new.notes is not None, "tokens come with notes"
         pool.per_entry[self.column][:, held.count :] = self.arriving(new.notes)

@@ -1,7 +1,8 @@
 """Whole models beside stock and exact: tokens a second while a prompt is read, and while tokens come one by one.
 
-Every way has exact in turn with it, from caches of the same tokens. Nothing is timed where the first answers of exact
-are not those of stock.
+Every way has exact in turn with it, from caches of the same tokens. Then it takes steps in a row: some methods do much,
+but only every so many tokens, which a median does not show. Nothing is timed where the first answers of exact are not
+those of stock.
 """
 
 import time
@@ -30,6 +31,7 @@ from kvsketch.huggingface.identity import describe_model
 from kvsketch.huggingface.modules import heads_of
 
 Prompt = dict[str, float]  # seconds of reading, and of compressing; or of a piece, and its tokens
+IN_ROW = 64  # steps: a whole number of blocks that leave a window
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ class Source(ABC):
     def __init__(self, subject: Subject) -> None:
         self.model, self.subject = subject.model, subject
         self.prompts = dict[str, Prompt]()  # seconds, by way
+        self.in_row = dict[str, float]()  # seconds of a step, of ways that are ours
         self.nbytes = dict[str, int]()
 
     @abstractmethod
@@ -210,18 +213,28 @@ def _steps(source: Source, way: str, config: MethodConfig | str) -> tuple[float,
     both = ((Exact(), source.cache(EXACT, Exact())), (config, source.cache(way, config)))
     taken: tuple[list[float], list[float]] = ([], [])
     error = 0.0
-    for number, token in enumerate(subject.next):
-        given: dict[str, Any] = {"position_ids": torch.tensor([[subject.tokens + number]]), "use_cache": True}
+
+    def step(cache: Cache, number: int) -> Any:
+        token, place = subject.next[number % len(subject.next)], torch.tensor([[subject.tokens + number]])
+        return model(token.view(1, 1), past_key_values=cache, position_ids=place, use_cache=True)
+
+    for number in range(len(subject.next)):
         found = list[Any]()
         for (ours, cache), times in zip(both, taken, strict=True):
             source.be_ready_for(ours)
             began = time.perf_counter()
-            found.append(model(token.view(1, 1), past_key_values=cache, **given))
+            found.append(step(cache, number))
             times.append(time.perf_counter() - began)
         if number == 0:
             exact, own = (one.logits[0, -1] for one in found)
             error = float((exact - own).norm() / own.norm())
     for (ours, cache), name in zip(both, (EXACT, way), strict=True):
+        if isinstance(cache, SketchCache) and name not in source.in_row:  # each step of stock copies all it has
+            source.be_ready_for(ours)
+            began = time.perf_counter()
+            for number in range(IN_ROW):
+                step(cache, len(subject.next) + number)
+            source.in_row[name] = (time.perf_counter() - began) / IN_ROW
         source.end(name, ours, cache)
     detach(model)
     return error, taken[0][WARM:], taken[1][WARM:]
@@ -238,4 +251,5 @@ def _row(labels: Row, taken: list[float], exact: list[float], source: Source, wa
     row = labels | {"right": right, "nbytes": source.nbytes[way]}
     if not right:
         return row
-    return row | summed_up(taken) | {"exact": summed_up(exact)["seconds"]} | source.prompts.get(way, {})
+    in_row = {"in_row": round(source.in_row[way], 9)} if way in source.in_row else {}
+    return row | summed_up(taken) | in_row | {"exact": summed_up(exact)["seconds"]} | source.prompts.get(way, {})

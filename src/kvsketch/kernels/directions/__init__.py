@@ -1,20 +1,22 @@
 """Where keys point: methods set apart those that point away from all others, which is where queries look.
 
-`reference.py` is torch, `in_triton.py` does in one launch on GPUs what takes torch seven for every 4,096 tokens, and
-reads keys once to sum them up, where torch makes numbers of 64 bits of them first.
+`reference.py` is torch, which makes numbers of 64 bits of all keys first. `native.py` reads them once where they lie;
+`in_triton.py` too, on GPUs, and in one launch where torch needs seven for every 4,096 tokens.
 """
 
 from jaxtyping import Float
 from torch import Tensor
 
-from kvsketch.kernels.directions import in_triton, reference
+from kvsketch.kernels.directions import in_triton, native, reference
 from kvsketch.kernels.directions.reference import lengths, sum_of_directions
 
 
 def towards(keys: Float[Tensor, "l n d"], mean: Float[Tensor, "l d"]) -> Float[Tensor, "l n"]:
     """⟨k, mean⟩ / ‖k‖ for the mean of all keys, or any multiple of it: the least ones point away."""
-    found = in_triton.towards(keys, mean)
-    return reference.towards(keys, mean) if found is None else found
+    for form in (native, in_triton):
+        if (found := form.towards(keys, mean)) is not None:
+            return found
+    return reference.towards(keys, mean)
 
 
 def total(keys: Float[Tensor, "l n d"]) -> Float[Tensor, "l d"]:

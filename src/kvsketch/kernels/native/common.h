@@ -38,6 +38,8 @@ typedef float vf __attribute__((vector_size(4 * W)));
 typedef int32_t vi __attribute__((vector_size(4 * W)));
 typedef uint32_t vu __attribute__((vector_size(4 * W)));
 typedef uint16_t vh __attribute__((vector_size(2 * W)));
+typedef float v_half __attribute__((vector_size(2 * W)));
+typedef double v_double __attribute__((vector_size(4 * W)));
 
 enum kind { F32 = 0, BF16 = 1, F16 = 2 };
 
@@ -98,6 +100,11 @@ INLINE vf load_f16(const uint16_t *at) {
     for (int i = 0; i < W; i++) x[i] = one_f16(at[i]);
     return x;
 #endif
+}
+
+INLINE vf load(const void *from, int kind, int64_t at) {
+    return kind == F32 ? load_f32((const float *)from + at)
+           : kind == BF16 ? load_bf16((const uint16_t *)from + at) : load_f16((const uint16_t *)from + at);
 }
 
 INLINE float read_one(const void *from, int kind, int64_t at) {

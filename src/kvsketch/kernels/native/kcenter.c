@@ -15,9 +15,6 @@
 #define HUGEST 1e15f  // products of larger numbers might not be finite in float32
 #define UNIT 0x1p-24f  // rounding of float32
 
-typedef float v_half __attribute__((vector_size(2 * W)));
-typedef double v_double __attribute__((vector_size(4 * W)));
-
 typedef struct {
     int64_t n, d, wide, chosen, wanted;
     float *points, *least;  // rows as wide as vectors; what a product with a centre must be above to be looked at

@@ -5,6 +5,8 @@
 #include "walk.c"
 #include "kcenter.c"
 #include "draws.c"
+#include "directions.c"
+#include "places.c"
 
 void kvs_forked(void) { alone = 1; }
 

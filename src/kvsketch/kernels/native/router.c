@@ -12,11 +12,6 @@ struct layer {  // of the classifier: [heads, inner, columns] and [heads, column
     const int32_t *sums;  // of a column's whole numbers
 };
 
-INLINE vf load(const void *from, int kind, int64_t at) {
-    return kind == F32 ? load_f32((const float *)from + at)
-           : kind == BF16 ? load_bf16((const uint16_t *)from + at) : load_f16((const uint16_t *)from + at);
-}
-
 // Four rows of weights times `rb` rows of numbers, added up, for some columns; rb and kind are known when compiled.
 INLINE void four_rows(const void *weights, int64_t columns, const float *from, int64_t stride, float *to,
                       int64_t to_stride, int64_t first, int64_t last, const int rb, const int kind) {

@@ -1,7 +1,7 @@
 """Places of lanes by their numbers: copied, whole places at a time, and numbered, those that hold something first.
 
-`reference.py` is torch, `in_triton.py` is for GPUs, where torch takes several launches and a multiple of the time that
-memory needs.
+`reference.py` is torch, which takes several launches on a GPU, and sorts where it is enough to find the largest that is
+kept; `native.py` is in C, `in_triton.py` for GPUs.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from kvsketch.kernels.places import in_triton, reference
+from kvsketch.kernels.places import in_triton, native, reference
 
 
 def chosen(x: Tensor, index: Int64[Tensor, "l m"]) -> Tensor:
@@ -25,8 +25,10 @@ def chosen_of(each: Sequence[Tensor], index: Int64[Tensor, "l m"]) -> list[Tenso
 
 def in_front(there: Bool[Tensor, "*lanes n"]) -> Int64[Tensor, "*lanes n"]:
     """Numbers of the places that hold something, in their order, and then of those that do not."""
-    found = in_triton.in_front(there)
-    return reference.in_front(there) if found is None else found
+    for form in (native, in_triton):
+        if (found := form.in_front(there)) is not None:
+            return found
+    return reference.in_front(there)
 
 
 def least_in_front(x: Float[Tensor, "l n"], most: int) -> Int64[Tensor, "l n"]:
@@ -34,8 +36,10 @@ def least_in_front(x: Float[Tensor, "l n"], most: int) -> Int64[Tensor, "l n"]:
 
     Of equal ones the first come first; what is no number comes last, beside +inf.
     """
-    found = in_triton.least_in_front(x, most)
-    return reference.least_in_front(x, most) if found is None else found
+    for form in (native, in_triton):
+        if (found := form.least_in_front(x, most)) is not None:
+            return found
+    return reference.least_in_front(x, most)
 
 
 __all__ = ["chosen", "chosen_of", "in_front", "least_in_front"]

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from kvsketch.caches.core.budget import Budget
-from kvsketch.caches.core.chooser import Chooser, ChosenEntries, Held, Kept, check_vectors
+from kvsketch.caches.core.chooser import Chooser, ChosenEntries, Held, Kept, Pool, check_vectors
 from kvsketch.caches.core.method import Holding
 from kvsketch.caches.core.storage import listed_on, sent_to
 from kvsketch.caches.core.tokens import Arriving
@@ -133,7 +133,7 @@ class Halves(Chooser):
 
     def _blocks(
         self,
-        pool: Held,
+        pool: Held | Pool,
         here: Int64[Tensor, "l here"],
         sizes: list[int],
         level: int,
@@ -217,7 +217,7 @@ def _levels(numbers: dict[str, list[int]]) -> Levels:
 
 
 def _set_apart(
-    pool: Held, there: Int64[Tensor, "l n"], key_sum: Float[Tensor, "l d"], most: int
+    pool: Pool, there: Int64[Tensor, "l n"], key_sum: Float[Tensor, "l d"], most: int
 ) -> tuple[Int64[Tensor, "l m"], Int64[Tensor, "l r"]]:
     """Of these tokens those whose keys point away from the mean of all keys so far, and the rest, each in their order.
 

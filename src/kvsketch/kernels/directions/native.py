@@ -1,0 +1,29 @@
+"""Where keys point in C, `kernels/native/directions.c`: None where C cannot be used."""
+
+import ctypes
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from kvsketch.kernels import native
+from kvsketch.kernels.directions.reference import LEAST
+
+WHOLE = 16  # numbers: a multiple of what any machine's vectors have
+
+
+def towards(keys: Float[Tensor, "l n d"], mean: Float[Tensor, "l d"]) -> Float[Tensor, "l n"] | None:
+    """See `reference.py`."""
+    library = native.library_for(keys)
+    if library is None or keys.stride(2) != 1:
+        return None
+    if mean.dtype != torch.float64 or mean.device != keys.device or mean.shape != (len(keys), keys.shape[2]):
+        return None
+    found = native.room(*keys.shape[:2], dtype=torch.float64)
+    mean = F.pad(mean, (0, -keys.shape[2] % WHOLE)).contiguous()
+    about = [*keys.shape, native.DTYPES[keys.dtype], native.threads(), *keys.stride()[:2], mean.shape[1]]
+    library.kvs_towards(
+        native.numbers(about), *native.addresses(keys, mean), ctypes.c_double(LEAST), *native.addresses(found)
+    )
+    return found
