@@ -99,7 +99,8 @@ def measure(other: Path, threads: int, rounds: int, cases: str) -> None:
             ratios = [a / b for a, b in zip(was, now, strict=True)]
             low, *_, high = statistics.quantiles(ratios, n=10)
             write_row("before", {
-                "method": spec, "tokens": int(tokens), "kind": kind, "threads": threads, "rounds": rounds, "before": before,
+                "method": spec, "tokens": int(tokens), "kind": kind, "threads": threads, "rounds": rounds,
+                "before": before,
                 "ms_before": round(statistics.median(was), 3), "ms": round(statistics.median(now), 3),
                 "ratio": round(statistics.median(ratios), 3), "ratio_10": round(low, 3), "ratio_90": round(high, 3),
             })  # fmt: skip

@@ -47,6 +47,10 @@ class Held:
         about = {name: x[:, start:stop] for name, x in self.per_entry.items()}
         return Held(self.keys[:, start:stop], self.values[:, start:stop], about, self.per_lane, self.numbers)
 
+    def at(self, index: Int64[Tensor, "l k"]) -> list[Tensor]:
+        """Keys and values of the entries with these numbers."""
+        return chosen_of((self.keys, self.values), index)
+
     def with_new(self, new: Arriving, start: int = 0) -> "Pool":
         """Those from `start` on and the new tokens: what there is to choose from. Numbers about new ones are 0."""
         return Pool(self, new, start)
@@ -79,17 +83,24 @@ class Pool:
         """Those of all."""
         return self._joined()[1]
 
+    def at(self, index: Int64[Tensor, "l k"]) -> list[Tensor]:
+        """Keys and values of those with these numbers; on a GPU a copy of all is less than a few launches more."""
+        count = self.held.count - self.start
+        if self.joined is not None or not count or index.device.type != "cpu" or torch.compiler.is_compiling():
+            return chosen_of(self._joined(), index)
+        found = chosen_of([x[:, self.start :] for x in (self.held.keys, self.held.values)], index.clamp_max(count - 1))
+        lanes, places = (index >= count).nonzero(as_tuple=True)
+        which = index[lanes, places] - count
+        for x, new in zip(found, (self.new.keys, self.new.values), strict=True):
+            x[lanes, places] = new[lanes, which]
+        return found
+
     def _joined(self) -> tuple[Tensor, Tensor]:
         if self.joined is None:
-            held, new, start = self.held, self.new, self.start
-            if start < held.count:
-                keys, values = (
-                    torch.cat([held.keys[:, start:], new.keys], 1),
-                    torch.cat([held.values[:, start:], new.values], 1),
-                )
-                self.joined = keys, values
-            else:
-                self.joined = new.keys, new.values
+            held, new = self.held.part(self.start, self.held.count), self.new
+            both = (held.keys, new.keys), (held.values, new.values)
+            keys, values = (torch.cat(parts, 1) if held.count else parts[1] for parts in both)
+            self.joined = keys, values
         return self.joined
 
 
@@ -167,7 +178,7 @@ class ChosenEntries(Holding):
             parts = kept.made
         elif kept.index is not None:
             pool = held.with_new(new, start) if kept.pool is None else kept.pool
-            keys, values = chosen_of((pool.keys, pool.values), kept.index)
+            keys, values = pool.at(kept.index)
             parts = (keys, values)
         else:  # what is there stays where it lies
             parts, start, fresh = (new.keys, new.values), held.count, False

@@ -31,7 +31,7 @@ from kvsketch.huggingface.identity import describe_model
 from kvsketch.huggingface.modules import heads_of
 
 Prompt = dict[str, float]  # seconds of reading, and of compressing; or of a piece, and its tokens
-IN_ROW = 64  # steps: a whole number of blocks that leave a window
+IN_ROW, BEFORE = 64, 32  # steps: whole numbers of blocks that leave a window; before them what grows has found room
 
 
 @dataclass(frozen=True)
@@ -231,9 +231,12 @@ def _steps(source: Source, way: str, config: MethodConfig | str) -> tuple[float,
     for (ours, cache), name in zip(both, (EXACT, way), strict=True):
         if isinstance(cache, SketchCache) and name not in source.in_row:  # each step of stock copies all it has
             source.be_ready_for(ours)
+            numbers = range(len(subject.next), len(subject.next) + BEFORE + IN_ROW)
+            for number in numbers[:BEFORE]:
+                step(cache, number)
             began = time.perf_counter()
-            for number in range(IN_ROW):
-                step(cache, len(subject.next) + number)
+            for number in numbers[BEFORE:]:
+                step(cache, number)
             source.in_row[name] = (time.perf_counter() - began) / IN_ROW
         source.end(name, ours, cache)
     detach(model)

@@ -23,7 +23,7 @@ from kvsketch.caches.forgetting.balancekv.levels import Levels, Schedule
 from kvsketch.kernels.balanced_walk import gathered, keep_half, keep_half_of
 from kvsketch.kernels.directions import total, towards
 from kvsketch.kernels.draws import uniforms
-from kvsketch.kernels.places import chosen, in_front, least_in_front
+from kvsketch.kernels.places import in_front, least_in_front
 
 LOG_2 = math.log(2)
 WALKS = {"greedy": 1e6, "fair": 0.0}  # how hard a sign leans against the sum so far, on the mean product
@@ -103,10 +103,17 @@ class Halves(Chooser):
         apart, below = every[:, : known.apart], every[:, held.count :]
         per_lane = dict[str, Tensor]()
         if self.options.apart:
+            # Keys point away from all others where ⟨k, Σk'⟩ / ‖k‖ is least: the mean stands for the paper's "the rest".
             key_sum = total(new.keys)
             key_sum = held.per_lane["key_sum"] + key_sum if held.per_lane else key_sum
             per_lane = {"key_sum": key_sum}
-            apart, below = _set_apart(pool, _joined(apart, below), key_sum, schedule.apart(new.after))
+            along = towards(new.keys, key_sum)
+            if known.apart:
+                along = torch.cat([towards(held.keys[:, : known.apart], key_sum), along], 1)
+            order = least_in_front(along, schedule.apart(new.after))
+            there = _joined(apart, below)
+            there = order if there.shape[1] == pool.count else there.gather(1, order)
+            apart, below = there.tensor_split([schedule.apart(new.after)], 1)
         after, halvings = schedule.of_call(known, new.before, new.after, below.shape[1], few=new.few)
         remaining = list[Tensor]()
         for level in range(len(after.held)):
@@ -214,16 +221,3 @@ def _levels(numbers: dict[str, list[int]]) -> Levels:
         return Levels()
     held, halved, apart = (numbers[name] for name in ("held", "halved", "apart"))
     return Levels(tuple(held), tuple(halved), apart)  # type: ignore[arg-type]
-
-
-def _set_apart(
-    pool: Pool, there: Int64[Tensor, "l n"], key_sum: Float[Tensor, "l d"], most: int
-) -> tuple[Int64[Tensor, "l m"], Int64[Tensor, "l r"]]:
-    """Of these tokens those whose keys point away from the mean of all keys so far, and the rest, each in their order.
-
-    The mean stands for "the rest" of the paper: the least ⟨k, Σk'⟩ / ‖k‖ is the least mean of correlations.
-    """
-    whole = there.shape[1] == pool.count
-    found = least_in_front(towards(pool.keys if whole else chosen(pool.keys, there), key_sum), most)
-    found = found if whole else there.gather(1, found)
-    return found[:, :most], found[:, most:]
