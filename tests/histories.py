@@ -354,6 +354,8 @@ class History(RuleBasedStateMachine):
 
     def _call(self, count, data, *, some_are_padding=True):
         rows, least = len(self.rows), 0
+        if self.config.holds_back and self.cache.seen == 0:
+            least = 1  # of a row that has none in the first call nothing says which heads need much
         if self.spans and self.cache.seen == 0:
             count, least = max(count, LONG), PROTECTED_TO
         drawn = data.draw(st.integers(0, 2**20), label="seed of the tokens")
