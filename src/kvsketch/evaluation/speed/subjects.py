@@ -57,7 +57,7 @@ def run_real(plan: Plan, rows: RowsFile, say: Say) -> Steps:
         return
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=plan.precision, use_safetensors=True).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokens = model.config.max_position_embeddings - WARM - plan.rounds
+    tokens = model.config.max_position_embeddings - WARM - plan.rounds - whole.BEFORE - whole.IN_ROW
     document = timed.Plan(methods=(), tokens=tokens, steps=plan.rounds).document(
         lambda text: tokenizer(text)["input_ids"]
     )
