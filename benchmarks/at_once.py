@@ -1,0 +1,163 @@
+"""Many benchmarks of answers at once, in processes side by side: `python benchmarks/at_once.py OUT SCRIPT ...`.
+
+For a machine with a GPU and many cores: one benchmark leaves most of both idle. A SCRIPT is a file of this folder, such
+as `by_head`, or `longeval:--longeval:FOLDER` with what it is to be told; or a file of docs/results, whose rows name the
+commands that they come from. What they would run is noted, divided by task and by method, and run. Rows come to where
+scripts look for them: `python benchmarks/by_head.py OUT/by_head` finds all of it done and sums it up, and what there
+was no time for is left to it. Of commands the means go to OUT/NAME.jsonl. Profiles are measured before anything else.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import runpy
+import shlex
+import signal
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+import answers
+from common import published
+from kvsketch.cli.commands import app
+from kvsketch.evaluation.answers.summary import summarise
+from kvsketch.evaluation.results.rows import read_rows
+
+HERE = Path(__file__).parent
+ROWS = "rows.jsonl"
+DEAR = {"kvzip": 2.5, "clustergen": 2.5, "subgen": 2.5, "balancekv": 1.6, "saap": 1.6, "kmeans": 1.6}  # others: 1
+PIECE = 40.0  # of work, in batches of 2,000 tokens
+
+
+@dataclass(frozen=True)
+class Job:
+    """Some methods on one task, whose rows belong to a folder."""
+
+    folder: Path
+    given: list[str]
+    work: float
+
+
+def planned(out: Path, sources: list[str]) -> list[Job]:
+    """What all sources would run, the longest first."""
+    found = list[Job]()
+    for source in sources:
+        name, *told = source.split(":")
+        if name.endswith(".jsonl"):
+            found += [job for folder, given in commands(Path(name), out) for job in divided(folder, given)]
+            continue
+        answers.PLANNED = []
+        sys.argv = [name, str(out / name), *told]
+        try:
+            runpy.run_path(str(HERE / f"{name}.py"), run_name="__main__")
+        except SystemExit as end:
+            if not answers.PLANNED:
+                raise
+            print(f"{name}: {len(answers.PLANNED)} benchmarks are noted ({end})")
+        found += [job for folder, given in answers.PLANNED for job in divided(folder, given)]
+        answers.PLANNED = None
+    return sorted(found, key=lambda job: -job.work)
+
+
+def commands(path: Path, out: Path) -> list[tuple[Path, list[str]]]:
+    """The benchmarks that the rows of a summary come from, each with a folder."""
+    runs = [run for line in path.read_text().splitlines() for run in json.loads(line).get("runs", ())]
+    every = dict.fromkeys(run["command"].split(" --out ")[0] for run in runs)
+    return [(out / path.stem / str(number), shlex.split(command)[2:]) for number, command in enumerate(every)]
+
+
+def divided(folder: Path, given: list[str]) -> list[Job]:
+    """A benchmark in pieces: by task, and so many methods at a time."""
+    first = 1 if given[1].startswith("--") else 2  # a model may be named
+    told = dict(zip(given[first::2], given[first + 1 :: 2], strict=True))  # of what is given twice the last one counts
+    length, samples = max(map(int, told.get("--lengths", "4000").split(","))), int(told.get("--samples", 50))
+    told["--batch"] = "20" if length <= 2000 else "10"  # answers do not hang on it
+    batches = -(-samples // int(told["--batch"])) * (1 if "--asked" in told else 2) * (0.5 + length / 4000)
+    jobs = list[Job]()
+    for task in told.get("--tasks", "").split(","):
+        some, work = list[str](), 0.0
+        methods = [method.strip() for method in told["--methods"].split(";") if method.strip()]
+        for number, method in enumerate(methods, 1):
+            some.append(method)
+            work += batches * DEAR.get(method.split("(")[0], 1.0)
+            if work > PIECE or number == len(methods):
+                own = told | {"--methods": "; ".join(some)} | ({"--tasks": task} if task else {})
+                jobs.append(Job(folder, [*given[:first], *(part for pair in own.items() for part in pair)], work))
+                some, work = [], 0.0
+    return jobs
+
+
+def work_on(jobs: list[Job], counter, out: Path, device: str, number: int) -> None:
+    """What one process does: the next job that nobody has, until there is none."""
+    with open(out / f"worker-{number}.log", "w") as said:
+        for place in (1, 2):
+            os.dup2(said.fileno(), place)
+    while True:
+        with counter.get_lock():
+            at = counter.value
+            counter.value += 1
+        if at >= len(jobs):
+            return
+        sys.argv = ["kvsketch", "bench", *jobs[at].given]  # which rows name
+        try:
+            app(["bench", *jobs[at].given, "--out", str(out / str(at)), "--device", device], standalone_mode=False)
+        except Exception:
+            traceback.print_exc()
+
+
+def run(jobs: list[Job], out: Path, device: str, workers: int, seconds: float) -> None:
+    """Run all that there is time for, and put rows where they belong."""
+    out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    began, fork = time.monotonic(), multiprocessing.get_context("fork")  # what was imported is imported once
+    counter = fork.Value("i", 0)
+    each = [fork.Process(target=work_on, args=(jobs, counter, out, device, number)) for number in range(workers)]
+    for process in each:
+        process.start()
+    while any(process.is_alive() for process in each) and time.monotonic() - began < seconds:
+        time.sleep(0.2)
+    late = [process for process in each if process.is_alive()]
+    for process in late:
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+    print(f"{min(counter.value, len(jobs)) - len(late)} of {len(jobs)} jobs done in {time.monotonic() - began:.0f} s")
+    for number, job in enumerate(jobs):
+        rows = out / str(number) / ROWS
+        if rows.exists():
+            whole = rows.read_bytes()
+            job.folder.mkdir(parents=True, exist_ok=True)
+            with open(job.folder / ROWS, "ab") as file:
+                file.write(whole[: whole.rfind(b"\n") + 1])  # a line that was cut is none
+
+
+def sum_up(path: Path, out: Path) -> None:
+    """The means of commands."""
+    runs, means = list[dict](), list[dict]()
+    for rows in sorted((out / path.stem).glob(f"*/{ROWS}"), key=lambda rows: int(rows.parent.name)):
+        own, found = read_rows(rows)
+        runs += own
+        means += map(asdict, summarise(found))
+    lines = [{"runs": published(runs)}, *means]
+    (out / f"{path.stem}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("sources", nargs="+")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--seconds", type=float, default=1e9, help="when to stop")
+    given = parser.parse_args()
+    out = given.out.absolute()
+    jobs = planned(out, given.sources)
+    print(f"{len(jobs)} jobs", flush=True)
+    run(jobs, out / "jobs", given.device, given.workers, given.seconds)
+    for source in given.sources:
+        if source.endswith(".jsonl"):
+            sum_up(Path(source), out)
