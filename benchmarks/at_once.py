@@ -92,8 +92,9 @@ def divided(folder: Path, given: list[str]) -> list[Job]:
     return jobs
 
 
-def work_on(jobs: list[Job], counter, out: Path, device: str, number: int) -> None:
+def work_on(jobs: list[Job], counter, failed, out: Path, device: str, number: int) -> None:
     """What one process does: the next job that nobody has, until there is none."""
+    torch.set_num_threads(1)
     with open(out / f"worker-{number}.log", "w") as said:
         for place in (1, 2):
             os.dup2(said.fileno(), place)
@@ -108,15 +109,17 @@ def work_on(jobs: list[Job], counter, out: Path, device: str, number: int) -> No
             app(["bench", *jobs[at].given, "--out", str(out / str(at)), "--device", device], standalone_mode=False)
         except Exception:
             traceback.print_exc()
+            with counter.get_lock():
+                failed.value += 1
 
 
 def run(jobs: list[Job], out: Path, device: str, workers: int, seconds: float) -> None:
     """Run all that there is time for, and put rows where they belong."""
     out.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)
-    began, fork = time.monotonic(), multiprocessing.get_context("fork")  # what was imported is imported once
-    counter = fork.Value("i", 0)
-    each = [fork.Process(target=work_on, args=(jobs, counter, out, device, number)) for number in range(workers)]
+    began, spawn = time.monotonic(), multiprocessing.get_context("spawn")  # a GPU is lost to what is forked
+    counter, failed = spawn.Value("i", 0), spawn.Value("i", 0)
+    given = (jobs, counter, failed, out, device)
+    each = [spawn.Process(target=work_on, args=(*given, number)) for number in range(workers)]
     for process in each:
         process.start()
     while any(process.is_alive() for process in each) and time.monotonic() - began < seconds:
@@ -125,7 +128,10 @@ def run(jobs: list[Job], out: Path, device: str, workers: int, seconds: float) -
     for process in late:
         os.kill(process.pid, signal.SIGKILL)
         process.join()
-    print(f"{min(counter.value, len(jobs)) - len(late)} of {len(jobs)} jobs done in {time.monotonic() - began:.0f} s")
+    done = min(counter.value, len(jobs)) - len(late) - failed.value
+    print(
+        f"{done} of {len(jobs)} jobs done in {time.monotonic() - began:.0f} s; {failed.value} failed, see {out}/*.log"
+    )
     for number, job in enumerate(jobs):
         rows = out / str(number) / ROWS
         if rows.exists():
@@ -150,7 +156,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("sources", nargs="+")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--seconds", type=float, default=1e9, help="when to stop")
     given = parser.parse_args()

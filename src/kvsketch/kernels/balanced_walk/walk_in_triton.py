@@ -97,11 +97,6 @@ def _kept(
             *(float(scale), float(gain), ONES),
             WIDTH=width, VALUE_WIDTH=values.shape[2], KEY_BLOCK=gpu.power_of_two(width, 16),
             VALUE_BLOCK=gpu.power_of_two(values.shape[2], 16), STRIP=strip, PART=PART,
-            READ=READ, TILE=TILE, WIDE=_is_wide(keys, values), num_warps=WARPS, num_stages=STAGES,
+            READ=READ, TILE=TILE, num_warps=WARPS, num_stages=STAGES,
         )  # fmt: skip
     return kept
-
-
-def _is_wide(*tensors: Tensor) -> bool:
-    """Whether numbers of a lane lie 2³¹ apart."""
-    return any(x.shape[1] * x.stride(1) >= 1 << 31 for x in tensors)

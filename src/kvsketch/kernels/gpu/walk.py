@@ -19,12 +19,9 @@ def keep_half(
     key_lane, key_step, value_lane, value_step, index_lane, index_step, size_lane, size_step,
     blocks, count, scale, gain, ones,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
-    STRIP: tl.constexpr, PART: tl.constexpr, READ: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
+    STRIP: tl.constexpr, PART: tl.constexpr, READ: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Which half of a block's first tokens is kept: those whose sign is +. They are read where `index` says.
-
-    `WIDE`: where a lane's numbers lie takes more than 32 bits.
-    """
+    """Which half of a block's first tokens is kept: those whose sign is +. They are read where `index` says."""
     block = tl.program_id(0).to(tl.int64)
     lane, place = block // blocks, block % blocks
     keys += lane * key_lane
@@ -44,7 +41,7 @@ def keep_half(
     mean = tl.zeros([KEY_BLOCK], tl.float32)
     some = tl.arange(0, READ)
     for start in tl.range(0, size, READ):
-        numbers = _numbers(index, start + some, index_step, size, WIDE)
+        numbers = _numbers(index, start + some, index_step, size)
         mean += tl.sum(_rows(keys, numbers, key_step, widths, WIDTH).to(tl.float32), 0)
     mean /= tl.maximum(size, 1)
     for start in range(0, count, READ):  # what is not there is not kept
@@ -55,7 +52,7 @@ def keep_half(
     diagonal = 0.0  # what products of tokens with themselves sum up to
     for start in tl.range(0, padded, READ):
         here = start + some
-        numbers = _numbers(index, here, index_step, size, WIDE)
+        numbers = _numbers(index, here, index_step, size)
         key = _rows(keys, numbers, key_step, widths, WIDTH).to(tl.float32)
         value = _rows(values, numbers, value_step, value_widths, VALUE_WIDTH).to(tl.float32)
         beside = tl.sum(key * mean[None, :], 1) * rate
@@ -72,14 +69,14 @@ def keep_half(
     positive = tl.zeros([PART], tl.int32)  # the same number, many times
     for start in range(0, size, STRIP):
         here = start + at
-        numbers = _numbers(index, here, index_step, size, WIDE)
+        numbers = _numbers(index, here, index_step, size)
         key = _rows(keys, numbers, key_step, widths, WIDTH)
         value = _rows(values, numbers, value_step, value_widths, VALUE_WIDTH)
         beside = tl.load(along + here) - square + largest
         y = tl.zeros([STRIP], tl.float32)
         for before in tl.range(0, start + STRIP, TILE):  # the last are its own
             others = before + tl.arange(0, TILE)
-            theirs = _numbers(index, others, index_step, size, WIDE)
+            theirs = _numbers(index, others, index_step, size)
             other_key = _rows(keys, theirs, key_step, widths, WIDTH)
             other_value = _rows(values, theirs, value_step, value_widths, VALUE_WIDTH)
             shift = tl.load(along + others)
@@ -153,10 +150,9 @@ def _step(gap, positive, found, products, at, i, least, size):
 
 
 @triton.jit
-def _numbers(index, at, step, size, WIDE: tl.constexpr):
+def _numbers(index, at, step, size):
     """Which tokens some of a block's are, -1 for those that are not there."""
-    numbers = tl.load(index + at * step, mask=at < size, other=-1)
-    return numbers if WIDE else numbers.to(tl.int32)
+    return tl.load(index + at.to(tl.int64) * step, mask=at < size, other=-1)
 
 
 @triton.jit
