@@ -382,8 +382,8 @@ def check_visits(visit, limits, device):
 @needs_c
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_directions_are_those_of_torch(dtype):
-    for width in (128, 100, 7):
-        keys = torch.randn(3, 1100, width + 5).to(dtype)[:, :, 3 : 3 + width]
+    for width in (64, 7):
+        keys = torch.randn(3, 1030, width + 5).to(dtype)[:, :, 3 : 3 + width]
         keys[0, 5], keys[1, 7] = 0, math.nan
         mean = keys[2:].sum(1, dtype=torch.float64).expand(3, -1)
         for some in (keys, keys[:, ::3], keys[:, :0]):
@@ -394,14 +394,14 @@ def test_directions_are_those_of_torch(dtype):
 
 @needs_c
 def test_places_are_numbered_as_by_torch():
-    x = torch.randn(5, 3000, dtype=torch.float64)
+    x = torch.randn(5, 600, dtype=torch.float64)
     x[1], x[2], x[3] = x[1].round(), 0.0, x[3] * 1e-300
     x[2, ::3], x[4, 7::90], x[4, :5], x[3, 9] = -0.0, math.nan, -math.inf, math.inf
     for some in (x, x[:, 1::2], x[:3, :1], x[:0], x[:, :0]):
-        for most in {0, min(1, some.shape[1]), some.shape[1] // 3, some.shape[1]}:
+        for most in {0, some.shape[1] // 3, some.shape[1]}:
             right = places_in_torch.least_in_front(some, most)
             assert torch.equal(places.least_in_front(some, most), right), most
-    for there in (x > 0.5, (x > 0.5)[:, ::2], (x > 0.5).T, (x > 0.5).view(5, 3, 1000), x != x, x[:, :0] > 0):
+    for there in (x > 0.5, (x > 0.5)[:, ::2], (x > 0.5).T, (x > 0.5).view(5, 3, 200), x != x, x[:, :0] > 0):
         assert torch.equal(places.in_front(there), places_in_torch.in_front(there))
     assert places.least_in_front(x.float(), 1) is None
     assert places.in_front(x) is None
