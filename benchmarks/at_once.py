@@ -17,15 +17,14 @@ import signal
 import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 import answers
-from common import published
 from kvsketch.cli.commands import app
-from kvsketch.evaluation.answers.summary import summarise
+from kvsketch.evaluation.answers.summary import Mean, summarise
 from kvsketch.evaluation.results.rows import read_rows
 
 HERE = Path(__file__).parent
@@ -143,13 +142,12 @@ def run(jobs: list[Job], out: Path, device: str, workers: int, seconds: float) -
 
 def sum_up(path: Path, out: Path) -> None:
     """The means of commands."""
-    runs, means = list[dict](), list[dict]()
+    runs, means = list[dict](), list[Mean]()
     for rows in sorted((out / path.stem).glob(f"*/{ROWS}"), key=lambda rows: int(rows.parent.name)):
         own, found = read_rows(rows)
         runs += own
-        means += map(asdict, summarise(found))
-    lines = [{"runs": published(runs)}, *means]
-    (out / f"{path.stem}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        means += summarise(found)
+    answers.write_means(out / f"{path.stem}.jsonl", runs, means)
 
 
 if __name__ == "__main__":

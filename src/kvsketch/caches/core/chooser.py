@@ -192,7 +192,7 @@ class ChosenEntries(Holding):
             self._replace("log_mass", kept.start, log_mass)
         about = kept.per_entry
         if about.keys() < self.chooser.per_entry.keys():  # what is known about each entry goes with it
-            known = Pool(held, new, kept.start).per_entry
+            known = held.with_new(new, kept.start).per_entry
             about = {n: x if kept.index is None else x.gather(1, kept.index) for n, x in known.items()} | about
         for name, kind in self.chooser.per_entry.items():
             self._replace(f"entry.{name}", kept.start, about[name].to(kind))

@@ -8,7 +8,7 @@ large classifiers are rounded for kernels alone (`kernels/routing/rounded.py`).
 import ctypes
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -67,10 +67,10 @@ def name() -> str:
     return f"C ({found.kvs_instructions().decode()})"
 
 
-def library_for(*tensors: Tensor) -> ctypes.CDLL | None:
-    """The kernels, if C can read these: on the CPU, of one kind, in memory, and nobody wants a gradient."""
+def library_for(*tensors: Tensor, kinds: Collection[torch.dtype] = DTYPES) -> ctypes.CDLL | None:
+    """The kernels, if C can read these: on the CPU, of one of these kinds, in memory, and nobody wants a gradient."""
     kind = tensors[0].dtype
-    if torch.compiler.is_compiling() or kind not in DTYPES:
+    if torch.compiler.is_compiling() or kind not in kinds:
         return None
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return None

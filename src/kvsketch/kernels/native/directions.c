@@ -1,6 +1,5 @@
 // Where keys point, see kernels/directions/reference.py: in float64, each key read once where it lies.
 #include "common.h"
-#include "rows.h"
 
 #define ROWS_AT_ONCE 1024  // that a thread takes
 

@@ -11,7 +11,7 @@ from kvsketch.kernels import native
 
 def in_front(there: Bool[Tensor, "*lanes n"]) -> Int64[Tensor, "*lanes n"] | None:
     """See `reference.py`."""
-    library = _library_for(there, torch.bool)
+    library = native.library_for(there, kinds=(torch.bool,))
     if library is None:
         return None
     lanes = there.reshape(-1, there.shape[-1]) if there.numel() else there.new_zeros(0, 0)
@@ -24,7 +24,7 @@ def in_front(there: Bool[Tensor, "*lanes n"]) -> Int64[Tensor, "*lanes n"] | Non
 
 def least_in_front(x: Float[Tensor, "l n"], most: int) -> Int64[Tensor, "l n"] | None:
     """See `reference.py`."""
-    library = _library_for(x, torch.float64)
+    library = native.library_for(x, kinds=(torch.float64,))
     if library is None or not 0 <= most <= x.shape[1]:
         return None
     x, found = x.contiguous(), native.room(*x.shape, dtype=torch.int64)
@@ -32,11 +32,3 @@ def least_in_front(x: Float[Tensor, "l n"], most: int) -> Int64[Tensor, "l n"] |
     places = native.addresses(x, found)
     failed = library.kvs_least_in_front(*sizes, places[0], ctypes.c_int64(native.threads()), places[1])
     return None if failed else found
-
-
-def _library_for(x: Tensor, kind: torch.dtype) -> ctypes.CDLL | None:
-    """The kernels, if C can read this, and nobody wants to compile or to differentiate it."""
-    if torch.compiler.is_compiling() or x.requires_grad:
-        return None
-    right = type(x) is Tensor and x.dtype == kind and x.device.type == "cpu"
-    return native.library() if right else None

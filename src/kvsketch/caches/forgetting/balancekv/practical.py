@@ -110,10 +110,10 @@ class Halves(Chooser):
             along = towards(new.keys, key_sum)
             if known.apart:
                 along = torch.cat([towards(held.keys[:, : known.apart], key_sum), along], 1)
-            order = least_in_front(along, schedule.apart(new.after))
-            there = _joined(apart, below)
-            there = order if there.shape[1] == pool.count else there.gather(1, order)
-            apart, below = there.tensor_split([schedule.apart(new.after)], 1)
+            there, most = _joined(apart, below), schedule.apart(new.after)
+            order = least_in_front(along, most)
+            order = order if there.shape[1] == pool.count else there.gather(1, order)
+            apart, below = order[:, :most], order[:, most:]
         after, halvings = schedule.of_call(known, new.before, new.after, below.shape[1], few=new.few)
         remaining = list[Tensor]()
         for level in range(len(after.held)):
