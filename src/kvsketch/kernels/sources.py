@@ -1,7 +1,7 @@
 """What a query reads, before it is read, and what says which of it: so that one kernel can read all in one call."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -61,17 +61,21 @@ class Entries:
     segments: Segments | None = None
     pairs: Float[Tensor, "b h n de"] | None = None
     choice: Choice | None = None
-    noted: dict[str, Any] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )  # by a kernel, for its next call
+    noted: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)  # by a kernel, for its next call
 
     def __reduce__(self) -> tuple[Any, ...]:
         known = self.chosen()  # a copy is elsewhere in memory
         return Entries, (known.tokens, known.lanes, known.segments, known.pairs)
 
+    def by(self, choice: Choice) -> "Entries":
+        """Those of all that a choice says; where they lie is as it was noted."""
+        return Entries(self.tokens, pairs=self.pairs, choice=choice, noted=self.noted)
+
     def chosen(self) -> "Entries":
         """The same, with its runs as they are chosen now."""
-        return self if self.choice is None else replace(self, segments=self.choice.made(), choice=None)
+        if self.choice is None:
+            return self
+        return Entries(self.tokens, self.lanes, self.choice.made(), self.pairs)
 
 
 Source = tuple[Entries, ...]  # no lane is in two of them

@@ -25,6 +25,8 @@ def complete(answer: Answer, query: Query, heads: int, *, lse: bool = True) -> A
 
 def side_by_side(answers: Sequence[Answer]) -> tuple[Source, ...]:
     """What is still to be read for answers of some lanes each: for all of them, kind by kind."""
+    if len(answers) == 1:
+        return answers[0].unread
     kinds = zip_longest(*(answer.unread for answer in answers), fillvalue=())
     return tuple(tuple(part for source in kind for part in source) for kind in kinds)
 

@@ -78,7 +78,7 @@ class Bundle:
         if self.whole and len(self.heads) == here:
             return part
         rows, _, placed, _ = self._index(part.tokens.keys.device)
-        return replace(part, lanes=(rows * here + placed).flatten())
+        return Entries(part.tokens, (rows * here + placed).flatten(), part.segments, part.pairs, part.choice)
 
     def _index(self, device: torch.device) -> tuple[Tensor, ...]:
         if device not in self.at:

@@ -26,7 +26,7 @@ from kvsketch.caches.core.query import Answer, Query
 from kvsketch.caches.core.shares import equal
 from kvsketch.caches.core.spans import Spans
 from kvsketch.caches.core.stream import Stream
-from kvsketch.caches.core.tokens import Columns, NewTokens, Seen, chunks
+from kvsketch.caches.core.tokens import Columns, NewTokens, Seen, chunks, without_history
 from kvsketch.kernels.weighted_attention import causal_attention
 
 
@@ -76,9 +76,10 @@ class LayerCache(LayerState):
         if not self.started:
             self._start(new)
         count, streaming = new.keys.shape[2], self.config.prefill == "streaming"
+        unrotated = None if new.unrotated is None else without_history(new.unrotated.queries)
         asked = Query(
-            query, scale, softcap, in_full=count > 1 and not streaming, apart=count > 1, sinks=sinks,
-            padded=new.valid is not None,
+            query, scale, softcap, unrotated, self._ranks(new), in_full=count > 1 and not streaming, apart=count > 1,
+            sinks=sinks, padded=new.valid is not None,
         )  # fmt: skip
         lse = lse or bool(self.config.askings)
         if count == 1 and new.valid is None and not _learns(query, new.keys, new.values):
@@ -93,10 +94,9 @@ class LayerCache(LayerState):
 
     def _step(self, asked: Query, new: NewTokens, *, lse: bool, begin: Callable[[], None]) -> Partial:
         """Hold a single token, and answer its query."""
-        asked, ranks = self._with_ranks(asked, new)
         begin()
         self._count(new)
-        for stream, columns, seen in self._arriving(new, ranks):
+        for stream, columns, seen in self._arriving(new, asked.ranks_in_row):
             stream.append_one(columns, seen)
         answer = self.look(asked, lse=lse)
         whole = _whole(answer)
@@ -112,8 +112,7 @@ class LayerCache(LayerState):
 
     def _call(self, asked: Query, new: NewTokens, *, lse: bool, begin: Callable[[], None]) -> Partial:
         """Answer queries from what is held and among their own tokens, and hold these."""
-        asked, ranks = self._with_ranks(asked, new)
-        answer = self.look(asked)
+        answer, ranks = self.look(asked), asked.ranks_in_row
         lse = lse or answer.attended is not None
         among = causal_attention(
             asked.queries, new.keys, new.values, asked.scale, valid=new.valid, softcap=asked.softcap, lse=lse
@@ -128,12 +127,6 @@ class LayerCache(LayerState):
         if before is not None:
             self._measure(before, asked)
         return whole
-
-    def _with_ranks(self, asked: Query, new: NewTokens) -> tuple[Query, Int64[Tensor, "b q"]]:
-        """What is asked, with where in its row and as it was before rotation; and where."""
-        ranks = self._ranks(new)
-        unrotated = None if new.unrotated is None else new.unrotated.queries.detach()
-        return replace(asked, unrotated=unrotated, ranks=ranks), ranks
 
     def attend(
         self,
@@ -172,7 +165,7 @@ class LayerCache(LayerState):
         """Notes about a call's tokens, where the method wants them; what the window holds gets more of them."""
         if not self.config.askings:
             return None
-        columns = Columns(new.keys.detach(), new.values.detach(), ranks)
+        columns = Columns(without_history(new.keys), without_history(new.values), ranks)
         again, notes = self.recording or self.keeps_all, self.config.askings.none(columns.keys)
         for asking, place in self._asking_now():
             anew = asking.queries == WINDOW and again and new.keys.shape[2] > 1
@@ -217,8 +210,8 @@ class LayerCache(LayerState):
             stream.hold(replace(columns, notes=notes), seen, self.lengths, came, leave=not self.recording)
 
     def _arriving(self, new: NewTokens, ranks: Int64[Tensor, "b q"]) -> list[tuple[Stream, Columns, Seen]]:
-        """New tokens for every stream, without their autograd history: it would keep activations alive."""
-        columns = Columns(new.keys.detach(), new.values.detach(), ranks)
+        """New tokens for every stream, without their autograd history."""
+        columns = Columns(without_history(new.keys), without_history(new.values), ranks)
         seen = Seen.of(new, ranks, ahead=self.config.looks_ahead)
         return self.streams.divided(columns, seen)
 

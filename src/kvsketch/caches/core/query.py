@@ -28,6 +28,12 @@ class Query:
     sinks: Float[Tensor, " s"] | None = None  # learned ones: logits that are in every denominator
     padded: bool = True  # whether padding may be among those that ask
 
+    @property
+    def ranks_in_row(self) -> Int64[Tensor, "b q"]:
+        """Those of a layer's queries, which come with them."""
+        assert self.ranks is not None, "queries come with their ranks"
+        return self.ranks
+
     def over_all(self, lse: Float[Tensor, "b hg q"]) -> Float[Tensor, "b hg q"]:
         """The log of denominators with that of learned sinks in them."""
         return lse if self.sinks is None else torch.logaddexp(lse, self.sinks.float()[None, :, None])

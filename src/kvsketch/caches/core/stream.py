@@ -111,8 +111,8 @@ class Stream:
 
         `anew`: whatever was noted before is forgotten in rows that ask.
         """
-        assert asked.ranks is not None, "a call of several tokens has ranks"
-        wanted = asking.wanted(asked.ranks, one=asked.ranks.shape[1] == 1)
+        ranks = asked.ranks_in_row
+        wanted = asking.wanted(ranks, one=ranks.shape[1] == 1)
         asks = wanted.any(1)
         first = int(wanted.any(0).long().argmax())  # no query before this one is asked
         asked, lse, wanted = asked.part(first, wanted.shape[1]), lse[:, :, first:], wanted[:, first:]

@@ -76,7 +76,7 @@ class Streams:
         else:
             found = Answer(None, unread=side_by_side([stream.look(asked) for stream in self.all]))
             window = tuple(part for stream in self.all for part in stream.of_window())
-        return replace(found, unread=(*found.unread, window)) if window else found
+        return Answer(found.attended, found.estimated, found.read, (*found.unread, window)) if window else found
 
     # -- reports
 

@@ -53,6 +53,11 @@ class NewTokens:
         return NewTokens(self.keys[:, :, start:stop], self.values[:, :, start:stop], valid, unrotated)
 
 
+def without_history(x: Tensor) -> Tensor:
+    """The tensor without its autograd history: that would keep activations alive."""
+    return x.detach() if x.requires_grad else x
+
+
 def ranks_of_latest(new: NewTokens, lengths: Sequence[int]) -> Int64[Tensor, "b q"]:
     """How many tokens of its row come before each of a call's, which are the last in rows of these lengths."""
     last = listed_on(new.keys.device, lengths)[:, None]
@@ -78,11 +83,11 @@ class Seen:
     @classmethod
     def of(cls, new: NewTokens, ranks: Int64[Tensor, "b n"], *, ahead: bool) -> "Seen":
         """A call's, without their autograd history; `ahead`: the method looks ahead."""
-        keys, found = new.keys.detach(), new.unrotated
+        keys, found = without_history(new.keys), new.unrotated
         if found is None:
             return cls(keys, None, ranks)
-        asked = (found.queries.detach(), found.ahead) if ahead else ()
-        return cls(keys, found.keys.detach(), ranks, *asked)
+        asked = (without_history(found.queries), found.ahead) if ahead else ()
+        return cls(keys, without_history(found.keys), ranks, *asked)
 
     @classmethod
     def joined(cls, each: Sequence["Seen"]) -> "Seen":

@@ -49,8 +49,7 @@ class RandomLookup(BucketLookup):
         return (drawn * self.buckets).long()[..., None]
 
     def ask(self, query: Query, heads: int) -> Float[Tensor, "b h q c"]:
-        assert query.ranks is not None, "queries come with their ranks"
         sizes = (heads, self.buckets)
         head, bucket = (torch.arange(size, device=query.queries.device) for size in sizes)
-        rank = query.ranks[:, None, :, None]
+        rank = query.ranks_in_row[:, None, :, None]
         return uniforms(self.seed, self.layer, (self.first_head + head)[:, None, None], rank, QUERIES, bucket)

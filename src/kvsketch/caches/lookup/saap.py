@@ -14,7 +14,7 @@ from torch import Tensor
 from kvsketch.caches.core.checks import check_choice, check_number
 from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.core.query import Query
-from kvsketch.caches.core.tokens import Seen
+from kvsketch.caches.core.tokens import Seen, without_history
 from kvsketch.caches.lookup.buckets import BucketLookup
 from kvsketch.caches.lookup.config import BucketedConfig
 from kvsketch.caches.lookup.key_index import KeyIndex, LayerIndex, find_index, read_index
@@ -116,7 +116,7 @@ class SaapLookup(BucketLookup):
 
     def ask(self, query: Query, heads: int) -> Float[Tensor, "b h q *g c"]:
         learnt = self._learnt(query.queries, heads)
-        asking = needed(query.unrotated, self.config).detach()
+        asking = without_history(needed(query.unrotated, self.config))
         return expect(asking, learnt.classifier, heads)
 
 

@@ -106,6 +106,7 @@ class Store(Holding):
         self.at: Int64[Tensor, " 3"] | None = None
         self.room = 0  # for so many tokens there has been room since steps were recorded
         self.open_pairs: Float[Tensor, "l n de"] | None = None  # while they are: pairs, and empty places behind them
+        self.entries: Entries | None = None  # all tokens, as queries read them one after another
         # Tokens that queries read, and that they could have read; and those of single queries that are not in it yet.
         self.counted: Float[Tensor, "l 2"] | None = None
         self.to_count = list[tuple[Int64[Tensor, "1 l 1"], int]]()
@@ -162,8 +163,11 @@ class Store(Holding):
 
     def read_runs(self, runs: Segments | Choice, read: Int64[Tensor, "1 l q"], *more: Entries) -> Answer:
         """Attention over these runs of places, so many of them, and over other entries."""
-        segments, choice = (None, runs) if isinstance(runs, Choice) else (runs, None)
-        found = Entries(self.tokens(), segments=segments, pairs=self._pairs()[None], choice=choice)
+        if isinstance(runs, Choice):
+            self.entries = self.entries or Entries(self.tokens(), pairs=self._pairs()[None])
+            found = self.entries.by(runs)
+        else:
+            found = Entries(self.tokens(), segments=runs, pairs=self._pairs()[None])
         return Answer(None, read=read, unread=((found,), *((one,) for one in more)))
 
     def read_where(self, query: Query, visible: Callable[[int, int], Bool[Tensor, "1 l q n"]]) -> Answer:
@@ -227,7 +231,7 @@ class Store(Holding):
 
     def write(self, new: Arriving) -> None:
         assert new.notes is not None, "tokens have labels before they leave the window"
-        self.key_width = new.keys.shape[2]
+        self.key_width, self.entries = new.keys.shape[2], None
         self.pairs.append_beside(new.keys, new.values)
         self.labels.append(new.notes)
         if self.index.staging is not None:
@@ -267,13 +271,13 @@ class Store(Holding):
 
     def open(self, *, anew: bool) -> None:
         self.room = roomy(self.count, 0 if anew else self.room)
-        self.open_pairs = self.pairs.with_room(self.room, 0.0)
+        self.open_pairs, self.entries = self.pairs.with_room(self.room, 0.0), None
 
     def close(self) -> None:
-        self.open_pairs = None
+        self.open_pairs = self.entries = None
 
     def without_room(self) -> None:
-        self.room = 0
+        self.room, self.entries = 0, None
         self.pairs.without_room()
 
     def marks(self) -> object:
@@ -298,7 +302,7 @@ class Store(Holding):
 
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any], count: int) -> None:
         pairs, labels, self.counted = tensors["pairs"], tensors["labels"], tensors.get("reads")
-        self.key_width, self.to_count = numbers["key_width"], []
+        self.key_width, self.to_count, self.entries = numbers["key_width"], [], None
         shaped = pairs.ndim == labels.ndim == 3 and labels.shape[:2] == pairs.shape[:2] and pairs.shape[1] == count
         if not shaped or labels.dtype != torch.int64 or not 0 < self.key_width < pairs.shape[2]:
             raise ValueError(f"labels {tuple(labels.shape)} of {tuple(pairs.shape)} pairs, {count} tokens")

@@ -72,10 +72,10 @@ def library_for(*tensors: Tensor, kinds: Collection[torch.dtype] = DTYPES) -> ct
     kind = tensors[0].dtype
     if torch.compiler.is_compiling() or kind not in kinds:
         return None
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return None
-    if not all(type(x) is Tensor and x.dtype == kind and x.device.type == "cpu" for x in tensors):
-        return None
+    learning = torch.is_grad_enabled()
+    for x in tensors:
+        if type(x) is not Tensor or x.dtype != kind or x.device.type != "cpu" or (learning and x.requires_grad):
+            return None
     return library()
 
 

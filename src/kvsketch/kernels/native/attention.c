@@ -49,9 +49,14 @@ struct piece {
     struct sums sums;
 };
 
-// Have these bytes brought near.
+// Have these bytes brought near: into the first cache, or into the second where the first is small (Zen 4).
+#ifdef __AVX512BF16__
+#define NEAR 2
+#else
+#define NEAR 3
+#endif
 INLINE void ask_for(const void *at, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)at + i, 0, 2);
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)at + i, 0, NEAR);
 }
 
 INLINE struct sums behind(struct sums sums, int64_t rows, const struct shape *of) {
@@ -125,19 +130,44 @@ INLINE void scores_of_pairs(const uint16_t *query, const struct shape *of, const
 
 #define KIND f32
 #define NUMBER float
-#define LOAD load_f32
+#define LOAD(at, to) *(to) = load_f32(at)
+#define VECTORS 1
 #define PAIRS 0
 #include "tile.inc"
 #define KIND bf16
 #define NUMBER uint16_t
-#define LOAD load_bf16
+#define LOAD(at, to) *(to) = load_bf16(at)
+#define VECTORS 1
 #define PAIRS 1
 #include "tile.inc"
+#if W > 4
+#define KIND bf16_by_turns
+#define NUMBER uint16_t
+#define LOAD(at, to) load_bf16_by_turns(at, to)
+#define VECTORS 2
+#define PAIRS 1
+#include "tile.inc"
+#else  // four queries have no room for two vectors each
+#define answer_tile_bf16_by_turns answer_tile_bf16
+#endif
 #define KIND f16
 #define NUMBER uint16_t
-#define LOAD load_f16
+#define LOAD(at, to) *(to) = load_f16(at)
+#define VECTORS 1
 #define PAIRS 0
 #include "tile.inc"
+
+// Of every 2 · W numbers those at even places first, as `load_bf16_by_turns` has them; and back.
+static void to_turns(float *row, int64_t count, int back) {
+    for (float *at = row; at < row + count; at += 2 * W) {
+        float own[2 * W];
+        for (int i = 0; i < W; i++) {
+            if (back) own[2 * i] = at[i], own[2 * i + 1] = at[W + i];
+            else own[i] = at[2 * i], own[W + i] = at[2 * i + 1];
+        }
+        memcpy(at, own, sizeof own);
+    }
+}
 
 // Numbers of an entry as whole vectors of float32.
 INLINE void widen(float *to, const void *from, int kind, int64_t count, int64_t whole) {
@@ -156,6 +186,7 @@ struct work {
     const struct shape *of;
     struct sums sums;
     int rows, kind;
+    int widened, by_turns;   // entries are copied to whole vectors of float32; or read by turns, as queries are then
     const float *query;      // times the scale
     const uint16_t *halves;  // as they came, where products of pairs take them; else NULL
     float *room;             // for a tile as whole vectors of float32
@@ -168,7 +199,7 @@ static void turn(struct work *work) {
     const struct shape *of = work->of;
     int kind = work->kind, whole = (tile->count + W - 1) / W * W;
     for (int j = tile->count; j < whole; j++) tile->log_mass[j] = tile->log_value[j] = 0;
-    if ((kind != F32 && work->rows > 4) || of->width != of->key_width || of->value_width != of->value_width_given) {
+    if (work->widened) {
         for (int j = 0; j < tile->count; j++) {
             float *key = work->room + j * (of->width + of->value_width), *value = key + of->width;
             widen(key, tile->keys[j], kind, of->key_width, of->width);
@@ -179,6 +210,7 @@ static void turn(struct work *work) {
     }
     if (!tile->count) {}
     else if (kind == F32) answer_tile_f32(work->query, NULL, of, tile, next, work->sums, work->rows);
+    else if (work->by_turns) answer_tile_bf16_by_turns(work->query, work->halves, of, tile, next, work->sums, work->rows);
     else if (kind == BF16) answer_tile_bf16(work->query, work->halves, of, tile, next, work->sums, work->rows);
     else answer_tile_f16(work->query, NULL, of, tile, next, work->sums, work->rows);
     tile->count = 0;
@@ -228,13 +260,17 @@ static void work_off(const struct shape *of, const void *queries, const struct s
                      float *room) {
     float *tile = room + piece->rows * of->width;
     uint16_t *halves = IN_PAIRS(of) ? (uint16_t *)(tile + TILE * (of->width + of->value_width)) : NULL;
-    struct work work = {of, piece->sums, (int)piece->rows, (int)in->kind, room, halves, tile, {{0}}, NULL, NULL};
+    int widened = of->width != of->key_width || of->value_width != of->value_width_given;
+    int by_turns = W > 4 && in->kind == BF16 && !widened && !(of->width % (2 * W)) && !(of->value_width % (2 * W));
+    struct work work = {
+        of, piece->sums, (int)piece->rows, (int)in->kind, widened, by_turns, room, halves, tile, {{0}}, NULL, NULL};
     work.filling = work.tiles, work.ready = work.tiles + 1;
     for (int i = 0; i < 2; i++) {
         work.tiles[i].weighted = in->log_mass || in->log_value;
         work.tiles[i].apart = in->log_value != NULL;
     }
     widen_queries(of, queries, piece, room, halves);
+    for (int64_t r = 0; by_turns && r < piece->rows; r++) to_turns(room + r * of->width, of->width, 0);
     for (int64_t r = 0; r < piece->rows; r++) piece->sums.most[r] = NOWHERE, piece->sums.mass[r] = 0;
     memset(piece->sums.out, 0, sizeof(float) * piece->rows * of->value_width);
     int64_t seen = 0, first = list_of(in, piece->lane, piece->query);
@@ -246,6 +282,8 @@ static void work_off(const struct shape *of, const void *queries, const struct s
     }
     turn(&work);
     turn(&work);
+    for (int64_t r = 0; by_turns && r < piece->rows; r++)
+        to_turns(piece->sums.out + r * of->value_width, of->value_width, 1);
 }
 
 // How many entries a lane's query reads, and the pieces into which they are cut. Without `pieces` they are counted.

@@ -41,9 +41,13 @@ def attend(
         scale,
         softcap or 0.0,
     )
+    sources = (_Source * len(parts))(*(part.noted[NOTED][0] for part in parts))
+    for source, part in zip(sources, parts, strict=True):
+        if part.choice is not None:
+            source.choice = ctypes.addressof(part.choice.asked)
     failed = _function()(
         ctypes.byref(shape),
-        (_Source * len(parts))(*(part.noted[NOTED][0] for part in parts)),
+        sources,
         len(parts),
         query.data_ptr(),
         out.data_ptr(),
@@ -123,7 +127,7 @@ def _described(part: Entries, kept: list[Tensor]) -> _Source:
     return _Source(
         *(keys.data_ptr(), values.data_ptr(), mass, extra, lanes, begin, length, *keys.shape[:3], *runs),
         *(*keys.stride()[:3], *values.stride()[:3], *mass_strides, *extra_strides, native.DTYPES[keys.dtype]),
-        None if part.choice is None else ctypes.addressof(part.choice.asked),
+        None,  # a choice is another one for every query
     )
 
 

@@ -23,10 +23,10 @@ NOTE = "described for C"
 def classify(query: Float[Tensor, "b hg q d"], by: Classifier, heads: int) -> Float[Tensor, "b h q c"] | None:
     """See `routing/__init__.py`."""
     rows, query_heads, count, width = query.shape
-    there = by.tensors
     few = 0 < rows * count * (query_heads // heads) <= MOST_QUERIES
-    library = native.library_for(query, *there) if few else None
-    if library is None or query.stride(3) != 1 or not all(x.is_contiguous() for x in there):
+    library = native.library_for(query) if few else None
+    noted = None if library is None or query.stride(3) != 1 else _noted(by, library)
+    if library is None or noted is None or noted.kind != query.dtype:
         return None
     asked = _Asked(
         query.data_ptr(),
@@ -38,10 +38,7 @@ def classify(query: Float[Tensor, "b hg q d"], by: Classifier, heads: int) -> Fl
         width,
         *query.stride()[:3],
     )
-    at, noted = [x.data_ptr() for x in there], by.noted.get(NOTE)
-    if noted is None or noted.at != at:  # torch may move a tensor, as to share it with a process
-        noted = by.noted[NOTE] = _noted(by, at, bytes_pay=bool(library.kvs_bytes_pay()))
-    scores = native.room(rows, heads, count, there[-1].shape[-1])
+    scores = native.room(rows, heads, count, by.last[0].shape[2])
     threads = ctypes.c_int64(native.threads())
     failed = library.kvs_classify(ctypes.byref(asked), noted.layers, *native.addresses(scores), threads)
     return None if failed else scores
@@ -97,12 +94,23 @@ class _Layer(ctypes.Structure):
 
 class _Noted(NamedTuple):
     at: list[int]  # where its tensors were
+    kind: torch.dtype
     layers: "ctypes.Array[_Layer]"  # as C takes them
     read: list[Tensor]  # what these are of
 
 
-def _noted(by: Classifier, at: list[int], *, bytes_pay: bool) -> _Noted:
-    noted = _Noted(at, (_Layer * 2)(), [])
+def _noted(by: Classifier, library: ctypes.CDLL) -> _Noted | None:
+    """How C reads a classifier; None where it cannot."""
+    at, noted = [x.data_ptr() for x in by.tensors], by.noted.get(NOTE)
+    if noted is None or noted.at != at:  # torch may move a tensor, as to share it with a process
+        if native.library_for(*by.tensors) is None or not all(x.is_contiguous() for x in by.tensors):
+            return None
+        noted = by.noted[NOTE] = _described(by, at, bytes_pay=bool(library.kvs_bytes_pay()))
+    return noted
+
+
+def _described(by: Classifier, at: list[int], *, bytes_pay: bool) -> _Noted:
+    noted = _Noted(at, by.last[0].dtype, (_Layer * 2)(), [])
     for place, layer in enumerate((by.inner, by.last)):
         if layer is None:
             continue
