@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from kvsketch.attention import exact_attention
+from kvsketch.caches.core import chooser
 from kvsketch.caches.core.budget import Budget
+from kvsketch.caches.core.buffers import Growing
 from kvsketch.caches.core.lanes import Lanes
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.query import Query
@@ -159,6 +161,30 @@ def test_what_is_held_is_not_a_window_onto_the_callers_tensors(config):
     keys.zero_()
     values.zero_()
     assert torch.equal(cache.attend(query(), 0.5).out, before)
+
+
+@pytest.mark.parametrize("config", [Uniform(keep=0.3, window=16), BalanceKV(keep=180, window=16)], ids=str)
+def test_entries_that_are_rearranged_where_they_lie_are_those_that_are_copied(config, monkeypatch):
+    """Large ones are: also where rows have unequal lengths, a token at a time, and with new tokens among them."""
+    found, moved = [], []
+    before = Growing.rearrange
+    monkeypatch.setattr(Growing, "rearrange", lambda own, *given: moved.append(own) or before(own, *given))
+    for large in (chooser.LARGE, 0):
+        monkeypatch.setattr(chooser, "LARGE", large)
+        cache, *_ = fed(config)
+        there, moved[:] = bool(moved), []
+        assert there == (large == 0)
+        keys, values = stream(130, seed=5)
+        where = set[int]()
+        for n in range(130):
+            cache.read(query()[:, :, :1], NewTokens(keys[:, :, n : n + 1], values[:, :, n : n + 1]), 0.5)
+            where |= {own.buffer.data_ptr() for own in moved}
+        assert bool(moved) == (large == 0)
+        assert len(where) < max(1, len(moved)), "none was rearranged where it lay"
+        found.append(cache.past.tensors())
+    copied, rearranged = found
+    assert copied.keys() == rearranged.keys()
+    assert all(torch.equal(x, rearranged[name]) for name, x in copied.items())
 
 
 def test_heads_with_other_budgets_lie_apart_and_answer_as_if_all_had_theirs():

@@ -99,6 +99,23 @@ class Growing:
         self.view.narrow(self.dim, start, new.shape[self.dim]).copy_(new)
         self.give_back()
 
+    def rearrange(self, start: int, index: Int64[Tensor, "l m"], new: Tensor, most: int | None = None) -> None:
+        """Have those places from `start` on whose numbers these are, counted from there and then in `new`.
+
+        A lane at a time: what that takes is used again and again, and memory that is fresh takes a CPU three times as
+        long as copying to it.
+        """
+        before, length = self.length - start, start + index.shape[1]
+        self.resize(max(length, self.length), new, most)
+        moved = new.new_empty(index.shape[1], new.shape[2])
+        for own, numbers, more in zip(self.view[:, start:], index, new, strict=True):
+            torch.index_select(own, 0, numbers.clamp_max(before - 1), out=moved)
+            late = (numbers >= before).nonzero()[:, 0]
+            moved.index_copy_(0, late, more.index_select(0, numbers[late] - before))
+            own[: len(numbers)] = moved
+        self.length = length
+        self.give_back()
+
     def remove(self, start: int, stop: int) -> None:
         """Take out places start…stop-1 and close the gap."""
         behind = self.length - stop

@@ -25,6 +25,7 @@ from kvsketch.caches.core.tokens import Arriving
 from kvsketch.kernels.places import chosen_of
 
 MASS = "mass"  # what an entry got of the attention of all queries so far, where a method declares it
+LARGE = 1 << 22  # bytes of keys: so many are rearranged where they lie
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,10 @@ class Held:
         about = {name: x[:, start:stop] for name, x in self.per_entry.items()}
         return Held(self.keys[:, start:stop], self.values[:, start:stop], about, self.per_lane, self.numbers)
 
-    def at(self, index: Int64[Tensor, "l k"]) -> list[Tensor]:
+    def at(self, index: Int64[Tensor, "l k"]) -> tuple[Tensor, Tensor]:
         """Keys and values of the entries with these numbers."""
-        return chosen_of((self.keys, self.values), index)
+        keys, values = chosen_of((self.keys, self.values), index)
+        return keys, values
 
     def with_new(self, new: Arriving, start: int = 0) -> "Pool":
         """Those from `start` on and the new tokens: what there is to choose from. Numbers about new ones are 0."""
@@ -83,17 +85,29 @@ class Pool:
         """Those of all."""
         return self._joined()[1]
 
-    def at(self, index: Int64[Tensor, "l k"]) -> list[Tensor]:
+    def at(self, index: Int64[Tensor, "l k"]) -> tuple[Tensor, Tensor]:
         """Keys and values of those with these numbers; on a GPU a copy of all is less than a few launches more."""
+        if not self.stays_apart(index):
+            keys, values = chosen_of(self._joined(), index)
+            return keys, values
         count = self.held.count - self.start
-        if self.joined is not None or not count or index.device.type != "cpu" or torch.compiler.is_compiling():
-            return chosen_of(self._joined(), index)
         found = chosen_of([x[:, self.start :] for x in (self.held.keys, self.held.values)], index.clamp_max(count - 1))
         lanes, places = (index >= count).nonzero(as_tuple=True)
         which = index[lanes, places] - count
         for x, new in zip(found, (self.new.keys, self.new.values), strict=True):
             x[lanes, places] = new[lanes, which]
-        return found
+        return found[0], found[1]
+
+    def among(self, index: Int64[Tensor, "l k"]) -> tuple[Tensor, Tensor, Int64[Tensor, "l k"]]:
+        """Keys and values with those of these numbers among them, and their numbers there: few of many are copied."""
+        if 2 * index.shape[1] > self.count or not self.stays_apart(index):
+            return *self._joined(), index
+        return *self.at(index), torch.arange(index.shape[1], device=index.device).expand(len(index), -1)
+
+    def stays_apart(self, index: Tensor) -> bool:
+        """Whether what is held and what is new lie apart, and are read so."""
+        there = self.joined is None and self.held.count > self.start
+        return there and index.device.type == "cpu" and not torch.compiler.is_compiling()
 
     def _joined(self) -> tuple[Tensor, Tensor]:
         if self.joined is None:
@@ -174,16 +188,21 @@ class ChosenEntries(Holding):
         """Hold what was chosen."""
         held, start = self.entries(new), kept.start
         fresh = True  # nobody else has these parts
+        parts: tuple[Tensor, Tensor] | None
         if kept.made is not None:
             parts = kept.made
         elif kept.index is not None:
             pool = held.with_new(new, start) if kept.pool is None else kept.pool
-            keys, values = pool.at(kept.index)
-            parts = (keys, values)
+            parts = None if self._stays(pool, kept.index) else pool.at(kept.index)
         else:  # what is there stays where it lies
             parts, start, fresh = (new.keys, new.values), held.count, False
-        for name, x in zip(("keys", "values"), parts, strict=True):
-            self._replace(name, start, x, fresh=fresh)
+        if parts is None:
+            assert kept.index is not None, "there are numbers"
+            for name, x in (("keys", new.keys), ("values", new.values)):
+                self.held[name].rearrange(start, kept.index, x, self.budget.capacity)
+        else:
+            for name, x in zip(("keys", "values"), parts, strict=True):
+                self._replace(name, start, x, fresh=fresh)
         lanes, count = len(new.keys), self.held["keys"].length
         log_mass = kept.log_mass
         if log_mass is None and "log_mass" in self.held:
@@ -200,6 +219,14 @@ class ChosenEntries(Holding):
         self.host = kept.numbers
         assert all(len(x.view) in (1, lanes) and x.length == count for x in self.held.values())
         self._weigh()
+
+    def _stays(self, pool: Held | Pool, index: Int64[Tensor, "l k"]) -> bool:
+        """Whether what these numbers count in is held here, and large, and not put together elsewhere already."""
+        if not isinstance(pool, Pool) or not pool.stays_apart(index):
+            return False
+        keys, mine = pool.held.keys, self.held["keys"].buffer
+        large = index.numel() * keys.shape[2] * keys.element_size() >= LARGE
+        return large and mine is not None and keys.data_ptr() == mine.data_ptr()
 
     def _replace(self, name: str, start: int, x: Tensor, *, fresh: bool = True) -> None:
         """Have `x` from `start` on; `fresh`: nobody else has it."""

@@ -140,7 +140,7 @@ class Halves(Chooser):
 
     def _blocks(
         self,
-        pool: Held | Pool,
+        pool: Pool,
         here: Int64[Tensor, "l here"],
         sizes: list[int],
         level: int,
@@ -165,7 +165,8 @@ class Halves(Chooser):
             self.options.seed, self.options.layer, heads[:, None, None], level, places + done if done else places
         )
         lengths = listed_on(device, sizes).expand(len(here), -1)
-        return Blocks(pool.keys, pool.values, index, drawn, lengths), None if beside else places
+        keys, values, index = pool.among(index)
+        return Blocks(keys, values, index, drawn, lengths), None if beside else places
 
     def _halve(self, each: Sequence[Blocks]) -> list[Bool[Tensor, "m n"]]:
         """Which half to keep of every block, all in one walk; the scale is the paper's 1/√d."""
