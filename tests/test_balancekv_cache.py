@@ -13,10 +13,10 @@ from kvsketch.algorithms.balancekv import halve_exactly, softmax_balance
 from kvsketch.algorithms.draws import uniforms as uniforms_at
 from kvsketch.attention import exact_attention
 from kvsketch.caches.core.budget import Budget
-from kvsketch.caches.core.chooser import Held
+from kvsketch.caches.core.chooser import Held, Pool
 from kvsketch.caches.core.config import BLOCK
 from kvsketch.caches.core.layer import LayerCache
-from kvsketch.caches.core.tokens import NewTokens
+from kvsketch.caches.core.tokens import Arriving, NewTokens
 from kvsketch.caches.forgetting.balancekv import BalanceKV
 from kvsketch.caches.forgetting.balancekv.levels import Levels
 from kvsketch.caches.forgetting.balancekv.practical import WALKS, Halves, Halving, _places_of
@@ -48,7 +48,9 @@ def test_what_is_kept_of_blocks_is_found_without_asking_how_many():
 def test_blocks_have_the_tokens_of_a_level_in_their_order(sizes):
     keys, here = normal(2, 40, 3), torch.stack([torch.arange(20), torch.arange(20, 40)]) % 37
     halves = Halves(Halving(6, "greedy", 1, 0.0, 0, 0), lambda budget, count: count)
-    blocks, places = halves._blocks(Held(keys, keys), here, sizes, 0, 5, torch.arange(2), torch.arange(46))
+    held, came = keys.split([29, 11], 1)
+    pool = Pool(Held(held, held), Arriving(came, came, 29, torch.arange(2)))
+    blocks, places = halves._blocks(pool, here, sizes, 0, 5, torch.arange(2), torch.arange(46))
     found, _ = gathered(blocks.keys, blocks.values, blocks.index, len(sizes), max(sizes))
     real = torch.arange(max(sizes)) < torch.tensor(sizes * 2)[:, None]
     expected = torch.cat([keys[lane, here[lane, : sum(sizes)]] for lane in range(2)])

@@ -18,6 +18,8 @@ import kvsketch
 import zoo
 from kvsketch import attention
 from kvsketch.attention import WeightedTokens
+from kvsketch.caches.core import asking
+from kvsketch.caches.core.query import Query
 from kvsketch.kernels import native
 from kvsketch.kernels.directions import native as directions
 from kvsketch.kernels.directions import reference as directions_in_torch
@@ -94,6 +96,36 @@ def test_attention_is_that_of_the_definition(shape, dtype):
             tokens = WeightedTokens(keys, values, log_mass, log_value)
             found = kernel.attend(query, [Entries(tokens)], heads, width**-0.5, softcap)
             as_exact_as_torch(query, tokens, found, softcap)
+
+
+@needs_c
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "shape", [(2, 4, 1, 700, 64), (3, 1, 2, 65, 48), (1, 8, 2, 1200, 128), (2, 5, 1, 1, 16)], ids=str
+)
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_what_entries_got_of_queries_is_what_torch_says(shape, dtype, softcap, monkeypatch):
+    """With weights of every lane, of all lanes together and without; queries that nobody asked give nothing."""
+    heads, group, queries, count, width = shape
+    buffer = torch.full((heads, count + 3, 2 * width), math.nan, dtype=dtype)
+    buffer[:, :count, :width] = torch.randn(heads, count, width).to(dtype)
+    keys, query = buffer[None, :, :count, :width], torch.randn(1, heads * group, queries, width).to(dtype)
+    mass = torch.randn(1, heads, count)
+    mass[:, :, 1 : count // 3] = -math.inf
+    taken, add = [], asking.in_c.add_weights
+    monkeypatch.setattr(asking.in_c, "add_weights", lambda *given: taken.append(add(*given)) or taken[-1])
+    for log_mass in (None, mass, mass[:, :1]):
+        exact = WeightedTokens(keys.double(), keys.double(), None if log_mass is None else log_mass.double())
+        lse = attention.weighted_attention(query.double(), exact, width**-0.5, softcap=softcap).lse.float()
+        lse[:, 0] = math.inf
+        asked, tokens = Query(query, width**-0.5, softcap), WeightedTokens(keys, keys, log_mass)
+        got, torchs = (torch.full((heads, count), 0.5, dtype=torch.float64) for _ in range(2))
+        asking.add_weights(got, asked, lse, tokens)
+        with native.off():
+            asking.add_weights(torchs, asked, lse, tokens)
+        torch.testing.assert_close(got, torchs, rtol=1e-5, atol=1e-6)
+        assert got.sum().item() - count * heads / 2 == pytest.approx(queries * (heads * group - 1), rel=1e-5)
+    assert taken == [True, False] * 3
 
 
 @needs_c

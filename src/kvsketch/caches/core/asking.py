@@ -12,8 +12,10 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from kvsketch.attention import NO_MASS, fold_groups, logits_of
+from kvsketch.attention import NO_MASS, WeightedTokens, fold_groups, logits_of
 from kvsketch.caches.core.query import Query
+from kvsketch.kernels.native import weights as in_c
+from kvsketch.kernels.native.attention import MOST_QUERIES
 from kvsketch.kernels.weighted_attention.reference import LOGITS_AT_ONCE
 
 WINDOW, CONTEXT, SECOND, QUESTIONS = "window", "context", "second reading", "questions"
@@ -159,6 +161,17 @@ def attention_got(
         if asking.noted == MEAN:
             noted[..., 1] += logs.shape[2] if seen is None else seen.sum(2)
     return noted
+
+
+def add_weights(got: Float[Tensor, "l n"], query: Query, lse: Float[Tensor, "1 lg q"], tokens: WeightedTokens) -> None:
+    """Add what every entry got of the attention of queries, whose log denominators are `lse`."""
+    keys, mass = tokens.keys[0], None if tokens.log_mass is None else tokens.log_mass[0]
+    if query.queries.shape[1] * query.queries.shape[2] <= MOST_QUERIES * len(keys):
+        queries, less = (fold_groups(x, len(keys))[0] for x in (query.queries, lse[..., None]))
+        if in_c.add_weights(got, queries, keys, mass, less[..., 0], query.scale, query.softcap):
+            return
+    for _, _, logs in log_weights(query, lse, tokens.keys, tokens.log_mass):
+        got.add_(logs.exp_().sum(2)[0])
 
 
 def log_weights(

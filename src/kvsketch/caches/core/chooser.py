@@ -15,7 +15,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from kvsketch.attention import NO_MASS, WeightedTokens
-from kvsketch.caches.core.asking import log_weights
+from kvsketch.caches.core.asking import add_weights
 from kvsketch.caches.core.budget import MOST, Budget
 from kvsketch.caches.core.buffers import Growing, marks_of, roomy, written
 from kvsketch.caches.core.method import Holding, Method
@@ -296,8 +296,7 @@ class ChosenEntries(Holding):
         if self.chooser.mass_of_last:
             asked = lse[0].view(len(mass.view), -1).isfinite().any(1)
             mass.view.masked_fill_(asked[:, None], 0)
-        for _, _, logs in log_weights(query, lse, tokens.keys, tokens.log_mass):
-            mass.view.add_(logs.exp_().sum(2)[0])
+        add_weights(mass.view, query, lse, tokens)
 
     def count_entries(self) -> int:
         return self.held["keys"].length

@@ -7,6 +7,7 @@
 #include "draws.c"
 #include "directions.c"
 #include "places.c"
+#include "weights.c"
 
 void kvs_forked(void) { alone = 1; }
 
