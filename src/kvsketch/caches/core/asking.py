@@ -166,7 +166,8 @@ def attention_got(
 def add_weights(got: Float[Tensor, "l n"], query: Query, lse: Float[Tensor, "1 lg q"], tokens: WeightedTokens) -> None:
     """Add what every entry got of the attention of queries, whose log denominators are `lse`."""
     keys, mass = tokens.keys[0], None if tokens.log_mass is None else tokens.log_mass[0]
-    if query.queries.shape[1] * query.queries.shape[2] <= MOST_QUERIES * len(keys):
+    few = query.queries.shape[1] * query.queries.shape[2] <= MOST_QUERIES * len(keys)
+    if few and got.device.type == "cpu":
         queries, less = (fold_groups(x, len(keys))[0] for x in (query.queries, lse[..., None]))
         if in_c.add_weights(got, queries, keys, mass, less[..., 0], query.scale, query.softcap):
             return
