@@ -656,7 +656,7 @@ def test_two_threads_on_one_core_give_up_waiting_for_each_other():
 
 EVERY_KERNEL = (
     "definition or classifier or bytes or buckets_visited or chosen_when or signs_are_those or centres_are "
-    "or same_bits or directions_are_those or places_are_numbered"
+    "or same_bits or directions_are_those or places_are_numbered or entries_got"
 )
 
 

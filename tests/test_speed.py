@@ -35,6 +35,7 @@ METHODS = (
     "saap(window=64, probes=2, staging=64, estimate=True)",
     "kmeans(window=64, probes=2, staging=64)",
     "retrieval(window=64)",
+    "h2o(keep=0.25)",
 )
 
 

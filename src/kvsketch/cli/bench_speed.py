@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     from kvsketch.evaluation.speed.plan import Plan
 
 LENGTHS, END_TO_END, PROMPTS = "4096,32768,131072,171000,500000", "32768,131072", 32768
-METHODS = "uniform(keep=0.25); balancekv(keep=0.25); keydiff(keep=0.25); keydiff(keep=0.25, heads='profile'); saap"
+METHODS = (
+    "uniform(keep=0.25); balancekv(keep=0.25); keydiff(keep=0.25); keydiff(keep=0.25, heads='profile'); "
+    "h2o(keep=0.25); saap"
+)
 Lengths = Annotated[str, typer.Option(help="Tokens that one layer holds, with commas between them.")]
 Methods = Annotated[
     str, typer.Option("--methods", "-m", help="Specs, with ; between; what saap and heads='profile' want is made up.")

@@ -29,6 +29,7 @@ METHODS = (
     "balancekv(keep=0.25)",
     "keydiff(keep=0.25)",
     "keydiff(keep=0.25, heads='profile')",
+    "h2o(keep=0.25)",
     "saap",
 )
 

@@ -149,6 +149,7 @@ INLINE void scores_of_pairs(const uint16_t *query, const struct shape *of, const
 #include "tile.inc"
 #else  // four queries have no room for two vectors each
 #define answer_tile_bf16_by_turns answer_tile_bf16
+#define scores_bf16_by_turns scores_bf16
 #endif
 #define KIND f16
 #define NUMBER uint16_t

@@ -25,7 +25,10 @@ from kvsketch.files import private, replacing, user_cache
 HERE = Path(__file__).parent
 SOURCE = HERE / "kernels.c"
 PREBUILT = HERE / "built"
-FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-fopenmp")  # and $CFLAGS
+FLAGS = (  # and $CFLAGS
+    *("-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-fopenmp"),
+    "-Werror=implicit-function-declaration",  # what is not there is found before it is loaded
+)
 SECONDS = 120
 LIBRARY, DIGEST, SOURCES = "kernels.so", "kernels.sha256", "sources.sha256"
 V3 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
