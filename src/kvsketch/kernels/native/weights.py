@@ -31,7 +31,10 @@ def add_weights(
     scale: float,
     softcap: float | None = None,
 ) -> bool:
-    """Add to `got` what every entry got of these queries, whose log denominators are known; False where C cannot."""
+    """Add to `got` what every entry got of these queries, whose log denominators are known; False where C cannot.
+
+    Where memory runs out a part may have been added: nobody may add it once more.
+    """
     lanes, rows, width = queries.shape
     library = native.library_for(queries, keys)
     if library is None or not 0 < rows <= MOST_QUERIES or width % WHOLE or keys.stride(2) != 1:
@@ -49,5 +52,6 @@ def add_weights(
     )
     mass = ctypes.c_void_p(None if log_mass is None else log_mass.data_ptr())
     at = (*native.addresses(queries, keys), mass, *native.addresses(lse, got))
-    failed = library.kvs_weigh(ctypes.byref(weighing), *at, ctypes.c_int64(native.threads()))
-    return not failed
+    if library.kvs_weigh(ctypes.byref(weighing), *at, ctypes.c_int64(native.threads())):
+        raise MemoryError("no room for the queries of a step")
+    return True

@@ -100,7 +100,9 @@ class _Noted(NamedTuple):
 
 
 def _noted(by: Classifier, library: ctypes.CDLL) -> _Noted | None:
-    """How C reads a classifier; None where it cannot."""
+    """How C reads a classifier; None where it cannot, or where a gradient is wanted of it."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in by.tensors):
+        return None
     at, noted = [x.data_ptr() for x in by.tensors], by.noted.get(NOTE)
     if noted is None or noted.at != at:  # torch may move a tensor, as to share it with a process
         if native.library_for(*by.tensors) is None or not all(x.is_contiguous() for x in by.tensors):
