@@ -8,6 +8,7 @@ was no time for is left to it. Of commands the means go to OUT/NAME.jsonl. Profi
 """
 
 import argparse
+import hashlib
 import json
 import multiprocessing
 import os
@@ -40,6 +41,10 @@ class Job:
     folder: Path
     given: list[str]
     work: float
+
+    def own(self, out: Path) -> Path:
+        """Where its rows are at first: a job that was broken off goes on there."""
+        return out / hashlib.sha256(json.dumps(self.given).encode()).hexdigest()[:16]
 
 
 def planned(out: Path, sources: list[str]) -> list[Job]:
@@ -105,7 +110,7 @@ def work_on(jobs: list[Job], counter, failed, out: Path, device: str, number: in
             return
         sys.argv = ["kvsketch", "bench", *jobs[at].given]  # which rows name
         try:
-            app(["bench", *jobs[at].given, "--out", str(out / str(at)), "--device", device], standalone_mode=False)
+            app(["bench", *jobs[at].given, "--out", str(jobs[at].own(out)), "--device", device], standalone_mode=False)
         except Exception:
             traceback.print_exc()
             with counter.get_lock():
@@ -131,13 +136,14 @@ def run(jobs: list[Job], out: Path, device: str, workers: int, seconds: float) -
     print(
         f"{done} of {len(jobs)} jobs done in {time.monotonic() - began:.0f} s; {failed.value} failed, see {out}/*.log"
     )
-    for number, job in enumerate(jobs):
-        rows = out / str(number) / ROWS
+    for job in jobs:
+        rows, brought = job.own(out) / ROWS, job.folder / ROWS
         if rows.exists():
-            whole = rows.read_bytes()
+            *found, _ = rows.read_bytes().split(b"\n")  # what follows the last end of a line is cut, or nothing
             job.folder.mkdir(parents=True, exist_ok=True)
-            with open(job.folder / ROWS, "ab") as file:
-                file.write(whole[: whole.rfind(b"\n") + 1])  # a line that was cut is none
+            there = set(brought.read_bytes().split(b"\n")) if brought.exists() else set[bytes]()
+            with open(brought, "ab") as file:
+                file.writelines(line + b"\n" for line in found if line not in there)
 
 
 def sum_up(path: Path, out: Path) -> None:

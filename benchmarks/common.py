@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kvsketch.evaluation.results.provenance import provenance
+from kvsketch.evaluation.results.rows import LEARNT
 from kvsketch.evaluation.speed.made import random_llama
 
 __all__ = [
@@ -43,7 +44,12 @@ def shape_of(config) -> dict[str, Any]:
 
 def published(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The runs that rows come from, each once, for everyone to read: files by their names, without their folders."""
-    told = [run | ({"command": FOLDERS.sub("", run["command"])} if "command" in run else {}) for run in runs]
+    told = [dict(run) for run in runs]
+    for run in told:
+        if "command" in run:
+            run["command"] = FOLDERS.sub("", run["command"])
+        if LEARNT in run:  # specs name files too
+            run[LEARNT] = {FOLDERS.sub("", spec): learnt for spec, learnt in run[LEARNT].items()}
     return [run for number, run in enumerate(told) if run not in told[:number]]
 
 
