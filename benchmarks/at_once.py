@@ -8,7 +8,6 @@ was no time for is left to it. Of commands the means go to OUT/NAME.jsonl. Profi
 """
 
 import argparse
-import hashlib
 import json
 import multiprocessing
 import os
@@ -27,6 +26,7 @@ import answers
 from kvsketch.cli.commands import app
 from kvsketch.evaluation.answers.summary import Mean, summarise
 from kvsketch.evaluation.results.rows import read_rows
+from kvsketch.files import digest_of
 
 HERE = Path(__file__).parent
 ROWS = "rows.jsonl"
@@ -44,7 +44,7 @@ class Job:
 
     def own(self, out: Path) -> Path:
         """Where its rows are at first: a job that was broken off goes on there."""
-        return out / hashlib.sha256(json.dumps(self.given).encode()).hexdigest()[:16]
+        return out / digest_of({"given": self.given})[:16]
 
 
 def planned(out: Path, sources: list[str]) -> list[Job]:
