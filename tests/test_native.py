@@ -683,7 +683,7 @@ def test_sanitizers_find_nothing(tmp_path):
         f"{EVERY_KERNEL} or one_call or beyond_the_runs or no_runs or buckets or layouts or next_to_nothing",
         tmp_path,
         CC=compiler,
-        CFLAGS="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all",
+        CFLAGS="-O1 -g1 -fno-var-tracking -fsanitize=address,undefined -fno-sanitize-recover=all",
         LD_PRELOAD=runtime.stdout.strip(),
         ASAN_OPTIONS="detect_leaks=0",
     )
