@@ -262,7 +262,7 @@ static void work_off(const struct shape *of, const void *queries, const struct s
     float *tile = room + piece->rows * of->width;
     uint16_t *halves = IN_PAIRS(of) ? (uint16_t *)(tile + TILE * (of->width + of->value_width)) : NULL;
     int widened = of->width != of->key_width || of->value_width != of->value_width_given;
-    int by_turns = W > 4 && in->kind == BF16 && !widened && !(of->width % (2 * W)) && !(of->value_width % (2 * W));
+    int by_turns = !widened && BY_TURNS(in->kind, of->width) && BY_TURNS(in->kind, of->value_width);
     struct work work = {
         of, piece->sums, (int)piece->rows, (int)in->kind, widened, by_turns, room, halves, tile, {{0}}, NULL, NULL};
     work.filling = work.tiles, work.ready = work.tiles + 1;

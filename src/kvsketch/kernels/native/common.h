@@ -70,6 +70,8 @@ INLINE void load_bf16_by_turns(const uint16_t *at, vf *to) {
     to[0] = (vf)(both << 16), to[1] = (vf)(both & 0xffff0000u);
 }
 
+#define BY_TURNS(kind, width) (W > 4 && (kind) == BF16 && (width) % (2 * W) == 0)  // whether rows are read so
+
 INLINE float one_bf16(uint16_t x) {
     uint32_t bits = (uint32_t)x << 16;
     float found;

@@ -25,7 +25,7 @@ static void scores_of_kind(const float *query, const struct shape *of, const voi
 // Add what entries from…to of a lane got of its queries; `room` is for these in float32.
 static void weigh(const struct weighing *in, const struct shape *of, const void *queries, const char *keys,
                   const float *log_mass, const float *lse, int64_t from, int64_t to, double *got, float *room) {
-    int by_turns = W > 4 && in->kind == BF16 && in->width % (2 * W) == 0;
+    int by_turns = BY_TURNS(in->kind, in->width);
     float scores[4][TILE] = {{0}};
     read_row(queries, (int)in->kind, 0, in->rows * in->width, room);
     for (int64_t i = 0; i < in->rows * in->width; i++) room[i] *= in->scale;
