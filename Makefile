@@ -9,6 +9,7 @@ ONCE := attention balancekv balancekv_cache balancekv_theorem buckets contract f
 	fit_ray fitting gpu_kcenter gpu_kernels gpu_prompts gpu_routing indexed_attention kcenter keydiff lanes lookup lsh \
 	native native_walk pictures real_keys rows saap sampling scoring selectivity selectivity_keys specs \
 	structure subgen tasks training trickle uniform
+AGAIN := -m "not once" -o addopts="--strict-markers -ra" # nor are types and shapes checked in every call once more
 TRITON := triton==3.9.0 # its interpreter, for tests without a GPU; torch for GPUs brings its own
 SEED ?= 0
 HISTORIES ?= 2000
@@ -28,7 +29,7 @@ wheel: $(VENV)/ready ## in dist/: a wheel with compiled kernels, for machines li
 	KVSKETCH_WHEEL=native $(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 test: $(VENV)/ready ## all tests
-	$(PYTEST) $(addprefix --ignore=tests/test_,$(addsuffix .py,$(WITHOUT))) $(if $(WITHOUT),-m "not once")
+	$(PYTEST) $(addprefix --ignore=tests/test_,$(addsuffix .py,$(WITHOUT))) $(if $(WITHOUT),$(AGAIN))
 
 check: format lint types test-fast ## what every commit must pass
 
