@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
+from kvsketch.caches.recommended import FOR_BOTH
 from kvsketch.cli.app import MOST, check_folder, listed, numbers, output, progress_bar, reported, say_no_pictures, specs
 from kvsketch.cli.models import load_model
 from kvsketch.cli.notes import say
@@ -40,7 +41,7 @@ SUITES = {
     "infinite": "InfiniteBench's pass keys, numbers, pairs and sums.",
 }
 NOTE = "Scores are means over n prompts, with Wilson's 95 % interval; bytes in percent of a full cache."
-METHODS = "exact; streaming_llm(keep=0.25); uniform(keep=0.25)"
+METHODS = f"exact; {FOR_BOTH}; streaming_llm(keep=0.25); uniform(keep=0.25)"
 MODES: "dict[str, tuple[Asked, ...]]" = {"before": ("before",), "after": ("after",), "both": ("before", "after")}
 
 
