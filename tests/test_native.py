@@ -1,6 +1,7 @@
 """Kernels in C: equal to the definition, whatever is asked; built and loaded safely, or not at all."""
 
 import copy
+import hashlib
 import math
 import os
 import platform
@@ -47,6 +48,7 @@ SHAPES = [  # rows, heads, group, queries, entries, width of keys, of values
 
 AGAIN = "KVSKETCH_TESTED_ONCE_MORE"
 needs_c = pytest.mark.skipif(native.library() is None, reason="there is no C compiler")
+only_root = pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="gives a file away")
 
 
 @pytest.fixture
@@ -484,6 +486,15 @@ def test_what_no_shell_would_take_is_said_and_torch_does_it(fresh, monkeypatch, 
 
 
 @needs_c
+def test_what_is_no_library_though_its_digest_is_right_is_not_used(fresh, caplog):
+    path = build.built()
+    path.write_bytes(b"for another kind of machine")
+    (path.parent / build.DIGEST).write_text(hashlib.sha256(path.read_bytes()).hexdigest())
+    assert native.name() == "torch"
+    assert len(caplog.records) == 1
+
+
+@needs_c
 def test_files_of_all_in_a_group_are_no_hindrance(fresh):
     """Where new files are open to the user's group, what is made here is not."""
     before = os.umask(0o002)
@@ -495,10 +506,13 @@ def test_files_of_all_in_a_group_are_no_hindrance(fresh):
 
 
 @needs_c
-@pytest.mark.parametrize("name", ["kernels.so", "."])
+@pytest.mark.parametrize("name", ["kernels.so", ".", pytest.param("of another user", marks=only_root)])
 def test_what_others_can_write_to_is_not_loaded(fresh, name, caplog):
     path = build.built()
-    (path.parent / name).chmod(0o777)
+    if name == "of another user":
+        os.chown(path, 12345, -1)
+    else:
+        (path.parent / name).chmod(0o777)
     assert native.library() is None
     assert "others can write" in caplog.text
     assert native.name() == "torch"
@@ -525,14 +539,35 @@ def no_folder(monkeypatch, tmp_path):
     return "cannot be compiled into"
 
 
+def read_only_folder(monkeypatch, tmp_path):
+    if not Path("/sys/kernel").is_dir():
+        pytest.skip("there is no folder in which nobody can write")
+    monkeypatch.setenv("KVSKETCH_CACHE", "/sys/kernel/kvsketch")
+    return "cannot be compiled into"
+
+
 @needs_c
-@pytest.mark.parametrize("trouble", [without_compiler, failing_compiler, no_folder])
+@pytest.mark.parametrize("trouble", [without_compiler, failing_compiler, no_folder, read_only_folder])
 def test_without_a_build_torch_does_it_and_one_line_says_why(fresh, monkeypatch, tmp_path, caplog, trouble):
     said = trouble(monkeypatch, tmp_path)
     assert native.library() is None
     assert native.library() is None
     assert len(caplog.records) == 1
     assert said in caplog.text
+
+
+@needs_c
+def test_where_there_is_no_room_for_a_build_torch_does_it(fresh, caplog):
+    """No file may be longer than a part of what the kernels take, as on a full disk."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        assert native.name() == "torch"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert len(caplog.records) == 1
+    assert not [path for path in fresh.rglob("*") if path.is_file()]
 
 
 @needs_c
