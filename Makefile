@@ -17,7 +17,7 @@ DEVICE ?= pretended
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo gpu real wheel test check format lint types test-fast test-device test-oldest docs soak power picture decode speed answers clustering balance lookup needle index profile profiles real-keys figures board kvpress clean
+.PHONY: demo gpu real wheel test check format lint types test-fast test-device test-torch test-oldest docs soak power picture decode speed answers clustering balance lookup needle index profile profiles real-keys figures board kvpress clean
 
 demo: $(VENV)/ready ## what kvsketch does, on the embedded model: two documents, six caches, and a picture
 	$(BIN)/kvsketch demo --out demo-report
@@ -47,6 +47,9 @@ test-fast: $(VENV)/ready
 
 test-device: $(VENV)/ready ## what every method promises, on DEVICE: cuda, or one that is pretended
 	$(PYTEST) tests/test_contract.py --device $(DEVICE)
+
+test-torch: $(VENV)/ready ## what every method promises, where torch computes everything
+	KVSKETCH_CPU_KERNELS=off $(PYTEST) tests/test_contract.py tests/test_histories.py -o addopts="--strict-markers -ra"
 
 test-oldest: ## all tests that have to do with transformers, on the oldest supported one
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt WITHOUT="$(ONCE)"
