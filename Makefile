@@ -9,7 +9,8 @@ ONCE := attention balancekv balancekv_cache balancekv_theorem buckets contract f
 	fit_ray fitting gpu_kcenter gpu_kernels gpu_prompts gpu_routing indexed_attention kcenter keydiff lanes lookup lsh \
 	native native_walk pictures real_keys rows saap sampling scoring selectivity selectivity_keys specs \
 	structure subgen tasks training trickle uniform
-AGAIN := -m "not once" -o addopts="--strict-markers -ra" # nor are types and shapes checked in every call once more
+UNTYPED := -o addopts="--strict-markers -ra" # types and shapes of every call are checked by `make test`: once is enough
+AGAIN := -m "not once" $(UNTYPED)
 TRITON := triton==3.9.0 # its interpreter, for tests without a GPU; torch for GPUs brings its own
 SEED ?= 0
 HISTORIES ?= 2000
@@ -49,7 +50,7 @@ test-device: $(VENV)/ready ## what every method promises, on DEVICE: cuda, or on
 	$(PYTEST) tests/test_contract.py --device $(DEVICE)
 
 test-torch: $(VENV)/ready ## what every method promises, where torch computes everything
-	KVSKETCH_CPU_KERNELS=off $(PYTEST) tests/test_contract.py tests/test_histories.py -o addopts="--strict-markers -ra"
+	KVSKETCH_CPU_KERNELS=off $(PYTEST) tests/test_contract.py tests/test_histories.py $(UNTYPED)
 
 test-oldest: ## all tests that have to do with transformers, on the oldest supported one
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt WITHOUT="$(ONCE)"

@@ -73,10 +73,16 @@ def test_equal_points_are_taken_in_their_order(value):
     assert not found.distance.any()
 
 
+def several_times(once):
+    """Each of these points five times, mixed, and which of them each is."""
+    count = once.shape[1]
+    order = torch.randperm(5 * count, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    return once.repeat(1, 5, 1)[:, order], order.remainder(count)
+
+
 def test_of_points_that_are_there_several_times_the_first_is_the_centre_and_the_others_are_its_own():
     """Of whole numbers: their sums are exact, wherever a row of a product stands."""
-    once = points("gauss", count=40, width=100).mul(4).round()
-    given = once.repeat(1, 5, 1)[:, torch.randperm(200, generator=torch.Generator().manual_seed(0)).to(DEVICE)]
+    given, _ = several_times(points("gauss", count=40, width=100).mul(4).round())
     wanted = torch.tensor([60], device=DEVICE)
     for candidates in (32, 200):  # fewer than are equally far, and all
         found = in_triton._found(given, wanted, all_of(given), 60, candidates)
@@ -85,13 +91,12 @@ def test_of_points_that_are_there_several_times_the_first_is_the_centre_and_the_
 
 
 def test_points_are_found_to_be_equal_though_their_products_are_rounded():
-    which = torch.randperm(200, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    given = points("gauss", count=40, width=100).repeat(1, 5, 1)[:, which]
+    given, which = several_times(points("gauss", count=40, width=100))
     wanted = torch.tensor([60], device=DEVICE)
     for candidates in (32, 200):
         found = in_triton._found(given, wanted, all_of(given), 60, candidates)
         assert not found.distance.any()
-        assert which[found.centres[0, :40]].remainder(40).unique().numel() == 40, "each before any comes again"
+        assert which[found.centres[0, :40]].unique().numel() == 40, "each before any comes again"
 
 
 @pytest.mark.parametrize("candidates", [64, 256])
