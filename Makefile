@@ -64,6 +64,7 @@ power: $(VENV)/ready ## put 60 small faults into the code, one at a time: do the
 docs: $(VENV)/ready ## the documentation as a site, in site/; links that lead nowhere are errors
 	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	! grep -rE '<(script|link|img|iframe)[^>]*(src|href)="?(https?:)?//' site --include='*.html' # nothing is fetched
 
 picture: $(VENV)/ready ## the picture of a very long prompt: memory while 200,000 tokens are read
 	$(BIN)/python benchmarks/long_prompt.py

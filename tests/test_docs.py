@@ -9,6 +9,7 @@ import torch
 from typer.main import get_command
 
 import kvsketch
+from browser import seen_in_chromium
 from golden import rows
 from kvsketch.caches.core.config import BudgetedConfig
 from kvsketch.caches.registry import METHODS, parse_spec
@@ -192,3 +193,14 @@ def headings_of(page):
     """As links name them."""
     found = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in found}
+
+
+def test_the_search_of_the_site_finds_its_worker_where_pages_are_files(tmp_path):
+    """Browsers start no workers there; ours answers what it is sent, also before it is loaded."""
+    (tmp_path / "work.js").write_text("addEventListener('message', ({data}) => postMessage(data + 1));")
+    asks = "const worker = new Worker('work.js'); worker.postMessage(1);"
+    asks += "worker.addEventListener('message', ({data}) => { data < 4 ? worker.postMessage(data) : note(data); });"
+    shim = (ROOT / "docs" / "iframe-worker.js").read_text(encoding="utf-8")
+    scripts = f"<script>{shim}</script><body><script>const note = data => document.title = 'had ' + data; {asks}</script>"
+    (tmp_path / "page.html").write_text(scripts)
+    assert "<title>had 4</title>" in seen_in_chromium(tmp_path / "page.html", tmp_path / "browser")
