@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 
+import kvsketch
 import zoo
 from commands import refused
 from commands import run as command
@@ -19,7 +20,7 @@ from kvsketch.evaluation.speed import layer, whole
 from kvsketch.evaluation.speed.checks import check_dense
 from kvsketch.evaluation.speed.clock import Memory, Turn, no_room, share_of_memory, summed_up
 from kvsketch.evaluation.speed.made import keys_and_values, made_up, new_token
-from kvsketch.evaluation.speed.plan import BUILD, KEY, LAYER, TORCH, C, Plan
+from kvsketch.evaluation.speed.plan import BUILD, KEY, LAYER, TORCH, C, Plan, every_method
 from kvsketch.evaluation.speed.summary import break_even
 from kvsketch.huggingface.free_memory import free_memory
 from kvsketch.kernels import native
@@ -63,8 +64,12 @@ def measured(plan, folder, stop=None):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_every_form_is_checked_and_timed(dtype, tmp_path):
-    plan = small(dtype=dtype)
+def test_every_method_and_kernel_is_checked_and_timed(dtype, tmp_path):
+    plan = small(dtype=dtype, methods=tuple(dict.fromkeys((*METHODS, *every_method()))))
+    assert {config.name for config in plan.configs.values()} == set(kvsketch.methods()) - {
+        "exact",
+        "expected_attention",
+    }
     rows, steps, said = measured(plan, tmp_path)
     assert [(row["method"], row["kernel"]) for row in rows] == plan.forms()
     assert sum(settled for _, settled in steps) == len(plan.forms())

@@ -36,7 +36,10 @@ METHODS = (
 )
 Lengths = Annotated[str, typer.Option(help="Tokens that one layer holds, with commas between them.")]
 Methods = Annotated[
-    str, typer.Option("--methods", "-m", help="Specs, with ; between; what saap and heads='profile' want is made up.")
+    str,
+    typer.Option(
+        "--methods", "-m", help="Specs, with ; between; or all. What saap and heads='profile' want is made up."
+    ),
 ]
 Heads = Annotated[int, typer.Option(min=1, max=MOST, help="KV heads of a layer.")]
 Group = Annotated[int, typer.Option(min=1, max=MOST, help="Query heads of each.")]
@@ -85,14 +88,14 @@ def bench_speed(
 
     import torch
 
-    from kvsketch.evaluation.speed.plan import Plan
+    from kvsketch.evaluation.speed.plan import Plan, every_method
 
     run(
         Plan(
             lengths=some_numbers("--lengths", lengths, int), kv_heads=kv_heads, group=group, width=width, dtype=dtype,
             threads=threads or torch.get_num_threads(), rounds=rounds, between=size(between),
-            methods=specs(methods), index=(buckets, hidden), prompts=prompts, layers=layers,
-            end_to_end=numbers("--end-to-end", end_to_end, int), real=real,
+            methods=every_method() if methods == "all" else specs(methods), index=(buckets, hidden), prompts=prompts,
+            layers=layers, end_to_end=numbers("--end-to-end", end_to_end, int), real=real,
         ),
         out,
     )  # fmt: skip

@@ -9,6 +9,7 @@ import torch
 
 from kvsketch.caches.core.config import BudgetedConfig, MethodConfig
 from kvsketch.caches.exact import Exact
+from kvsketch.caches.registry import METHODS as KNOWN
 from kvsketch.caches.registry import parse_spec
 from kvsketch.checkpoints import PRECISIONS
 from kvsketch.evaluation.board.speed import TOLERANCE
@@ -32,6 +33,12 @@ METHODS = (
     "h2o(keep=0.25)",
     "saap",
 )
+
+
+def every_method() -> list[str]:
+    """All of which a layer alone says how long they take; those that forget hold a quarter."""
+    timed = {name: config for name, config in KNOWN.items() if config is not Exact and not config.looks_ahead}
+    return [f"{name}(keep=0.25)" if issubclass(config, BudgetedConfig) else name for name, config in timed.items()]
 
 
 @dataclass(frozen=True, kw_only=True)
