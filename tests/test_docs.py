@@ -201,8 +201,6 @@ def test_the_search_of_the_site_finds_its_worker_where_pages_are_files(tmp_path)
     asks = "const worker = new Worker('work.js'); worker.postMessage(1);"
     asks += "worker.addEventListener('message', ({data}) => { data < 4 ? worker.postMessage(data) : note(data); });"
     shim = (ROOT / "docs" / "iframe-worker.js").read_text(encoding="utf-8")
-    scripts = (
-        f"<script>{shim}</script><body><script>const note = data => document.title = 'had ' + data; {asks}</script>"
-    )
-    (tmp_path / "page.html").write_text(scripts)
+    note = "const note = data => document.title = 'had ' + data;"
+    (tmp_path / "page.html").write_text(f"<script>{shim}</script><body><script>{note} {asks}</script>")
     assert "<title>had 4</title>" in seen_in_chromium(tmp_path / "page.html", tmp_path / "browser")

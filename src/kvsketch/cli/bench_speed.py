@@ -24,16 +24,14 @@ from kvsketch.cli.bench_speed_tables import NOTE, tables
 from kvsketch.cli.notes import say
 from kvsketch.cli.options import RowsFolder
 from kvsketch.evaluation.results.names import SPEED
+from kvsketch.evaluation.speed.usual import END_TO_END, EVERY, LENGTHS, METHODS, PROMPTS
 
 if TYPE_CHECKING:
     from kvsketch.evaluation.results.rows import Row, RowsFile
     from kvsketch.evaluation.speed.plan import Plan
 
-LENGTHS, END_TO_END, PROMPTS = "4096,32768,131072,171000,500000", "32768,131072", 32768
-METHODS = (
-    "uniform(keep=0.25); balancekv(keep=0.25); keydiff(keep=0.25); keydiff(keep=0.25, heads='profile'); "
-    "h2o(keep=0.25); saap"
-)
+USUAL_LENGTHS, USUAL_CONTEXTS = (",".join(map(str, some)) for some in (LENGTHS, END_TO_END))
+USUAL_METHODS = "; ".join(METHODS)
 Lengths = Annotated[str, typer.Option(help="Tokens that one layer holds, with commas between them.")]
 Methods = Annotated[
     str,
@@ -63,8 +61,8 @@ Hidden = Annotated[int, typer.Option(min=0, max=1 << 20, help="Hidden units of i
 
 def bench_speed(
     out: RowsFolder,
-    lengths: Lengths = LENGTHS,
-    methods: Methods = METHODS,
+    lengths: Lengths = USUAL_LENGTHS,
+    methods: Methods = USUAL_METHODS,
     kv_heads: Heads = 8,
     group: Group = 4,
     width: Width = 128,
@@ -72,7 +70,7 @@ def bench_speed(
     threads: Threads = None,
     rounds: Rounds = 40,
     between: Between = "640MB",
-    end_to_end: EndToEnd = END_TO_END,
+    end_to_end: EndToEnd = USUAL_CONTEXTS,
     prompts: Prompts = PROMPTS,
     layers: Layers = 8,
     real: Real = True,
@@ -94,7 +92,7 @@ def bench_speed(
         Plan(
             lengths=some_numbers("--lengths", lengths, int), kv_heads=kv_heads, group=group, width=width, dtype=dtype,
             threads=threads or torch.get_num_threads(), rounds=rounds, between=size(between),
-            methods=every_method() if methods == "all" else specs(methods), index=(buckets, hidden), prompts=prompts,
+            methods=every_method() if methods == EVERY else specs(methods), index=(buckets, hidden), prompts=prompts,
             layers=layers, end_to_end=numbers("--end-to-end", end_to_end, int), real=real,
         ),
         out,

@@ -9,11 +9,11 @@ import torch
 
 from kvsketch.caches.core.config import BudgetedConfig, MethodConfig
 from kvsketch.caches.exact import Exact
-from kvsketch.caches.registry import METHODS as KNOWN
-from kvsketch.caches.registry import parse_spec
+from kvsketch.caches.registry import KINDS, parse_spec
 from kvsketch.checkpoints import PRECISIONS
 from kvsketch.evaluation.board.speed import TOLERANCE
 from kvsketch.evaluation.results.rows import Row, key_of
+from kvsketch.evaluation.speed.usual import END_TO_END, LENGTHS, METHODS, PROMPTS
 from kvsketch.kernels import native
 from kvsketch.kernels.native.attention import MOST_QUERIES
 
@@ -25,20 +25,12 @@ C, TORCH = "C", "torch"  # kernels
 LEAST = 64  # tokens
 WARM = 2  # steps that are not counted
 PIECE = 512  # tokens that are read behind caches that were filled
-METHODS = (
-    "uniform(keep=0.25)",
-    "balancekv(keep=0.25)",
-    "keydiff(keep=0.25)",
-    "keydiff(keep=0.25, heads='profile')",
-    "h2o(keep=0.25)",
-    "saap",
-)
 
 
 def every_method() -> list[str]:
     """All of which a layer alone says how long they take; those that forget hold a quarter."""
-    timed = {name: config for name, config in KNOWN.items() if config is not Exact and not config.looks_ahead}
-    return [f"{name}(keep=0.25)" if issubclass(config, BudgetedConfig) else name for name, config in timed.items()]
+    timed = [config for config in KINDS if config is not Exact and not config.looks_ahead]
+    return [f"{config.name}(keep=0.25)" if issubclass(config, BudgetedConfig) else config.name for config in timed]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +42,7 @@ class Plan:
     buckets, and hidden units of the router.
     """
 
-    lengths: Sequence[int] = (4096, 32768, 131072, 171000, 500000)
+    lengths: Sequence[int] = LENGTHS
     kv_heads: int = 8
     group: int = 4
     width: int = 128
@@ -60,8 +52,8 @@ class Plan:
     between: int = 640 * 10**6
     methods: Sequence[str] = METHODS
     index: tuple[int, int] = (1024, 1024)
-    end_to_end: Sequence[int] = (32768, 131072)
-    prompts: int = 32768  # longer ones are not read: caches are filled, and a piece is read behind them
+    end_to_end: Sequence[int] = END_TO_END
+    prompts: int = PROMPTS
     layers: int = 8
     real: bool = True
     within: float = 2.0
