@@ -26,6 +26,7 @@ from kvsketch.kernels.directions import native as directions
 from kvsketch.kernels.directions import reference as directions_in_torch
 from kvsketch.kernels.native import attention as kernel
 from kvsketch.kernels.native import build
+from kvsketch.kernels.native import weights as weighing
 from kvsketch.kernels.places import native as places
 from kvsketch.kernels.places import reference as places_in_torch
 from kvsketch.kernels.reading import read
@@ -235,7 +236,15 @@ def test_places_beyond_two_to_the_31(tmp_path):
     keys.copy_(torch.randn(1, 2, count, width))
     query, values = (torch.randn(1, 2, size, width).bfloat16() for size in (1, count))
     tokens = WeightedTokens(keys, values)
-    as_exact_as_torch(query, tokens, kernel.attend(query, [Entries(tokens)], 2, 0.25))
+    found = kernel.attend(query, [Entries(tokens)], 2, 0.25)
+    as_exact_as_torch(query, tokens, found)
+    near, far = torch.zeros(2, 2, count, dtype=torch.float64)
+    for got, where in ((near, keys[0].clone()), (far, keys[0])):
+        assert weighing.add_weights(got, query[0], where, None, found.lse[0], 0.25)
+    assert torch.equal(near, far)
+    assert near.sum(1) == pytest.approx(1, abs=1e-5)
+    mean = torch.randn(2, width, dtype=torch.float64)
+    assert torch.equal(directions.towards(keys[0], mean), directions.towards(keys[0].clone(), mean))
 
 
 # -- the router
