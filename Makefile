@@ -18,7 +18,7 @@ DEVICE ?= pretended
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo gpu real wheel test check format lint types test-fast test-device test-torch test-oldest docs soak power picture decode speed answers clustering balance lookup needle index profile profiles real-keys figures board kvpress clean
+.PHONY: demo gpu sanitized-gpu real wheel test check format lint types test-fast test-device test-torch test-oldest docs soak power picture decode speed answers clustering balance lookup needle index profile profiles real-keys figures board kvpress clean
 
 demo: $(VENV)/ready ## what kvsketch does, on the embedded model: two documents, six caches, and a picture
 	$(BIN)/kvsketch demo --out demo-report
@@ -80,6 +80,11 @@ speed: $(VENV)/ready real ## a step of every method and kernel beside exact and 
 OUT := gpu-report
 gpu: ## kernels on a GPU, checked and timed in less than ten minutes, with the torch of PYTHON; rows go to OUT
 	PYTHONPATH=src $(PYTHON) benchmarks/gpu.py $(OUT)
+
+sanitized-gpu: ## tests of kernels on a GPU under compute-sanitizer, which is slow: nothing out of bounds, no race
+	for tool in memcheck racecheck; do PYTHONPATH=src compute-sanitizer --tool $$tool --error-exitcode 1 \
+		$(PYTHON) -m pytest -p no:benchmark -o addopts= -q tests/test_gpu_kernels.py tests/test_gpu_prompts.py \
+		tests/test_gpu_routing.py tests/test_gpu_kcenter.py --device cuda || exit 1; done
 
 needle: $(VENV)/ready ## the needle map of docs/results.md
 	$(BIN)/kvsketch bench needle --lengths 500,1000,2000,4000 --depths 0,0.125,0.25,0.375,0.5,0.625,0.75,0.875,1 \

@@ -41,7 +41,10 @@ from gpu_fit import fitting
 from gpu_large import large
 from gpu_machine import Machine
 from kvsketch.attention import Partial, WeightedTokens, merge, weighted_attention
+from kvsketch.caches.core.layer import LayerCache
+from kvsketch.caches.core.tokens import NewTokens, Unrotated
 from kvsketch.caches.forgetting.balancekv.practical import WALKS
+from kvsketch.caches.registry import parse_spec
 from kvsketch.evaluation.results.provenance import provenance
 from kvsketch.kernels import kcenter
 from kvsketch.kernels.balanced_walk import gathered, strips, walk_in_triton
@@ -52,6 +55,7 @@ from kvsketch.kernels.kcenter import reference
 from kvsketch.kernels.places import in_triton as places_in_triton
 from kvsketch.kernels.places import reference as reference_places
 from kvsketch.kernels.routing import in_triton as routing
+from kvsketch.kernels.routing import reference as reference_routing
 from kvsketch.kernels.sources import Classifier, Entries, Limits, Segments, Staged
 
 HEADS, GROUP, WIDTH = 8, 4, 128
@@ -61,6 +65,7 @@ WINDOW = 2048
 IN_CUDNN = "torch's, with lse"  # cuDNN's or flash; the former is not used while a graph is recorded
 FLEX = 131_072  # tokens of the one size at which FlexAttention is compiled, which takes long
 BLOCK = 256  # tokens that are halved together
+LOGITS_APART = 0.02  # of their length: what a classifier's rounding makes of its logits, in bytes too
 FULL = {
     "tokens": (32_768, 131_072, 171_000, 500_000),
     "saap": (171_000, 1024, 32),
@@ -144,7 +149,7 @@ def held_against(
     found: Any, query: Tensor, parts: Sequence[Entries], most: float, visible: Tensor | None = None
 ) -> None:
     """Raise an error if an answer is farther from the definition in float64, head by head, than may be."""
-    for head in range(HEADS):
+    for head in range(query.shape[1] // GROUP):
         mine = slice(head * GROUP, (head + 1) * GROUP)
         right = merge(
             *(
@@ -243,7 +248,7 @@ def copies_of(on: Machine, count: int) -> int:
 def ours(query: Tensor, *held: WeightedTokens, runs: Segments | None = None) -> Any:
     """As in a model: what is read is described anew at each step. Runs are those of the first."""
     parts = [Entries(tokens, segments=None if place else runs) for place, tokens in enumerate(held)]
-    return attention.attend(query, parts, HEADS, SCALE)
+    return attention.attend(query, parts, held[0].keys.shape[1], SCALE)
 
 
 def stock(query: Tensor, tokens: WeightedTokens) -> Tensor:
@@ -280,16 +285,16 @@ def looked_up(on: Machine, count: int, buckets: int, probes: int) -> Iterator[di
         taken = on.times([partial(ours, query, *held, runs=runs) for held in copies])
         row = {"what": "looked up", "form": kind, "tokens": count, "bytes": read * WIDTH * 4, "us": taken}
         yield row | {"share": read / (count * HEADS)}
-        yield row | {
-            "form": f"{kind}, as in the paper",
-            "us": on.times(as_in_the_paper(on, query, copies, ends, visited)),
-        }
+        of_the_paper = as_in_the_paper(on, query, copies, ends, visited)
+        yield row | {"form": f"{kind}, as in the paper", "us": on.times(of_the_paper)}
         sizes, edges = ends - begins, F.pad(ends, (1, 0))[:, None].contiguous()
         routers = [router(on, buckets, to_the_first=kind == "one of a fifth") for _ in copies]
-        calls = [
-            partial(routed, query, *held, by, sizes, edges, Staged.on(on.device, 0, 0), probes)
-            for held, by in zip(copies, routers, strict=True)
-        ]
+        buckets_of = sizes, edges, Staged.on(on.device, 0, 0), probes
+        check_router(on, query, past, window, routers[-1], *buckets_of)
+        asked = [partial(visiting, query, by, *buckets_of) for by in routers]
+        behind_ours = [lambda a=a, b=b: (a(), b()) for a, b in zip(asked, of_the_paper, strict=True)]
+        yield row | {"form": f"{kind}, as in the paper behind our router", "us": on.times(behind_ours)}
+        calls = [partial(routed, query, *held, by, *buckets_of) for held, by in zip(copies, routers, strict=True)]
         read = sum(int(call()[1].sum()) for call in calls) / len(calls) + HEADS * window.count
         learnt = sum(x.nbytes for x in routers[0].tensors)
         if routing.NOTE in routers[0].noted:
@@ -309,19 +314,16 @@ def one_head(
     held = [[WeightedTokens(x.keys[:, :1], x.values[:, :1]) for x in both] for both in copies]
     tensors = [[x[:1].contiguous() for x in by.tensors] for by in routers]
     own_routers = [Classifier((x[0], x[1]), (x[2], x[3])) for x in tensors]
-    staged = Staged.on(on.device, 0, 0)
-
-    def looking(past: WeightedTokens, window: WeightedTokens, by: Classifier) -> Any:
-        scores = routing.expect(mine, by, 1)
-        found, *_ = routing.visit(scores[0], sizes[:1], edges[:1], Limits(probes), staged)
-        return attention.attend(mine, [Entries(past, segments=found), Entries(window)], 1, SCALE)
-
-    def known(past: WeightedTokens, window: WeightedTokens) -> Any:
-        return attention.attend(mine, [Entries(past, segments=own), Entries(window)], 1, SCALE)
-
+    buckets = sizes[:1], edges[:1], Staged.on(on.device, 0, 0), probes
+    past, window = held[-1]
+    parts = [Entries(past, segments=own), Entries(window)]
+    held_against(ours(mine, past, window, runs=own), mine, parts, allowed(on.dtype))
+    check_router(on, mine, past, window, own_routers[-1], *buckets)
     forms: dict[str, list[Callable[[], Any]]] = {
-        "one head": [partial(known, *both) for both in held],
-        "one head, and its router": [partial(looking, *both, one) for both, one in zip(held, own_routers, strict=True)],
+        "one head": [partial(ours, mine, *both, runs=own) for both in held],
+        "one head, and its router": [
+            partial(routed, mine, *both, one, *buckets) for both, one in zip(held, own_routers, strict=True)
+        ],
         "one head, all": [partial(stock, mine, past) for past, _ in held],
     }
     for form, calls in forms.items():
@@ -368,14 +370,41 @@ def router(on: Machine, buckets: int, *, to_the_first: bool) -> Classifier:
     return found
 
 
-def routed(
-    query: Tensor, past: WeightedTokens, window: WeightedTokens, by: Classifier, sizes: Tensor, edges: Tensor,
-    staged: Staged, probes: int,
-) -> Any:  # fmt: skip
-    """The answer, and how many tokens of the past were read."""
-    scores = routing.expect(query, by, HEADS)
+def visiting(
+    query: Tensor, by: Classifier, sizes: Tensor, edges: Tensor, staged: Staged, probes: int
+) -> tuple[Segments, Tensor]:
+    """What the queries visit, and how many tokens that are."""
+    scores = routing.expect(query, by, len(sizes))
     runs, read, _ = routing.visit(scores[0], sizes, edges, Limits(probes), staged)
+    return runs, read
+
+
+def routed(
+    query: Tensor, past: WeightedTokens, window: WeightedTokens, by: Classifier, *buckets: Any
+) -> tuple[Partial, Tensor]:
+    """The answer, and how many tokens of the past were read."""
+    runs, read = visiting(query, by, *buckets)
     return ours(query, past, window, runs=runs), read
+
+
+def check_router(
+    on: Machine, query: Tensor, past: WeightedTokens, window: WeightedTokens, by: Classifier, sizes: Tensor,
+    edges: Tensor, staged: Staged, probes: int,
+) -> None:  # fmt: skip
+    """Logits are those of float64, the buckets those that they say, and the answer is that of what lies in them."""
+    first, first_bias, last, last_bias = (x.double() for x in by.tensors)
+    asking = query[0, :, 0].double().unflatten(0, (len(sizes), GROUP))
+    right = torch.relu(asking @ first + first_bias) @ last + last_bias
+    logits = routing.expect(query, by, len(sizes))
+    error = float((logits[0, :, 0].double() - right).norm() / right.norm())
+    assert error < LOGITS_APART, f"the classifier's logits are {error:.1e} of their length off"
+    runs, _ = visiting(query, by, sizes, edges, staged, probes)
+    expected = reference_routing.visit(logits[0], sizes, edges, Limits(probes), staged)[0]
+    for head, both in enumerate(zip(runs.begin[0], expected.begin[0], strict=True)):
+        own, theirs = (set(begin.flatten().tolist()) for begin in both)
+        assert len(own ^ theirs) <= 2, f"head {head} visits other buckets than its logits say"  # but for a rounded one
+    parts = [Entries(past, segments=runs), Entries(window)]
+    held_against(ours(query, past, window, runs=runs), query, parts, allowed(on.dtype))
 
 
 def halved(on: Machine, count: int) -> Iterator[dict[str, Any]]:
@@ -390,22 +419,48 @@ def halved(on: Machine, count: int) -> Iterator[dict[str, Any]]:
             "tokens": count,
             "us": clock.times([partial(form, *given)], graph=name == "ours"),
         }
+    yield compressed(on, count)
     if on.device.type == "cuda":  # to a quarter: what is kept is halved again
         half = [x[: len(x) // 2] if isinstance(x, Tensor) else x for x in given]
         twice = partial(on.times, [lambda: (walk_in_triton.keep_half(*given), walk_in_triton.keep_half(*half))])
         yield {"what": "halved", "form": "ours, twice", "tokens": count, "us": twice()}
 
 
+def compressed(on: Machine, count: int) -> dict[str, Any]:
+    """All that `balancekv(keep=0.25)` does with a layer's tokens: those set apart, numbers, draws and both halvings."""
+    keys, values = (on.random(1, HEADS, count, WIDTH).to(on.dtype) for _ in range(2))
+    new, config = NewTokens(keys, values, None, Unrotated(keys, keys)), parse_spec("balancekv(keep=0.25)")
+
+    def call() -> LayerCache:
+        cache = LayerCache(config, 1)
+        cache.hold(new)
+        return cache
+
+    clock = Machine(dry=on.device.type == "cpu", rounds=min(on.rounds, 20))
+    form = "to a quarter, with all that belongs to it"
+    return {"what": "halved", "form": form, "tokens": count, "us": clock.times([call], graph=False)}
+
+
 def centred(on: Machine, count: int, centres: int) -> Iterator[dict[str, Any]]:
     """Greedy k-center over all tokens of a layer; its centres of some of them are the definition's."""
-    points, counts = on.random(1, HEADS, count, WIDTH).to(on.dtype), torch.tensor([centres], device=on.device)
-    few, wanted = points[0, :, :2000], min(centres, 100)
-    found = kcenter.k_center(few[None], torch.full_like(counts, wanted))
-    right = reference.k_center(few.double(), counts.new_full((HEADS,), wanted), few[..., 0] == few[..., 0])
-    assert torch.equal(found.centres[0], right.centres), "the same centres"
+    normal, counts = on.random(1, HEADS, count, WIDTH), torch.tensor([centres], device=on.device)
+    middles = 4 * on.random(1, HEADS, max(1, centres // 4), WIDTH)
+    clustered = normal + middles.repeat(1, 1, -(-count // middles.shape[2]), 1)[:, :, :count]
     clock = Machine(dry=on.device.type == "cpu", rounds=min(on.rounds, 20))
-    us = clock.times([partial(kcenter.k_center, points, counts)], graph=False)
-    yield {"what": "k-center", "form": f"{centres} centres", "tokens": count, "us": us}
+    for form, points in (("", normal.to(on.dtype)), (", clustered", clustered.to(on.dtype))):
+        few, wanted = points[0, :, :2000], min(centres, 100)
+        found = kcenter.k_center(few[None], torch.full_like(counts, wanted))
+        right = reference.k_center(few.double(), counts.new_full((HEADS,), wanted), few[..., 0] == few[..., 0])
+        same, wide = torch.equal(found.centres[0], right.centres), radius(few, right.centres)
+        assert same or (form and radius(few, found.centres[0]) < 1.001 * wide), "the same centres"
+        us = clock.times([partial(kcenter.k_center, points, counts)], graph=False)
+        yield {"what": "k-center", "form": f"{centres} centres{form}", "tokens": count, "us": us}
+
+
+def radius(points: Tensor, centres: Tensor) -> float:
+    """How far a point is from the nearest centre of its head, at most."""
+    own = points.double().gather(1, centres[..., None].expand(-1, -1, points.shape[2]))
+    return float(torch.cdist(points.double(), own).amin(2).max())
 
 
 def choosing(on: Machine, count: int) -> Iterator[dict[str, Any]]:
@@ -437,6 +492,9 @@ def choosing(on: Machine, count: int) -> Iterator[dict[str, Any]]:
     for what in ("copied", "numbered", "least first", "halved"):
         found, right = (call() for (name, _), call in forms.items() if name == what)
         assert all(map(torch.equal, found, right)), f"{what}: ours are not torch's"
+    for what in ("directed", "summed"):  # in float64, in another order
+        found, right = (call() for (name, _), call in forms.items() if name == what)
+        torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-9, msg=f"{what}: ours is not torch's")
     for (what, form), call in forms.items():
         yield {"what": what, "form": form, "tokens": count, "us": on.times([call])}
 

@@ -107,6 +107,7 @@ def _steps(
     _read(model, ids[:, :count], cache, max(1, CHUNK // len(ids)))
     row: dict[str, Any] = {"what": "steps, 8B", "form": form, "tokens": count, "texts": len(ids)}
     row |= {"reading_s": now(on) - at, "reading_peak": _peak(on) - before}
+    _held(on)  # the peak of steps begins here
     row |= {"cache_bytes": cache.nbytes} if isinstance(cache, SketchCache) else {}
     graphs = recorded(model, CudaGraphs(on.device)) if on.device.type == "cuda" and form != STOCK else None
     following = ids[:, count : count + STOCK_STEPS] if form == STOCK else ids[:, count:]
