@@ -540,7 +540,9 @@ def prompts(on: Machine, chunk: int, count: int, among: int) -> Iterator[dict[st
 def run(out: Path, dry: bool, only: Sequence[str] = ()) -> None:
     sizes = DRY if dry else FULL
     on = Machine(dry, sizes["rounds"])
-    assert attention.runs_on(on.device), "kernels in Triton do not run here: the line above says why"
+    assert attention.runs_on(on.device, on.dtype, GROUP, WIDTH), (
+        "kernels in Triton do not run here: the line above says why"
+    )
     out.mkdir(parents=True, exist_ok=True)
     copy = of_a_copy(on)
     best = copy["bytes"] / min(one["median"] for one in copy["us"].values())

@@ -1,9 +1,12 @@
 """What was refused has moved nothing, and what was interrupted can go on, or says that it cannot."""
 
+import gc
 import random
+import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvsketch
 from histories import VOCABULARY, interrupt, model, refusal_of, said
@@ -129,6 +132,53 @@ def test_a_reading_that_is_interrupted_anywhere_goes_on_or_says_that_it_cannot(p
                 torch.testing.assert_close(found[name], one, msg=name)
         went_on += 1
     assert went_on > 5
+
+
+class Full(TorchDispatchMode):
+    """Has no more memory from this operation on; counts them."""
+
+    def __init__(self, at=None):
+        super().__init__()
+        self.at, self.done = at, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.done += 1
+        if self.done == self.at:
+            raise torch.OutOfMemoryError("pretended")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("spec", ["exact", "balancekv(keep=0.4, window=8)", "keydiff(keep=0.4, heads='pyramid')"])
+def test_where_memory_runs_out_a_cache_goes_on_or_says_that_it_cannot_and_gives_back_its_own(spec):
+    prompt, new, draw, went_on = ids(1, 60), ids(1, 9, seed=1), random.Random(1), 0
+
+    @torch.no_grad()
+    def work(cache):
+        if cache.seen == 0:
+            kvsketch.prefill(model(), prompt, cache)
+        if cache.seen == 60:
+            model()(**given(cache, new))
+
+    whole = read(spec, None)
+    with Full() as all_of_it:
+        work(whole)
+    for at in sorted(draw.sample(range(1, all_of_it.done + 1), 12)):
+        cache = read(spec, None)
+        with pytest.raises(torch.OutOfMemoryError), Full(at):
+            work(cache)
+        if refusal_of(cache.stack.check_whole) is None:
+            work(cache)
+            assert difference(state_of(cache), state_of(whole)) is None
+            went_on += 1
+        else:
+            with pytest.raises(ValueError, match="failed half-way"):
+                model()(**given(cache, new))
+        buffers = [layer.held.window.keys.buffer for layer in cache.sketch_layers if layer.held.started]
+        held = [weakref.ref(buffer) for buffer in buffers if buffer is not None]
+        del cache, buffers
+        gc.collect()
+        assert not any(one() is not None for one in held)
+    assert went_on
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from kvsketch.kernels.balanced_walk import gathered, strips, walk_in_triton
 from kvsketch.kernels.directions import in_triton as directions_in_triton
 from kvsketch.kernels.directions import reference as directions_reference
 from kvsketch.kernels.draws import in_triton
-from kvsketch.kernels.gpu import attention
+from kvsketch.kernels.gpu import attention, many_queries
 from kvsketch.kernels.places import in_triton as places_in_triton
 from kvsketch.kernels.places import reference as places_reference
 from kvsketch.kernels.sources import Entries, Segments
@@ -374,13 +374,65 @@ def test_runs_may_end_where_the_buffer_ends_or_hold_nothing(queries):
 def test_kernels_that_say_another_thing_than_torch_are_not_used(monkeypatch, caplog):
     monkeypatch.setattr(attention, "weighted_attention", lambda query, *a, **o: Partial(query, query[..., 0]))
     monkeypatch.setattr(gpu, "_found", {})
-    assert not attention.runs_on(DEVICE)
-    assert not attention.runs_on(DEVICE)
+    monkeypatch.setattr(gpu, "_refused", set())
+    for _ in range(2):
+        assert not attention.runs_on(DEVICE, torch.float32, 1, 32)
     [said] = [record.getMessage() for record in caplog.records]
     assert said.startswith(
         "torch's own kernels are used, not those in Triton, which are faster: kernels.gpu.attention, "
     )
     assert "AssertionError" in said
+
+
+def test_heads_that_no_kernel_is_made_for_are_torchs_and_reported_so(monkeypatch, caplog):
+    monkeypatch.setattr(gpu, "_refused", set())
+    draw = torch.Generator().manual_seed(4)
+    wide = entries(draw, (1, 2, 50, 288, 288))
+    query = torch.randn(1, 4, 1, 288, generator=draw).to(DEVICE)
+    assert few_queries.attend(query, [wide], 2, 0.2) is None
+    assert many_queries.attend(query, wide.tokens, 0.2) is None
+    assert few_queries.name(DEVICE, torch.float32, 2, 288) == "torch"
+    assert few_queries.name(DEVICE, torch.float32, attention.MOST_ROWS + 1, 32) == "torch"
+    [said] = [record.getMessage() for record in caplog.records]
+    assert said.startswith("torch attends to heads of 288 numbers in torch.float32 on ")
+
+
+@pytest.mark.parametrize(
+    ("missing", "says"),
+    [
+        ("triton", "Triton is not installed"),
+        ("capability", "An old one is older than compute capability 8.0"),
+        ("compiler", "InductorError: no C compiler was found"),
+    ],
+)
+def test_where_kernels_cannot_be_torch_computes_and_one_line_says_why(missing, says, monkeypatch, caplog):
+    """What is missing, or the GPU that is too old, is pretended."""
+    monkeypatch.setattr(gpu, "_found", {})
+    monkeypatch.setattr(gpu, "_refused", set())
+
+    class InductorError(Exception):
+        pass
+
+    def compiling(device, dtype):
+        raise InductorError("no C compiler was found")
+
+    device, check = DEVICE, lambda device, dtype: None
+    if missing == "triton":
+        monkeypatch.setattr(gpu, "find_spec", lambda name: None)
+    elif missing == "capability":
+        device = torch.device("cuda", 0)
+        monkeypatch.delenv(gpu.INTERPRETED, raising=False)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "An old one")
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    else:
+        check = compiling
+    for what in ("attention", "a walk"):
+        for kind in (torch.float32, torch.float16):
+            assert not gpu.works(what, device, kind, check)
+    [said] = [record.getMessage() for record in caplog.records]
+    assert said.startswith("torch's own kernels are used, not those in Triton, which are faster: ")
+    assert says in said
 
 
 def test_a_launch_for_which_there_is_no_room_is_torchs_work_this_time(monkeypatch):
@@ -397,7 +449,7 @@ def test_a_launch_for_which_there_is_no_room_is_torchs_work_this_time(monkeypatc
 
 def test_what_is_held_is_read_by_them():
     """Attention of weighted entries goes to Triton wherever it can run, and is reported."""
-    assert few_queries.name(DEVICE) == "Triton"
+    assert few_queries.name(DEVICE, torch.float32, 8, 128) == "Triton"
     draw = torch.Generator().manual_seed(3)
     part = entries(draw, (1, 2, 50, 32, 32))
     found = few_queries.attend(torch.randn(1, 4, 1, 32, generator=draw).to(DEVICE), [part], 2, 0.2)

@@ -106,8 +106,9 @@ def report_on(stack: LayerStack, group: int) -> Report:
     ]
     held = [layer.held for layer in stack.sketch[:1]]
     protected = tuple(own.within(0, n) for one in held for own, n in zip(one.spans, one.lengths, strict=True))
-    keys = [layer.held.window.keys.view for layer in stack.sketch if layer.held.started]
-    names = {few_queries.name(x.device, x.dtype, group) for x in keys} or {few_queries.name(torch.device("cpu"))}
+    held_in = [layer.held.window for layer in stack.sketch if layer.held.started]
+    names = {few_queries.name(x.keys.view.device, x.keys.view.dtype, group, x.width) for x in held_in}
+    names = names or {few_queries.name(torch.device("cpu"))}
     kernels = " and ".join(sorted(names))
     exact = isinstance(stack.config, Exact)
     return Report(str(stack.config), stack.seen, tuple(layers), protected if any(protected) else (), kernels, exact)

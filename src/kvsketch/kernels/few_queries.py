@@ -27,10 +27,10 @@ def attend(
     return in_triton.attend(query, parts, heads, scale, softcap)
 
 
-def name(device: torch.device, dtype: torch.dtype = torch.float32, group: int = 1) -> str:
-    """Which kernels a device has for numbers of a kind, and so many query heads of a KV head, for reports."""
+def name(device: torch.device, dtype: torch.dtype = torch.float32, group: int = 1, width: int = 1) -> str:
+    """Which kernels a device has for so wide heads of a kind, and so many query heads of a KV head, for reports."""
     if dtype not in native.DTYPES:
         return "torch"
     if device.type == "cpu" and native.library() is not None:
         return native.name() if group <= in_c.MOST_QUERIES else "torch"
-    return "Triton" if in_triton.runs_on(device) else "torch"
+    return "Triton" if in_triton.runs_on(device, dtype, group, width) else "torch"

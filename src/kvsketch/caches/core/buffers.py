@@ -177,6 +177,11 @@ class Window:
         return self.length - (0 if self.notes is None else self.notes.length)
 
     @property
+    def width(self) -> int:
+        """Numbers of a key, or of a value if those are more."""
+        return max(self.keys.view.shape[3], self.values.view.shape[3])
+
+    @property
     def columns(self) -> Columns:
         """All columns, as views."""
         notes = None if self.notes is None else self.notes.view

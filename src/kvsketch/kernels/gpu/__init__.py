@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -68,23 +68,30 @@ def works(
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     what = f"{what} in {str(dtype).removeprefix('torch.')}"
-    needed = [("Triton", lambda: missing_on(device))] if triton else []
+    needed = [("Triton", lambda: _missing_on(device))] if triton else []
     for one, find in (*needed, (what, lambda: _wrong_with(check, device, dtype))):
         if (one, device) not in _found:
             if recording(device):
                 return False  # nothing can be tried while a graph is made
             wrong = find()
             if wrong is not None:
-                _log.warning("%s: %s", NOT_TRITON if triton else f"{what} is not used", wrong)
+                _say_once(f"{NOT_TRITON if triton else f'{what} is not used'}: {wrong.said}", wrong.reason)
             _found[one, device] = wrong is None
         if not _found[one, device]:
             return False
     return True
 
 
+class Wrong(NamedTuple):
+    """What is said against a kernel, and why: a compiler that is missing is missing for all of them, and said once."""
+
+    said: str
+    reason: str
+
+
 def _wrong_with(
     check: Callable[[torch.device, torch.dtype], None], device: torch.device, dtype: torch.dtype
-) -> str | None:
+) -> Wrong | None:
     """What a check says against a kernel."""
     try:
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
@@ -94,17 +101,19 @@ def _wrong_with(
     except Exception as error:  # a driver, a compiler or a kernel can fail in any way
         if str(error).startswith(NO_ROOM):
             raise
-        return f"{check.__module__.removeprefix('kvsketch.')}, {dtype}: {_said(error)}"
+        said = f"{check.__module__.removeprefix('kvsketch.')}, {dtype}: {_said(error)}"
+        return Wrong(said, said if isinstance(error, AssertionError) else f"{_said(error)} on {device}")
     return None
 
 
-def missing_on(device: torch.device) -> str | None:
+def _missing_on(device: torch.device) -> Wrong | None:
     """Why there can be no kernels for a device, if there is a reason."""
+    said = None
     if find_spec("triton") is None:
-        return "Triton is not installed"
-    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < OLDEST:
-        return f"{torch.cuda.get_device_name(device)} is older than compute capability {OLDEST[0]}.{OLDEST[1]}"
-    return None
+        said = "Triton is not installed"
+    elif device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < OLDEST:
+        said = f"{torch.cuda.get_device_name(device)} is older than compute capability {OLDEST[0]}.{OLDEST[1]}"
+    return None if said is None else Wrong(said, said)
 
 
 def can_read(device: torch.device, *tensors: Tensor) -> bool:
@@ -114,6 +123,14 @@ def can_read(device: torch.device, *tensors: Tensor) -> bool:
     if not all(type(x) is Tensor and x.dtype in DTYPES and x.device == device for x in tensors):
         return False
     return device.type != "cpu" or all(x.dtype != NOT_INTERPRETED for x in tensors)
+
+
+def too_wide(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> bool:
+    """Whether heads are wider than kernels are made for, or than registers hold; said once, as torch takes longer."""
+    if width <= MOST_WIDTH and not spills(device, dtype, rows, width):
+        return False
+    _say_once(f"torch attends to heads of {width} numbers in {dtype} on {device}, for which no kernel is made")
+    return True
 
 
 def spills(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> bool:
@@ -151,9 +168,15 @@ def tried(what: str, device: torch.device, call: Callable[[], T]) -> T | None:
             return None
         if not type(error).__module__.startswith("triton") and not str(error).startswith(NOT_COMPILED):
             raise
-        _refused.add(what)
-        _log.warning("torch does what no kernel in Triton could be made for, %s: %s", what, _said(error))
+        _say_once(f"torch does what no kernel in Triton could be made for, {what}: {_said(error)}", what)
         return None
+
+
+def _say_once(what: str, key: str | None = None) -> None:
+    key = what if key is None else key
+    if key not in _refused:
+        _refused.add(key)
+        _log.warning("%s", what)
 
 
 def _said(error: Exception) -> str:

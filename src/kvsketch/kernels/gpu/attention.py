@@ -40,7 +40,7 @@ def attend(
         return None
     _, query_heads, queries, width = query.shape
     group, value_width = query_heads // heads, parts[0].tokens.values.shape[3]
-    if not 0 < queries * group <= MOST_ROWS or max(width, value_width) > gpu.MOST_WIDTH or query.stride(3) != 1:
+    if not 0 < queries * group <= MOST_ROWS or query.stride(3) != 1:
         return None
     if not gpu.can_read(query.device, query) or not all(_can_read(part, query.device) for part in parts):
         return None
@@ -50,7 +50,7 @@ def attend(
         rest = None if first is None else attend(query, parts[MOST_PARTS:], heads, scale, softcap)
         return None if first is None or rest is None else merge(first, rest)
     together = 1 if any(_by_query(part) for part in parts) else queries
-    if gpu.spills(query.device, query.dtype, together * group, max(width, value_width)):
+    if gpu.too_wide(query.device, query.dtype, together * group, max(width, value_width)):
         return None
     kinds = {part.tokens.keys.dtype for part in parts}
     if not all(gpu.works(WHAT, query.device, kind, _check) for kind in kinds):
@@ -60,9 +60,11 @@ def attend(
     return gpu.tried(what, query.device, lambda: _attended(query, parts, heads, scale, softcap))
 
 
-def runs_on(device: torch.device) -> bool:
-    """Whether the kernel is used on this device, for what models compute in there."""
-    return gpu.works(WHAT, device, torch.bfloat16 if device.type == "cuda" else torch.float32, _check)
+def runs_on(device: torch.device, dtype: torch.dtype, group: int, width: int) -> bool:
+    """Whether the kernel does a model's steps on this device: so many queries of each KV head, and so wide."""
+    if not gpu.wanted_on(device) or group > MOST_ROWS or (device.type == "cpu" and dtype == gpu.NOT_INTERPRETED):
+        return False
+    return not gpu.too_wide(device, dtype, group, width) and gpu.works(WHAT, device, dtype, _check)
 
 
 def _check(device: torch.device, dtype: torch.dtype) -> None:

@@ -44,7 +44,9 @@ def attend(
     gradient.
     """
     width, value_width = query.shape[3], tokens.values.shape[3]
-    if max(width, value_width) > gpu.MOST_WIDTH or query.stride(3) != 1 or query.numel() == 0:
+    if not gpu.wanted_on(query.device) or query.stride(3) != 1 or query.numel() == 0:
+        return None
+    if gpu.too_wide(query.device, query.dtype, 0, max(width, value_width)):
         return None
     if query.shape[0] * query.shape[1] > gpu.MOST_ALONG_Y:
         return None
