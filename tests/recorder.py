@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvsketch.huggingface.graphs import NotRecordedError
-from waiting import WANTED, is_of_unknown_size
+from waiting import ASKED, WANTED, is_of_unknown_size
 
-ASKED_OR_GIVEN = {"aten::_local_scalar_dense", "aten::equal", "aten::lift_fresh"}
+ASKED_OR_GIVEN = {*ASKED, "aten::lift_fresh"}
 
 
 class RefusedError(NotRecordedError):
