@@ -18,7 +18,7 @@ DEVICE ?= pretended
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo gpu sanitized-gpu real wheel test check format lint types test-fast test-device test-torch test-oldest docs soak power picture decode speed answers clustering balance lookup needle index profile profiles real-keys figures board kvpress clean
+.PHONY: demo gpu gpu-dry sanitized-gpu real wheel test check format lint types test-fast test-device test-torch test-oldest docs soak power picture decode speed answers clustering balance lookup needle index profile profiles real-keys figures board kvpress clean
 
 demo: $(VENV)/ready ## what kvsketch does, on the embedded model: two documents, six caches, and a picture
 	$(BIN)/kvsketch demo --out demo-report
@@ -80,6 +80,9 @@ speed: $(VENV)/ready real ## a step of every method and kernel beside exact and 
 OUT := gpu-report
 gpu: ## kernels on a GPU, checked and timed in less than ten minutes, with the torch of PYTHON; rows go to OUT
 	PYTHONPATH=src $(PYTHON) benchmarks/gpu.py $(OUT)
+
+gpu-dry: $(VENV)/ready ## all of `make gpu` without a GPU, with few tokens: that it still runs
+	OUT=$$(mktemp -d) && $(BIN)/python benchmarks/gpu.py $$OUT --dry > $$OUT/said || { tail -n 30 $$OUT/said; exit 1; }
 
 sanitized-gpu: ## tests of kernels on a GPU under compute-sanitizer, which is slow: nothing out of bounds, no race
 	for tool in memcheck racecheck; do PYTHONPATH=src compute-sanitizer --tool $$tool --error-exitcode 1 \

@@ -1,6 +1,6 @@
 """A model of the shape of Llama 3.1 8B with random weights, on a GPU: what reading takes, and steps, tokens and memory.
 
-Reading 16,384 tokens is timed for a cache of transformers' own, exact and `balancekv`, in turn. Steps are timed behind
+Reading 16,384 tokens is timed for a cache of transformers' own and each of ours, in turn. Steps are timed behind
 131,072 tokens of one text, and behind 16,384 of eight: a cache that holds all of eight texts of 131,072 tokens is
 larger than such a GPU.
 """
@@ -32,6 +32,7 @@ SMALL: dict[str, Any] = {
 FORMS = {
     "exact": "exact",
     "balancekv": "balancekv(keep=0.25)",
+    "kvzip": "kvzip(keep=0.25)",
     "saap": "saap(probes=32, window=2047)",
 }
 STOCK = "stock"  # a cache of transformers' own
