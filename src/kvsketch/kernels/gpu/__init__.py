@@ -125,9 +125,9 @@ def can_read(device: torch.device, *tensors: Tensor) -> bool:
     return device.type != "cpu" or all(x.dtype != NOT_INTERPRETED for x in tensors)
 
 
-def too_wide(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> bool:
+def too_wide(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     """Whether heads are wider than kernels are made for, or than registers hold; said once, as torch takes longer."""
-    if width <= MOST_WIDTH and not spills(device, dtype, rows, width):
+    if width <= MOST_WIDTH and not spills(device, dtype, 1, width):
         return False
     _say_once(f"torch attends to heads of {width} numbers in {dtype} on {device}, for which no kernel is made")
     return True

@@ -50,7 +50,7 @@ def attend(
         rest = None if first is None else attend(query, parts[MOST_PARTS:], heads, scale, softcap)
         return None if first is None or rest is None else merge(first, rest)
     together = 1 if any(_by_query(part) for part in parts) else queries
-    if gpu.too_wide(query.device, query.dtype, together * group, max(width, value_width)):
+    if _is_too_much(query.device, query.dtype, together * group, max(width, value_width)):
         return None
     kinds = {part.tokens.keys.dtype for part in parts}
     if not all(gpu.works(WHAT, query.device, kind, _check) for kind in kinds):
@@ -64,7 +64,11 @@ def runs_on(device: torch.device, dtype: torch.dtype, group: int, width: int) ->
     """Whether the kernel does a model's steps on this device: so many queries of each KV head, and so wide."""
     if not gpu.wanted_on(device) or group > MOST_ROWS or (device.type == "cpu" and dtype == gpu.NOT_INTERPRETED):
         return False
-    return not gpu.too_wide(device, dtype, group, width) and gpu.works(WHAT, device, dtype, _check)
+    return not _is_too_much(device, dtype, group, width) and gpu.works(WHAT, device, dtype, _check)
+
+
+def _is_too_much(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> bool:
+    return gpu.too_wide(device, dtype, width) or gpu.spills(device, dtype, rows, width)
 
 
 def _check(device: torch.device, dtype: torch.dtype) -> None:

@@ -46,7 +46,8 @@ def attend(
     width, value_width = query.shape[3], tokens.values.shape[3]
     if not gpu.wanted_on(query.device) or query.stride(3) != 1 or query.numel() == 0:
         return None
-    if gpu.too_wide(query.device, query.dtype, 0, max(width, value_width)):
+    widest = max(width, value_width)
+    if widest > gpu.MOST_WIDTH and gpu.too_wide(query.device, query.dtype, widest):
         return None
     if query.shape[0] * query.shape[1] > gpu.MOST_ALONG_Y:
         return None
