@@ -81,8 +81,9 @@ OUT := gpu-report
 gpu: ## kernels on a GPU, checked and timed in less than ten minutes, with the torch of PYTHON; rows go to OUT
 	PYTHONPATH=src $(PYTHON) benchmarks/gpu.py $(OUT)
 
-gpu-dry: $(VENV)/ready ## all of `make gpu` without a GPU, with few tokens: that it still runs
-	OUT=$$(mktemp -d) && $(BIN)/python benchmarks/gpu.py $$OUT --dry > $$OUT/said || { tail -n 30 $$OUT/said; exit 1; }
+gpu-dry: $(VENV)/ready ## without a GPU: all of `make gpu`, with few tokens, and its kernels compiled for one
+	OUT=$$(mktemp -d) && for way in --dry --compile; do \
+		$(BIN)/python benchmarks/gpu.py $$OUT $$way > $$OUT/said || { tail -n 30 $$OUT/said; exit 1; }; done
 
 sanitized-gpu: ## tests of kernels on a GPU under compute-sanitizer, which is slow: nothing out of bounds, no race
 	for tool in memcheck racecheck; do PYTHONPATH=src compute-sanitizer --tool $$tool --error-exitcode 1 \
