@@ -65,6 +65,7 @@ WINDOW = 2048
 IN_CUDNN = "torch's, with lse"  # cuDNN's or flash; the former is not used while a graph is recorded
 FLEX = 131_072  # tokens of the one size at which FlexAttention is compiled, which takes long
 BLOCK = 256  # tokens that are halved together
+ROUNDED = 8  # of more buckets one may be another, where rounding decides
 LOGITS_APART = 0.02  # of their length: what a classifier's rounding makes of its logits, in bytes too
 FULL = {
     "tokens": (32_768, 131_072, 171_000, 500_000),
@@ -401,9 +402,13 @@ def check_router(
     assert error < LOGITS_APART, f"the classifier's logits are {error:.1e} of their length off"
     runs, _ = visiting(query, by, sizes, edges, staged, probes)
     expected = reference_routing.visit(logits[0], sizes, edges, Limits(probes), staged)[0]
-    for head, both in enumerate(zip(runs.begin[0], expected.begin[0], strict=True)):
-        own, theirs = (set(begin.flatten().tolist()) for begin in both)
-        assert len(own ^ theirs) <= 2, f"head {head} visits other buckets than its logits say"  # but for a rounded one
+    for head in range(len(sizes)):
+        own, theirs = (
+            set(zip(x.begin[0, head].flatten().tolist(), x.length[0, head].flatten().tolist(), strict=True))
+            for x in (runs, expected)
+        )
+        rounded = 2 * (probes > ROUNDED)
+        assert len(own ^ theirs) <= rounded, f"head {head} visits {own - theirs}, and {theirs - own} were expected"
     parts = [Entries(past, segments=runs), Entries(window)]
     held_against(ours(query, past, window, runs=runs), query, parts, allowed(on.dtype))
 
@@ -452,8 +457,9 @@ def centred(on: Machine, count: int, centres: int) -> Iterator[dict[str, Any]]:
         few, wanted = points[0, :, :2000], min(centres, 100)
         found = kcenter.k_center(few[None], torch.full_like(counts, wanted))
         right = reference.k_center(few.double(), counts.new_full((HEADS,), wanted), few[..., 0] == few[..., 0])
-        same, wide = torch.equal(found.centres[0], right.centres), radius(few, right.centres)
-        assert same or (form and radius(few, found.centres[0]) < 1.001 * wide), "the same centres"
+        others, wide = int((found.centres[0] != right.centres).sum()), radius(few, right.centres)
+        fine = not others or (form and radius(few, found.centres[0]) < 1.001 * wide)
+        assert fine, f"{others} of {wanted} centres of each of {HEADS} heads are not those of float64"
         us = clock.times([partial(kcenter.k_center, points, counts)], graph=False)
         yield {"what": "k-center", "form": f"{centres} centres{form}", "tokens": count, "us": us}
 
@@ -541,9 +547,7 @@ def prompts(on: Machine, chunk: int, count: int, among: int) -> Iterator[dict[st
 def run(out: Path, dry: bool, only: Sequence[str] = ()) -> None:
     sizes = DRY if dry else FULL
     on = Machine(dry, sizes["rounds"])
-    assert attention.runs_on(on.device, on.dtype, GROUP, WIDTH), (
-        "kernels in Triton do not run here: the line above says why"
-    )
+    assert attention.runs_on(on.device), "kernels in Triton do not run here: the line above says why"
     out.mkdir(parents=True, exist_ok=True)
     copy = of_a_copy(on)
     best = copy["bytes"] / min(one["median"] for one in copy["us"].values())

@@ -200,6 +200,7 @@ def test_the_search_of_the_site_finds_its_worker_where_pages_are_files(tmp_path)
     (tmp_path / "work.js").write_text("addEventListener('message', ({data}) => postMessage(data + 1));")
     asks = "const worker = new Worker('work.js'); worker.postMessage(1);"
     asks += "worker.addEventListener('message', ({data}) => { data < 4 ? worker.postMessage(data) : note(data); });"
+    assert "polyfills: [iframe-worker.js]" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     shim = (ROOT / "docs" / "iframe-worker.js").read_text(encoding="utf-8")
     note = "const note = data => document.title = 'had ' + data;"
     (tmp_path / "page.html").write_text(f"<script>{shim}</script><body><script>{note} {asks}</script>")

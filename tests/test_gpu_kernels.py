@@ -5,7 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import kvsketch
 import test_contract
 from kvsketch.algorithms.draws import uniforms
 from kvsketch.attention import NO_MASS, Partial, WeightedTokens, merge, weighted_attention
@@ -375,8 +377,8 @@ def test_kernels_that_say_another_thing_than_torch_are_not_used(monkeypatch, cap
     monkeypatch.setattr(attention, "weighted_attention", lambda query, *a, **o: Partial(query, query[..., 0]))
     monkeypatch.setattr(gpu, "_found", {})
     monkeypatch.setattr(gpu, "_refused", set())
-    for _ in range(2):
-        assert not attention.runs_on(DEVICE, torch.float32, 1, 32)
+    assert not attention.runs_on(DEVICE)
+    assert not attention.runs_on(DEVICE)
     [said] = [record.getMessage() for record in caplog.records]
     assert said.startswith(
         "torch's own kernels are used, not those in Triton, which are faster: kernels.gpu.attention, "
@@ -394,7 +396,14 @@ def test_heads_that_no_kernel_is_made_for_are_torchs_and_reported_so(monkeypatch
     assert few_queries.name(DEVICE, torch.float32, 2, 288) == "torch"
     assert few_queries.name(DEVICE, torch.float32, attention.MOST_ROWS + 1, 32) == "torch"
     [said] = [record.getMessage() for record in caplog.records]
-    assert said.startswith("torch attends to heads of 288 numbers in torch.float32 on ")
+    assert said.startswith("torch attends to heads of 288 numbers in torch.float32, more slowly: ")
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    for width, named in ((288, "torch"), (32, "Triton")):
+        config = LlamaConfig(vocab_size=50, num_key_value_heads=1, head_dim=width, **shape)
+        model = LlamaForCausalLM(config).eval().to(DEVICE)
+        cache = kvsketch.prefill(model, torch.ones(1, 5, dtype=torch.long, device=DEVICE), kvsketch.make_cache(model))
+        assert cache.report().kernels == named
+        kvsketch.detach(model)
 
 
 @pytest.mark.parametrize(

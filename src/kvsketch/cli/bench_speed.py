@@ -36,7 +36,9 @@ Lengths = Annotated[str, typer.Option(help="Tokens that one layer holds, with co
 Methods = Annotated[
     str,
     typer.Option(
-        "--methods", "-m", help="Specs, with ; between; or all. What saap and heads='profile' want is made up."
+        "--methods",
+        "-m",
+        help="Specs, with ; between; or all (expected_attention apart). What saap and heads='profile' want is made up.",
     ),
 ]
 Heads = Annotated[int, typer.Option(min=1, max=MOST, help="KV heads of a layer.")]

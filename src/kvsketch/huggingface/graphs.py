@@ -266,9 +266,7 @@ def why_not(cache: Any) -> str | None:
     devices = {layer.held.window.keys.view.device for layer in sketch}
     if cache.model.divisions or len(devices) > 1:
         return "the model is spread over several devices"
-    windows = [layer.held.window for layer in sketch]
-    kinds = {(x.keys.view.device, x.keys.view.dtype, cache.model.group, x.width) for x in windows}
-    if any(kind[0].type == "cuda" and not in_triton.runs_on(*kind) for kind in kinds):
+    if any(device.type == "cuda" and not in_triton.runs_on(device) for device in devices):
         return "kernels in Triton do not run here, and what torch does in their place takes more memory so"
     for layer in sketch:
         only, config = layer.held.streams.only, layer.held.config

@@ -33,4 +33,4 @@ def name(device: torch.device, dtype: torch.dtype = torch.float32, group: int = 
         return "torch"
     if device.type == "cpu" and native.library() is not None:
         return native.name() if group <= in_c.MOST_QUERIES else "torch"
-    return "Triton" if in_triton.runs_on(device, dtype, group, width) else "torch"
+    return "Triton" if in_triton.does_steps(device, dtype, group, width) else "torch"

@@ -75,7 +75,8 @@ def works(
                 return False  # nothing can be tried while a graph is made
             wrong = find()
             if wrong is not None:
-                _say_once(f"{NOT_TRITON if triton else f'{what} is not used'}: {wrong.said}", wrong.reason)
+                said = f"{NOT_TRITON if triton else f'{what} is not used'}: {wrong.said}"
+                _say_once(said, wrong.reason if triton else None)
             _found[one, device] = wrong is None
         if not _found[one, device]:
             return False
@@ -129,7 +130,10 @@ def too_wide(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     """Whether heads are wider than kernels are made for, or than registers hold; said once, as torch takes longer."""
     if width <= MOST_WIDTH and not spills(device, dtype, 1, width):
         return False
-    _say_once(f"torch attends to heads of {width} numbers in {dtype} on {device}, for which no kernel is made")
+    _say_once(
+        f"torch attends to heads of {width} numbers in {dtype}, more slowly: kernels in Triton are made for "
+        f"{MOST_WIDTH} at most (steps in float32: {MOST_SINGLE_WIDTH})"
+    )
     return True
 
 

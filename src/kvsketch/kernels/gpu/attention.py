@@ -60,9 +60,16 @@ def attend(
     return gpu.tried(what, query.device, lambda: _attended(query, parts, heads, scale, softcap))
 
 
-def runs_on(device: torch.device, dtype: torch.dtype, group: int, width: int) -> bool:
-    """Whether the kernel does a model's steps on this device: so many queries of each KV head, and so wide."""
-    if not gpu.wanted_on(device) or group > MOST_ROWS or (device.type == "cpu" and dtype == gpu.NOT_INTERPRETED):
+def runs_on(device: torch.device) -> bool:
+    """Whether the kernel is used on this device, for what models compute in there."""
+    return gpu.works(WHAT, device, torch.bfloat16 if device.type == "cuda" else torch.float32, _check)
+
+
+def does_steps(device: torch.device, dtype: torch.dtype, group: int, width: int) -> bool:
+    """Whether it does a model's steps there: in such numbers, with so many queries of each KV head, and so wide."""
+    if not gpu.wanted_on(device) or dtype not in gpu.DTYPES or not 0 < group <= MOST_ROWS:
+        return False
+    if device.type == "cpu" and dtype == gpu.NOT_INTERPRETED:
         return False
     return not _is_too_much(device, dtype, group, width) and gpu.works(WHAT, device, dtype, _check)
 
