@@ -172,7 +172,7 @@ def test_where_memory_runs_out_a_cache_goes_on_or_says_that_it_cannot_and_gives_
             went_on += 1
         else:
             with pytest.raises(ValueError, match="failed half-way"):
-                model()(**given(cache, new))
+                model()(new, past_key_values=cache)
             broken += 1
         started = [layer for layer in cache.sketch_layers if layer.held.started]
         buffers = [layer.held.streams.all[0].window.values.buffer for layer in started]
