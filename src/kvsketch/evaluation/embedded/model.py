@@ -43,7 +43,7 @@ def _files(name: str) -> Iterator[Path]:
             raise
         except Exception as error:  # files can be broken in any way, and transformers says so in any words
             anew = (
-                ", or make it anew: kvsketch train-demo FOLDER (seven minutes of a GPU, or three hours), then copy the "
+                ", or make it anew: kvsketch train-demo FOLDER (seven minutes of a GPU, or two to three hours), then copy the "
                 f"files in FOLDER/model to {folder}, and run kvsketch fit and kvsketch profile"
             )
             raise ValueError(
