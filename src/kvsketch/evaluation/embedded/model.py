@@ -43,8 +43,8 @@ def _files(name: str) -> Iterator[Path]:
             raise
         except Exception as error:  # files can be broken in any way, and transformers says so in any words
             anew = (
-                ", or make it anew: kvsketch train-demo FOLDER (seven minutes of a GPU, or two to three hours), then copy "
-                f"the files in FOLDER/model to {folder}, and run kvsketch fit and kvsketch profile"
+                ", or make it anew: kvsketch train-demo FOLDER (seven minutes of a GPU, or two to three hours), then "
+                f"copy the files in FOLDER/model to {folder}, and run kvsketch fit and kvsketch profile"
             )
             raise ValueError(
                 f"{folder} should hold the model {name!r}, and cannot be loaded ({type(error).__name__}: "
