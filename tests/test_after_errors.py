@@ -135,7 +135,7 @@ def test_a_reading_that_is_interrupted_anywhere_goes_on_or_says_that_it_cannot(p
 
 
 class Full(TorchDispatchMode):
-    """Has no more memory from this operation on; counts them."""
+    """Counts operations, and has no memory for one of them."""
 
     def __init__(self, at=None):
         super().__init__()
@@ -174,11 +174,10 @@ def test_where_memory_runs_out_a_cache_goes_on_or_says_that_it_cannot_and_gives_
             with pytest.raises(ValueError, match="failed half-way"):
                 model()(new, past_key_values=cache)
             broken += 1
-        started = [layer for layer in cache.sketch_layers if layer.held.started]
-        buffers = [layer.held.streams.all[0].window.values.buffer for layer in started]
-        buffers += [layer.held.window.keys.buffer for layer in started]
+        windows = [layer.held.window for layer in cache.sketch_layers if layer.held.started]
+        buffers = [grown.buffer for window in windows for grown in (window.keys, window.values)]
         held = [weakref.ref(buffer) for buffer in buffers if buffer is not None]
-        del cache, started, buffers
+        del cache, windows, buffers
         gc.collect()
         assert not any(one() is not None for one in held)
     assert went_on > 0 < broken
