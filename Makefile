@@ -98,6 +98,7 @@ sanitized-gpu: ## tests of kernels on a GPU under compute-sanitizer, which is sl
 needle: $(VENV)/ready ## the needle map of docs/results.md
 	$(BIN)/kvsketch bench needle --lengths 500,1000,2000,4000 --depths 0,0.125,0.25,0.375,0.5,0.625,0.75,0.875,1 \
 		--samples 8 --asked after --dtype float32 --out needle-report
+	cp needle-report/needle-after.png docs/figures/needle.png
 
 answers: $(VENV)/ready ## all tasks, methods and lengths on the embedded model: an hour and a half on two cores
 	$(BIN)/python benchmarks/answers.py answers-report

@@ -1,8 +1,7 @@
-"""What methods do to the embedded model's answers: `python benchmarks/answers.py OUT [--longeval FOLDER]`.
+"""What methods do to the embedded model's answers: `python benchmarks/answers.py OUT`.
 
 Runs the benchmarks below into OUT, where an interrupted run goes on; then puts their means into
-docs/results/answers.jsonl, draws docs/figures/answers-*.png and prints the tables. LongEval's own files are run too if
-their folder is named.
+docs/results/answers.jsonl, draws docs/figures/answers-*.png and prints the tables.
 """
 
 import argparse
@@ -14,22 +13,19 @@ from pathlib import Path
 
 from common import RESULTS, published
 from kvsketch.cli.options import REPLY
-from kvsketch.evaluation.answers.pictures import draw_needles, draw_scores
+from kvsketch.evaluation.answers.pictures import draw_scores
 from kvsketch.evaluation.answers.summary import Mean, summarise
 from kvsketch.evaluation.results.rows import read_rows
 
 FIGURES = RESULTS.parent / "figures"
 SUMMARY = RESULTS / "answers.jsonl"
 KEEPS = (0.5, 0.25, 0.125)
-METHODS = ["exact", *(f"{name}(keep={keep})" for name in ("streaming_llm", "uniform") for keep in KEEPS)]
+FORMS = ("kvzip(keep={})", "keydiff(keep={}, heads='profile')", "streaming_llm(keep={})", "uniform(keep={})")
+METHODS = ["exact", *(form.format(keep) for form in FORMS for keep in KEEPS)]
 LOOKED_UP = {
     "lines": ["lines"],
     "infinite": ["passkey", "kv"],
     "ruler": ["niah_single", "niah_multikey", "niah_multiquery"],
-}
-OTHERS = {
-    "infinite": ["number_string", "math_find"],
-    "ruler": ["niah_multikey_dense", "niah_multivalue", "vt", "cwe", "fwe"],
 }
 LENGTHS = (1000, 2000, 4000)
 PLANNED: list[tuple[Path, list[str]]] | None = None  # where benchmarks are only to be noted: see `at_once.py`
@@ -45,45 +41,29 @@ def bench(suite: str, out: Path, *options: object) -> None:
     subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL)
 
 
-def run(out: Path, longeval: Path | None) -> None:
-    every = ("--methods", "; ".join(METHODS), "--batch", 25)
-    short = ("--max-new-tokens", REPLY)  # a model that found nothing would go on to 128
-    exact = ("--methods", "exact", "--asked", "before")
-    for file in [] if longeval is None else sorted(longeval.glob("*_lines.jsonl*")):
-        bench("lines", out, "--cases", file, *every)
+def run(out: Path, samples: int) -> None:
+    given = ("--methods", "; ".join(METHODS), "--samples", samples, "--batch", 25)
     for length in LENGTHS:
         for suite, tasks in LOOKED_UP.items():
-            options = (*every, *short) if suite == "ruler" else every
-            bench(suite, out, "--tasks", ",".join(tasks), "--lengths", length, *options)
-    depths = ",".join(f"{i / 8}" for i in range(9))
-    few = ("--methods", "exact; streaming_llm(keep=0.25); uniform(keep=0.25)", "--asked", "after", "--samples", 8)
-    bench("needle", out, *few, "--depths", depths, "--lengths", "500,1000,2000,4000")
-    for suite, tasks in OTHERS.items():
-        bench(suite, out, "--tasks", ",".join(tasks), *exact, "--samples", 100, "--lengths", "1000,2000,4000")
-    for suite, tasks in LOOKED_UP.items():
-        options = (*exact, *(short if suite == "ruler" else ()), "--samples", 50, "--lengths", 8000, "--batch", 5)
-        bench(suite, out, "--tasks", ",".join(tasks), *options)
+            short = ("--max-new-tokens", REPLY) if suite == "ruler" else ()  # what finds nothing would go on to 128
+            bench(suite, out, "--tasks", ",".join(tasks), "--lengths", length, *given, *short)
 
 
 def sum_up(out: Path) -> None:
-    means = sum_up_into(SUMMARY, out, "answers", [name for tasks in LOOKED_UP.values() for name in tasks])
-    print_exact([mean for mean in means if mean.method == "exact" and mean.asked == "before" and mean.task != "needle"])
-    methods = list(dict.fromkeys(mean.method for mean in means))
-    for asked in ("before", "after"):
-        tasks = {mean.task for mean in means if mean.method != "exact"} - {"needle"}
-        print_table([mean for mean in means if mean.asked == asked and mean.task in tasks], methods)
+    means = sum_up_into(SUMMARY, out)
+    for picture in draw_scores(means, out):
+        picture.path.rename(FIGURES / f"answers-{picture.path.name}")
+    for asked in ("after", "before"):
+        print_table({(mean.task, mean.length, mean.method): mean for mean in means if mean.asked == asked}, asked)
 
 
-def sum_up_into(summary: Path, out: Path, name: str, compared: list[str]) -> list[Mean]:
-    """Write the means, and what an earlier summary has beside them; draw those of the tasks that are compared."""
+def sum_up_into(summary: Path, out: Path) -> list[Mean]:
+    """Write the means, and what an earlier summary has beside them."""
     runs, rows = read_rows(out / "rows.jsonl")
     if not rows:
         raise SystemExit(f"there are no rows in {out / 'rows.jsonl'}: nothing to sum up")
     runs, means = add_to_earlier(summary, runs, summarise(rows))
     write_means(summary, runs, means)
-    shown = [mean for mean in means if mean.task in compared and mean.length <= max(LENGTHS)]
-    for picture in [*draw_scores(shown, out), *draw_needles(rows, out)]:
-        picture.path.rename(FIGURES / f"{name}-{picture.path.name}")
     return means
 
 
@@ -111,42 +91,25 @@ def _cell(mean: Mean) -> tuple[str, str, int, str]:
     return mean.task, mean.asked, mean.length, mean.method
 
 
-def print_exact(means: list[Mean]) -> None:
-    """The model's own accuracy: tasks down, lengths across."""
-    ready = [mean for mean in means if ":" in mean.task]
-    made = [mean for mean in means if ":" not in mean.task]
-    lengths = sorted({mean.length for mean in made})
-    print("| task |", " | ".join(f"{length:,} tokens" for length in lengths), "|")
-    print("|---|" + "---|" * len(lengths))
-    for task in dict.fromkeys(mean.task for mean in made):
-        by_length = {mean.length: mean for mean in made if mean.task == task}
-        cells = [f"{by_length[n]} ({by_length[n].count})" if n in by_length else "" for n in lengths]
-        print(f"| {task} |", " | ".join(cells), "|")
-    for mean in ready:
-        print(f"\n{mean.task}: {mean} ({mean.count} cases, up to {mean.length:,} tokens)")
-
-
-def print_table(means: list[Mean], methods: list[str]) -> None:
-    """Methods compared: tasks and lengths down, methods across."""
-    print("\n| task | tokens | n |", " | ".join(f"`{method}`" for method in methods), "|")
-    print("|---|---|---|" + "---|" * len(methods))
-    order = list(dict.fromkeys(mean.task for mean in means))
-    by_cell = {(mean.task, mean.length, mean.method): mean for mean in means}
-    for task, length in sorted({cell[:2] for cell in by_cell}, key=lambda cell: (order.index(cell[0]), cell[1])):
-        cells = [by_cell.get((task, length, method)) for method in methods]
-        if sum(cell is not None for cell in cells) > 1:
-            first = next(cell for cell in cells if cell)
-            print(
-                f"| {task} | {first.tokens:,.0f} | {first.count} |", " | ".join(str(cell or "") for cell in cells), "|"
-            )
+def print_table(means: dict[tuple[str, int, str], Mean], asked: str) -> None:
+    """Tasks and lengths down, budgets across; in each cell the methods in their order."""
+    print(f"\nQuestion known {asked} compression; " + ", ".join(form.partition("(")[0] for form in FORMS))
+    print("| | tokens | n | all held |", " | ".join(f"{keep:g}" for keep in KEEPS), "|")
+    print("|---|---|---|---|" + "---|" * len(KEEPS))
+    for task, length in dict.fromkeys(cell[:2] for cell in means):
+        cells = [[METHODS[0]], *([form.format(keep) for form in FORMS] for keep in KEEPS)]
+        held = [[means.get((task, length, method)) for method in methods] for methods in cells]
+        shown = (" / ".join(f"{mean.score:.2f}" if mean else "" for mean in some) for some in held)
+        first = next(mean for some in held for mean in some if mean)
+        print(f"| `{task}` | {first.tokens:,.0f} | {first.count} |", " | ".join(shown), "|")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--longeval", type=Path)
+    parser.add_argument("--samples", type=int, default=50)
     parser.add_argument("--only-sum-up", action="store_true")
     given = parser.parse_args()
     if not given.only_sum_up:
-        run(given.out, given.longeval)
+        run(given.out, given.samples)
     sum_up(given.out)

@@ -1,7 +1,7 @@
 """Lines and needles with BalanceKV, plain, augmented and faithful: `python benchmarks/balanced_answers.py OUT`.
 
-Runs the benchmarks into OUT, where an interrupted run goes on; then puts their means into docs/results/balanced.jsonl,
-draws docs/figures/balanced-*.png and prints a table.
+Runs the benchmarks into OUT, where an interrupted run goes on; then puts their means into docs/results/balanced.jsonl
+and prints a table.
 """
 
 import argparse
@@ -37,4 +37,4 @@ if __name__ == "__main__":
         tasks = ",".join(task for task in TASKS if TASKS[task] == suite)
         options = ("--lengths", 2000, "--samples", 100, "--batch", 20, "--max-new-tokens", 32)
         bench(suite, out, "--tasks", tasks, "--methods", "; ".join(METHODS), *options)
-    print_table(sum_up_into(RESULTS / "balanced.jsonl", out, "balanced", list(TASKS)))
+    print_table(sum_up_into(RESULTS / "balanced.jsonl", out))

@@ -1,7 +1,7 @@
 """What clustering keeps of the embedded model's answers: `python benchmarks/clustering.py OUT`.
 
 Needles in noise. Runs the benchmarks below into OUT, where an interrupted run goes on; then puts their means into
-docs/results/clustering.jsonl, draws docs/figures/clustering-*.png and prints the tables.
+docs/results/clustering.jsonl and prints the tables.
 """
 
 import argparse
@@ -63,4 +63,4 @@ if __name__ == "__main__":
         if given.only in (None, f"needles-{length}"):
             run_needles(given.out, length)
     if given.only in (None, "none"):
-        print_tables(sum_up_into(SUMMARY, given.out, "clustering", [*NEEDLES[2000][0]]))
+        print_tables(sum_up_into(SUMMARY, given.out))

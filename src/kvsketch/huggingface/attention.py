@@ -2,27 +2,24 @@
 
 A layer's `update` returns the new keys with a link to the layer's cache; the attention function
 follows it, so a query is answered from that cache and nothing has to be kept beside the call. Keys
-without a link (sliding layers, other caches, no cache) get ordinary attention, equal to stock.
+without a link (sliding layers, other caches, no cache) get ordinary attention, equal to stock (`ordinary.py`).
 """
 
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from kvsketch.attention import Partial, WeightedTokens, merge
+from kvsketch.attention import Partial
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.query import Query
 from kvsketch.caches.core.tokens import NewTokens, Unrotated, ranks_of_latest
-from kvsketch.huggingface.frequencies import GUARD
-from kvsketch.kernels.weighted_attention import reference
+from kvsketch.huggingface.autocast import as_autocast, without_autocast
+from kvsketch.huggingface.ordinary import as_output, ordinary_attention, with_sinks
 
 ATTENTION_NAME = "kvsketch"  # must not contain "flash": transformers looks for that word
 # What some models hand to their attention that changes its answer, and neither we nor torch's own attention know.
@@ -145,33 +142,16 @@ def attention(
     query, key, value = (as_autocast(x) for x in (query, key, value))
     with without_autocast(query):
         if layer is None:
-            return _stock_attention(module, query, key, value, attention_mask, dropout, scale, softcap, s_aux, kwargs)
+            return ordinary_attention(module, query, key, value, attention_mask, dropout, scale, softcap, s_aux, kwargs)
         new = NewTokens(key, value, _valid(attention_mask, query, layer.held.seen), unrotated)
         if not torch.compiler.is_compiling():
             layer.check_positions_once(kwargs.get("position_ids"), new)
         lse = s_aux is not None or layer.watcher is not None
         part = layer.read(query, new, scale, softcap, lse=lse, sinks=s_aux)
-        part = _with_sinks(part, s_aux)
+        part = with_sinks(part, s_aux)
         if layer.watcher is not None:
             layer.watcher(Query(query, scale, softcap, ranks=ranks_of_latest(new, layer.held.lengths)), part)
-        return _output(part, query), None
-
-
-def autocast_of(device: torch.device) -> torch.dtype | None:
-    """The precision of `torch.autocast`; None outside of it."""
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-
-
-def as_autocast(x: Tensor) -> Tensor:
-    """As stock's attention would take it: under `torch.autocast` keys come in another precision than values."""
-    wanted = autocast_of(x.device)
-    return x if wanted is None or x.dtype == torch.float64 else x.to(wanted)
-
-
-def without_autocast(like: Tensor) -> AbstractContextManager[Any]:
-    """Where the precision is what the tensors have: what is held must not depend on who asks for it."""
-    kind = like.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+        return as_output(part, query), None
 
 
 def check_not_empty(count: int) -> None:
@@ -227,96 +207,3 @@ def _valid(attention_mask: Tensor | None, query: Tensor, seen: int) -> Tensor | 
         return None  # a step of decoding brings a real token; to look would break the graph
     valid = attention_mask[:, -new:]
     return None if bool(valid.all()) else valid
-
-
-def _with_sinks(part: Partial, s_aux: Tensor | None) -> Partial:
-    """A learned sink (gpt-oss), where there is one, is one more set, with mass and no value."""
-    if s_aux is None:
-        return part
-    sinks = s_aux.float()[None, :, None].expand(part.lse.shape)
-    return merge(part, Partial(torch.zeros_like(part.out), sinks))
-
-
-def _output(part: Partial, query: Tensor) -> Tensor:
-    """The answer as transformers wants it."""
-    return part.out.to(query.dtype).transpose(1, 2).contiguous()
-
-
-def _stock_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float,
-    scale: float,
-    softcap: float | None,
-    s_aux: Tensor | None,
-    kwargs: dict[str, Any],
-) -> tuple[Tensor, None]:
-    """Ordinary attention over the keys that came, as stock computes it."""
-    queries, count = query.shape[2], key.shape[2]
-    guard = getattr(module, GUARD, None)
-    if guard is not None:
-        guard.check_not_dropped(count)
-    causal = kwargs.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else causal
-    partly_new = attention_mask is None and causal and 1 < queries < count  # a chunk after an ordinary cache
-    if partly_new or (attention_mask is not None and attention_mask.ndim == 2):
-        if attention_mask is not None:  # of all tokens, where a layer may have the latest alone
-            attention_mask = attention_mask[:, -count:]
-        attention_mask = _mask_of_all_keys(query, count, attention_mask)
-    if attention_mask is not None and attention_mask.shape[-1] != count:
-        raise ValueError(
-            f"the attention mask {tuple(attention_mask.shape)} is not for the {count} keys of this layer: a model with "
-            "sliding layers and a kvsketch cache takes a 2-D padding mask, rows × tokens"
-        )
-    if softcap is None and s_aux is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scale, **kwargs)
-    if attention_mask is None and causal and queries > 1:
-        at = torch.arange(count, device=query.device)
-        attention_mask = (at[count - queries :, None] >= at)[None, None]
-    if dropout or (attention_mask is not None and attention_mask.is_floating_point()):
-        return _eager_attention(query, key, value, attention_mask, dropout, scale, softcap, s_aux), None
-    part = reference.attend(query, WeightedTokens(key, value), scale, visible=attention_mask, softcap=softcap)
-    return _output(_with_sinks(part, s_aux), query), None
-
-
-def _eager_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float,
-    scale: float,
-    softcap: float | None,
-    s_aux: Tensor | None,
-) -> Tensor:
-    """With all weights in memory: where some are dropped, in training, or where a mask is added to logits."""
-    group = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
-    logits = query @ key.transpose(2, 3) * scale
-    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    if attention_mask is not None and attention_mask.dtype == torch.bool:
-        logits = logits.masked_fill(~attention_mask, torch.finfo(logits.dtype).min)
-    elif attention_mask is not None:
-        logits = logits + attention_mask
-    if s_aux is not None:
-        logits = torch.cat([logits, s_aux.to(logits.dtype)[None, :, None, None].expand(*logits.shape[:3], 1)], 3)
-    weights = logits.softmax(3, dtype=torch.float32)[..., : key.shape[2]].to(value.dtype)
-    return (F.dropout(weights, dropout) @ value).transpose(1, 2).contiguous()
-
-
-def _mask_of_all_keys(query: Tensor, count: int, padding: Tensor | None) -> Tensor | None:
-    """Stock's mask of new queries for `count` keys that end with their own."""
-    rows, _, new, _ = query.shape
-    return sdpa_mask(
-        rows,
-        new,
-        count,
-        count - new,
-        0,
-        attention_mask=padding,
-        allow_is_causal_skip=False,
-        device=query.device,
-    )

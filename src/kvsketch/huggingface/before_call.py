@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvsketch.caches.core.storage import fetched
-from kvsketch.huggingface.attention import autocast_of
+from kvsketch.huggingface.autocast import autocast_of
 from kvsketch.huggingface.layer import SketchLayer
 from kvsketch.huggingface.layers import LayerStack
 from kvsketch.huggingface.modules import attention_modules

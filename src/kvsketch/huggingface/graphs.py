@@ -26,7 +26,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
-from kvsketch.huggingface.attention import autocast_of, check_mask
+from kvsketch.huggingface.attention import check_mask
+from kvsketch.huggingface.autocast import autocast_of
 from kvsketch.huggingface.cuda import CudaGraphs, Graphs, NotRecordedError
 from kvsketch.huggingface.layer import SketchLayer
 from kvsketch.huggingface.supported import unwrapped

@@ -12,7 +12,8 @@ from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.query import Query
 from kvsketch.caches.core.tokens import NewTokens, Unrotated
 from kvsketch.huggingface import stock
-from kvsketch.huggingface.attention import as_autocast, link, without_autocast
+from kvsketch.huggingface.attention import link
+from kvsketch.huggingface.autocast import as_autocast, without_autocast
 from kvsketch.huggingface.model import ModelLink
 from kvsketch.huggingface.positions import Positions
 from kvsketch.huggingface.rotation import WATCH, BeforeRotation
