@@ -7,7 +7,7 @@ import torch
 
 from kvsketch.caches.core.asking import CONTEXT, LAST, SUM, WINDOW, Asking
 from kvsketch.caches.core.chooser import MASS, Chooser
-from kvsketch.caches.forgetting.scored import ByAttention, NotedConfig
+from kvsketch.caches.forgetting.noted import ByAttention, NotedConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvsketch.caches.core.asking import MAX, SECOND
 from kvsketch.caches.core.chooser import Chooser
 from kvsketch.caches.core.shares import THRESHOLD
-from kvsketch.caches.forgetting.scored import Pooled, QueriesConfig
+from kvsketch.caches.forgetting.noted import Pooled, QueriesConfig
 
 TELLS = 0.7  # a weight below that says how much a token matters
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvsketch.caches.core.asking import MEAN
 from kvsketch.caches.core.chooser import Chooser
 from kvsketch.caches.core.shares import PYRAMID
-from kvsketch.caches.forgetting.scored import Pooled, QueriesConfig
+from kvsketch.caches.forgetting.noted import Pooled, QueriesConfig
 
 
 @dataclass(frozen=True, kw_only=True)

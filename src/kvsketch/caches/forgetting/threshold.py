@@ -12,7 +12,7 @@ from kvsketch.caches.core.budget import Budget, most_share
 from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.shares import THRESHOLD, filled
-from kvsketch.caches.forgetting.scored import ByAttention, NotedConfig
+from kvsketch.caches.forgetting.noted import ByAttention, NotedConfig
 from kvsketch.kernels.distances import rounded
 
 ROUNDING = 1e-6  # of an entry: a number of them must not become one less

@@ -1,0 +1,159 @@
+"""Methods that keep the tokens to which queries gave most of their attention.
+
+It was noted while queries were answered (`caches/core/asking.py`), and comes with a token when it leaves the window:
+such a score stays what it was, and scores of different origin do not compete.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from kvsketch.caches.core.asking import CONTEXT, QUESTIONS, SECOND, WINDOW, Asking
+from kvsketch.caches.core.budget import Budget
+from kvsketch.caches.core.checks import check_choice, check_count
+from kvsketch.caches.core.chooser import Held, Kept, Pool
+from kvsketch.caches.core.tokens import Arriving
+from kvsketch.caches.forgetting.residual import tokens_kept
+from kvsketch.caches.forgetting.scored import Best, ScoredConfig
+
+OBSERVED = 32  # queries of a call, if it is its last ones that are asked
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotedConfig(ScoredConfig):
+    """A method that goes by what queries gave tokens of their attention."""
+
+    comparable: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueriesConfig(NotedConfig):
+    """One that any queries can be asked for: which is an option, apart from what it makes of their attention."""
+
+    noted: ClassVar[str]  # of all weights that a token gets
+
+    queries: str = WINDOW
+    observed: int = OBSERVED
+    pooled: int = 5  # tokens whose scores are averaged, where neighbours count
+
+    def __post_init__(self) -> None:
+        check_choice("queries", self.queries, (WINDOW, CONTEXT, SECOND, QUESTIONS))
+        check_count("observed", self.observed, least=1)
+        check_count("pooled", self.pooled, least=1)
+        if self.pooled % 2 == 0:
+            raise ValueError(f"pooled must be odd, a token and as many on each side, got {self.pooled}")
+        if self.queries != WINDOW and self.observed != OBSERVED:
+            raise ValueError(
+                f"observed={self.observed} says how many of the last queries are asked, and queries={self.queries!r} "
+                f"asks others: leave it out, or say queries={WINDOW!r}"
+            )
+        super().__post_init__()
+
+    @property
+    def asking(self) -> Asking:
+        return Asking(self.queries, self.noted, self.observed if self.queries == WINDOW else 0)
+
+    @property
+    def holds_back(self) -> bool:
+        return self.asking.behind or super().holds_back
+
+
+class Part(NamedTuple):
+    """Tokens whose scores are compared with each other."""
+
+    came: int
+    there: int  # entries of them
+    closed: bool  # whether no later token joins
+
+
+class ByAttention(Best):
+    """By the attention that tokens got: as noted when they leave the window, and as is declared about entries."""
+
+    bits: ClassVar[int] = 16
+    column: ClassVar[str]  # what is declared about entries
+    precision: ClassVar[torch.dtype] = torch.float32
+
+    def __init__(self, config: NotedConfig) -> None:
+        super().__init__(config)
+        assert config.asking is not None, "somebody has to be asked"
+        self.asking: Asking = config.asking
+        self.per_entry = {**self.per_entry, self.column: self.precision}
+
+    def arriving(self, notes: Int64[Tensor, "*l n t"]) -> Float[Tensor, "*l n"]:
+        """The scores of tokens that leave the window together."""
+        return self.asking.score(notes)
+
+    def scores(self, pool: Pool, per_lane: dict[str, Tensor], new: Arriving) -> Float[Tensor, "l n"]:
+        return pool.per_entry[self.column].double()
+
+    def pool(self, held: Held, new: Arriving) -> Pool:
+        pool = super().pool(held, new)
+        assert new.notes is not None, "tokens come with notes"
+        pool.per_entry[self.column][:, held.count :] = self.arriving(new.notes)
+        return pool
+
+    def check(self, held: Held, count: int, budget: Budget) -> None:
+        super().check(held, count, budget)
+        score = held.per_entry[self.column]
+        if not bool((score.isfinite() & (score >= 0)).all()):
+            raise ValueError("scores that are none")
+
+
+class Noted(ByAttention):
+    """By the score that tokens came with.
+
+    A prompt, or any call of a few hundred tokens, is a part of its own, and so is what comes between such calls: the
+    parts share the room in proportion to their lengths. What an earlier part does not use, the last one has.
+    """
+
+    column = "score"
+    shared = ("parts",)
+
+    def parts(self, held: Held, new: Arriving, budget: Budget) -> list[Part]:
+        """What there is to choose from, part by part."""
+        parts = [Part(*part) for part in held.numbers.get("parts", [])]
+        window = self.config.seen_when(budget, new.after) - new.after - self.config.sinks
+        long = new.count > window and not new.few
+        closed = long or (not new.before and new.count > self.config.leaving)
+        if parts and not closed and not parts[-1].closed:
+            last = parts.pop()
+            return [*parts, Part(last.came + new.count, last.there + new.count, False)]
+        return [*parts, Part(new.count, new.count, closed)]
+
+    def choose(self, held: Held, new: Arriving, budget: Budget) -> Kept:
+        parts, room = self.parts(held, new, budget), self.room(held, new, budget)[0]
+        rooms = [min(part.there, room * part.came // new.after) for part in parts[:-1]]
+        rooms.append(room - sum(rooms))
+        there = [part.there for part in parts]
+        kept = self.best_of(held, new, budget, list(zip(there, rooms, strict=True)))
+        now = [[part.came, min(part.there, own), part.closed] for part, own in zip(parts, rooms, strict=True)]
+        return replace(kept, numbers=kept.numbers | {"parts": now})
+
+    def check(self, held: Held, count: int, budget: Budget) -> None:
+        super().check(held, count, budget)
+        parts: Any = held.numbers["parts"]
+        right = isinstance(parts, list) and all(
+            isinstance(part, list) and [type(x) for x in part] == [int, int, bool] and 0 <= part[1] <= part[0]
+            for part in parts
+        )
+        tokens = tokens_kept(held)
+        if not right or sum(part[0] for part in parts) != count or sum(part[1] for part in parts) != tokens:
+            raise ValueError(f"parts {parts!s:.60} of {count} tokens and {held.count} entries")
+
+
+class Pooled(Noted):
+    """A method in which the neighbours of a token count too."""
+
+    def __init__(self, config: QueriesConfig) -> None:
+        super().__init__(config)
+        self.pooled = config.pooled
+
+    def averaged(self, scores: Float[Tensor, "*l n"], *, zeros: bool) -> Float[Tensor, "*l n"]:
+        """Over each token and those beside it, of those that leave together; beyond them are zeros, or nothing."""
+        if not scores.shape[-1]:
+            return scores
+        return F.avg_pool1d(scores, self.pooled, stride=1, padding=self.pooled // 2, count_include_pad=zeros)
