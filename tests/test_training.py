@@ -42,7 +42,8 @@ from kvsketch.evaluation.embedded.training.recipe import (
     Progress,
     Recipe,
 )
-from kvsketch.evaluation.embedded.training.start import Shape, start_model
+from kvsketch.evaluation.embedded.training.shape import Shape
+from kvsketch.evaluation.embedded.training.start import start_model
 from kvsketch.evaluation.embedded.training.tokenizer import alike, build_tokenizer
 from kvsketch.evaluation.embedded.training.train import _wanted, train
 from kvsketch.evaluation.tasks import TASKS, WORDINGS, Question, Setting

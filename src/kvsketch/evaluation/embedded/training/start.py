@@ -6,17 +6,19 @@ attends to the token h + 1 back, and copies the first part of its code into a sl
 matching heads: a query made of the codes at some offsets meets keys made, through the same random projection, of the
 codes at others, so that a token is found that came behind what is at hand, and its code is handed to the output. One
 links: where a value begins, to those before it under its name. Layer 2 starts with heads for what takes two steps: the
-value of a name that comes after the one last said, and chains of variables. All weights can change.
+value of a name that comes after the one last said, and chains of variables. All weights can change. Heads of layers 1
+and 2 are made in `heads.py`; which slice is for what says `shape.py`.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from kvsketch.evaluation.embedded.training.heads import chain_heads, matching_heads
+from kvsketch.evaluation.embedded.training.shape import COMPARED, MARKED, Shape
 from kvsketch.evaluation.embedded.training.tokenizer import (
     ASSIGNED,
     BEGIN,
@@ -29,108 +31,7 @@ from kvsketch.evaluation.embedded.training.tokenizer import (
 )
 
 SHIFT = 8.0  # size of the constant keys and queries of the shift heads: enough for one offset to take it all
-SLOW, FAST = 3e-4, 6e-3  # turns from one token to the next: slower pairs match at any distance, those between tell it
-PREFERENCE = 9.0  # size of constants that prefer early or late tokens: matters among those that match alike
-LOUD = 10.0  # how much stronger than others a query is that a single token calls for
-FOLLOWED, NAMED, NEXT = 1.0, 0.67, 0.33  # how loud what came behind the tokens at hand is, behind a name, and in a list
-READ, QUIET = 0.9, 0.33  # how loud all of them are, and what later layers say at first
-NEARER = (1.0, 1.0, 1.0, 1.0, 0.7, 0.6, 0.5)  # what came before a name differs, where the name is the same
-SHARPNESS = 2.8  # size of the projections that match: enough for a name of two tokens to stand out among thousands
-MARKED = 5.0  # size of the mark of the first token, and of those of places
-
-# Several values of a name, one after another. First, which were before one, and what was said last.
-BEFORE = 5  # the offset whose slice tells the values before one, from layer 1 on
-COMPARED = 11  # numbers of a code by which these are compared with what was said last
-LINKED, LATER = 3.0, 6.0  # how loud they are, and how much nearer ones matter more
-ALONE = 13.0  # size of query and key by which the first token is found where there is no value before
-SAYING, SAID = 9.0, 3.0  # size of query and key by which places are found, and how loud what stands before them is
-NEAR, NEARNESS = (0.015, 0.05), 15.0  # the turns that tell nearer places from those before, and how much that matters
-# Then the next value: how much names, the colon, values before and none of them matter; and how loud it is.
-SAME_NAME, SAME_COLON, SAME_VALUE, NO_VALUE = 2.0, 28.0, 3.0, 20.0
-NOTHING = 29.0  # size of query and key by which the first token is found where there is no next value
-LISTED = 2.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """The sizes of the model."""
-
-    hidden: int = 256
-    heads: int = 8
-    kv_heads: int = 4
-    head_dim: int = 64
-    layers: int = 4
-    intermediate: int = 512
-    theta: float = 1e9  # so large that most pairs of dimensions hardly turn over a long document
-    offsets: int = 7  # tokens that layer 0 looks back
-    code: int = 18  # dimensions of a token's code that it is matched by: slices for it, each offset, and what is found
-    rest: int = 38  # those that only tell which token it is: slices for it and what is found
-
-    def __post_init__(self) -> None:
-        if self.layers < 3 or self.kv_heads != 4 or not len(NEARER) == self.offsets <= self.heads:
-            raise ValueError(
-                f"the start needs 3 layers or more, 4 KV heads, {len(NEARER)} offsets and a head for each, got "
-                f"{self.layers}, {self.kv_heads}, {self.offsets} and {self.heads}"
-            )
-        if self.one >= self.hidden or self.code + self.rest > self.head_dim:
-            raise ValueError(
-                f"codes of {self.code} and {self.rest} numbers, and what goes with them take {self.one + 1} dimensions "
-                f"where there are {self.hidden}, and {self.code + self.rest} of a head, which has {self.head_dim}"
-            )
-
-    @property
-    def group(self) -> int:
-        """Query heads of a KV head."""
-        return self.heads // self.kv_heads
-
-    def at(self, offset: int) -> slice:
-        """The slice of the code of the token so many back."""
-        return slice(offset * self.code, (offset + 1) * self.code)
-
-    @property
-    def found(self) -> slice:
-        """The slice of the code of the token that is expected next."""
-        return self.at(self.offsets + 1)
-
-    @property
-    def own_rest(self) -> slice:
-        """The slice of the rest of a token's own code."""
-        return slice(self.found.stop, self.found.stop + self.rest)
-
-    @property
-    def found_rest(self) -> slice:
-        """The slice of the rest of the code of the token that is expected next."""
-        return slice(self.own_rest.stop, self.own_rest.stop + self.rest)
-
-    @property
-    def value(self) -> slice:
-        """The slice of some of the code of the value that was said last."""
-        return slice(self.found_rest.stop, self.found_rest.stop + COMPARED)
-
-    @property
-    def said(self) -> slice:
-        """The slice that tells the place that was said last."""
-        return slice(self.value.stop, self.value.stop + len(PLACES))
-
-    @property
-    def share(self) -> int:
-        """The dimension that tells, where a value begins, whether none of its name was before it."""
-        return self.said.stop
-
-    @property
-    def mark(self) -> int:
-        """The dimension that tells the first token."""
-        return self.share + 1
-
-    @property
-    def one(self) -> int:
-        """The dimension that is the same for all tokens."""
-        return self.mark + 1
-
-    @property
-    def turns(self) -> Tensor:
-        """By how much each pair of dimensions turns from one token to the next."""
-        return self.theta ** (-torch.arange(0, self.head_dim, 2).float() / self.head_dim)
+READ, QUIET = 0.9, 0.33  # how loud all that was found is, and what later layers say at first
 
 
 def start_model(tokenizer: PreTrainedTokenizerFast, *, shape: Shape, seed: int = 0) -> LlamaForCausalLM:
@@ -162,8 +63,8 @@ def start_model(tokenizer: PreTrainedTokenizerFast, *, shape: Shape, seed: int =
         known = {
             text: codes[token_of(tokenizer, text), : shape.code] for text in (ASSIGNED, NEEDLE, SEVERAL, VALUE, *PLACES)
         }
-        _matching_heads(model.model.layers[1], known, codes[first], _size_after_shifts(model, first), shape)
-        _chain_heads(model.model.layers[2], known, codes[first], shape)
+        matching_heads(model.model.layers[1], known, codes[first], _size_after_shifts(model, first), shape)
+        chain_heads(model.model.layers[2], known, codes[first], shape)
         _read_what_was_found(model, shape, codes)
     return model
 
@@ -229,188 +130,6 @@ def _size_after_shifts(model: LlamaForCausalLM, first: int) -> float:
     """What a layer's norm divides the first token by, behind the shift heads."""
     hidden = model.model(torch.tensor([[first]]), output_hidden_states=True).hidden_states[1]
     return float(hidden.square().mean().sqrt())
-
-
-def _matching_heads(layer: Any, known: Mapping[str, Tensor], code: Tensor, size: float, shape: Shape) -> None:
-    """KV heads that find what came behind what is at hand, what behind a name, the next name of a list; one links."""
-    attention = layer.self_attn
-    for projection in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
-        projection.weight.mul_(0.02)
-    follows = [(offset, offset + 1, weight) for offset, weight in zip(range(shape.offsets), NEARER, strict=True)]
-    named = [(0, 1, 0.5), (1, 2, 0.5), (2, 3, 2.0), (3, 4, 2.0)]  # what came behind a name of two tokens, and two more
-    listed = [(0, 1, 1.0), (6, 2, 1.0), (7, 3, 1.0)]  # the name before the last number, and what came after it
-    _match(attention, 0, follows, shape)
-    _hand_on_token(attention, 0, shape, gain=FOLLOWED)
-    _match(attention, 1, named, shape)
-    _hand_on_token(attention, 1, shape, gain=NAMED)
-    projections = _match(attention, 2, listed, shape)
-    _begin_list(attention, 2, projections[0], known, shape)
-    _hand_on_token(attention, 2, shape, gain=NEXT)
-    _link(attention, 3, size, shape)
-    _say_nothing(attention, 3, code[: shape.code], shape)
-
-
-def _chain_heads(layer: Any, known: Mapping[str, Tensor], first: Tensor, shape: Shape) -> None:
-    """One KV head finds a name's next value, one goes on in a chain of variables, one finds its first variable."""
-    attention, kv = layer.self_attn, 3 * shape.head_dim
-    wide = kv * shape.group
-    for weight in (attention.q_proj.weight[:wide], attention.k_proj.weight[:kv], attention.v_proj.weight[:kv]):
-        weight.mul_(0.02)
-    attention.o_proj.weight[:, :wide].mul_(0.02)
-    # the value of the name at hand that comes after the one last said
-    _next_value(attention, 0, known[VALUE], shape)
-    _hand_on_token(attention, 0, shape, gain=LISTED)
-    _say_nothing(attention, 0, first, shape)
-    _match(attention, 1, [(0, 0, 1.0), (1, 1, 0.5)], shape)  # the variable last said, where another one is set to it
-    _expect(attention, 1, 2, known[ASSIGNED], shape)
-    _hand_on(attention, 1, shape.at(3), shape.found, shape)
-    _match(attention, 2, [(3, 0, 1.0), (4, 1, 1.0)], shape)  # the number that was asked for, where a variable is it
-    _expect(attention, 2, 3, known[ASSIGNED], shape)
-    _hand_on(attention, 2, shape.at(4), shape.found, shape)
-
-
-def _match(attention: Any, kv_head: int, pairs: Sequence[tuple[int, int, float]], shape: Shape) -> list[Tensor]:
-    """Queries of a KV head's group meet its keys where tokens at offsets agree, each pair with its weight."""
-    return _meet(attention, kv_head, [(shape.at(asked), shape.at(has), weight) for asked, has, weight in pairs], shape)
-
-
-def _meet(attention: Any, kv_head: int, pairs: Sequence[tuple[slice, slice, float]], shape: Shape) -> list[Tensor]:
-    """The same for any slices, of one size in a pair."""
-    d, group = shape.head_dim, shape.group
-    rooms, projections = _rooms(shape, [has.stop - has.start for _, has, _ in pairs]), list[Tensor]()
-    for (asked, has, weight), room in zip(pairs, rooms, strict=True):
-        projections.append(room * weight**0.5)
-        attention.k_proj.weight[kv_head * d : (kv_head + 1) * d, has] += projections[-1]
-        for head in range(kv_head * group, (kv_head + 1) * group):
-            attention.q_proj.weight[head * d : (head + 1) * d, asked] += projections[-1]
-    return projections
-
-
-def _link(attention: Any, kv_head: int, size: float, shape: Shape) -> None:
-    """Where a value begins, one query head finds how those before it under its name go on; one, what was said last.
-
-    The latest is found best. Where several are found, the value after the one that was said last has that among the
-    fewest others, so it is still the one that is met best. Where there is none, the first token is found.
-    """
-    d = shape.head_dim
-    kv, linking, saying = kv_head * d, kv_head * shape.group * d, (kv_head * shape.group + 1) * d
-    first, place = d - 1, d - 2  # these hardly turn
-    for (query_offset, key_offset), room in zip([(3, 4), (4, 5)], _rooms(shape, [shape.code] * 2), strict=True):
-        attention.k_proj.weight[kv : kv + d, shape.at(key_offset)] += room
-        attention.q_proj.weight[linking : linking + d, shape.at(query_offset)] += room
-    attention.k_proj.weight[kv + first, shape.mark] = attention.q_proj.weight[linking + first, shape.one] = ALONE
-    attention.k_proj.weight[kv + place, shape.said.start + 1 : shape.said.stop] = SAYING
-    attention.q_proj.weight[saying + place, shape.one] = SAYING
-    for query, latest in ((linking, _between(shape) * LATER), (saying, _between(shape, *NEAR) * NEARNESS)):
-        attention.k_proj.bias[kv : kv + d] += latest
-        attention.q_proj.bias[query : query + d] += latest
-    code = torch.eye(shape.code)
-    attention.v_proj.weight[kv : kv + shape.code, shape.at(0)] += code
-    attention.o_proj.weight[shape.at(BEFORE), linking : linking + shape.code] += code * LINKED
-    kv, linking, saying = kv + shape.code, linking + shape.code, saying + shape.code
-    attention.v_proj.weight[kv : kv + shape.code, shape.at(3)] += code
-    attention.o_proj.weight[shape.value, saying : saying + COMPARED] += code[:COMPARED, :COMPARED] * SAID
-    kv, linking, saying = kv + shape.code, linking + shape.code, saying + shape.code
-    attention.v_proj.weight[kv, shape.mark] = size / MARKED
-    attention.o_proj.weight[shape.share, linking] = 1.0
-    for number in range(len(PLACES)):
-        attention.v_proj.weight[kv + 1 + number, shape.said.start + number] = 2 / MARKED
-        attention.o_proj.weight[shape.said.start + number, saying + 1 + number] = 1.0
-
-
-def _next_value(attention: Any, kv_head: int, code: Tensor, shape: Shape) -> None:
-    """The value of the name at hand that comes after the one last said; the first one where none was.
-
-    What finds nothing rests on the first token.
-    """
-    value, before = shape.value, slice(shape.at(BEFORE).start, shape.at(BEFORE).start + COMPARED)
-    pairs = [(shape.at(2), shape.at(3), SAME_NAME), (shape.at(3), shape.at(4), SAME_NAME), (value, before, SAME_VALUE)]
-    _meet(attention, kv_head, pairs, shape)
-    d = shape.head_dim
-    colon = torch.zeros(shape.hidden)
-    colon[shape.at(2)] = code / code.square().sum()
-    alone, rest = torch.eye(shape.hidden)[shape.share], torch.eye(shape.hidden)[shape.mark]
-    for number, (has, size) in enumerate([(colon, SAME_COLON), (alone, NO_VALUE), (rest, NOTHING)]):
-        still = d - 1 - number
-        attention.k_proj.weight[kv_head * d + still] = has * size
-        for head in range(kv_head * shape.group, (kv_head + 1) * shape.group):
-            attention.q_proj.weight[head * d + still, shape.one] = size
-
-
-def _say_nothing(attention: Any, kv_head: int, code: Tensor, shape: Shape) -> None:
-    """Where the first token is found its code is not handed on."""
-    start = kv_head * shape.head_dim
-    attention.v_proj.weight[start : start + len(code), shape.mark] -= code / MARKED
-
-
-def _begin_list(attention: Any, kv_head: int, projection: Tensor, known: Mapping[str, Tensor], shape: Shape) -> None:
-    """Where several answers are to come, a KV head's last query head finds what the last needle or question names."""
-    d = shape.head_dim
-    head = (kv_head + 1) * shape.group - 1
-    latest = _between(shape) * PREFERENCE
-    attention.k_proj.bias[kv_head * d : (kv_head + 1) * d] += latest
-    wanted = LOUD * (projection @ known[NEEDLE]) + LOUD / 3 * latest
-    for text in (SEVERAL, *PLACES):
-        attention.q_proj.weight[head * d : (head + 1) * d, shape.at(0)] += torch.outer(
-            wanted, known[text] / known[text].square().sum()
-        )
-
-
-def _expect(attention: Any, kv_head: int, key_offset: int, code: Tensor, shape: Shape) -> None:
-    """A KV head's keys are met where a slice of theirs is this code, whatever the query."""
-    d, group = shape.head_dim, shape.group
-    projection = torch.randn(d, shape.code) * _projected(shape, 2)
-    attention.k_proj.weight[kv_head * d : (kv_head + 1) * d, shape.at(key_offset)] += projection
-    for head in range(kv_head * group, (kv_head + 1) * group):
-        attention.q_proj.bias[head * d : (head + 1) * d] += projection @ code
-
-
-def _between(shape: Shape, slow: float = SLOW, fast: float = FAST) -> Tensor:
-    """The dimensions that tell near from far: of each pair that turns neither fast nor slowly the first."""
-    found = (shape.turns > slow) & (shape.turns < fast)
-    return torch.cat([found.float(), torch.zeros(shape.head_dim // 2)])
-
-
-def _rooms(shape: Shape, sizes: Sequence[int]) -> list[Tensor]:
-    """Projections of slices, each into dimensions of its own where there are enough; the last are left to others."""
-    scale = _projected(shape, len(sizes))
-    slow = scale[:-3, 0].nonzero()[:, 0]
-    wide = len(slow) // len(sizes)
-    if wide < 9:
-        return [torch.randn(shape.head_dim, size) * scale for size in sizes]
-    turned, found = torch.linalg.qr(torch.randn(len(slow), len(slow))).Q, []
-    for number, size in enumerate(sizes):
-        inner = torch.linalg.qr(torch.randn(size, min(wide, size))).Q.T
-        room = torch.zeros(shape.head_dim, size)
-        room[slow] = (
-            turned[:, number * wide : number * wide + len(inner)] @ inner * (size * len(slow) / len(inner)) ** 0.5
-        )
-        found.append(room * scale)
-    return found
-
-
-def _projected(shape: Shape, slices: int) -> Tensor:
-    """The size of a projection, by dimension: only these still match over thousands of tokens."""
-    slow = (shape.turns < SLOW).repeat(2)[:, None]
-    return slow * SHARPNESS * (len(slow) / slow.sum()) ** 0.25 / (slices * shape.code) ** 0.5
-
-
-def _hand_on_token(attention: Any, kv_head: int, shape: Shape, gain: float) -> None:
-    """The whole code of the token that was found is what is expected next."""
-    _hand_on(attention, kv_head, shape.at(0), shape.found, shape, gain=gain)
-    _hand_on(attention, kv_head, shape.own_rest, shape.found_rest, shape, place=shape.code, gain=gain)
-
-
-def _hand_on(
-    attention: Any, kv_head: int, what: slice, to: slice, shape: Shape, place: int = 0, gain: float = 1.0
-) -> None:
-    """A slice of the token that was found goes into a slice, by way of some dimensions of the heads."""
-    d, size = shape.head_dim, what.stop - what.start
-    start = kv_head * d + place
-    attention.v_proj.weight[start : start + size, what] += torch.eye(size)
-    for head in range(kv_head * shape.group, (kv_head + 1) * shape.group):
-        start = head * d + place
-        attention.o_proj.weight[to, start : start + size] += torch.eye(size) * gain
 
 
 def _read_what_was_found(model: LlamaForCausalLM, shape: Shape, codes: Tensor) -> None:

@@ -44,7 +44,8 @@ from kvsketch.evaluation.embedded.training.recipe import (
     Progress,
     Recipe,
 )
-from kvsketch.evaluation.embedded.training.start import Shape, start_model
+from kvsketch.evaluation.embedded.training.shape import Shape
+from kvsketch.evaluation.embedded.training.start import start_model
 from kvsketch.evaluation.embedded.training.tokenizer import build_tokenizer
 from kvsketch.evaluation.tasks.haystack import Haystack, names_of
 from kvsketch.files import (
