@@ -27,14 +27,15 @@ from kvsketch.caches.registry import parse_spec
 from kvsketch.cli.bench import about_run
 from kvsketch.cli.models import load_model
 from kvsketch.evaluation.answers.plan import Plan
-from kvsketch.evaluation.answers.reading import Prompt, readable_for
+from kvsketch.evaluation.answers.reading import Prompt
 from kvsketch.evaluation.answers.runner import GREEDY, Runner
 from kvsketch.evaluation.inspection.kept import held_tokens
+from kvsketch.evaluation.reading import Text
 from kvsketch.evaluation.results.panels import save
 from kvsketch.evaluation.results.rows import Row, RowsFile, read_rows
 from kvsketch.evaluation.tasks import TASKS
 from kvsketch.evaluation.tasks.haystack import haystack_of
-from kvsketch.huggingface import SketchCache, make_cache, prefill
+from kvsketch.huggingface import SketchCache
 from kvsketch.huggingface.capture import capture
 
 MODELS, TASK, TOKENS, NEW_TOKENS = ("embedded", "smollm2"), "niah_single", 2000, 16
@@ -65,14 +66,12 @@ class Case:
 
     def rows(self, methods: dict[str, MethodConfig]) -> Row:
         """Of each method: whether it answers, and what share of the attention to the needle is left, by layer."""
-        shared = readable_for(Exact(), methods.values())
-        assert shared is not None, "an exact cache reads what exact caches do"
         ids = torch.tensor([self.prompt.context], device=self.model.device)
-        whole = prefill(self.model, ids, make_cache(self.model, shared))
-        plain = whole.compress(Exact())
+        text = Text(self.model, ids, methods=methods.values())
+        plain = text.cache(Exact())
         found: Row = {"looks": [layer.sum(1).tolist() for layer in self.looks], "found": {}, "left": {}}
         for name, config in {"exact": Exact(), **methods}.items():
-            small = whole.compress(config)
+            small = text.cache(config)
             if name != "exact":
                 held = [layer.held[:, self.places] for layer in held_tokens(plain, small)]
                 found["left"][name] = [left.tolist() for left in map(left_of, self.looks, held)]

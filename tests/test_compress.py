@@ -7,7 +7,7 @@ import kvsketch
 import zoo
 from kvsketch.caches.core.config import BudgetedConfig
 from kvsketch.caches.registry import METHODS
-from kvsketch.evaluation.answers.reading import readable_for
+from kvsketch.evaluation.reading import readable_for
 
 LOOKUPS = [
     "lsh(bins=6, window=40, staging=50)",

@@ -14,7 +14,6 @@ from commands import refused
 from commands import run as command
 from kvsketch.algorithms.subgen import founders, no_clusters, update_softmax_normalizer
 from kvsketch.attention import exact_attention
-from kvsketch.evaluation.answers.reading import readable_for
 from kvsketch.evaluation.inspection import pictures
 from kvsketch.evaluation.inspection.attended import attended
 from kvsketch.evaluation.inspection.kept import HeldByLayer, held_tokens, write_kept_page
@@ -26,6 +25,7 @@ from kvsketch.evaluation.inspection.spread import (
     radii,
     save_rows,
 )
+from kvsketch.evaluation.reading import readable_for
 from kvsketch.evaluation.results.panels import save
 from kvsketch.huggingface.capture import Captured, capture
 

@@ -27,8 +27,8 @@ def show_heads(
 ) -> None:
     """Read a text once, make a small cache of that, and write the page."""
     config = checked(method)
-    from kvsketch.evaluation.answers.reading import readable_for
     from kvsketch.evaluation.inspection.kept import held_tokens, token_texts, write_kept_page
+    from kvsketch.evaluation.reading import readable_for
     from kvsketch.evaluation.results.provenance import provenance
     from kvsketch.huggingface.supported import check_context
 

@@ -1,15 +1,15 @@
-"""Reading a batch of prompts once, exactly, for all methods that can take that over."""
+"""Reading a batch of prompts with questions once, exactly, for all methods that can take that over."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvsketch.caches.core.asking import QUESTIONS
 from kvsketch.caches.core.config import MethodConfig
-from kvsketch.caches.exact import ASKINGS, NOTHING, Exact, noting_for
+from kvsketch.caches.exact import Exact
 from kvsketch.evaluation.answers.plan import Asked
+from kvsketch.evaluation.reading import readable_for
 from kvsketch.huggingface import SketchCache, make_cache, prefill
 
 
@@ -77,17 +77,3 @@ class Reading:
     def _read(self, rows: list[list[int]], cache: SketchCache) -> SketchCache:
         ids, mask = self.pad(rows)
         return prefill(self.model, ids, cache, attention_mask=mask) if ids.shape[1] else cache
-
-
-def readable_for(config: MethodConfig, beside: Iterable[MethodConfig] = ()) -> Exact | None:
-    """The exact cache whose reading a method can take over, with those `beside` it; None: it reads for itself."""
-    own = _noting(config)
-    if own is None or own == QUESTIONS:
-        return None if own is None else Exact(noting=own)
-    wanted = {own, *map(_noting, beside)}
-    return Exact(noting=", ".join(name for name in ASKINGS if name in wanted - {QUESTIONS}) or NOTHING)
-
-
-def _noting(config: MethodConfig) -> str | None:
-    """What an exact cache notes for a method; None where that cannot take over what another one read."""
-    return None if config.prefill != "exact" or config.before_rotation else noting_for(config.asking)

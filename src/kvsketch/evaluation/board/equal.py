@@ -8,15 +8,14 @@ from jaxtyping import Int64
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvsketch.caches.core.config import BudgetedConfig, MethodConfig
+from kvsketch.caches.core.config import BudgetedConfig
 from kvsketch.caches.exact import Exact
 from kvsketch.caches.registry import parse_spec
-from kvsketch.evaluation.answers.reading import readable_for
 from kvsketch.evaluation.answers.session import padded
 from kvsketch.evaluation.board.names import FITTED_KEY
 from kvsketch.evaluation.board.timed import TASK
+from kvsketch.evaluation.reading import Text
 from kvsketch.evaluation.results.rows import Row, RowsFile, read_rows
-from kvsketch.huggingface import SketchCache, make_cache, prefill
 from kvsketch.huggingface.identity import Identity
 
 TRIES = 8
@@ -31,8 +30,7 @@ class Fitter:
         shorter = [round(UNEVEN * ids.shape[1] * row / rows) for row in range(rows)]
         self.model = model
         together = padded([ids[0, : ids.shape[1] - less].tolist() for less in shorter], 0)
-        self.ids, self.real = (x.to(model.device) for x in together)
-        self.read = dict[MethodConfig, SketchCache]()
+        self.text = Text(model, *(x.to(model.device) for x in together))
 
     def run(self, specs: Sequence[str], rows: RowsFile) -> Iterator[tuple[str, int]]:
         """Fit what the file does not hold yet, a spec at a time; what was just done, and how many that settles."""
@@ -46,7 +44,7 @@ class Fitter:
 
     def _labels(self, spec: str) -> Row:
         """What tells a row from others."""
-        together, tokens = self.ids.shape
+        together, tokens = self.text.ids.shape
         return dict(zip(FITTED_KEY, (TASK, tokens, together, spec), strict=True))
 
     def fitted(self, spec: str) -> str:
@@ -74,15 +72,9 @@ class Fitter:
     @cached_property
     def _whole(self) -> int:
         """What exact holds."""
-        return self._cache(Exact()).nbytes
+        exact = self.text.whole(Exact())
+        assert exact is not None, "an exact cache reads what exact caches do"
+        return exact.nbytes
 
     def _share(self, config: BudgetedConfig) -> float:
-        shared = readable_for(config)
-        if shared is None:
-            return self._cache(config).nbytes / self._whole
-        if shared not in self.read:
-            self.read[shared] = self._cache(shared)
-        return self.read[shared].compress(config).nbytes / self._whole
-
-    def _cache(self, config: MethodConfig) -> SketchCache:
-        return prefill(self.model, self.ids, make_cache(self.model, config), attention_mask=self.real)
+        return self.text.cache(config).nbytes / self._whole

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.exact import Exact
 from kvsketch.caches.registry import parse_spec
-from kvsketch.evaluation.answers.reading import readable_for
 from kvsketch.evaluation.board.peak import peak_bytes
 from kvsketch.evaluation.board.timed import READ, WARM, Plan
+from kvsketch.evaluation.reading import readable_for
 from kvsketch.evaluation.results.rows import Row, RowsFile
 from kvsketch.huggingface import SketchCache, attach, detach, make_cache, prefill
 

@@ -21,7 +21,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.core.tokens import NewTokens, Unrotated
 from kvsketch.caches.exact import Exact
-from kvsketch.evaluation.answers.reading import readable_for
+from kvsketch.evaluation.reading import readable_for
 from kvsketch.evaluation.results.rows import Row, RowsFile, key_of
 from kvsketch.evaluation.speed.clock import no_room, seconds, summed_up
 from kvsketch.evaluation.speed.made import Ready, keys_and_values

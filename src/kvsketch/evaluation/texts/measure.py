@@ -18,11 +18,11 @@ from transformers import PreTrainedModel
 
 from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.exact import Exact
-from kvsketch.evaluation.answers.reading import readable_for
 from kvsketch.evaluation.layers.plan import Prompt
+from kvsketch.evaluation.reading import Text
 from kvsketch.evaluation.results.rows import Row, RowsFile, name_without_digest
 from kvsketch.evaluation.texts.plan import Plan
-from kvsketch.huggingface import SketchCache, make_cache, prefill
+from kvsketch.huggingface import SketchCache
 
 FIRST = 16  # tokens, of which the divergence is noted by itself: what follows has more of its own
 
@@ -51,16 +51,10 @@ class Case:
     def __init__(
         self, model: PreTrainedModel, ids: Int64[Tensor, "b n"], plan: Plan, methods: Sequence[MethodConfig]
     ) -> None:
-        self.model, self.plan, self.methods = model, plan, methods
-        self.read, self.fed, self.follow = (
-            ids[:, : plan.tokens - 1],
-            ids[:, plan.tokens - 1 : -1],
-            ids[:, plan.tokens :],
-        )
-        self.caches = dict[Exact, SketchCache]()
-        plain = readable_for(Exact(), methods)
-        assert plain is not None, "an exact cache reads what exact caches do"
-        exact = self._cache(plain).compress(Exact())
+        self.model, self.plan = model, plan
+        self.text = Text(model, ids[:, : plan.tokens - 1], methods=methods)
+        self.fed, self.follow = ids[:, plan.tokens - 1 : -1], ids[:, plan.tokens :]
+        exact = self.text.cache(Exact())
         self.exact_nbytes = exact.nbytes // len(ids)
         self.exact = self._predictions(exact, plan.call)
 
@@ -69,13 +63,9 @@ class Case:
 
         For each window; bytes and seconds are those of all in equal parts, and so is what was looked up.
         """
-        shared = readable_for(config, self.methods)
-        whole = None if shared is None else self._cache(shared)
+        self.text.whole(config)  # whose time is not the method's
         began = time.perf_counter()
-        if whole is not None:
-            cache = whole.compress(config)
-        else:
-            cache = prefill(self.model, self.read, make_cache(self.model, config))
+        cache = self.text.cache(config)
         seconds = time.perf_counter() - began
         report = cache.report()
         found = self._predictions(cache, self.plan.call_of(config))
@@ -90,16 +80,10 @@ class Case:
         own = zip(self.exact, found, self.follow, strict=True)
         return [_differences(*window) | shared_by_all for window in own]
 
-    def _cache(self, config: Exact) -> SketchCache:
-        """The window, read once for all methods that need no other notes."""
-        if config not in self.caches:
-            self.caches[config] = prefill(self.model, self.read, make_cache(self.model, config))
-        return self.caches[config]
-
     @torch.no_grad()
     def _predictions(self, cache: SketchCache, call: int) -> Float[Tensor, "b m v"]:
         """Logs of the probabilities of whatever could come next."""
-        seen, parts = self.read.shape[1], []
+        seen, parts = self.text.ids.shape[1], []
         for part in self.fed.split(call, 1):
             positions = torch.arange(seen, seen + part.shape[1], device=part.device).expand(len(part), -1)
             parts.append(self.model(part, past_key_values=cache, position_ids=positions, use_cache=True).logits)
