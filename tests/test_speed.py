@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rich.console import Console
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvsketch
 import zoo
@@ -15,8 +16,9 @@ from commands import refused
 from commands import run as command
 from kvsketch.caches.registry import parse_spec
 from kvsketch.cli.bench_speed_tables import tables
+from kvsketch.evaluation.embedded import load_embedded
 from kvsketch.evaluation.results.rows import RowsFile, key_of, read_rows
-from kvsketch.evaluation.speed import layer, whole
+from kvsketch.evaluation.speed import layer, subjects, whole
 from kvsketch.evaluation.speed.checks import check_dense
 from kvsketch.evaluation.speed.clock import Memory, Turn, no_room, share_of_memory, summed_up
 from kvsketch.evaluation.speed.made import keys_and_values, made_up, new_token
@@ -206,6 +208,26 @@ def test_whole_models_are_timed_beside_exact(read, tmp_path):
         assert read or (row["piece"] > 0 and row["piece_tokens"] == 20)
     assert model.config._attn_implementation != "kvsketch"
     assert next(whole.run(subject, plan, rows, lambda config: config, said.append)) == ("small, 300 tokens", 4)
+
+
+def test_an_index_is_made_up_for_the_real_model_too(tmp_path, monkeypatch):
+    """Its folder here is that of a small one, with another model's tokenizer."""
+    tokenizer = load_embedded(torch.float32)[1]
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=400,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    monkeypatch.setattr(subjects, "smollm2_folder", lambda say: tmp_path)
+    plan = Plan(rounds=2, methods=("saap(window=64, probes=2, staging=64)",), lengths=(), index=(8, 12))
+    rows, said = RowsFile(tmp_path / "speed.jsonl", ABOUT, KEY), []
+    assert sum(settled for _, settled in subjects.run_real(plan, rows, said.append)) == 3
+    found = read_rows(tmp_path / "speed.jsonl", KEY)[1]
+    assert not said
+    assert [row["right"] and row["seconds"] > 0 for row in found] == [True] * 3
+    assert found[2]["tokens"] > 280
+    assert found[2]["compressing"] == 0 < found[2]["reading"]  # it files keys while it reads
 
 
 def test_a_whole_model_that_answers_otherwise_has_no_times(tmp_path):

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvsketch.caches.core.config import MethodConfig
+from kvsketch.caches.lookup.saap import IndexedConfig
 from kvsketch.checkpoints import SMOLLM2, smollm2_folder
 from kvsketch.evaluation.board import timed
 from kvsketch.evaluation.results.rows import RowsFile, key_of
@@ -48,7 +50,7 @@ def run_llama(plan: Plan, rows: RowsFile, say: Say) -> Steps:
 
 
 def run_real(plan: Plan, rows: RowsFile, say: Say) -> Steps:
-    """smollm2 with a document as long as it can read."""
+    """smollm2 with a document as long as it can read; what `saap` would have learnt of it is made up."""
     try:
         folder = smollm2_folder(say)
     except ValueError as error:
@@ -63,4 +65,10 @@ def run_real(plan: Plan, rows: RowsFile, say: Say) -> Steps:
     )
     ids = torch.tensor([document])
     subject = whole.Subject(SMOLLM2, model, tokens, ids[0, tokens:], ids[:, :tokens], reads=READS)
-    yield from whole.run(subject, plan, rows, lambda config: config, say)
+    layers, heads, _, width = subject.shape
+    with made_up(heads, width, range(layers), plan.index, describe_model(model)) as ready:
+
+        def with_index(config: MethodConfig) -> MethodConfig:  # of its heads there is a profile
+            return ready(config) if isinstance(config, IndexedConfig) else config
+
+        yield from whole.run(subject, plan, rows, with_index, say)
