@@ -100,7 +100,7 @@ needle: $(VENV)/ready ## the needle map of docs/results.md
 		--samples 8 --asked after --dtype float32 --out needle-report
 	cp needle-report/needle-after.png docs/figures/needle.png
 
-answers: $(VENV)/ready ## all tasks, methods and lengths on the embedded model: an hour and a half on two cores
+answers: $(VENV)/ready ## what the embedded model answers with a half, a quarter and an eighth held: an hour on two cores
 	$(BIN)/python benchmarks/answers.py answers-report
 
 BOARD := --asked after --keep 0.25,0.125 --fit

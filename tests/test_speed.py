@@ -109,6 +109,15 @@ def test_heads_with_a_profile_hold_unequal_numbers():
     assert held[3] > 3 * held[0]
 
 
+def test_some_heads_hold_everything_where_a_method_has_them_do_so():
+    with made_up(4, 16, [1], (8, 0)) as ready:
+        config = ready(parse_spec("streaming_heads(keep=0.5)"))  # of four heads: half of 2,048 tokens less what all hold
+        cache = layer.filled(config, *keys_and_values(4, 300, 16, torch.float32, seed=0))
+    held = [int(count) for stream in cache.streams.all for count in stream.count_entries().flatten()]
+    assert max(held) == 300
+    assert sum(held) < 300 + 3 * 32
+
+
 def test_a_wrong_answer_has_no_time(tmp_path):
     """Nothing is as near as that."""
     plan = small(within=0.0, methods=METHODS[:1])

@@ -13,11 +13,13 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.config import BudgetedConfig, MethodConfig, equal_until_read
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.profile import PROFILE, read_profile, write_profile
 from kvsketch.caches.core.shares import PYRAMID
 from kvsketch.caches.core.tokens import NewTokens, Unrotated
+from kvsketch.caches.forgetting.streaming_heads import StreamingHeads
 from kvsketch.caches.lookup.key_index import layer_file, write_index
 from kvsketch.caches.lookup.saap import IndexedConfig
 from kvsketch.files import write_tensors
@@ -105,7 +107,12 @@ def new_layer(config: MethodConfig) -> LayerCache:
     if not isinstance(config, BudgetedConfig) or equal_until_read(config) or config.heads == PYRAMID:
         return LayerCache(config, NUMBER)
     profile = read_profile(config.heads)
-    return LayerCache(config, NUMBER, shares=lambda layer, heads, budget: profile.shares(budget)[layer])
+
+    def shares(layer: int, heads: int, budget: Budget) -> Sequence[float]:
+        found = profile.shares(budget)
+        return (config.full_or_none(found) if isinstance(config, StreamingHeads) else found)[layer]
+
+    return LayerCache(config, NUMBER, shares=shares)
 
 
 def _write_index(
