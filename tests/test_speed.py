@@ -111,9 +111,7 @@ def test_heads_with_a_profile_hold_unequal_numbers():
 
 def test_some_heads_hold_everything_where_a_method_has_them_do_so():
     with made_up(4, 16, [1], (8, 0)) as ready:
-        config = ready(
-            parse_spec("streaming_heads(keep=0.5)")
-        )  # of four heads: half of 2,048 tokens less what all hold
+        config = ready(parse_spec("streaming_heads(keep=0.5)"))  # sinks and windows come first, so one of four
         cache = layer.filled(config, *keys_and_values(4, 300, 16, torch.float32, seed=0))
     held = [int(count) for stream in cache.streams.all for count in stream.count_entries().flatten()]
     assert max(held) == 300
