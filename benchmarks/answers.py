@@ -5,19 +5,14 @@ docs/results/answers.jsonl, draws docs/figures/answers-*.png and prints the tabl
 """
 
 import argparse
-import json
-import subprocess
-import sys
-from dataclasses import asdict
 from pathlib import Path
 
-from common import RESULTS, published
+from asking import FIGURES, bench, sum_up_into
+from common import RESULTS
 from kvsketch.cli.options import REPLY
 from kvsketch.evaluation.answers.pictures import draw_scores
-from kvsketch.evaluation.answers.summary import Mean, summarise
-from kvsketch.evaluation.results.rows import read_rows
+from kvsketch.evaluation.answers.summary import Mean
 
-FIGURES = RESULTS.parent / "figures"
 SUMMARY = RESULTS / "answers.jsonl"
 KEEPS = (0.5, 0.25, 0.125)
 FORMS = ("kvzip(keep={})", "keydiff(keep={}, heads='profile')", "streaming_llm(keep={})", "uniform(keep={})")
@@ -28,17 +23,6 @@ LOOKED_UP = {
     "ruler": ["niah_single", "niah_multikey", "niah_multiquery"],
 }
 LENGTHS = (1000, 2000, 4000)
-PLANNED: list[tuple[Path, list[str]]] | None = None  # where benchmarks are only to be noted: see `at_once.py`
-
-
-def bench(suite: str, out: Path, *options: object) -> None:
-    if PLANNED is not None:
-        PLANNED.append((Path(out), [suite, *map(str, options)]))
-        Path(out).mkdir(parents=True, exist_ok=True)
-        (Path(out) / "rows.jsonl").touch()
-        return
-    command = [sys.executable, "-m", "kvsketch", "bench", suite, "--out", out, *options]
-    subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL)
 
 
 def run(out: Path, samples: int) -> None:
@@ -55,40 +39,6 @@ def sum_up(out: Path) -> None:
         picture.path.rename(FIGURES / f"answers-{picture.path.name}")
     for asked in ("after", "before"):
         print_table({(mean.task, mean.length, mean.method): mean for mean in means if mean.asked == asked}, asked)
-
-
-def sum_up_into(summary: Path, out: Path) -> list[Mean]:
-    """Write the means, and what an earlier summary has beside them."""
-    runs, rows = read_rows(out / "rows.jsonl")
-    if not rows:
-        raise SystemExit(f"there are no rows in {out / 'rows.jsonl'}: nothing to sum up")
-    runs, means = add_to_earlier(summary, runs, summarise(rows))
-    write_means(summary, runs, means)
-    return means
-
-
-def write_means(summary: Path, runs: list[dict], means: list[Mean]) -> None:
-    """A line on the runs that they come from, and a line for each."""
-    if PLANNED is not None:
-        return
-    lines = [{"runs": published(runs)}, *(asdict(mean) for mean in means)]
-    summary.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def add_to_earlier(summary: Path, runs: list[dict], means: list[Mean]) -> tuple[list[dict], list[Mean]]:
-    """The summary there is, with these cells in place of its own; that of another model is dropped."""
-    if not summary.exists():
-        return runs, means
-    head, *lines = summary.read_text().splitlines()
-    earlier = json.loads(head)["runs"]
-    if {run["fingerprint"] for run in earlier} != {run["fingerprint"] for run in runs}:
-        return runs, means
-    cells = {_cell(mean): mean for mean in [*(Mean(**json.loads(line)) for line in lines), *means]}
-    return [*earlier, *(run for run in runs if run not in earlier)], list(cells.values())
-
-
-def _cell(mean: Mean) -> tuple[str, str, int, str]:
-    return mean.task, mean.asked, mean.length, mean.method
 
 
 def print_table(means: dict[tuple[str, int, str], Mean], asked: str) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-import answers
+import asking
 from kvsketch.cli.commands import app
 from kvsketch.evaluation.answers.summary import Mean, summarise
 from kvsketch.evaluation.results.rows import read_rows
@@ -55,16 +55,16 @@ def planned(out: Path, sources: list[str]) -> list[Job]:
         if name.endswith(".jsonl"):
             found += [job for folder, given in commands(Path(name), out) for job in divided(folder, given)]
             continue
-        answers.PLANNED = []
+        asking.PLANNED = []
         sys.argv = [name, str(out / name), *told]
         try:
             runpy.run_path(str(HERE / f"{name}.py"), run_name="__main__")
         except SystemExit as end:
-            if not answers.PLANNED:
+            if not asking.PLANNED:
                 raise
-            print(f"{name}: {len(answers.PLANNED)} benchmarks are noted ({end})")
-        found += [job for folder, given in answers.PLANNED for job in divided(folder, given)]
-        answers.PLANNED = None
+            print(f"{name}: {len(asking.PLANNED)} benchmarks are noted ({end})")
+        found += [job for folder, given in asking.PLANNED for job in divided(folder, given)]
+        asking.PLANNED = None
     return sorted(found, key=lambda job: -job.work)
 
 
@@ -153,7 +153,7 @@ def sum_up(path: Path, out: Path) -> None:
         own, found = read_rows(rows)
         runs += own
         means += summarise(found)
-    answers.write_means(out / f"{path.stem}.jsonl", runs, means)
+    asking.write_means(out / f"{path.stem}.jsonl", runs, means)
 
 
 if __name__ == "__main__":

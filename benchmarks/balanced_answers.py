@@ -7,7 +7,7 @@ and prints a table.
 import argparse
 from pathlib import Path
 
-from answers import bench, sum_up_into
+from asking import bench, sum_up_into
 from common import RESULTS
 from kvsketch.evaluation.answers.summary import Mean
 

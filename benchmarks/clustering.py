@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from answers import bench, sum_up_into
+from asking import bench, sum_up_into
 from common import RESULTS
 from kvsketch.evaluation.answers.pictures import family
 from kvsketch.evaluation.answers.summary import Mean

@@ -9,7 +9,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from answers import bench, write_means
+from asking import bench, write_means
 from by_head import NEEDLES, measured
 from common import RESULTS
 from kvsketch.evaluation.answers.summary import Mean, summarise

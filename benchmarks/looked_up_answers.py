@@ -12,7 +12,7 @@ import sys
 from collections.abc import Collection
 from pathlib import Path
 
-from answers import bench
+from asking import bench
 from common import write_row
 from kvsketch.caches.registry import parse_spec
 from kvsketch.evaluation.answers.summary import standard_error

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from answers import bench, write_means
+from asking import bench, write_means
 from by_head import NEEDLES, RECORDS, measured, profile_of
 from common import RESULTS
 from kvsketch.caches.core.profile import SHIPPED

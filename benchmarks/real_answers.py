@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from answers import FIGURES, bench
+from asking import FIGURES, bench
 from common import RESULTS, published
 from kvsketch.caches.registry import parse_spec
 from kvsketch.evaluation.answers.pictures import draw_scores

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from answers import bench
+from asking import bench
 from common import RESULTS, write_row
 from figures import FIGURES
 from kvsketch.evaluation.layers import pictures
