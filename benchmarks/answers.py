@@ -35,7 +35,7 @@ def run(out: Path, samples: int) -> None:
 
 def sum_up(out: Path) -> None:
     means = sum_up_into(SUMMARY, out)
-    for picture in draw_scores(means, out):
+    for picture in draw_scores([mean for mean in means if mean.asked == "after"], out):
         picture.path.rename(FIGURES / f"answers-{picture.path.name}")
     for asked in ("after", "before"):
         print_table({(mean.task, mean.length, mean.method): mean for mean in means if mean.asked == asked}, asked)
