@@ -1,7 +1,7 @@
 """What methods do to the embedded model's answers: `python benchmarks/answers.py OUT`.
 
 Runs the benchmarks below into OUT, where an interrupted run goes on; then puts their means into
-docs/results/answers.jsonl, draws docs/figures/answers-*.png and prints the tables.
+docs/results/answers.jsonl, draws docs/figures/answers-bytes-after.png and prints the tables.
 """
 
 import argparse
@@ -22,21 +22,22 @@ LOOKED_UP = {
     "infinite": ["passkey", "kv"],
     "ruler": ["niah_single", "niah_multikey", "niah_multiquery"],
 }
-LENGTHS = (1000, 2000, 4000)
+PROMPTS = {1000: 50, 2000: 50, 4000: 25}  # of each length
 
 
-def run(out: Path, samples: int) -> None:
-    given = ("--methods", "; ".join(METHODS), "--samples", samples, "--batch", 25)
-    for length in LENGTHS:
+def run(out: Path) -> None:
+    given = ("--methods", "; ".join(METHODS), "--batch", 25)
+    for length, samples in PROMPTS.items():
         for suite, tasks in LOOKED_UP.items():
             short = ("--max-new-tokens", REPLY) if suite == "ruler" else ()  # what finds nothing would go on to 128
-            bench(suite, out, "--tasks", ",".join(tasks), "--lengths", length, *given, *short)
+            own = ("--tasks", ",".join(tasks), "--lengths", length, "--samples", samples)
+            bench(suite, out, *own, *given, *short)
 
 
 def sum_up(out: Path) -> None:
     means = sum_up_into(SUMMARY, out)
-    for picture in draw_scores([mean for mean in means if mean.asked == "after"], out):
-        picture.path.rename(FIGURES / f"answers-{picture.path.name}")
+    picture, *_ = draw_scores([mean for mean in means if mean.asked == "after"], out)  # against bytes
+    picture.path.rename(FIGURES / f"answers-{picture.path.name}")
     for asked in ("after", "before"):
         print_table({(mean.task, mean.length, mean.method): mean for mean in means if mean.asked == asked}, asked)
 
@@ -46,20 +47,20 @@ def print_table(means: dict[tuple[str, int, str], Mean], asked: str) -> None:
     print(f"\nQuestion known {asked} compression; " + ", ".join(form.partition("(")[0] for form in FORMS))
     print("| | tokens | n | all held |", " | ".join(f"{keep:g}" for keep in KEEPS), "|")
     print("|---|---|---|---|" + "---|" * len(KEEPS))
-    for task, length in dict.fromkeys(cell[:2] for cell in means):
-        cells = [[METHODS[0]], *([form.format(keep) for form in FORMS] for keep in KEEPS)]
-        held = [[means.get((task, length, method)) for method in methods] for methods in cells]
-        shown = (" / ".join(f"{mean.score:.2f}" if mean else "" for mean in some) for some in held)
-        first = next(mean for some in held for mean in some if mean)
-        print(f"| `{task}` | {first.tokens:,.0f} | {first.count} |", " | ".join(shown), "|")
+    forms = [[METHODS[0]], *([form.format(keep) for form in FORMS] for keep in KEEPS)]
+    for task in (name for tasks in LOOKED_UP.values() for name in tasks):
+        for length in sorted({cell[1] for cell in means if cell[0] == task}):
+            held = [[means.get((task, length, method)) for method in methods] for methods in forms]
+            shown = (" / ".join(f"{mean.score:.2f}" if mean else "" for mean in some) for some in held)
+            first = next(mean for some in held for mean in some if mean)
+            print(f"| `{task}` | {first.tokens:,.0f} | {first.count} |", " | ".join(shown), "|")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--samples", type=int, default=50)
     parser.add_argument("--only-sum-up", action="store_true")
     given = parser.parse_args()
     if not given.only_sum_up:
-        run(given.out, given.samples)
+        run(given.out)
     sum_up(given.out)
