@@ -19,13 +19,13 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
 
 import torch
 
 import asking
 from kvsketch.cli.commands import app
 from kvsketch.evaluation.answers.summary import Mean, summarise
+from kvsketch.evaluation.embedded.training.ahead import end_with_parent
 from kvsketch.evaluation.results.rows import read_rows
 from kvsketch.files import digest_of
 
@@ -100,7 +100,7 @@ def divided(folder: Path, given: list[str]) -> list[Job]:
 def work_on(jobs: list[Job], counter, failed, out: Path, device: str, number: int) -> None:
     """What one process does: the next job that nobody has, until there is none."""
     torch.set_num_threads(1)
-    Thread(target=end_with_parent, daemon=True).start()
+    end_with_parent()
     with open(out / f"worker-{number}.log", "w") as said:
         for place in (1, 2):
             os.dup2(said.fileno(), place)
@@ -117,12 +117,6 @@ def work_on(jobs: list[Job], counter, failed, out: Path, device: str, number: in
             traceback.print_exc()
             with counter.get_lock():
                 failed.value += 1
-
-
-def end_with_parent() -> None:
-    """One that is killed says nothing."""
-    multiprocessing.parent_process().join()
-    os._exit(1)
 
 
 def run(jobs: list[Job], out: Path, device: str, workers: int, seconds: float) -> None:

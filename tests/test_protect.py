@@ -288,7 +288,7 @@ def test_the_heads_of_streaming_heads_are_as_many_as_fit_beside_them(llama, tmp_
     shares = {layer: [layer + head / 100 for head in range(100)] for layer in range(2)}
 
     def full(beside, length=2048):
-        found = config.full_or_none(shares, beside, length)
+        found = config.divided(shares, beside, length)
         return sum(share > 0 for heads in found.values() for share in heads)
 
     assert full(0) == 200 * (512 - 20) // (2048 - 20)

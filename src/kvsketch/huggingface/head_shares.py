@@ -7,8 +7,7 @@ from typing import Any
 from kvsketch.caches.core.budget import MOST, Budget
 from kvsketch.caches.core.config import BudgetedConfig
 from kvsketch.caches.core.profile import HOW, find_profile
-from kvsketch.caches.core.shares import PYRAMID, Shares, pyramid
-from kvsketch.caches.forgetting.streaming_heads import LENGTH, StreamingHeads
+from kvsketch.caches.core.shares import LENGTH, PYRAMID, Shares, pyramid
 from kvsketch.huggingface.model import ModelLink
 
 
@@ -41,6 +40,4 @@ class HeadShares:
         if self.config.heads == PYRAMID:
             return pyramid(self.layers, MOST if budget.fraction is None else 1 / budget.fraction)
         shares = find_profile(self.config.heads, self.model.facts()).shares(budget)
-        if isinstance(self.config, StreamingHeads):
-            return self.config.full_or_none(shares, budget.beside, self.length)
-        return shares
+        return self.config.divided(shares, budget.beside, self.length)

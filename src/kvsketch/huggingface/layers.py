@@ -13,8 +13,8 @@ from transformers.cache_utils import (
 
 from kvsketch.caches.core.config import BudgetedConfig, MethodConfig, equal_until_read
 from kvsketch.caches.core.layer import LayerCache
+from kvsketch.caches.core.shares import LENGTH
 from kvsketch.caches.core.spans import Protected
-from kvsketch.caches.forgetting.streaming_heads import LENGTH
 from kvsketch.huggingface import stock
 from kvsketch.huggingface.head_shares import HeadShares
 from kvsketch.huggingface.layer import HybridSketchLayer, SketchLayer

@@ -13,7 +13,7 @@ from kvsketch.caches.core.budget import MOST, Budget, Keep, check_keep, plain
 from kvsketch.caches.core.checks import check_choice, check_count
 from kvsketch.caches.core.method import Method
 from kvsketch.caches.core.profile import PROFILE, find_profile
-from kvsketch.caches.core.shares import EQUAL, PYRAMID, THRESHOLD
+from kvsketch.caches.core.shares import EQUAL, LENGTH, PYRAMID, THRESHOLD, Shares
 
 MANY = 256  # a call of so many tokens is long; one of fewer, but two at least, is one of a row of calls
 BLOCK = 32  # tokens leave the window in blocks, of this many mostly, so that no method works token by token
@@ -178,6 +178,10 @@ class BudgetedConfig(MethodConfig):
     @property
     def holds_back(self) -> bool:
         return self.heads == THRESHOLD
+
+    def divided(self, shares: Shares, beside: int = 0, length: int = LENGTH) -> Shares:
+        """Measured shares as this method takes them, where `beside` is held anyhow and texts are so long."""
+        return shares
 
     def check_model(self, facts: Callable[[], dict[str, Any]], *, held: bool = False) -> None:
         if self.heads not in (EQUAL, PYRAMID, THRESHOLD) and not held:

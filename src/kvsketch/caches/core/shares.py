@@ -6,6 +6,7 @@ They are shares of what is left when all heads hold what a method cannot do with
 from collections.abc import Mapping, Sequence
 
 EQUAL, PYRAMID, THRESHOLD = "equal", "pyramid", "threshold"
+LENGTH = 2048  # of the texts for which a number of full heads is right; longer ones have room to spare
 STEEPNESS = 20  # of the pyramid: the last layer gets so many times less than the mean (PyramidKV's β)
 Shares = Mapping[int, Sequence[float]]  # of each layer's KV heads
 

@@ -1,6 +1,5 @@
 """DuoAttention's layout (Xiao et al. 2024, arXiv:2410.10819): heads that hold everything, and heads that forget."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -8,9 +7,8 @@ from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.checks import check_count
 from kvsketch.caches.core.config import BudgetedConfig
 from kvsketch.caches.core.profile import PROFILE
-from kvsketch.caches.core.shares import EQUAL, PYRAMID, Shares
+from kvsketch.caches.core.shares import EQUAL, LENGTH, PYRAMID, Shares
 
-LENGTH = 2048  # of the texts for which the number of full heads is right; longer ones have room to spare
 WHOLE = 1 - 1e-9
 
 
@@ -50,7 +48,7 @@ class StreamingHeads(BudgetedConfig):
     def new_method(self, layer: int) -> None:
         """Nothing remains of what leaves the window."""
 
-    def full_or_none(self, shares: Shares, beside: int = 0, length: int = LENGTH) -> Mapping[int, Sequence[float]]:
+    def divided(self, shares: Shares, beside: int = 0, length: int = LENGTH) -> Shares:
         """The heads with the largest shares get all, the others nothing beyond sinks, window and what is held `beside`.
 
         As many as fit at this length of a text, or at the usual one if that is more.

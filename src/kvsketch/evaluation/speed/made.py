@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,11 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.config import BudgetedConfig, MethodConfig, equal_until_read
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.profile import PROFILE, read_profile, write_profile
 from kvsketch.caches.core.shares import PYRAMID
 from kvsketch.caches.core.tokens import NewTokens, Unrotated
-from kvsketch.caches.forgetting.streaming_heads import StreamingHeads
 from kvsketch.caches.lookup.key_index import layer_file, write_index
 from kvsketch.caches.lookup.saap import IndexedConfig
 from kvsketch.files import write_tensors
@@ -87,13 +86,14 @@ def made_up(
     known = {"fingerprint": "", "kv_heads": heads, "head_width": width} if model is None else dict(model)
     with tempfile.TemporaryDirectory() as scratch:
         folder, profile = Path(scratch), Path(scratch) / "profile.json"
-        _write_index(folder, heads, width, layers, index, known)
+        index_made = cache(partial(_write_index, folder, heads, width, layers, index, known))  # it can be large
         parts = [[min(1.0, UNEVEN[head % len(UNEVEN)] * keep) for keep in KEEPS] for head in range(heads)]
         about = {"model": known, "tokens": 1, "keeps": KEEPS, "layers": {str(layer): parts for layer in layers}}
         write_profile(profile, about)
 
         def ready(config: MethodConfig) -> MethodConfig:
             if isinstance(config, IndexedConfig) and not config.index:
+                index_made()
                 return replace(config, index=scratch)
             if isinstance(config, BudgetedConfig) and config.heads == PROFILE:
                 return replace(config, heads=str(profile))
@@ -107,12 +107,7 @@ def new_layer(config: MethodConfig) -> LayerCache:
     if not isinstance(config, BudgetedConfig) or equal_until_read(config) or config.heads == PYRAMID:
         return LayerCache(config, NUMBER)
     profile = read_profile(config.heads)
-
-    def shares(layer: int, heads: int, budget: Budget) -> Sequence[float]:
-        found = profile.shares(budget)
-        return (config.full_or_none(found) if isinstance(config, StreamingHeads) else found)[layer]
-
-    return LayerCache(config, NUMBER, shares=shares)
+    return LayerCache(config, NUMBER, shares=lambda layer, heads, budget: config.divided(profile.shares(budget))[layer])
 
 
 def _write_index(

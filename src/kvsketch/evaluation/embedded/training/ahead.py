@@ -81,12 +81,16 @@ _documents: list[Documents] = []  # of a process that makes batches: a pool has 
 def _begin(seed: int, haystacks: Sequence[Haystack]) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who trains is asked to stop, and says so
-    Thread(target=_end_with, args=[parent_process()], daemon=True).start()
+    end_with_parent()
     _documents[:] = [Documents(build_tokenizer(), seed, haystacks)]
 
 
-def _end_with(parent: BaseProcess) -> None:
-    """One that is killed says nothing."""
+def end_with_parent() -> None:
+    """Have a process end when its parent does: one that is killed says nothing."""
+    Thread(target=_wait_for, args=[parent_process()], daemon=True).start()
+
+
+def _wait_for(parent: BaseProcess) -> None:
     parent.join()
     os._exit(1)
 
