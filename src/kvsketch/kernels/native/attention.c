@@ -7,7 +7,7 @@
 // is seen in the answer.
 #include "common.h"
 
-#define TILE 64
+#define TILE 16          // entries; two tiles lie in the first cache
 #define LEAST_PIECE 512  // entries
 #define MOST_PIECES 64   // of a lane
 #define NOWHERE -1e30f   // the largest logit of no entries
@@ -37,10 +37,11 @@ struct tile {
     const void *keys[TILE], *values[TILE];
     float log_mass[TILE], log_value[TILE];
     int weighted, apart;  // whether there are weights, and whether those of values are others
+    int scattered;        // whether its rows do not lie one behind the other
 };
 
 struct sums {  // of queries that are answered together
-    float *most, *mass, *out;
+    float *most, *mass, *out;  // mass: W numbers of each, to be added up; of a piece that is done, one
 };
 
 struct piece {
@@ -49,18 +50,29 @@ struct piece {
     struct sums sums;
 };
 
-// Have these bytes brought near: into the first cache, or into the second where the first is small (Zen 4).
-#ifdef __AVX512BF16__
-#define NEAR 2
-#else
-#define NEAR 3
-#endif
+// Have these bytes brought into the first cache. From the second one all that is read would be asked for once more, and
+// a processor that has asked for as much as it can, of memory, would wait.
 INLINE void ask_for(const void *at, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)at + i, 0, NEAR);
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)at + i, 0, 3);
+}
+
+// What is asked for, a line at a time, beside what is read: a processor waits once it has asked for some. Rows that lie
+// one behind the other are asked for in that order, as it foresees the next line then; of rows that lie anywhere, where it
+// would bring what nobody reads, a line of each.
+struct asking {
+    const char *next;         // NULL: go by rows
+    const void *const *rows;  // what lies at `at` of each; NULL: nothing
+    int64_t at;               // bytes
+};
+INLINE struct asking from_first(const void *const *rows) { return (struct asking){rows ? *rows : NULL, NULL, 0}; }
+INLINE struct asking of_each(const void *const *rows, int64_t at) { return (struct asking){NULL, rows, at}; }
+INLINE void ask_next(struct asking *asking, int64_t bytes) {
+    if (asking->next) ask_for(asking->next, bytes), asking->next += bytes;
+    else if (asking->rows) ask_for((const char *)*asking->rows++ + asking->at, bytes);
 }
 
 INLINE struct sums behind(struct sums sums, int64_t rows, const struct shape *of) {
-    return (struct sums){sums.most + rows, sums.mass + rows, sums.out + rows * of->value_width};
+    return (struct sums){sums.most + rows, sums.mass + rows * W, sums.out + rows * of->value_width};
 }
 
 // Logits of a tile become shares of its values, relative to the largest so far; mass is what they sum up to.
@@ -69,8 +81,7 @@ static void to_shares(float *logits, const struct tile *tile, const struct shape
     int whole = (tile->count + W - 1) / W * W;
     for (int j = tile->count; j < whole; j++) logits[j] = -INFINITY;
     if (of->softcap > 0)
-        for (int j = 0; j < whole; j++) logits[j] = of->softcap * tanhf(logits[j] / of->softcap);
-    for (int j = tile->count; j < whole; j++) logits[j] = -INFINITY;
+        for (int j = 0; j < tile->count; j++) logits[j] = of->softcap * tanhf(logits[j] / of->softcap);
     vf top = SPLAT(*most);
     for (int j = 0; j < whole; j += W) {
         vf x = load_f32(logits + j);
@@ -78,43 +89,43 @@ static void to_shares(float *logits, const struct tile *tile, const struct shape
         top = larger(top, x);
         if (tile->apart) top = larger(top, load_f32(logits + j) + load_f32(tile->log_value + j));
     }
-    float largest = *most;
-    for (int i = 0; i < W; i++) largest = top[i] > largest ? top[i] : largest;
-    if (largest > *most) {
+    if (any_above(top, *most)) {
+        float largest = *most;
+        for (int i = 0; i < W; i++) largest = top[i] > largest ? top[i] : largest;
         float less = *most == NOWHERE ? 0.0f : expf(*most - largest);
-        *mass *= less;
+        store_f32(mass, load_f32(mass) * SPLAT(less));
         for (int64_t i = 0; i < of->value_width; i += W) store_f32(out + i, load_f32(out + i) * SPLAT(less));
         *most = largest;
     }
-    vf sum = SPLAT(0.0f);
+    vf sum = load_f32(mass);
     for (int j = 0; j < whole; j += W) {
-        vf x = load_f32(logits + j) - SPLAT(largest);
+        vf x = load_f32(logits + j) - SPLAT(*most);
         vf share = exp_of(tile->weighted ? x + load_f32(tile->log_mass + j) : x);
         sum += share;
         store_f32(logits + j, tile->apart ? exp_of(x + load_f32(tile->log_value + j)) : share);
     }
-    *mass += sum_of(sum);
+    store_f32(mass, sum);
 }
 
 // scores[r][j] = scale · ⟨query r, key j⟩ in products of pairs of bfloat16, from queries as they came.
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
 #define IN_PAIRS(of) ((of)->kind == BF16 && (of)->key_width % (2 * W) == 0)
 INLINE void scores_of_pairs(const uint16_t *query, const struct shape *of, const uint16_t *const *keys, int count,
-                            float (*scores)[TILE], const int rb, const void *const *ahead) {
+                            float (*scores)[TILE], const int rb, const void *const *ahead, int scattered) {
     const int kb = W / rb;
+    struct asking asking = from_first(ahead);
     for (int j = 0; j < count; j += kb) {
         vf sums[W];
         const uint16_t *at[W];
         UNROLL for (int i = 0; i < W; i++) sums[i] = SPLAT(0.0f);
-        UNROLL for (int k = 0; k < kb; k++) {
-            at[k] = keys[j + k < count ? j + k : count - 1];
-            if (ahead) ask_for(ahead[j + k < count ? j + k : count - 1], sizeof(uint16_t) * of->value_width);
-        }
+        UNROLL for (int k = 0; k < kb; k++) at[k] = keys[j + k < count ? j + k : count - 1];
         for (int64_t i = 0; i < of->width; i += 2 * W) {
             __m512bh asked[W];
+            if (ahead && scattered) asking = of_each(ahead + j, sizeof(uint16_t) * i);
             UNROLL for (int r = 0; r < rb; r++) asked[r] = (__m512bh)_mm512_loadu_si512(query + r * of->width + i);
             UNROLL for (int k = 0; k < kb; k++) {
                 __m512bh key = (__m512bh)_mm512_loadu_si512(at[k] + i);
+                ask_next(&asking, sizeof key);
                 UNROLL for (int r = 0; r < rb; r++)
                     sums[r * kb + k] = (vf)_mm512_dpbf16_ps((__m512)sums[r * kb + k], asked[r], key);
             }
@@ -200,6 +211,8 @@ static void turn(struct work *work) {
     const struct shape *of = work->of;
     int kind = work->kind, whole = (tile->count + W - 1) / W * W;
     for (int j = tile->count; j < whole; j++) tile->log_mass[j] = tile->log_value[j] = 0;
+    for (int j = next->count; next->count && j < TILE; j++)  // asked for, not read
+        next->keys[j] = next->keys[j - 1], next->values[j] = next->values[j - 1];
     if (work->widened) {
         for (int j = 0; j < tile->count; j++) {
             float *key = work->room + j * (of->width + of->value_width), *value = key + of->width;
@@ -225,17 +238,23 @@ static void take_entries(struct work *work, const struct source *in, int64_t lan
     const char *values = in->values + (row * in->value_row + head * in->value_head) * bytes;
     const float *mass = in->log_mass ? in->log_mass + row * in->mass_row + head * in->mass_head : NULL;
     const float *extra = in->log_value ? in->log_value + row * in->extra_row + head * in->extra_head : NULL;
-    for (int64_t i = from; i < to; i++) {
+    while (from < to) {
         struct tile *tile = work->filling;
-        int j = tile->count;
-        if (tile->weighted) {
-            tile->log_mass[j] = mass ? mass[i] : 0.0f;
-            if (extra) tile->log_value[j] = extra[i];
-            if (tile->log_mass[j] == -INFINITY && (!extra || extra[i] == -INFINITY)) continue;
+        const char *key = keys + from * in->key_step * bytes, *value = values + from * in->value_step * bytes;
+        int64_t count = tile->count, more = to - from < TILE - count ? to - from : TILE - count;
+        for (int64_t i = 0; i < more; i++) {
+            tile->keys[count] = key + i * in->key_step * bytes;
+            tile->values[count] = value + i * in->value_step * bytes;
+            if (tile->weighted) {
+                tile->log_mass[count] = mass ? mass[from + i] : 0.0f;
+                if (extra) tile->log_value[count] = extra[from + i];
+                if (tile->log_mass[count] == -INFINITY && (!extra || extra[from + i] == -INFINITY)) continue;
+            }
+            count++;
         }
-        tile->keys[j] = keys + i * in->key_step * bytes;
-        tile->values[j] = values + i * in->value_step * bytes;
-        if (++tile->count == TILE) turn(work);
+        from += more;
+        tile->count = (int)count;
+        if (count == TILE) turn(work);
     }
 }
 
@@ -259,20 +278,24 @@ static void widen_queries(const struct shape *of, const void *queries, const str
 
 static void work_off(const struct shape *of, const void *queries, const struct source *in, const struct piece *piece,
                      float *room) {
-    float *tile = room + piece->rows * of->width;
+    float *masses = room + piece->rows * of->width, *tile = masses + piece->rows * W;
     uint16_t *halves = IN_PAIRS(of) ? (uint16_t *)(tile + TILE * (of->width + of->value_width)) : NULL;
     int widened = of->width != of->key_width || of->value_width != of->value_width_given;
+    int scattered = in->begin || in->key_step != of->key_width || in->value_step != of->value_width_given;
     int by_turns = !widened && BY_TURNS(in->kind, of->width) && BY_TURNS(in->kind, of->value_width);
     struct work work = {
-        of, piece->sums, (int)piece->rows, (int)in->kind, widened, by_turns, room, halves, tile, {{0}}, NULL, NULL};
+        of,   {piece->sums.most, masses, piece->sums.out}, (int)piece->rows, (int)in->kind, widened, by_turns, room, halves,
+        tile, {{0}}, NULL, NULL};
     work.filling = work.tiles, work.ready = work.tiles + 1;
     for (int i = 0; i < 2; i++) {
         work.tiles[i].weighted = in->log_mass || in->log_value;
         work.tiles[i].apart = in->log_value != NULL;
+        work.tiles[i].scattered = scattered;
     }
     widen_queries(of, queries, piece, room, halves);
     for (int64_t r = 0; by_turns && r < piece->rows; r++) to_turns(room + r * of->width, of->width, 0);
-    for (int64_t r = 0; r < piece->rows; r++) piece->sums.most[r] = NOWHERE, piece->sums.mass[r] = 0;
+    for (int64_t r = 0; r < piece->rows; r++) piece->sums.most[r] = NOWHERE;
+    memset(masses, 0, sizeof(float) * piece->rows * W);
     memset(piece->sums.out, 0, sizeof(float) * piece->rows * of->value_width);
     int64_t seen = 0, first = list_of(in, piece->lane, piece->query);
     if (!in->begin) take_entries(&work, in, piece->lane, piece->from, piece->to);
@@ -283,6 +306,7 @@ static void work_off(const struct shape *of, const void *queries, const struct s
     }
     turn(&work);
     turn(&work);
+    for (int64_t r = 0; r < piece->rows; r++) piece->sums.mass[r] = sum_of(load_f32(masses + r * W));
     for (int64_t r = 0; by_turns && r < piece->rows; r++)
         to_turns(piece->sums.out + r * of->value_width, of->value_width, 1);
 }
@@ -392,7 +416,7 @@ int kvs_attend(const struct shape *given, const struct source *in, int64_t count
     static struct company company = {LEAST_CREDIT, 0, 0};
     int failed = 0, small = work * (of.width + of.value_width) < SMALL;
     struct together it = begin_together(&company, threads, small ? 1 : found);
-    size_t scratch = sizeof(float) * ((of.width + of.value_width) * TILE + 2 * of.width * of.group * of.queries);
+    size_t scratch = sizeof(float) * ((of.width + of.value_width) * TILE + (2 * of.width + W) * of.group * of.queries);
     PRAGMA(omp parallel num_threads(it.threads) reduction(|:failed) if (it.threads > 1)) {
         int64_t began = begin_own(&it);
         PRAGMA(omp for schedule(dynamic) nowait)

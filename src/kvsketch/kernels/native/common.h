@@ -133,6 +133,17 @@ INLINE vf choose(vi where, vf yes, vf no) { return (vf)((where & (vi)yes) | (~wh
 
 INLINE vf larger(vf a, vf b) { return choose(a > b, a, b); }
 
+INLINE int any_above(vf x, float least) {
+    vi above = x > SPLAT(least);
+#if W == 16
+    return _mm512_movepi32_mask((__m512i)above) != 0;
+#elif W == 8
+    return _mm256_movemask_ps((__m256)above) != 0;
+#else
+    return (above[0] | above[1] | above[2] | above[3]) != 0;
+#endif
+}
+
 // exp of numbers that are at most 88; nothing below -87, NaN of NaN. Off by one or two units in the last place.
 INLINE vf exp_of(vf x) {
     vi none = x < SPLAT(-87.0f);

@@ -2,6 +2,7 @@
 #include "common.h"
 
 #define WEIGHED_AT_ONCE 1024  // entries that a thread takes
+#define WEIGHED_AHEAD 64      // entries that are asked for before they are read
 #define MOST_LOG 80.0f        // of a weight: none is above 0 by more than rounding
 
 struct weighing {  // as kernels/native/weights.py writes it; strides count numbers
@@ -10,8 +11,8 @@ struct weighing {  // as kernels/native/weights.py writes it; strides count numb
 };
 
 static void scores_of_kind(const float *query, const struct shape *of, const void *const *keys, int count,
-                           float (*scores)[TILE], int rb, const void *const *ahead, int by_turns) {
-#define SCORES(name, number, n) name(query, of, (const number *const *)keys, count, scores, n, ahead)
+                           float (*scores)[TILE], int rb, const void *const *ahead, int scattered, int by_turns) {
+#define SCORES(name, number, n) name(query, of, (const number *const *)keys, count, scores, n, ahead, scattered)
 #define OF_ROWS_OF(n)                                                      \
     if (of->kind == F32) SCORES(scores_f32, float, n);                     \
     else if (of->kind == F16) SCORES(scores_f16, uint16_t, n);             \
@@ -32,15 +33,16 @@ static void weigh(const struct weighing *in, const struct shape *of, const void 
     for (int64_t r = 0; by_turns && r < in->rows; r++) to_turns(room + r * in->width, in->width, 0);
     for (int64_t first = from; first < to; first += TILE) {
         const void *own[TILE], *next[TILE];
-        int count = (int)(to - first < TILE ? to - first : TILE), more = first + TILE + count <= to;
+        int count = (int)(to - first < TILE ? to - first : TILE), more = first + WEIGHED_AHEAD + count <= to;
         float found[TILE] = {0};
         for (int j = 0; j < count; j++) {
             own[j] = keys + (first + j) * in->key_step * bytes_of((int)in->kind);
-            next[j] = keys + (first + TILE + j) * in->key_step * bytes_of((int)in->kind);
+            next[j] = keys + (first + WEIGHED_AHEAD + j) * in->key_step * bytes_of((int)in->kind);
         }
         for (int64_t r = 0, rb; r < in->rows; r += rb) {
             rb = in->rows - r >= 4 ? 4 : in->rows - r >= 2 ? 2 : 1;
-            scores_of_kind(room + r * in->width, of, own, count, scores, (int)rb, more && !r ? next : NULL, by_turns);
+            scores_of_kind(room + r * in->width, of, own, count, scores, (int)rb, more && !r ? next : NULL,
+                           in->key_step != in->width, by_turns);
             for (int64_t k = 0; k < rb; k++) {
                 for (int j = 0; in->softcap > 0 && j < count; j++)
                     scores[k][j] = in->softcap * tanhf(scores[k][j] / in->softcap);
