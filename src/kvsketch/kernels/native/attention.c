@@ -8,7 +8,7 @@
 #include "common.h"
 
 #define TILE 16          // entries; two tiles lie in the first cache
-#define LEAST_PIECE 512  // entries
+#define PIECE 1024       // entries, or more where a lane has many
 #define MOST_PIECES 64   // of a lane
 #define NOWHERE -1e30f   // the largest logit of no entries
 #define LEAST_MASS 1e-19f
@@ -233,6 +233,7 @@ static void turn(struct work *work) {
 
 // The entries from…to of one lane; those whose weights say that they are none are left out.
 static void take_entries(struct work *work, const struct source *in, int64_t lane, int64_t from, int64_t to) {
+    const struct shape *of = work->of;
     int64_t row = lane / in->heads, head = lane % in->heads, bytes = bytes_of(work->kind);
     const char *keys = in->keys + (row * in->key_row + head * in->key_head) * bytes;
     const char *values = in->values + (row * in->value_row + head * in->value_head) * bytes;
@@ -252,6 +253,9 @@ static void take_entries(struct work *work, const struct source *in, int64_t lan
             }
             count++;
         }
+        // While the first tile is filled nothing is read, beside which it could be asked for.
+        for (int64_t i = tile->count; !work->ready->count && i < count; i++)
+            ask_for(tile->keys[i], of->key_width * bytes), ask_for(tile->values[i], of->value_width_given * bytes);
         from += more;
         tile->count = (int)count;
         if (count == TILE) turn(work);
@@ -327,8 +331,9 @@ static int64_t cut(const struct shape *of, const struct source *sources, int64_t
                     all = 0;
                     for (int64_t s = 0; s < in->segments; s++) all += length[s];
                 }
-                int64_t size = (all + MOST_PIECES - 1) / MOST_PIECES;
-                size = size < LEAST_PIECE ? LEAST_PIECE : size;
+                int64_t parts = (all + PIECE - 1) / PIECE;
+                parts = parts < 1 ? 1 : parts < MOST_PIECES ? parts : MOST_PIECES;
+                int64_t size = (all + parts - 1) / parts;
                 for (int64_t from = 0; from < all; from += size, found++) {
                     int64_t rows = of->group * asked;
                     if (pieces) pieces[found] = (struct piece){n, lane, query, from, from + size < all ? from + size : all,
