@@ -132,6 +132,31 @@ def test_what_entries_got_of_queries_is_what_torch_says(shape, dtype, softcap, m
 
 
 @needs_c
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("noted", [asking.SUM, asking.MEAN, asking.MAX, asking.LAST])
+def test_what_a_step_notes_about_a_window_is_what_torch_says(noted, dtype):
+    """Beside notes of somebody else, in a buffer with room to spare; again and again, so that notes are changed."""
+    (rows, heads, group, width, count), scale = (2, 3, 5, 32, 77), 0.2
+    own = asking.Asking(asking.CONTEXT, noted)
+    keys = torch.randn(rows, heads, count + 9, width).to(dtype)[:, :, :count]
+    notes = torch.rand(rows, heads, count + 9, 4, dtype=torch.float64)[:, :, :count]
+    place = slice(1, 1 + own.width)
+    expected, before = notes[..., place].clone(), notes.clone()
+    for _ in range(3):
+        asked = Query(torch.randn(rows, heads * group, 1, width).to(dtype), scale)
+        exact = WeightedTokens(keys.double(), keys.double())
+        lse = attention.weighted_attention(asked.queries.double(), exact, scale).lse.float()
+        with native.off():
+            assert not asking.note_one(own, asked, lse, keys, notes[..., place]), "nothing is changed then"
+            more = asking.attention_got(own, asked, lse, keys)
+        expected = asking.weights(own.with_more(asking.bits(expected), more))
+        assert asking.note_one(own, asked, lse, keys, notes[..., place])
+        torch.testing.assert_close(notes[..., place], expected, rtol=1e-5, atol=1e-7)
+    notes[..., place] = before[..., place]
+    assert torch.equal(notes, before), "nobody else's are touched"
+
+
+@needs_c
 @pytest.mark.parametrize(("queries", "lists"), [(1, 1), (3, 3), (3, 1)])
 def test_everything_that_a_query_reads_is_read_in_one_call(queries, lists):
     """A window of all lanes, bundles of some lanes with other numbers of entries, and runs: as one by one in torch."""

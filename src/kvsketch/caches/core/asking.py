@@ -21,6 +21,7 @@ from kvsketch.kernels.weighted_attention.reference import LOGITS_AT_ONCE
 WINDOW, CONTEXT, SECOND, QUESTIONS = "window", "context", "second reading", "questions"
 IN_CACHE, FEW = 1 << 21, 16  # logits of a strip on a CPU, which are gone over several times; but so many queries
 SUM, MEAN, MAX, LAST = "sum", "mean", "max", "last"
+IN_C = {SUM: in_c.ADDED, MEAN: in_c.ADDED, MAX: in_c.LARGEST, LAST: in_c.INSTEAD}
 Notes = Int64[Tensor, "b h n t"]  # the bits of float64: what was noted, and of a mean the number of weights in it
 Weights = Float[Tensor, "b h n t"]
 
@@ -92,6 +93,11 @@ class Askings:
             start += asking.width
 
     @property
+    def width(self) -> int:
+        """Numbers in a note."""
+        return sum(asking.width for asking in self.each)
+
+    @property
     def behind(self) -> bool:
         """Whether a prompt is asked by what is read behind it."""
         return any(asking.behind for asking in self.each)
@@ -108,7 +114,7 @@ class Askings:
 
     def none(self, keys: Float[Tensor, "b h n d"]) -> Notes:
         """Notes about tokens that nobody has asked for."""
-        return torch.cat([asking.none(keys) for asking in self.each], 3)
+        return torch.zeros(*keys.shape[:3], self.width, dtype=torch.int64, device=keys.device)
 
     def of(self, notes: Int64[Tensor, "*b n t"], some: "Askings") -> Int64[Tensor, "*b n o"] | None:
         """What some of these have in notes of all; None where they are nobody."""
@@ -117,10 +123,9 @@ class Askings:
 
     def check(self, notes: Int64[Tensor, "b h n t"], keys: Float[Tensor, "b h n d"]) -> None:
         """Refuse what cannot have been noted about tokens with these keys."""
-        width = sum(asking.width for asking in self.each)
-        shaped = notes.dtype == torch.int64 and notes.shape == (*keys.shape[:3], width)
+        shaped = notes.dtype == torch.int64 and notes.shape == (*keys.shape[:3], self.width)
         if not shaped or not bool((weights(notes).isfinite() & (weights(notes) >= 0)).all()):
-            raise ValueError(f"notes of shape {tuple(notes.shape)} that are not {width} numbers from 0 on")
+            raise ValueError(f"notes of shape {tuple(notes.shape)} that are not {self.width} numbers from 0 on")
 
 
 def weights(notes: Int64[Tensor, "*b t"]) -> Float[Tensor, "*b t"]:
@@ -161,6 +166,22 @@ def attention_got(
         if asking.noted == MEAN:
             noted[..., 1] += logs.shape[2] if seen is None else seen.sum(2)
     return noted
+
+
+def note_one(
+    asking: Asking, query: Query, lse: Float[Tensor, "b hg 1"], keys: Float[Tensor, "b h n d"], noted: Weights
+) -> bool:
+    """Have these notes after a single query that sees all tokens, in C; where it cannot, False, and they stay."""
+    rows, heads, count, _ = keys.shape
+    if noted.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    queries = fold_groups(query.queries, heads).flatten(0, 1)
+    got, less = noted[..., 0].view(rows * heads, count), lse.reshape(rows * heads, -1)
+    given = (got, queries, keys.flatten(0, 1), None, less, query.scale, query.softcap)
+    done = in_c.add_weights(*given, how=IN_C[asking.noted])
+    if done and asking.noted == MEAN:
+        noted[..., 1] += queries.shape[1]
+    return done
 
 
 def add_weights(got: Float[Tensor, "l n"], query: Query, lse: Float[Tensor, "1 lg q"], tokens: WeightedTokens) -> None:

@@ -250,6 +250,12 @@ class Window:
         assert self.notes is not None, "notes are made with the tokens"
         return self.notes.view
 
+    def to_note(self, place: slice) -> Int64[Tensor, "b h n t"]:
+        """Some places of the notes about all columns, which nobody else has and may be written to."""
+        assert self.notes is not None, "notes are made with the tokens"
+        self.notes.make_writable()
+        return self.notes.view[..., place]
+
     def renote(self, notes: Int64[Tensor, "b h n t"], place: slice) -> None:
         """Have other notes about the first columns, in some places of them."""
         assert self.notes is not None, "there are notes"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvsketch.attention import Partial
 from kvsketch.caches.core.answers import in_one_row
-from kvsketch.caches.core.asking import Asking, Notes, attention_got
+from kvsketch.caches.core.asking import Asking, Notes, attention_got, note_one, weights
 from kvsketch.caches.core.budget import MOST, Budget
 from kvsketch.caches.core.buffers import Window
 from kvsketch.caches.core.config import BLOCK, MANY, MethodConfig
@@ -100,8 +100,11 @@ class Stream:
     @torch.no_grad()
     def note_step(self, asked: Query, lse: Float[Tensor, "b hg 1"], asking: Asking, place: slice) -> None:
         """Note how much attention the window's tokens got from a single one, which is among them."""
+        keys = self.window.keys.view
+        if not self.window.ragged and note_one(asking, asked, lse, keys, weights(self.window.to_note(place))):
+            return
         ranks = self.window.ranks.view if self.window.ragged else None
-        more = attention_got(asking, asked, lse, self.window.keys.view, ranks)
+        more = attention_got(asking, asked, lse, keys, ranks)
         self.window.renote(asking.with_more(self.window.noted[..., place], more), place)
 
     def note_call(

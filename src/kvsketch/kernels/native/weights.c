@@ -5,8 +5,10 @@
 #define WEIGHED_AHEAD 64      // entries that are asked for before they are read
 #define MOST_LOG 80.0f        // of a weight: none is above 0 by more than rounding
 
+enum how { ADDED, LARGEST, INSTEAD };  // what becomes of what was there
+
 struct weighing {  // as kernels/native/weights.py writes it; strides count numbers
-    int64_t lanes, rows, count, width, kind, key_lane, key_step, mass_lane, got_lane;
+    int64_t lanes, rows, count, width, kind, key_lane, key_step, mass_lane, got_lane, got_step, how;
     float scale, softcap;
 };
 
@@ -23,7 +25,7 @@ static void scores_of_kind(const float *query, const struct shape *of, const voi
     else { OF_ROWS_OF(1) }
 }
 
-// Add what entries from…to of a lane got of its queries; `room` is for these in float32.
+// Note what entries from…to of a lane got of its queries; `room` is for these in float32.
 static void weigh(const struct weighing *in, const struct shape *of, const void *queries, const char *keys,
                   const float *log_mass, const float *lse, int64_t from, int64_t to, double *got, float *room) {
     int by_turns = BY_TURNS(in->kind, in->width);
@@ -50,15 +52,20 @@ static void weigh(const struct weighing *in, const struct shape *of, const void 
                     vf x = load_f32(scores[k] + j) - SPLAT(lse[r + k]), most = SPLAT(MOST_LOG);
                     if (log_mass && j + W <= count) x += load_f32(log_mass + first + j);
                     for (int i = 0; log_mass && j + W > count && j + i < count; i++) x[i] += log_mass[first + j + i];
-                    store_f32(found + j, load_f32(found + j) + exp_of(choose(x > most, most, x)));
+                    vf weight = exp_of(choose(x > most, most, x)), before = load_f32(found + j);
+                    store_f32(found + j, in->how == LARGEST ? larger(before, weight) : before + weight);
                 }
             }
         }
-        for (int j = 0; j < count; j++) got[first + j] += found[j];
+        for (int j = 0; j < count; j++) {
+            double *of_entry = got + (first + j) * in->got_step;
+            if (in->how == INSTEAD || (in->how == LARGEST && found[j] > *of_entry)) *of_entry = found[j];
+            else if (in->how == ADDED) *of_entry += found[j];
+        }
     }
 }
 
-// Add to got [lanes, count] what entries got of queries [lanes, rows, width] with these logs of denominators
+// Note in got [lanes, count] what entries got of queries [lanes, rows, width] with these logs of denominators
 // [lanes, rows]. 0, or 1 where there is no memory left.
 int kvs_weigh(const struct weighing *in, const char *queries, const char *keys, const float *log_mass, const float *lse,
               double *got, int64_t threads) {

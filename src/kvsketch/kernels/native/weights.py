@@ -10,6 +10,7 @@ from kvsketch.kernels import native
 from kvsketch.kernels.native.attention import MOST_QUERIES
 
 WHOLE = 16  # numbers: keys are whole vectors of any machine
+ADDED, LARGEST, INSTEAD = range(3)  # what becomes of what was there: the sum, the larger one, or what was found
 
 
 class _Weighing(ctypes.Structure):
@@ -17,7 +18,7 @@ class _Weighing(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("lanes", "rows", "count", "width", "kind", "key_lane", "key_step")),
-        *((name, ctypes.c_int64) for name in ("mass_lane", "got_lane")),
+        *((name, ctypes.c_int64) for name in ("mass_lane", "got_lane", "got_step", "how")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
     ]
 
@@ -30,24 +31,27 @@ def add_weights(
     lse: Float[Tensor, "l r"],
     scale: float,
     softcap: float | None = None,
+    *,
+    how: int = ADDED,
 ) -> bool:
-    """Add to `got` what every entry got of these queries, whose log denominators are known; False where C cannot.
+    """Note in `got` what every entry got of these queries, whose log denominators are known; False where C cannot.
 
-    Where memory runs out a part may have been added: nobody may add it once more.
+    The weights of several queries are added up, or the largest of them counts. Where memory runs out a part may have
+    been added: nobody may add it once more.
     """
     lanes, rows, width = queries.shape
     library = native.library_for(queries, keys)
     if library is None or not 0 < rows <= MOST_QUERIES or width % WHOLE or keys.stride(2) != 1:
         return False
     about = [x for x in (log_mass, lse) if x is not None]
-    if got.dtype != torch.float64 or got.stride(1) != 1 or any(x.dtype != torch.float32 for x in about):
+    if got.dtype != torch.float64 or any(x.dtype != torch.float32 for x in about):
         return False
     if any(x.device.type != "cpu" for x in (got, *about)) or (log_mass is not None and log_mass.stride(1) != 1):
         return False
     queries, lse = queries.contiguous(), lse.contiguous()
     weighing = _Weighing(
         *(lanes, rows, keys.shape[1], width, native.DTYPES[keys.dtype], *keys.stride()[:2]),
-        *(0 if log_mass is None else log_mass.expand(lanes, -1).stride(0), got.stride(0)),
+        *(0 if log_mass is None else log_mass.expand(lanes, -1).stride(0), *got.stride(), how),
         *(scale, softcap or 0.0),
     )
     mass = ctypes.c_void_p(None if log_mass is None else log_mass.data_ptr())
