@@ -288,7 +288,7 @@ static void work_off(const struct shape *of, const void *queries, const struct s
     int scattered = in->begin || in->key_step != of->key_width || in->value_step != of->value_width_given;
     int by_turns = !widened && BY_TURNS(in->kind, of->width) && BY_TURNS(in->kind, of->value_width);
     struct work work = {
-        of,   {piece->sums.most, masses, piece->sums.out}, (int)piece->rows, (int)in->kind, widened, by_turns, room, halves,
+        of, {piece->sums.most, masses, piece->sums.out}, (int)piece->rows, (int)in->kind, widened, by_turns, room, halves,
         tile, {{0}}, NULL, NULL};
     work.filling = work.tiles, work.ready = work.tiles + 1;
     for (int i = 0; i < 2; i++) {
