@@ -251,7 +251,7 @@ class Window:
         return self.notes.view
 
     def to_note(self, place: slice) -> Int64[Tensor, "b h n t"]:
-        """Some places of the notes about all columns, which nobody else has and may be written to."""
+        """Some places of the notes about all columns, to be written to."""
         assert self.notes is not None, "notes are made with the tokens"
         self.notes.make_writable()
         return self.notes.view[..., place]

@@ -134,12 +134,12 @@ INLINE vf choose(vi where, vf yes, vf no) { return (vf)((where & (vi)yes) | (~wh
 INLINE vf larger(vf a, vf b) { return choose(a > b, a, b); }
 
 INLINE int any_above(vf x, float least) {
-    vi above = x > SPLAT(least);
 #if W == 16
-    return _mm512_movepi32_mask((__m512i)above) != 0;
+    return _mm512_cmp_ps_mask((__m512)x, (__m512)SPLAT(least), _CMP_GT_OQ) != 0;
 #elif W == 8
-    return _mm256_movemask_ps((__m256)above) != 0;
+    return _mm256_movemask_ps((__m256)(x > SPLAT(least))) != 0;
 #else
+    vi above = x > SPLAT(least);
     return (above[0] | above[1] | above[2] | above[3]) != 0;
 #endif
 }
