@@ -258,9 +258,7 @@ class Window:
 
     def renote(self, notes: Int64[Tensor, "b h n t"], place: slice) -> None:
         """Have other notes about the first columns, in some places of them."""
-        assert self.notes is not None, "there are notes"
-        self.notes.make_writable()
-        self.notes.view[:, :, : notes.shape[2], place].copy_(notes)
+        self.to_note(place)[:, :, : notes.shape[2]].copy_(notes)
 
     def remove(self, start: int, stop: int) -> None:
         """Take out columns whose tokens have left."""
