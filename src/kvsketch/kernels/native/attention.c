@@ -34,7 +34,7 @@ struct source {  // as kernels/native/attention.py writes it; strides count numb
 
 struct tile {
     int count;
-    const void *keys[TILE], *values[TILE];
+    const void *keys[TILE], *values[TILE];  // behind the last one that one again
     float log_mass[TILE], log_value[TILE];
     int weighted, apart;  // whether there are weights, and whether those of values are others
     int scattered;        // whether its rows do not lie one behind the other
@@ -46,7 +46,7 @@ struct sums {  // of queries that are answered together
 
 struct piece {
     int64_t source, lane, query, from, to;  // lane of the source; query: the first one
-    int64_t target, asked, rows;            // lane of the batch; how many queries and rows of the group
+    int64_t target, asked, rows, whole;     // lane of the batch; how many queries and rows of the group, see `whole_rows`
     struct sums sums;
 };
 
@@ -71,73 +71,53 @@ INLINE void ask_next(struct asking *asking, int64_t bytes) {
     else if (asking->rows) ask_for((const char *)*asking->rows++ + asking->at, bytes);
 }
 
+// So many rows are answered: four take less time than two and one more, so that one of nobody fills them up.
+INLINE int64_t whole_rows(int64_t rows) { return rows % 4 == 3 ? rows + 1 : rows; }
+
 INLINE struct sums behind(struct sums sums, int64_t rows, const struct shape *of) {
     return (struct sums){sums.most + rows, sums.mass + rows * W, sums.out + rows * of->value_width};
 }
 
-// Logits of a tile become shares of its values, relative to the largest so far; mass is what they sum up to.
-static void to_shares(float *logits, const struct tile *tile, const struct shape *of, float *most, float *mass,
-                      float *out) {
-    int whole = (tile->count + W - 1) / W * W;
-    for (int j = tile->count; j < whole; j++) logits[j] = -INFINITY;
-    if (of->softcap > 0)
-        for (int j = 0; j < tile->count; j++) logits[j] = of->softcap * tanhf(logits[j] / of->softcap);
-    vf top = SPLAT(*most);
-    for (int j = 0; j < whole; j += W) {
-        vf x = load_f32(logits + j);
-        if (tile->weighted) x += load_f32(tile->log_mass + j);
-        top = larger(top, x);
-        if (tile->apart) top = larger(top, load_f32(logits + j) + load_f32(tile->log_value + j));
-    }
-    if (any_above(top, *most)) {
-        float largest = *most;
-        for (int i = 0; i < W; i++) largest = top[i] > largest ? top[i] : largest;
-        float less = *most == NOWHERE ? 0.0f : expf(*most - largest);
-        store_f32(mass, load_f32(mass) * SPLAT(less));
-        for (int64_t i = 0; i < of->value_width; i += W) store_f32(out + i, load_f32(out + i) * SPLAT(less));
-        *most = largest;
-    }
-    vf sum = load_f32(mass);
-    for (int j = 0; j < whole; j += W) {
-        vf x = load_f32(logits + j) - SPLAT(*most);
-        vf share = exp_of(tile->weighted ? x + load_f32(tile->log_mass + j) : x);
-        sum += share;
-        store_f32(logits + j, tile->apart ? exp_of(x + load_f32(tile->log_value + j)) : share);
-    }
-    store_f32(mass, sum);
+// There is a larger logit among these: what was summed up so far is less beside it.
+static __attribute__((noinline)) void reach(vf top, const struct shape *of, float *most, float *mass, float *out) {
+    float largest = *most;
+    for (int i = 0; i < W; i++) largest = top[i] > largest ? top[i] : largest;
+    float less = *most == NOWHERE ? 0.0f : expf(*most - largest);
+    store_f32(mass, load_f32(mass) * SPLAT(less));
+    for (int64_t i = 0; i < of->value_width; i += W) store_f32(out + i, load_f32(out + i) * SPLAT(less));
+    *most = largest;
 }
 
-// scores[r][j] = scale · ⟨query r, key j⟩ in products of pairs of bfloat16, from queries as they came.
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-#define IN_PAIRS(of) ((of)->kind == BF16 && (of)->key_width % (2 * W) == 0)
-INLINE void scores_of_pairs(const uint16_t *query, const struct shape *of, const uint16_t *const *keys, int count,
-                            float (*scores)[TILE], const int rb, const void *const *ahead, int scattered) {
-    const int kb = W / rb;
-    struct asking asking = from_first(ahead);
-    for (int j = 0; j < count; j += kb) {
-        vf sums[W];
-        const uint16_t *at[W];
-        UNROLL for (int i = 0; i < W; i++) sums[i] = SPLAT(0.0f);
-        UNROLL for (int k = 0; k < kb; k++) at[k] = keys[j + k < count ? j + k : count - 1];
-        for (int64_t i = 0; i < of->width; i += 2 * W) {
-            __m512bh asked[W];
-            if (ahead && scattered) asking = of_each(ahead + j, sizeof(uint16_t) * i);
-            UNROLL for (int r = 0; r < rb; r++) asked[r] = (__m512bh)_mm512_loadu_si512(query + r * of->width + i);
-            UNROLL for (int k = 0; k < kb; k++) {
-                __m512bh key = (__m512bh)_mm512_loadu_si512(at[k] + i);
-                ask_next(&asking, sizeof key);
-                UNROLL for (int r = 0; r < rb; r++)
-                    sums[r * kb + k] = (vf)_mm512_dpbf16_ps((__m512)sums[r * kb + k], asked[r], key);
-            }
+// Logits of a tile become shares of its values, relative to the largest so far; mass is what they sum up to. Behind the
+// tile's last entry shares are 0.
+INLINE void to_shares(float (*scores)[TILE], const struct tile *tile, const struct shape *of, struct sums sums,
+                      const int rb) {
+    const int weighted = tile->weighted, apart = tile->apart;
+    for (int r = 0; of->softcap > 0 && r < rb; r++)
+        for (int j = 0; j < tile->count; j++) scores[r][j] = of->softcap * tanhf(scores[r][j] / of->softcap);
+    for (int r = 0; tile->count < TILE && r < rb; r++)
+        for (int j = tile->count; j < TILE; j++) scores[r][j] = -INFINITY;
+    UNROLL for (int r = 0; r < rb; r++) {
+        float *logits = scores[r], *most = sums.most + r, *mass = sums.mass + r * W;
+        vf top = SPLAT(*most);
+        UNROLL for (int j = 0; j < TILE; j += W) {
+            vf x = load_f32(logits + j);
+            top = larger(weighted ? x + load_f32(tile->log_mass + j) : x, top);
+            if (apart) top = larger(x + load_f32(tile->log_value + j), top);
         }
-        vf found = sums_of(sums) * SPLAT(of->scale);
-        UNROLL for (int r = 0; r < rb; r++) memcpy(&scores[r][j], (const float *)&found + r * kb, sizeof(float) * kb);
+        if (any_above(top, *most)) reach(top, of, most, mass, sums.out + r * of->value_width);
+        vf sum = load_f32(mass);
+        UNROLL for (int j = 0; j < TILE; j += W) {
+            vf x = load_f32(logits + j) - SPLAT(*most);
+            vf share = exp_of(weighted ? x + load_f32(tile->log_mass + j) : x);
+            sum += share;
+            store_f32(logits + j, apart ? exp_of(x + load_f32(tile->log_value + j)) : share);
+        }
+        store_f32(mass, sum);
     }
 }
-#else
-#define IN_PAIRS(of) 0
-#define scores_of_pairs(...)
-#endif
+
+#include "pairs.h"
 
 #define KIND f32
 #define NUMBER float
@@ -169,14 +149,22 @@ INLINE void scores_of_pairs(const uint16_t *query, const struct shape *of, const
 #define PAIRS 0
 #include "tile.inc"
 
-// Of every 2 · W numbers those at even places first, as `load_bf16_by_turns` has them; and back.
-static void to_turns(float *row, int64_t count, int back) {
+// Of every 2 · W numbers those at even places first, as `load_bf16_by_turns` has them.
+INLINE int turned(int i) { return i % 2 * W + i / 2; }
+
+static void to_turns(float *row, int64_t count) {
     for (float *at = row; at < row + count; at += 2 * W) {
         float own[2 * W];
-        for (int i = 0; i < W; i++) {
-            if (back) own[2 * i] = at[i], own[2 * i + 1] = at[W + i];
-            else own[i] = at[2 * i], own[W + i] = at[2 * i + 1];
-        }
+        for (int i = 0; i < 2 * W; i++) own[turned(i)] = at[i];
+        memcpy(at, own, sizeof own);
+    }
+}
+
+// And back from there, or from where sums of pairs lie.
+static void from_turns(float *row, int64_t count, int in_pairs) {
+    for (float *at = row; at < row + count; at += 2 * W) {
+        float own[2 * W];
+        for (int i = 0; i < 2 * W; i++) own[i] = at[in_pairs ? woven(i) : turned(i)];
         memcpy(at, own, sizeof own);
     }
 }
@@ -209,12 +197,13 @@ struct work {
 static void turn(struct work *work) {
     struct tile *tile = work->ready, *next = work->filling;
     const struct shape *of = work->of;
-    int kind = work->kind, whole = (tile->count + W - 1) / W * W;
-    for (int j = tile->count; j < whole; j++) tile->log_mass[j] = tile->log_value[j] = 0;
-    for (int j = next->count; next->count && j < TILE; j++)  // asked for, not read
+    int kind = work->kind;
+    for (int j = next->count; next->count && j < TILE; j++) {
         next->keys[j] = next->keys[j - 1], next->values[j] = next->values[j - 1];
+        next->log_mass[j] = next->log_value[j] = 0;
+    }
     if (work->widened) {
-        for (int j = 0; j < tile->count; j++) {
+        for (int j = 0; tile->count && j < TILE; j++) {
             float *key = work->room + j * (of->width + of->value_width), *value = key + of->width;
             widen(key, tile->keys[j], kind, of->key_width, of->width);
             widen(value, tile->values[j], kind, of->value_width_given, of->value_width);
@@ -278,17 +267,20 @@ static void widen_queries(const struct shape *of, const void *queries, const str
         for (int64_t i = 0; i < of->width; i++) to[r * of->width + i] *= of->scale;
         if (halves) memcpy(halves + r * of->width, (const uint16_t *)queries + at, sizeof(uint16_t) * of->width);
     }
+    int64_t nobodys = piece->whole - piece->rows;
+    memset(to + piece->rows * of->width, 0, sizeof(float) * nobodys * of->width);
+    if (halves) memset(halves + piece->rows * of->width, 0, sizeof(uint16_t) * nobodys * of->width);
 }
 
 static void work_off(const struct shape *of, const void *queries, const struct source *in, const struct piece *piece,
                      float *room) {
-    float *masses = room + piece->rows * of->width, *tile = masses + piece->rows * W;
+    float *masses = room + piece->whole * of->width, *tile = masses + piece->whole * W;
     uint16_t *halves = IN_PAIRS(of) ? (uint16_t *)(tile + TILE * (of->width + of->value_width)) : NULL;
     int widened = of->width != of->key_width || of->value_width != of->value_width_given;
     int scattered = in->begin || in->key_step != of->key_width || in->value_step != of->value_width_given;
     int by_turns = !widened && BY_TURNS(in->kind, of->width) && BY_TURNS(in->kind, of->value_width);
     struct work work = {
-        of, {piece->sums.most, masses, piece->sums.out}, (int)piece->rows, (int)in->kind, widened, by_turns, room, halves,
+        of, {piece->sums.most, masses, piece->sums.out}, (int)piece->whole, (int)in->kind, widened, by_turns, room, halves,
         tile, {{0}}, NULL, NULL};
     work.filling = work.tiles, work.ready = work.tiles + 1;
     for (int i = 0; i < 2; i++) {
@@ -297,10 +289,10 @@ static void work_off(const struct shape *of, const void *queries, const struct s
         work.tiles[i].scattered = scattered;
     }
     widen_queries(of, queries, piece, room, halves);
-    for (int64_t r = 0; by_turns && r < piece->rows; r++) to_turns(room + r * of->width, of->width, 0);
-    for (int64_t r = 0; r < piece->rows; r++) piece->sums.most[r] = NOWHERE;
-    memset(masses, 0, sizeof(float) * piece->rows * W);
-    memset(piece->sums.out, 0, sizeof(float) * piece->rows * of->value_width);
+    for (int64_t r = 0; by_turns && r < piece->rows; r++) to_turns(room + r * of->width, of->width);
+    for (int64_t r = 0; r < piece->whole; r++) piece->sums.most[r] = NOWHERE;
+    memset(masses, 0, sizeof(float) * piece->whole * W);
+    memset(piece->sums.out, 0, sizeof(float) * piece->whole * of->value_width);
     int64_t seen = 0, first = list_of(in, piece->lane, piece->query);
     if (!in->begin) take_entries(&work, in, piece->lane, piece->from, piece->to);
     for (int64_t s = first; in->begin && s < first + in->segments && seen < piece->to; seen += in->length[s++]) {
@@ -312,7 +304,7 @@ static void work_off(const struct shape *of, const void *queries, const struct s
     turn(&work);
     for (int64_t r = 0; r < piece->rows; r++) piece->sums.mass[r] = sum_of(load_f32(masses + r * W));
     for (int64_t r = 0; by_turns && r < piece->rows; r++)
-        to_turns(piece->sums.out + r * of->value_width, of->value_width, 1);
+        from_turns(piece->sums.out + r * of->value_width, of->value_width, halves != NULL);
 }
 
 // How many entries a lane's query reads, and the pieces into which they are cut. Without `pieces` they are counted.
@@ -335,10 +327,10 @@ static int64_t cut(const struct shape *of, const struct source *sources, int64_t
                 parts = parts < 1 ? 1 : parts < MOST_PIECES ? parts : MOST_PIECES;
                 int64_t size = (all + parts - 1) / parts;
                 for (int64_t from = 0; from < all; from += size, found++) {
-                    int64_t rows = of->group * asked;
+                    int64_t rows = of->group * asked, whole = whole_rows(rows);
                     if (pieces) pieces[found] = (struct piece){n, lane, query, from, from + size < all ? from + size : all,
-                                                               in->lanes ? in->lanes[lane] : lane, asked, rows, {0}};
-                    *numbers += rows * (of->value_width + 2);
+                                                               in->lanes ? in->lanes[lane] : lane, asked, rows, whole, {0}};
+                    *numbers += whole * (of->value_width + 2);
                 }
                 *work += all * of->group * asked;
             }
@@ -414,14 +406,15 @@ int kvs_attend(const struct shape *given, const struct source *in, int64_t count
     cut(&of, sources, count, pieces, &numbers, &work);
     float *next = room + rows * (of.value_width + 1);
     for (int64_t i = 0; i < found; i++) {
-        int64_t own = pieces[i].rows;
+        int64_t own = pieces[i].whole;
         pieces[i].sums = (struct sums){next, next + own, next + 2 * own};
         next += own * (of.value_width + 2);
     }
     static struct company company = {LEAST_CREDIT, 0, 0};
     int failed = 0, small = work * (of.width + of.value_width) < SMALL;
     struct together it = begin_together(&company, threads, small ? 1 : found);
-    size_t scratch = sizeof(float) * ((of.width + of.value_width) * TILE + (2 * of.width + W) * of.group * of.queries);
+    int64_t most_rows = whole_rows(of.group * of.queries);
+    size_t scratch = sizeof(float) * ((of.width + of.value_width) * TILE + (2 * of.width + W) * most_rows);
     PRAGMA(omp parallel num_threads(it.threads) reduction(|:failed) if (it.threads > 1)) {
         int64_t began = begin_own(&it);
         PRAGMA(omp for schedule(dynamic) nowait)

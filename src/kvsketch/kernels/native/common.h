@@ -131,7 +131,15 @@ INLINE int64_t bytes_of(int kind) { return kind == F32 ? 4 : 2; }
 
 INLINE vf choose(vi where, vf yes, vf no) { return (vf)((where & (vi)yes) | (~where & (vi)no)); }
 
-INLINE vf larger(vf a, vf b) { return choose(a > b, a, b); }
+INLINE vf larger(vf a, vf b) {  // b, where a is NaN
+#if W == 16
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif W == 8
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return choose(a > b, a, b);
+#endif
+}
 
 INLINE int any_above(vf x, float least) {
 #if W == 16
@@ -146,10 +154,15 @@ INLINE int any_above(vf x, float least) {
 
 // exp of numbers that are at most 88; nothing below -87, NaN of NaN. Off by one or two units in the last place.
 INLINE vf exp_of(vf x) {
+#if W == 16
+    const __mmask16 some = _mm512_cmp_ps_mask((__m512)x, (__m512)SPLAT(-87.0f), _CMP_NLT_UQ);
+    vf whole = (vf)_mm512_roundscale_ps((__m512)(x * SPLAT(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
     vi none = x < SPLAT(-87.0f);
     x = choose(none, SPLAT(-87.0f), x);
     vf turns = x * SPLAT(1.44269504f) + SPLAT(12582912.0f);  // adding 1.5 · 2^23 rounds to a whole number
     vf whole = turns - SPLAT(12582912.0f);
+#endif
     vf rest = x - whole * SPLAT(0.693359375f) - whole * SPLAT(-2.12194440e-4f);
     vf y = SPLAT(1.0f / 720);
     y = y * rest + SPLAT(1.0f / 120);
@@ -158,9 +171,13 @@ INLINE vf exp_of(vf x) {
     y = y * rest + SPLAT(0.5f);
     y = y * rest + SPLAT(1.0f);
     y = y * rest + SPLAT(1.0f);
+#if W == 16
+    return (vf)_mm512_maskz_scalef_ps(some, (__m512)y, (__m512)whole);
+#else
     vf raised = (vf)((vi)y + (((vi)turns - (vi)SPLAT(12582912.0f)) << 23));
     raised = choose(x == x, raised, x);
     return (vf)(~none & (vi)raised);
+#endif
 }
 
 INLINE float sum_of(vf x) {

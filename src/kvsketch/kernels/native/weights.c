@@ -32,13 +32,13 @@ static void weigh(const struct weighing *in, const struct shape *of, const void 
     float scores[4][TILE] = {{0}};
     read_row(queries, (int)in->kind, 0, in->rows * in->width, room);
     for (int64_t i = 0; i < in->rows * in->width; i++) room[i] *= in->scale;
-    for (int64_t r = 0; by_turns && r < in->rows; r++) to_turns(room + r * in->width, in->width, 0);
+    for (int64_t r = 0; by_turns && r < in->rows; r++) to_turns(room + r * in->width, in->width);
     for (int64_t first = from; first < to; first += TILE) {
         const void *own[TILE], *next[TILE];
         int count = (int)(to - first < TILE ? to - first : TILE), more = first + WEIGHED_AHEAD + count <= to;
         float found[TILE] = {0};
-        for (int j = 0; j < count; j++) {
-            own[j] = keys + (first + j) * in->key_step * bytes_of((int)in->kind);
+        for (int j = 0; j < TILE; j++) {
+            own[j] = keys + (first + (j < count ? j : count - 1)) * in->key_step * bytes_of((int)in->kind);
             next[j] = keys + (first + WEIGHED_AHEAD + j) * in->key_step * bytes_of((int)in->kind);
         }
         for (int64_t r = 0, rb; r < in->rows; r += rb) {
