@@ -71,8 +71,9 @@ INLINE void ask_next(struct asking *asking, int64_t bytes) {
     else if (asking->rows) ask_for((const char *)*asking->rows++ + asking->at, bytes);
 }
 
-// So many rows are answered: four take less time than two and one more, so that one of nobody fills them up.
+// Rows are answered by four, two or one. Four take less time than two and one more: a row of nobody's fills three up.
 INLINE int64_t whole_rows(int64_t rows) { return rows % 4 == 3 ? rows + 1 : rows; }
+INLINE int rows_at_once(int64_t left) { return left > 2 ? 4 : (int)left; }
 
 INLINE struct sums behind(struct sums sums, int64_t rows, const struct shape *of) {
     return (struct sums){sums.most + rows, sums.mass + rows * W, sums.out + rows * of->value_width};

@@ -32,6 +32,7 @@ static void weigh(const struct weighing *in, const struct shape *of, const void 
     float scores[4][TILE] = {{0}};
     read_row(queries, (int)in->kind, 0, in->rows * in->width, room);
     for (int64_t i = 0; i < in->rows * in->width; i++) room[i] *= in->scale;
+    memset(room + in->rows * in->width, 0, sizeof(float) * (whole_rows(in->rows) - in->rows) * in->width);
     for (int64_t r = 0; by_turns && r < in->rows; r++) to_turns(room + r * in->width, in->width);
     for (int64_t first = from; first < to; first += TILE) {
         const void *own[TILE], *next[TILE];
@@ -42,10 +43,10 @@ static void weigh(const struct weighing *in, const struct shape *of, const void 
             next[j] = keys + (first + WEIGHED_AHEAD + j) * in->key_step * bytes_of((int)in->kind);
         }
         for (int64_t r = 0, rb; r < in->rows; r += rb) {
-            rb = in->rows - r >= 4 ? 4 : in->rows - r >= 2 ? 2 : 1;
+            rb = rows_at_once(in->rows - r);
             scores_of_kind(room + r * in->width, of, own, count, scores, (int)rb, more && !r ? next : NULL,
                            in->key_step != in->width, by_turns);
-            for (int64_t k = 0; k < rb; k++) {
+            for (int64_t k = 0; k < rb && r + k < in->rows; k++) {
                 for (int j = 0; in->softcap > 0 && j < count; j++)
                     scores[k][j] = in->softcap * tanhf(scores[k][j] / in->softcap);
                 for (int j = 0; j < count; j += W) {
@@ -80,7 +81,7 @@ int kvs_weigh(const struct weighing *in, const char *queries, const char *keys, 
         for (int64_t n = 0; n < all; n++) {
             int64_t lane = n / pieces, from = n % pieces * WEIGHED_AT_ONCE;
             int64_t to = from + WEIGHED_AT_ONCE < in->count ? from + WEIGHED_AT_ONCE : in->count;
-            float *room = kept_memory(2, sizeof(float) * (in->rows * in->width + W));
+            float *room = kept_memory(2, sizeof(float) * (whole_rows(in->rows) * in->width + W));
             failed |= !room;
             if (!room) continue;
             weigh(in, &of, queries + lane * in->rows * in->width * bytes, keys + lane * in->key_lane * bytes,
