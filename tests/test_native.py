@@ -45,6 +45,7 @@ SHAPES = [  # rows, heads, group, queries, entries, width of keys, of values
     (2, 1, 2, 3, 130, 80, 72),
     (1, 2, 5, 2, 300, 20, 33),
     (1, 1, 8, 2, 65, 96, 128),
+    (1, 1, 7, 1, 37, 64, 48),
 ]
 
 AGAIN = "KVSKETCH_TESTED_ONCE_MORE"
@@ -104,7 +105,7 @@ def test_attention_is_that_of_the_definition(shape, dtype):
 @needs_c
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    "shape", [(2, 4, 1, 700, 64), (3, 1, 2, 65, 48), (1, 8, 2, 1200, 128), (2, 5, 1, 1, 16)], ids=str
+    "shape", [(2, 4, 1, 700, 64), (3, 3, 1, 65, 48), (1, 7, 2, 1200, 128), (2, 5, 1, 1, 16)], ids=str
 )
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_what_entries_got_of_queries_is_what_torch_says(shape, dtype, softcap, monkeypatch):
@@ -202,15 +203,17 @@ def test_no_runs_at_all_are_nothing_to_read_and_not_everything():
 
 
 @needs_c
-def test_entries_may_be_of_another_kind_than_queries():
-    query, close = torch.randn(2, 6, 1, 40).bfloat16(), {"rtol": 2e-2, "atol": 2e-2}
-    half = Entries(WeightedTokens(*torch.randn(2, 2, 2, 700, 40).bfloat16().unbind()))
+@pytest.mark.parametrize("width", [40, 64])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_entries_may_be_of_another_kind_than_queries(dtype, width):
+    query, close = torch.randn(2, 6, 1, width).to(dtype), {"rtol": 2e-2, "atol": 2e-2}
+    half = Entries(WeightedTokens(*torch.randn(2, 2, 2, 700, width).bfloat16().unbind()))
     weights = torch.randn(2, 2, 90).masked_fill(torch.rand(2, 2, 90) < 0.3, -math.inf)
-    full = Entries(WeightedTokens(*torch.randn(2, 2, 2, 90, 40).unbind(), weights))
-    together = kernel.attend(query, [half, full], 2, 40**-0.5)
+    full = Entries(WeightedTokens(*torch.randn(2, 2, 2, 90, width).unbind(), weights))
+    together = kernel.attend(query, [half, full], 2, width**-0.5)
     with native.off():
-        apart = read(query, [(half,), (full,)], 2, 40**-0.5)
-    assert together.out.dtype == torch.bfloat16
+        apart = read(query, [(half,), (full,)], 2, width**-0.5)
+    assert together.out.dtype == dtype
     torch.testing.assert_close(together.out.float(), apart.out.float(), **close)
     torch.testing.assert_close(together.lse, apart.lse, **close)
 
@@ -232,11 +235,31 @@ def test_nothing_beyond_the_runs_is_touched():
 
 
 @needs_c
-def test_numbers_that_are_none_are_not_hidden():
-    keys, values = torch.randn(2, 1, 1, 100, 16).unbind()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_numbers_that_are_none_are_not_hidden(dtype):
+    """Nor is infinity made one of them; of an odd number of entries, the last of which has no neighbour."""
+    query, (keys, values) = torch.randn(1, 3, 1, 32).to(dtype), torch.randn(2, 1, 1, 101, 32).to(dtype).unbind()
+    values[0, 0, 100, :3] = torch.tensor([math.inf, -math.inf, math.nan])
+    found = kernel.attend(query, [Entries(WeightedTokens(keys, values))], 1, 0.25).out
+    assert (found[..., 0] == math.inf).all()
+    assert (found[..., 1] == -math.inf).all()
+    assert found[..., 2].isnan().all()
+    assert found[..., 3:].isfinite().all()
     keys[0, 0, 70] = math.nan
-    found = kernel.attend(torch.randn(1, 1, 1, 16), [Entries(WeightedTokens(keys, values))], 1, 0.25)
-    assert found.out.isnan().all()
+    assert kernel.attend(query, [Entries(WeightedTokens(keys, values))], 1, 0.25).out.isnan().all()
+
+
+@needs_c
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_mean_of_equal_values_is_that_value(dtype):
+    """Also where shares are rounded, all of them the same way."""
+    values = torch.randn(1, 1, 1, 64).to(dtype).expand(1, 1, 1024, 64)
+    mass = torch.full((1, 1, 1024), -0.6893).index_fill(2, torch.tensor([500]), 0.0)
+    for log_value in (None, mass - math.log(2)):
+        tokens = WeightedTokens(torch.zeros_like(values), values, mass, log_value)
+        found = kernel.attend(torch.randn(1, 3, 1, 64).to(dtype), [Entries(tokens)], 1, 0.125).out
+        expected = values[:, :, :1].expand_as(found) * (1.0 if log_value is None else 0.5)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
 
 
 @needs_c
@@ -725,7 +748,7 @@ def test_two_threads_on_one_core_give_up_waiting_for_each_other():
 
 EVERY_KERNEL = (
     "definition or classifier or bytes or buckets_visited or chosen_when or signs_are_those or centres_are "
-    "or same_bits or directions_are_those or places_are_numbered or entries_got"
+    "or same_bits or directions_are_those or places_are_numbered or entries_got or equal_values or not_hidden"
 )
 
 

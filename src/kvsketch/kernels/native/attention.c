@@ -12,6 +12,7 @@
 #define MOST_PIECES 64   // of a lane
 #define NOWHERE -1e30f   // the largest logit of no entries
 #define LEAST_MASS 1e-19f
+#define MASSES (3 * W)   // what shares add up to; in products of pairs those of values too, meant and as they were rounded
 #define SMALL (1 << 18)  // multiplications that are not worth a second thread
 
 struct shape {  // of a call
@@ -34,19 +35,20 @@ struct source {  // as kernels/native/attention.py writes it; strides count numb
 
 struct tile {
     int count;
-    const void *keys[TILE], *values[TILE];  // behind the last one that one again
+    const void *keys[TILE], *values[TILE];  // of a tile that is read the last one is repeated up to the end
     float log_mass[TILE], log_value[TILE];
     int weighted, apart;  // whether there are weights, and whether those of values are others
     int scattered;        // whether its rows do not lie one behind the other
 };
 
 struct sums {  // of queries that are answered together
-    float *most, *mass, *out;  // mass: W numbers of each, to be added up; of a piece that is done, one
+    float *most, *mass, *out;  // mass: vectors of each, see MASSES, to be added up; of a piece that is done, one number
 };
 
 struct piece {
     int64_t source, lane, query, from, to;  // lane of the source; query: the first one
-    int64_t target, asked, rows, whole;     // lane of the batch; how many queries and rows of the group, see `whole_rows`
+    int64_t target, asked;                  // lane of the batch; how many queries
+    int64_t rows, whole;                    // of the group, and with the one that is nobody's
     struct sums sums;
 };
 
@@ -71,20 +73,21 @@ INLINE void ask_next(struct asking *asking, int64_t bytes) {
     else if (asking->rows) ask_for((const char *)*asking->rows++ + asking->at, bytes);
 }
 
-// Rows are answered by four, two or one. Four take less time than two and one more: a row of nobody's fills three up.
+// Rows are answered by four, two or one. Four take less time than two and one more, so one row that is nobody's makes
+// three into four: who answers rows `at once` has room for the whole.
 INLINE int64_t whole_rows(int64_t rows) { return rows % 4 == 3 ? rows + 1 : rows; }
 INLINE int rows_at_once(int64_t left) { return left > 2 ? 4 : (int)left; }
 
 INLINE struct sums behind(struct sums sums, int64_t rows, const struct shape *of) {
-    return (struct sums){sums.most + rows, sums.mass + rows * W, sums.out + rows * of->value_width};
+    return (struct sums){sums.most + rows, sums.mass + rows * MASSES, sums.out + rows * of->value_width};
 }
 
-// There is a larger logit among these: what was summed up so far is less beside it.
+// There is a larger logit among these: scale down what was summed up so far.
 static __attribute__((noinline)) void reach(vf top, const struct shape *of, float *most, float *mass, float *out) {
     float largest = *most;
     for (int i = 0; i < W; i++) largest = top[i] > largest ? top[i] : largest;
     float less = *most == NOWHERE ? 0.0f : expf(*most - largest);
-    store_f32(mass, load_f32(mass) * SPLAT(less));
+    for (int64_t i = 0; i < MASSES; i += W) store_f32(mass + i, load_f32(mass + i) * SPLAT(less));
     for (int64_t i = 0; i < of->value_width; i += W) store_f32(out + i, load_f32(out + i) * SPLAT(less));
     *most = largest;
 }
@@ -94,12 +97,14 @@ static __attribute__((noinline)) void reach(vf top, const struct shape *of, floa
 INLINE void to_shares(float (*scores)[TILE], const struct tile *tile, const struct shape *of, struct sums sums,
                       const int rb) {
     const int weighted = tile->weighted, apart = tile->apart;
-    for (int r = 0; of->softcap > 0 && r < rb; r++)
-        for (int j = 0; j < tile->count; j++) scores[r][j] = of->softcap * tanhf(scores[r][j] / of->softcap);
-    for (int r = 0; tile->count < TILE && r < rb; r++)
-        for (int j = tile->count; j < TILE; j++) scores[r][j] = -INFINITY;
+    if (of->softcap > 0)
+        for (int r = 0; r < rb; r++)
+            for (int j = 0; j < tile->count; j++) scores[r][j] = of->softcap * tanhf(scores[r][j] / of->softcap);
+    if (tile->count < TILE)
+        for (int r = 0; r < rb; r++)
+            for (int j = tile->count; j < TILE; j++) scores[r][j] = -INFINITY;
     UNROLL for (int r = 0; r < rb; r++) {
-        float *logits = scores[r], *most = sums.most + r, *mass = sums.mass + r * W;
+        float *logits = scores[r], *most = sums.most + r, *mass = sums.mass + r * MASSES;
         vf top = SPLAT(*most);
         UNROLL for (int j = 0; j < TILE; j += W) {
             vf x = load_f32(logits + j);
@@ -118,7 +123,7 @@ INLINE void to_shares(float (*scores)[TILE], const struct tile *tile, const stru
     }
 }
 
-#include "pairs.h"
+#include "pairs.inc"
 
 #define KIND f32
 #define NUMBER float
@@ -137,7 +142,7 @@ INLINE void to_shares(float (*scores)[TILE], const struct tile *tile, const stru
 #define NUMBER uint16_t
 #define LOAD(at, to) load_bf16_by_turns(at, to)
 #define VECTORS 2
-#define PAIRS 1
+#define PAIRS 2
 #include "tile.inc"
 #else  // four queries have no room for two vectors each
 #define answer_tile_bf16_by_turns answer_tile_bf16
@@ -161,11 +166,13 @@ static void to_turns(float *row, int64_t count) {
     }
 }
 
-// And back from there, or from where sums of pairs lie.
-static void from_turns(float *row, int64_t count, int in_pairs) {
+// The sums of a piece's row that is done: columns in their order, whatever rounding took from all shares given back.
+static void settle(float *row, int64_t count, const float *mass, int in_pairs) {
+    float meant = in_pairs ? sum_of(load_f32(mass + W)) : 1, rounded = in_pairs ? sum_of(load_f32(mass + 2 * W)) : 1;
+    float share = rounded > 0 && meant < INFINITY ? meant / rounded : 1;
     for (float *at = row; at < row + count; at += 2 * W) {
         float own[2 * W];
-        for (int i = 0; i < 2 * W; i++) own[i] = at[in_pairs ? woven(i) : turned(i)];
+        for (int i = 0; i < 2 * W; i++) own[i] = share * at[in_pairs ? woven(i) : turned(i)];
         memcpy(at, own, sizeof own);
     }
 }
@@ -194,22 +201,28 @@ struct work {
     struct tile tiles[2], *filling, *ready;
 };
 
+// The last entry again up to the end, where it has no share: so whoever reads by four need not ask how many there are.
+static void repeat_last(struct tile *tile) {
+    for (int j = tile->count; j < TILE; j++) {
+        tile->keys[j] = tile->keys[j - 1], tile->values[j] = tile->values[j - 1];
+        tile->log_mass[j] = tile->log_value[j] = 0;
+    }
+}
+
 // Answer the tile that is ready; the one that was filled is next.
 static void turn(struct work *work) {
     struct tile *tile = work->ready, *next = work->filling;
     const struct shape *of = work->of;
     int kind = work->kind;
-    for (int j = next->count; next->count && j < TILE; j++) {
-        next->keys[j] = next->keys[j - 1], next->values[j] = next->values[j - 1];
-        next->log_mass[j] = next->log_value[j] = 0;
-    }
-    if (work->widened) {
-        for (int j = 0; tile->count && j < TILE; j++) {
+    if (next->count) repeat_last(next);
+    if (work->widened && tile->count) {
+        for (int j = 0; j < tile->count; j++) {
             float *key = work->room + j * (of->width + of->value_width), *value = key + of->width;
             widen(key, tile->keys[j], kind, of->key_width, of->width);
             widen(value, tile->values[j], kind, of->value_width_given, of->value_width);
             tile->keys[j] = key, tile->values[j] = value;
         }
+        repeat_last(tile);
         kind = F32;
     }
     if (!tile->count) {}
@@ -275,7 +288,7 @@ static void widen_queries(const struct shape *of, const void *queries, const str
 
 static void work_off(const struct shape *of, const void *queries, const struct source *in, const struct piece *piece,
                      float *room) {
-    float *masses = room + piece->whole * of->width, *tile = masses + piece->whole * W;
+    float *masses = room + piece->whole * of->width, *tile = masses + piece->whole * MASSES;
     uint16_t *halves = IN_PAIRS(of) ? (uint16_t *)(tile + TILE * (of->width + of->value_width)) : NULL;
     int widened = of->width != of->key_width || of->value_width != of->value_width_given;
     int scattered = in->begin || in->key_step != of->key_width || in->value_step != of->value_width_given;
@@ -292,7 +305,7 @@ static void work_off(const struct shape *of, const void *queries, const struct s
     widen_queries(of, queries, piece, room, halves);
     for (int64_t r = 0; by_turns && r < piece->rows; r++) to_turns(room + r * of->width, of->width);
     for (int64_t r = 0; r < piece->whole; r++) piece->sums.most[r] = NOWHERE;
-    memset(masses, 0, sizeof(float) * piece->whole * W);
+    memset(masses, 0, sizeof(float) * piece->whole * MASSES);
     memset(piece->sums.out, 0, sizeof(float) * piece->whole * of->value_width);
     int64_t seen = 0, first = list_of(in, piece->lane, piece->query);
     if (!in->begin) take_entries(&work, in, piece->lane, piece->from, piece->to);
@@ -303,9 +316,11 @@ static void work_off(const struct shape *of, const void *queries, const struct s
     }
     turn(&work);
     turn(&work);
-    for (int64_t r = 0; r < piece->rows; r++) piece->sums.mass[r] = sum_of(load_f32(masses + r * W));
-    for (int64_t r = 0; by_turns && r < piece->rows; r++)
-        from_turns(piece->sums.out + r * of->value_width, of->value_width, halves != NULL);
+    for (int64_t r = 0; r < piece->rows; r++) {
+        const float *mass = masses + r * MASSES;
+        piece->sums.mass[r] = sum_of(load_f32(mass));
+        if (by_turns) settle(piece->sums.out + r * of->value_width, of->value_width, mass, halves != NULL);
+    }
 }
 
 // How many entries a lane's query reads, and the pieces into which they are cut. Without `pieces` they are counted.
@@ -415,7 +430,7 @@ int kvs_attend(const struct shape *given, const struct source *in, int64_t count
     int failed = 0, small = work * (of.width + of.value_width) < SMALL;
     struct together it = begin_together(&company, threads, small ? 1 : found);
     int64_t most_rows = whole_rows(of.group * of.queries);
-    size_t scratch = sizeof(float) * ((of.width + of.value_width) * TILE + (2 * of.width + W) * most_rows);
+    size_t scratch = sizeof(float) * ((of.width + of.value_width) * TILE + (2 * of.width + MASSES) * most_rows);
     PRAGMA(omp parallel num_threads(it.threads) reduction(|:failed) if (it.threads > 1)) {
         int64_t began = begin_own(&it);
         PRAGMA(omp for schedule(dynamic) nowait)

@@ -131,7 +131,7 @@ INLINE int64_t bytes_of(int kind) { return kind == F32 ? 4 : 2; }
 
 INLINE vf choose(vi where, vf yes, vf no) { return (vf)((where & (vi)yes) | (~where & (vi)no)); }
 
-INLINE vf larger(vf a, vf b) {  // b, where a is NaN
+INLINE vf larger(vf a, vf b) {  // b, where either is NaN
 #if W == 16
     return (vf)_mm512_max_ps((__m512)a, (__m512)b);
 #elif W == 8
