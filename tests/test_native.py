@@ -135,6 +135,31 @@ def test_what_entries_got_of_queries_is_what_torch_says(shape, dtype, softcap, m
 @needs_c
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("noted", [asking.SUM, asking.MEAN, asking.MAX, asking.LAST])
+def test_what_entries_got_of_many_queries_is_what_torch_says(noted, dtype, monkeypatch):
+    """All see all, or what is not behind them; some are not asked, and some entries are nobody's."""
+    taken, add = [], asking.in_c.add_many
+    monkeypatch.setattr(asking.in_c, "add_many", lambda *given, **more: taken.append(add(*given, **more)) or taken[-1])
+    for rows, heads, group, queries, count, width in ((2, 2, 3, 37, 101, 64), (1, 3, 1, 300, 700, 40)):
+        buffer = torch.full((rows, heads, count + 3, width), math.nan, dtype=dtype)
+        buffer[:, :, :count] = torch.randn(rows, heads, count, width).to(dtype)
+        keys, query = buffer[:, :, :count], torch.randn(rows, heads * group, queries, width).to(dtype)
+        held, own = (torch.arange(start, count).repeat(rows, 1) for start in (0, count - queries))
+        held[0, : count // 3] = -1
+        asked, lse = Query(query, width**-0.5, ranks=own), torch.randn(rows, heads * group, queries) + 6
+        about = asking.Asking(asking.CONTEXT, noted)
+        for ranks in (None, held):
+            for wanted in (None, torch.rand(rows, queries) < 0.7):
+                got = asking.attention_got(about, asked, lse, keys, ranks, wanted)
+                with native.off():
+                    torchs = asking.attention_got(about, asked, lse, keys, ranks, wanted)
+                torch.testing.assert_close(got, torchs, rtol=2e-5, atol=1e-7)
+                assert (got[..., 0] > 0).any()
+    assert taken == [True, False] * 8
+
+
+@needs_c
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("noted", [asking.SUM, asking.MEAN, asking.MAX, asking.LAST])
 def test_what_a_step_notes_about_a_window_is_what_torch_says(noted, dtype):
     """Beside notes of somebody else, in a buffer with room to spare; again and again, so that notes are changed."""
     (rows, heads, group, width, count), scale = (2, 3, 5, 32, 77), 0.2

@@ -22,6 +22,7 @@ WINDOW, CONTEXT, SECOND, QUESTIONS = "window", "context", "second reading", "que
 IN_CACHE, FEW = 1 << 21, 16  # logits of a strip on a CPU, which are gone over several times; but so many queries
 SUM, MEAN, MAX, LAST = "sum", "mean", "max", "last"
 IN_C = {SUM: in_c.ADDED, MEAN: in_c.ADDED, MAX: in_c.LARGEST, LAST: in_c.INSTEAD}
+NOBODYS = torch.iinfo(torch.int32).max  # the rank of a token that no query sees
 Notes = Int64[Tensor, "b h n t"]  # the bits of float64: what was noted, and of a mean the number of weights in it
 Weights = Float[Tensor, "b h n t"]
 
@@ -152,7 +153,7 @@ def attention_got(
     rank -1 by none; `wanted` queries ask, all where nothing is said. In strips: nothing here grows with the square.
     """
     noted = torch.zeros(*keys.shape[:3], asking.width, dtype=torch.float64, device=keys.device)
-    if not keys.shape[2]:
+    if not keys.shape[2] or _in_c(asking, noted, query, lse, keys, ranks, wanted):
         return noted
     for start, part, logs in log_weights(query, lse, keys):
         seen = _seen(part, ranks, None if wanted is None else wanted[:, start : start + part.queries.shape[2]])
@@ -166,6 +167,37 @@ def attention_got(
         if asking.noted == MEAN:
             noted[..., 1] += logs.shape[2] if seen is None else seen.sum(2)
     return noted
+
+
+def _in_c(
+    asking: Asking,
+    noted: Weights,
+    query: Query,
+    lse: Float[Tensor, "b hg q"],
+    keys: Float[Tensor, "b h n d"],
+    ranks: Int64[Tensor, "b n"] | None,
+    wanted: Bool[Tensor, "b q"] | None,
+) -> bool:
+    """Have `attention_got` noted in C; where it cannot, False, and nothing was noted."""
+    rows, heads, count, _ = keys.shape
+    if noted.device.type != "cpu" or query.softcap is not None or torch.compiler.is_compiling():
+        return False
+    asked, seen = fold_groups(query.queries, heads), None
+    if ranks is not None or wanted is not None:
+        none = torch.zeros(rows, max(count, query.queries.shape[2]), dtype=torch.int64, device=keys.device)
+        own = none[:, : query.queries.shape[2]] if ranks is None else query.ranks_in_row
+        own = own if wanted is None else own.masked_fill(~wanted, -1)
+        held = none[:, :count] if ranks is None else ranks.masked_fill(ranks < 0, NOBODYS)
+        seen = held.int(), own.int()
+    less = lse.detach().reshape(rows, heads, -1)
+    how = in_c.LARGEST if asking.noted == MAX else in_c.ADDED
+    if not in_c.add_many(noted[..., 0], asked, keys, None, less, query.scale, seen, how=how):
+        return False
+    if asking.noted == MEAN:
+        group = asked.shape[2] // query.queries.shape[2]
+        some = asked.shape[2] if seen is None else group * (seen[0][:, None] <= seen[1][..., None]).sum(1)[:, None]
+        noted[..., 1] += some
+    return True
 
 
 def note_one(

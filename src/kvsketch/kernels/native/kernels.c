@@ -8,12 +8,22 @@
 #include "directions.c"
 #include "places.c"
 #include "weights.c"
+#include "looks.c"
 
 void kvs_forked(void) { alone = 1; }
 
 // Whether weights in bytes are multiplied faster than others.
 int64_t kvs_bytes_pay(void) {
 #ifdef __AVX512VNNI__
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+// Whether bfloat16 is multiplied in pairs.
+int64_t kvs_pairs(void) {
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
     return 1;
 #else
     return 0;

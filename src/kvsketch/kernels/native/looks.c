@@ -1,0 +1,163 @@
+// What entries got of the attention of many queries whose denominators are known: products of a block of queries with a
+// panel of entries, of which nothing is kept but sums, or what is largest. `weights.c` does it for few queries.
+#include "common.h"
+
+#define LOOKED 2  // vectors of entries in a panel
+#define IN_PANEL (LOOKED * W)
+#define PANELS 16     // of a piece: a thread takes so many
+#define ASKING 256    // queries that stay in the second cache while all panels of a piece meet them
+#if W == 16
+#define ASKED 8  // queries of a block
+#else
+#define ASKED 4
+#endif
+#define HIDDEN INT32_MAX  // the rank of an entry that nobody sees
+
+struct looking {  // as kernels/native/weights.py writes it; strides count numbers
+    int64_t lanes, heads, rows, asked, count, width, kind, query_kind, key_lane, key_step, mass_lane, got_lane;
+    int64_t got_step, how;
+    float scale;
+};
+
+struct panel {  // of entries that lie beside each other: number by number, or pair by pair
+    float *numbers;
+    float mass[IN_PANEL];
+    int32_t rank[IN_PANEL], first;  // the lowest
+};
+
+struct found {  // about the entries of a panel, from some queries
+    vf of[LOOKED];
+};
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#define PAIRS_OF(in) ((in)->kind == BF16 && (in)->query_kind == BF16 && (in)->width % 2 == 0)
+#define ADD_PAIR(sum, x, y) (vf)_mm512_dpbf16_ps((__m512)(sum), (__m512bh)(x), (__m512bh)(y))
+#else
+#define PAIRS_OF(in) 0
+#define ADD_PAIR(sum, x, y) (sum)
+#endif
+
+// A panel of the entries from `first` on, as many as there are; the others get nothing.
+static void lay_out(const struct looking *in, const char *keys, const float *log_mass, const int32_t *ranks,
+                    int64_t first, int in_pairs, struct panel *to) {
+    int64_t bytes = bytes_of((int)in->kind), count = in->count - first < IN_PANEL ? in->count - first : IN_PANEL;
+    to->first = HIDDEN;
+    memset(to->numbers, 0, sizeof(float) * IN_PANEL * (in_pairs ? in->width / 2 : in->width));
+    for (int64_t j = 0; j < IN_PANEL; j++) {
+        to->mass[j] = log_mass && j < count ? log_mass[first + j] : 0;
+        to->rank[j] = j >= count ? HIDDEN : ranks ? ranks[first + j] : 0;
+        to->first = to->rank[j] < to->first ? to->rank[j] : to->first;
+        const char *key = keys + (first + j) * in->key_step * bytes;
+        if (j >= count) continue;
+        if (in_pairs)
+            for (int64_t i = 0; i < in->width / 2; i++) memcpy(to->numbers + i * IN_PANEL + j, key + 4 * i, 4);
+        else
+            for (int64_t i = 0; i < in->width; i++) to->numbers[i * IN_PANEL + j] = read_one(key, (int)in->kind, i);
+    }
+}
+
+// Some queries look at a panel. Those behind the last one are the last one again, whom nothing is given.
+INLINE void look(const struct looking *in, const char *queries, const float *less, const int32_t *ranks, int count,
+                 const struct panel *panel, struct found *found, const int in_pairs, const int largest) {
+    vf sums[ASKED][LOOKED];
+    const char *at[ASKED];
+    int64_t bytes = bytes_of((int)in->query_kind), steps = in_pairs ? in->width / 2 : in->width;
+    UNROLL for (int r = 0; r < ASKED; r++) {
+        at[r] = queries + (r < count ? r : count - 1) * in->width * bytes;
+        UNROLL for (int v = 0; v < LOOKED; v++) sums[r][v] = SPLAT(0.0f);
+    }
+    for (int64_t i = 0; i < steps; i++) {
+        vf key[LOOKED];
+        UNROLL for (int v = 0; v < LOOKED; v++) key[v] = load_f32(panel->numbers + i * IN_PANEL + v * W);
+        UNROLL for (int r = 0; r < ASKED; r++) {
+            float number;
+            memcpy(&number, at[r] + 4 * i, 4);
+            vf asked = SPLAT(number);
+            UNROLL for (int v = 0; v < LOOKED; v++)
+                sums[r][v] = in_pairs ? ADD_PAIR(sums[r][v], asked, key[v]) : sums[r][v] + asked * key[v];
+        }
+    }
+    UNROLL for (int r = 0; r < ASKED; r++) {
+        if (r >= count) continue;
+        UNROLL for (int v = 0; v < LOOKED; v++) {
+            vi rank, seen;
+            memcpy(&rank, panel->rank + v * W, sizeof rank);
+            seen = rank <= ranks[r] + (vi){0};
+            vf x = sums[r][v] * SPLAT(in->scale) + (load_f32(panel->mass + v * W) - SPLAT(less[r]));
+            x = choose(seen, x, SPLAT(-INFINITY));
+            if (largest) found->of[v] = larger(x, found->of[v]);
+            else found->of[v] += exp_of(choose(x > SPLAT(MOST_LOG), SPLAT(MOST_LOG), x));
+        }
+    }
+}
+
+INLINE void panels_got(const struct looking *in, const char *queries, const float *less, const int32_t *ranks,
+                       struct panel *panels, int64_t count, double *got, const int in_pairs, const int largest) {
+    int64_t bytes = bytes_of((int)in->query_kind);
+    for (int64_t start = 0; start < in->rows; start += ASKING) {
+        int64_t stop = start + ASKING < in->rows ? start + ASKING : in->rows;
+        for (int64_t p = 0; p < count; p++) {
+            struct found found;
+            UNROLL for (int v = 0; v < LOOKED; v++) found.of[v] = SPLAT(largest ? -INFINITY : 0.0f);
+            for (int64_t r = start; r < stop; r += ASKED) {
+                int some = (int)(stop - r < ASKED ? stop - r : ASKED), any = !ranks;
+                int32_t own[ASKED] = {0};
+                for (int k = 0; ranks && k < some; k++) {
+                    own[k] = ranks[(r + k) % in->asked];
+                    any |= own[k] >= panels[p].first;
+                }
+                const char *asking = queries + r * in->width * bytes;
+                if (any) look(in, asking, less + r, own, some, panels + p, &found, in_pairs, largest);
+            }
+            for (int v = 0; v < LOOKED; v++)
+                for (int i = 0; i < W; i++) {
+                    double *to = got + p * IN_PANEL + v * W + i, x = found.of[v][i];
+                    if (largest) *to = x > *to ? x : *to;
+                    else *to += x;
+                }
+        }
+    }
+}
+
+// Note in got [lanes, count] what entries got of queries [lanes, rows, width] with these logs of denominators
+// [lanes, rows]: row r of a lane is query r % asked. Queries see entries whose ranks [batch, count] are not above their
+// own [batch, asked]; without ranks all. 0, or 1 where there is no memory left.
+int kvs_look(const struct looking *in, const char *queries, const char *keys, const float *log_mass, const float *lse,
+             const int32_t *key_ranks, const int32_t *query_ranks, double *got, int64_t threads) {
+    int64_t pieces = (in->count + PANELS * IN_PANEL - 1) / (PANELS * IN_PANEL), all = in->lanes * pieces;
+    int64_t bytes = bytes_of((int)in->kind), steps = PAIRS_OF(in) ? in->width / 2 : in->width;
+    int failed = 0, team = use_threads(threads, all);
+    PRAGMA(omp parallel for num_threads(team) schedule(dynamic) reduction(|:failed) if (team > 1))
+    for (int64_t n = 0; n < all; n++) {
+        int64_t lane = n / pieces, first = n % pieces * PANELS * IN_PANEL, row = lane / in->heads;
+        int64_t here = in->count - first < PANELS * IN_PANEL ? in->count - first : PANELS * IN_PANEL;
+        int64_t count = (here + IN_PANEL - 1) / IN_PANEL;
+        float *room = kept_memory(2, sizeof(float) * PANELS * IN_PANEL * steps);
+        if (!room) {
+            failed = 1;
+            continue;
+        }
+        struct panel panels[PANELS];
+        double own[PANELS * IN_PANEL];
+        const char *asking = queries + lane * in->rows * in->width * bytes_of((int)in->query_kind);
+        const float *less = lse + lane * in->rows;
+        const int32_t *ranks = query_ranks ? query_ranks + row * in->asked : NULL;
+        for (int64_t p = 0; p < count; p++) {
+            panels[p].numbers = room + p * IN_PANEL * steps;
+            lay_out(in, keys + lane * in->key_lane * bytes, log_mass ? log_mass + lane * in->mass_lane : NULL,
+                    key_ranks ? key_ranks + row * in->count : NULL, first + p * IN_PANEL, PAIRS_OF(in), panels + p);
+        }
+        for (int64_t j = 0; j < count * IN_PANEL; j++) own[j] = in->how == ADDED ? 0 : -INFINITY;
+        if (in->how == ADDED && PAIRS_OF(in)) panels_got(in, asking, less, ranks, panels, count, own, 1, 0);
+        else if (in->how == ADDED) panels_got(in, asking, less, ranks, panels, count, own, 0, 0);
+        else if (PAIRS_OF(in)) panels_got(in, asking, less, ranks, panels, count, own, 1, 1);
+        else panels_got(in, asking, less, ranks, panels, count, own, 0, 1);
+        for (int64_t j = 0; j < here; j++) {
+            double *to = got + lane * in->got_lane + (first + j) * in->got_step;
+            double weight = in->how == ADDED ? own[j] : exp(own[j] > MOST_LOG ? MOST_LOG : own[j]);
+            if (in->how == ADDED) *to += weight;
+            else if (weight > *to) *to = weight;
+        }
+    }
+    return failed;
+}
