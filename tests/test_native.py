@@ -139,22 +139,24 @@ def test_what_entries_got_of_many_queries_is_what_torch_says(noted, dtype, monke
     """All see all, or what is not behind them; some are not asked, and some entries are nobody's."""
     taken, add = [], asking.in_c.add_many
     monkeypatch.setattr(asking.in_c, "add_many", lambda *given, **more: taken.append(add(*given, **more)) or taken[-1])
-    for rows, heads, group, queries, count, width in ((2, 2, 3, 37, 101, 64), (1, 3, 1, 300, 700, 40)):
-        buffer = torch.full((rows, heads, count + 3, width), math.nan, dtype=dtype)
-        buffer[:, :, :count] = torch.randn(rows, heads, count, width).to(dtype)
-        keys, query = buffer[:, :, :count], torch.randn(rows, heads * group, queries, width).to(dtype)
+    monkeypatch.setattr(asking, "ASKED_AT_ONCE", 128)
+    for rows, heads, group, queries, count, width in ((2, 2, 3, 27, 30, 64), (2, 3, 1, 257, 700, 40)):
+        buffer = torch.full((rows, count + 3, heads, width), math.nan, dtype=dtype)  # as models lay keys out
+        buffer[:, :count] = torch.randn(rows, count, heads, width).to(dtype)
+        keys, query = buffer[:, :count].transpose(1, 2), torch.randn(rows, heads * group, queries, width).to(dtype)
         held, own = (torch.arange(start, count).repeat(rows, 1) for start in (0, count - queries))
         held[0, : count // 3] = -1
         asked, lse = Query(query, width**-0.5, ranks=own), torch.randn(rows, heads * group, queries) + 6
+        lse[:, 1] = math.inf
         about = asking.Asking(asking.CONTEXT, noted)
         for ranks in (None, held):
-            for wanted in (None, torch.rand(rows, queries) < 0.7):
+            for wanted in (None, torch.rand(rows, queries) < torch.tensor([[0.7], [0.0]])):
                 got = asking.attention_got(about, asked, lse, keys, ranks, wanted)
                 with native.off():
                     torchs = asking.attention_got(about, asked, lse, keys, ranks, wanted)
                 torch.testing.assert_close(got, torchs, rtol=2e-5, atol=1e-7)
                 assert (got[..., 0] > 0).any()
-    assert taken == [True, False] * 8
+    assert taken == ([True] * 4 + [True] * 3 * 4)
 
 
 @needs_c

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from kvsketch.attention import NO_MASS, WeightedTokens, fold_groups, logits_of
 from kvsketch.caches.core.query import Query
+from kvsketch.kernels import native
 from kvsketch.kernels.native import weights as in_c
 from kvsketch.kernels.native.attention import MOST_QUERIES
 from kvsketch.kernels.weighted_attention.reference import LOGITS_AT_ONCE
 
 WINDOW, CONTEXT, SECOND, QUESTIONS = "window", "context", "second reading", "questions"
+ASKED_AT_ONCE = 4096  # queries of which C has a copy at a time
 IN_CACHE, FEW = 1 << 21, 16  # logits of a strip on a CPU, which are gone over several times; but so many queries
 SUM, MEAN, MAX, LAST = "sum", "mean", "max", "last"
 IN_C = {SUM: in_c.ADDED, MEAN: in_c.ADDED, MAX: in_c.LARGEST, LAST: in_c.INSTEAD}
@@ -180,23 +182,28 @@ def _in_c(
 ) -> bool:
     """Have `attention_got` noted in C; where it cannot, False, and nothing was noted."""
     rows, heads, count, _ = keys.shape
-    if noted.device.type != "cpu" or query.softcap is not None or torch.compiler.is_compiling():
+    queries = query.queries.shape[2]
+    group = query.queries.shape[1] // heads
+    on_cpu = noted.device.type == "cpu" and query.softcap is None and not torch.compiler.is_compiling()
+    if not on_cpu or group * queries <= MOST_QUERIES or native.library_for(query.queries, keys) is None:
         return False
-    asked, seen = fold_groups(query.queries, heads), None
+    held = own = None
     if ranks is not None or wanted is not None:
-        none = torch.zeros(rows, max(count, query.queries.shape[2]), dtype=torch.int64, device=keys.device)
-        own = none[:, : query.queries.shape[2]] if ranks is None else query.ranks_in_row
+        own = keys.new_zeros(rows, queries, dtype=torch.int64) if ranks is None else query.ranks_in_row
         own = own if wanted is None else own.masked_fill(~wanted, -1)
-        held = none[:, :count] if ranks is None else ranks.masked_fill(ranks < 0, NOBODYS)
-        seen = held.int(), own.int()
-    less = lse.detach().reshape(rows, heads, -1)
+        held = own.new_zeros(rows, count) if ranks is None else ranks.masked_fill(ranks < 0, NOBODYS)
     how = in_c.LARGEST if asking.noted == MAX else in_c.ADDED
-    if not in_c.add_many(noted[..., 0], asked, keys, None, less, query.scale, seen, how=how):
-        return False
+    for start in range(0, queries, ASKED_AT_ONCE):
+        stop = min(start + ASKED_AT_ONCE, queries)
+        asked = fold_groups(query.queries[:, :, start:stop], heads)
+        less = lse.detach()[:, :, start:stop].reshape(rows, heads, -1)
+        seen = None if held is None or own is None else (held.int(), own[:, start:stop].int())
+        if not in_c.add_many(noted[..., 0], asked, keys, less, query.scale, seen, how=how):
+            assert not start, "what can be done with some queries can be with all"
+            return False
     if asking.noted == MEAN:
-        group = asked.shape[2] // query.queries.shape[2]
-        some = asked.shape[2] if seen is None else group * (seen[0][:, None] <= seen[1][..., None]).sum(1)[:, None]
-        noted[..., 1] += some
+        before = 0 if held is None or own is None else torch.searchsorted(own.sort(1).values, held)[:, None]
+        noted[..., 1] += group * (queries - before)
     return True
 
 

@@ -1,6 +1,6 @@
 // What entries got of the attention of many queries whose denominators are known: products of a block of queries with a
 // panel of entries, of which nothing is kept but sums, or what is largest. `weights.c` does it for few queries.
-#include "common.h"
+#include "common.h"  // and `weights.c` before this, for what becomes of a note
 
 #define LOOKED 2  // vectors of entries in a panel
 #define IN_PANEL (LOOKED * W)
@@ -14,14 +14,12 @@
 #define HIDDEN INT32_MAX  // the rank of an entry that nobody sees
 
 struct looking {  // as kernels/native/weights.py writes it; strides count numbers
-    int64_t lanes, heads, rows, asked, count, width, kind, query_kind, key_lane, key_step, mass_lane, got_lane;
-    int64_t got_step, how;
+    int64_t lanes, heads, rows, asked, count, width, kind, query_kind, key_lane, key_step, got_lane, got_step, how;
     float scale;
 };
 
 struct panel {  // of entries that lie beside each other: number by number, or pair by pair
     float *numbers;
-    float mass[IN_PANEL];
     int32_t rank[IN_PANEL], first;  // the lowest
 };
 
@@ -38,13 +36,12 @@ struct found {  // about the entries of a panel, from some queries
 #endif
 
 // A panel of the entries from `first` on, as many as there are; the others get nothing.
-static void lay_out(const struct looking *in, const char *keys, const float *log_mass, const int32_t *ranks,
-                    int64_t first, int in_pairs, struct panel *to) {
+static void lay_out(const struct looking *in, const char *keys, const int32_t *ranks, int64_t first, int in_pairs,
+                    struct panel *to) {
     int64_t bytes = bytes_of((int)in->kind), count = in->count - first < IN_PANEL ? in->count - first : IN_PANEL;
     to->first = HIDDEN;
     memset(to->numbers, 0, sizeof(float) * IN_PANEL * (in_pairs ? in->width / 2 : in->width));
     for (int64_t j = 0; j < IN_PANEL; j++) {
-        to->mass[j] = log_mass && j < count ? log_mass[first + j] : 0;
         to->rank[j] = j >= count ? HIDDEN : ranks ? ranks[first + j] : 0;
         to->first = to->rank[j] < to->first ? to->rank[j] : to->first;
         const char *key = keys + (first + j) * in->key_step * bytes;
@@ -83,7 +80,7 @@ INLINE void look(const struct looking *in, const char *queries, const float *les
             vi rank, seen;
             memcpy(&rank, panel->rank + v * W, sizeof rank);
             seen = rank <= ranks[r] + (vi){0};
-            vf x = sums[r][v] * SPLAT(in->scale) + (load_f32(panel->mass + v * W) - SPLAT(less[r]));
+            vf x = sums[r][v] * SPLAT(in->scale) - SPLAT(less[r]);
             x = choose(seen, x, SPLAT(-INFINITY));
             if (largest) found->of[v] = larger(x, found->of[v]);
             else found->of[v] += exp_of(choose(x > SPLAT(MOST_LOG), SPLAT(MOST_LOG), x));
@@ -122,7 +119,7 @@ INLINE void panels_got(const struct looking *in, const char *queries, const floa
 // Note in got [lanes, count] what entries got of queries [lanes, rows, width] with these logs of denominators
 // [lanes, rows]: row r of a lane is query r % asked. Queries see entries whose ranks [batch, count] are not above their
 // own [batch, asked]; without ranks all. 0, or 1 where there is no memory left.
-int kvs_look(const struct looking *in, const char *queries, const char *keys, const float *log_mass, const float *lse,
+int kvs_look(const struct looking *in, const char *queries, const char *keys, const float *lse,
              const int32_t *key_ranks, const int32_t *query_ranks, double *got, int64_t threads) {
     int64_t pieces = (in->count + PANELS * IN_PANEL - 1) / (PANELS * IN_PANEL), all = in->lanes * pieces;
     int64_t bytes = bytes_of((int)in->kind), steps = PAIRS_OF(in) ? in->width / 2 : in->width;
@@ -144,8 +141,8 @@ int kvs_look(const struct looking *in, const char *queries, const char *keys, co
         const int32_t *ranks = query_ranks ? query_ranks + row * in->asked : NULL;
         for (int64_t p = 0; p < count; p++) {
             panels[p].numbers = room + p * IN_PANEL * steps;
-            lay_out(in, keys + lane * in->key_lane * bytes, log_mass ? log_mass + lane * in->mass_lane : NULL,
-                    key_ranks ? key_ranks + row * in->count : NULL, first + p * IN_PANEL, PAIRS_OF(in), panels + p);
+            lay_out(in, keys + lane * in->key_lane * bytes, key_ranks ? key_ranks + row * in->count : NULL,
+                    first + p * IN_PANEL, PAIRS_OF(in), panels + p);
         }
         for (int64_t j = 0; j < count * IN_PANEL; j++) own[j] = in->how == ADDED ? 0 : -INFINITY;
         if (in->how == ADDED && PAIRS_OF(in)) panels_got(in, asking, less, ranks, panels, count, own, 1, 0);

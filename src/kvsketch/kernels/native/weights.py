@@ -69,8 +69,7 @@ class _Looking(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("lanes", "heads", "rows", "asked", "count", "width", "kind")),
-        *((name, ctypes.c_int64) for name in ("query_kind", "key_lane", "key_step", "mass_lane", "got_lane")),
-        *((name, ctypes.c_int64) for name in ("got_step", "how")),
+        *((name, ctypes.c_int64) for name in ("query_kind", "key_lane", "key_step", "got_lane", "got_step", "how")),
         ("scale", ctypes.c_float),
     ]
 
@@ -79,36 +78,34 @@ def add_many(
     got: Float[Tensor, "b h n"],
     queries: Float[Tensor, "b h gq d"],
     keys: Float[Tensor, "b h n d"],
-    log_mass: Float[Tensor, "... n"] | None,
     lse: Float[Tensor, "b h gq"],
     scale: float,
     ranks: tuple[Int32[Tensor, "b n"], Int32[Tensor, "b q"]] | None = None,
     *,
     how: int = ADDED,
 ) -> bool:
-    """The same of many queries, who see entries whose ranks are not above their own; False where C cannot.
+    """Note in `got` what entries got of many queries, who see those whose ranks are not above their own.
 
-    Queries of a group are one behind the other, each as often as a rank is given.
+    Row r of a head's queries is query r % q. `got` is on the CPU, and its heads follow one another as those of a tensor
+    do. False where C cannot, and then nothing was noted. What a NaN gives is not the largest of anything.
     """
     rows, heads, asked, width = queries.shape
     library = native.library_for(queries, keys)
-    if library is None or asked <= MOST_QUERIES or keys.stride(3) != 1:
+    if library is None or not asked or keys.stride(3) != 1:
         return False
-    about = [x for x in (log_mass, lse) if x is not None]
-    if got.dtype != torch.float64 or any(x.dtype != torch.float32 or x.device.type != "cpu" for x in about):
+    if got.dtype != torch.float64 or lse.dtype != torch.float32 or lse.device.type != "cpu":
         return False
     keys, got_by_lane, lse = keys.flatten(0, 1), got.view(rows * heads, -1), lse.contiguous()
     in_pairs = queries.dtype == torch.bfloat16 and width % 2 == 0 and library.kvs_pairs()
     queries = (queries if in_pairs else queries.float()).contiguous()
-    mass = None if log_mass is None else log_mass.expand(-1, heads, -1).flatten(0, 1)
     of_keys, of_queries = (None, None) if ranks is None else (x.contiguous() for x in ranks)
     looking = _Looking(
         *(rows * heads, heads, asked, asked if of_queries is None else of_queries.shape[1], keys.shape[1], width),
         *(native.DTYPES[keys.dtype], native.DTYPES[queries.dtype], *keys.stride()[:2]),
-        *(0 if mass is None else mass.stride(0), *got_by_lane.stride(), how),
+        *(*got_by_lane.stride(), how),
         scale,
     )
-    there = (queries, keys, mass, lse, of_keys, of_queries, got_by_lane)
+    there = (queries, keys, lse, of_keys, of_queries, got_by_lane)
     at = [ctypes.c_void_p(None if x is None else x.data_ptr()) for x in there]
     if library.kvs_look(ctypes.byref(looking), *at, ctypes.c_int64(native.threads())):
         raise MemoryError("no room for the queries of a prompt")
