@@ -187,22 +187,23 @@ def _in_c(
     on_cpu = noted.device.type == "cpu" and query.softcap is None and not torch.compiler.is_compiling()
     if not on_cpu or group * queries <= MOST_QUERIES or native.library_for(query.queries, keys) is None:
         return False
-    held = own = None
+    seen = None  # by whom: ranks of tokens, and of queries
     if ranks is not None or wanted is not None:
         own = keys.new_zeros(rows, queries, dtype=torch.int64) if ranks is None else query.ranks_in_row
         own = own if wanted is None else own.masked_fill(~wanted, -1)
         held = own.new_zeros(rows, count) if ranks is None else ranks.masked_fill(ranks < 0, NOBODYS)
+        seen = held.int(), own.int()
     how = in_c.LARGEST if asking.noted == MAX else in_c.ADDED
     for start in range(0, queries, ASKED_AT_ONCE):
         stop = min(start + ASKED_AT_ONCE, queries)
         asked = fold_groups(query.queries[:, :, start:stop], heads)
         less = lse.detach()[:, :, start:stop].reshape(rows, heads, -1)
-        seen = None if held is None or own is None else (held.int(), own[:, start:stop].int())
-        if not in_c.add_many(noted[..., 0], asked, keys, less, query.scale, seen, how=how):
+        by_these = None if seen is None else (seen[0], seen[1][:, start:stop])
+        if not in_c.add_many(noted[..., 0], asked, keys, less, query.scale, by_these, how=how):
             assert not start, "what can be done with some queries can be with all"
             return False
     if asking.noted == MEAN:
-        before = 0 if held is None or own is None else torch.searchsorted(own.sort(1).values, held)[:, None]
+        before = 0 if seen is None else torch.searchsorted(seen[1].sort(1).values, seen[0])[:, None]
         noted[..., 1] += group * (queries - before)
     return True
 

@@ -30,6 +30,13 @@
 #define SPLAT(x) ((vf){x, x, x, x})
 #endif
 
+// Whether two bfloat16 are multiplied and added up at once.
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#define PAIRED 1
+#else
+#define PAIRED 0
+#endif
+
 #define INLINE static inline __attribute__((always_inline))
 #define PRAGMA(x) _Pragma(#x)
 #define UNROLL PRAGMA(GCC unroll 16)

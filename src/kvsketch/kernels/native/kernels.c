@@ -22,12 +22,6 @@ int64_t kvs_bytes_pay(void) {
 }
 
 // Whether bfloat16 is multiplied in pairs.
-int64_t kvs_pairs(void) {
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-    return 1;
-#else
-    return 0;
-#endif
-}
+int64_t kvs_pairs(void) { return PAIRED; }
 
 const char *kvs_instructions(void) { return INSTRUCTIONS; }

@@ -27,7 +27,7 @@ struct found {  // about the entries of a panel, from some queries
     vf of[LOOKED];
 };
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#if PAIRED
 #define PAIRS_OF(in) ((in)->kind == BF16 && (in)->query_kind == BF16 && (in)->width % 2 == 0)
 #define ADD_PAIR(sum, x, y) (vf)_mm512_dpbf16_ps((__m512)(sum), (__m512bh)(x), (__m512bh)(y))
 #else
@@ -83,7 +83,7 @@ INLINE void look(const struct looking *in, const char *queries, const float *les
             vf x = sums[r][v] * SPLAT(in->scale) - SPLAT(less[r]);
             x = choose(seen, x, SPLAT(-INFINITY));
             if (largest) found->of[v] = larger(x, found->of[v]);
-            else found->of[v] += exp_of(choose(x > SPLAT(MOST_LOG), SPLAT(MOST_LOG), x));
+            else found->of[v] += weight_of(x);
         }
     }
 }

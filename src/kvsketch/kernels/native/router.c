@@ -44,7 +44,7 @@ INLINE void add_rows(const void *weights, int64_t columns, const float *from, in
         four_rows(weights, columns, from + r * stride, stride, to + r * to_stride, to_stride, first, last, 1, kind);
 }
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#if PAIRED
 #define TWICE (2 * W)  // columns that are worked on together; two rows of weights lie there in turns, in two vectors
 #define DEEP 8         // rows of weights that are worked on together; those behind the next eight are asked for
 

@@ -12,6 +12,8 @@ struct weighing {  // as kernels/native/weights.py writes it; strides count numb
     float scale, softcap;
 };
 
+INLINE vf weight_of(vf log) { return exp_of(choose(log > SPLAT(MOST_LOG), SPLAT(MOST_LOG), log)); }
+
 static void scores_of_kind(const float *query, const struct shape *of, const void *const *keys, int count,
                            float (*scores)[TILE], int rb, const void *const *ahead, int scattered, int by_turns) {
 #define SCORES(name, number, n) name(query, of, (const number *const *)keys, count, scores, n, ahead, scattered)
@@ -50,10 +52,10 @@ static void weigh(const struct weighing *in, const struct shape *of, const void 
                 for (int j = 0; in->softcap > 0 && j < count; j++)
                     scores[k][j] = in->softcap * tanhf(scores[k][j] / in->softcap);
                 for (int j = 0; j < count; j += W) {
-                    vf x = load_f32(scores[k] + j) - SPLAT(lse[r + k]), most = SPLAT(MOST_LOG);
+                    vf x = load_f32(scores[k] + j) - SPLAT(lse[r + k]);
                     if (log_mass && j + W <= count) x += load_f32(log_mass + first + j);
                     for (int i = 0; log_mass && j + W > count && j + i < count; i++) x[i] += log_mass[first + j + i];
-                    vf weight = exp_of(choose(x > most, most, x)), before = load_f32(found + j);
+                    vf weight = weight_of(x), before = load_f32(found + j);
                     store_f32(found + j, in->how == LARGEST ? larger(before, weight) : before + weight);
                 }
             }
