@@ -20,6 +20,8 @@ from kvsketch.attention import (
     unfold_groups,
     weighted_attention,
 )
+from kvsketch.kernels import native
+from kvsketch.kernels.native import prompt as in_c
 from kvsketch.kernels.weighted_attention import causal_attention, fused, reference
 from kvsketch.kernels.weighted_attention import weighted_attention as chosen
 
@@ -27,6 +29,8 @@ ROWS, HEADS, GROUP, QUERIES, ENTRIES, WIDTH = 2, 2, 4, 3, 200, 32
 SCALE = WIDTH**-0.5
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROUTES = {"reference": reference.attend, "biased": fused.attend_biased}
+if native.library() is not None:
+    ROUTES["C"] = in_c.attend
 
 
 def draw(dtype=torch.float32, *, entries=ENTRIES, queries=QUERIES, value_width=WIDTH, spread=2.0):
@@ -217,9 +221,10 @@ def test_the_reference_in_blocks_is_the_definition(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_causal_attention_is_bitwise_torchs_own(dtype):
+def test_causal_attention_without_c_is_bitwise_torchs_own(dtype):
     query, keys, values = draw(dtype, entries=77, queries=77)
-    got = causal_attention(query, keys, values, SCALE)
+    with native.off():
+        got = causal_attention(query, keys, values, SCALE)
     stock = F.scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True, scale=SCALE)
     assert torch.equal(got.out, stock)
 

@@ -42,11 +42,13 @@ def state(cache):
     return found
 
 
-def same(left, right):
+def same(left, right, apart=0.0):
     assert left.keys() == right.keys()
     for name, value in left.items():
-        equal = torch.equal(value, right[name]) if isinstance(value, torch.Tensor) else value == right[name]
-        assert equal, name
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(value, right[name], rtol=apart, atol=apart, msg=name)
+        else:
+            assert value == right[name], name
 
 
 def go_on(model, cache, rows=2, **options):
@@ -245,7 +247,7 @@ def test_no_state_keeps_the_history_of_a_call_with_gradients(family):
     assert not any(x.requires_grad for x in state(cache).values() if isinstance(x, torch.Tensor))
     with torch.no_grad():
         expected = kvsketch.prefill(model, zoo.tokens(2, 40), kvsketch.make_cache(model, COMPRESSED))
-    same(state(cache), state(expected))
+    same(state(cache), state(expected), apart=1e-5)  # attention with gradients is torch's
 
 
 @pytest.mark.parametrize("family", zoo.HYBRIDS)

@@ -25,7 +25,7 @@ from kvsketch.kernels import native
 from kvsketch.kernels.directions import native as directions
 from kvsketch.kernels.directions import reference as directions_in_torch
 from kvsketch.kernels.native import attention as kernel
-from kvsketch.kernels.native import build
+from kvsketch.kernels.native import build, prompt
 from kvsketch.kernels.native import weights as weighing
 from kvsketch.kernels.places import native as places
 from kvsketch.kernels.places import reference as places_in_torch
@@ -34,6 +34,7 @@ from kvsketch.kernels.routing import native as routing
 from kvsketch.kernels.routing import reference as routing_in_torch
 from kvsketch.kernels.routing import rounded
 from kvsketch.kernels.sources import Choice, Classifier, Entries, Limits, Segments, Staged
+from kvsketch.kernels.weighted_attention import causal_attention, weighted_attention
 
 HERE = Path(__file__)
 ROOT = HERE.parent.parent
@@ -80,7 +81,7 @@ def as_exact_as_torch(query, tokens, found, softcap=None, visible=None):
         (found.lse, plain.lse, true.lse),
     ):
         error, usual = ((x.double() - exact)[alive].abs().amax() for x in (got, near))
-        assert error <= 2 * usual + 1e-6, f"{error} where torch has {usual}"
+        assert error <= 2 * usual + 1e-6 * max(1, exact[alive].abs().amax()), f"{error} where torch has {usual}"
 
 
 @needs_c
@@ -100,6 +101,51 @@ def test_attention_is_that_of_the_definition(shape, dtype):
             tokens = WeightedTokens(keys, values, log_mass, log_value)
             found = kernel.attend(query, [Entries(tokens)], heads, width**-0.5, softcap)
             as_exact_as_torch(query, tokens, found, softcap)
+
+
+PROMPTS = [  # rows, heads, group, queries, width of keys, of values
+    (2, 2, 3, 150, 64, 64),
+    (1, 3, 2, 230, 128, 96),
+    (1, 1, 7, 70, 20, 33),
+    (2, 1, 1, 33, 5, 130),
+    (1, 1, 40, 9, 48, 32),
+]
+
+
+@needs_c
+@pytest.mark.parametrize("shape", PROMPTS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_attention_of_many_queries_is_that_of_the_definition(shape, dtype, monkeypatch):
+    """Over weighted entries, where what lies in empty slots is not read, and among tokens, some of which are padding."""
+    monkeypatch.setattr(prompt, "pays", lambda dtype: True)
+    rows, heads, group, queries, width, value_width = shape
+    query = (torch.randn(rows, queries, heads * group, width) * 2).to(dtype).transpose(1, 2)
+    buffer = torch.full((rows, queries + 9, heads, width + value_width), math.nan, dtype=dtype)  # strides, and no more
+    buffer[:, :queries] = torch.randn(rows, queries, heads, width + value_width).to(dtype)
+    keys, values = buffer[:, :queries].transpose(1, 2).split([width, value_width], 3)
+    valid = torch.rand(rows, queries) > 0.3
+    before = torch.ones(queries, queries, dtype=torch.bool).tril()
+    for softcap in (None, 5.0):
+        for there, visible in ((None, before), (valid, before & valid[:, None] | torch.eye(queries, dtype=torch.bool))):
+            tokens = WeightedTokens(keys, values)
+            found = prompt.attend(query, tokens, width**-0.5, softcap, causal=True, valid=there)
+            as_exact_as_torch(query, tokens, found, softcap, visible.expand(rows, -1, -1)[:, None])
+    mass = torch.randn(rows, heads, queries)
+    mass[:, :, : queries // 3] = -math.inf
+    empty = mass[0] == -math.inf
+    mass[-1, -1] = mass[-1, -1] if rows * heads == 1 else -math.inf  # a head without entries
+    for log_mass, log_value in ((None, None), (mass, None), (mass[:, :1], None), (mass, mass + torch.randn_like(mass) / 3)):
+        for softcap in (None, 5.0):
+            tokens = WeightedTokens(keys, values, log_mass, log_value)
+            found = prompt.attend(query, tokens, width**-0.5, softcap)
+            as_exact_as_torch(query, tokens, found, softcap)
+            if log_mass is not None and log_mass.shape[1] == heads:
+                holes = empty[None, ..., None].expand_as(keys)
+                strange = WeightedTokens(keys.masked_fill(holes, math.nan), values.masked_fill(holes[..., :1], math.nan))
+                strange = WeightedTokens(strange.keys, strange.values, log_mass, log_value)
+                same = prompt.attend(query, strange, width**-0.5, softcap)
+                assert torch.equal(same.out, found.out)
+                assert torch.equal(same.lse, found.lse)
 
 
 @needs_c
@@ -278,15 +324,39 @@ def test_numbers_that_are_none_are_not_hidden(dtype):
 
 @needs_c
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_mean_of_equal_values_is_that_value(dtype):
+def test_numbers_of_a_prompt_that_are_none_are_not_hidden(dtype, monkeypatch):
+    """Nor seen by those long before them."""
+    monkeypatch.setattr(prompt, "pays", lambda dtype: True)
+    query, (keys, values) = torch.randn(1, 3, 131, 32).to(dtype), torch.randn(2, 1, 1, 131, 32).to(dtype).unbind()
+    values[0, 0, 130, :3] = torch.tensor([math.inf, -math.inf, math.nan])
+    tokens = WeightedTokens(keys, values)
+    found = prompt.attend(query, tokens, 0.25, causal=True).out
+    assert (found[:, :, 130, 0] == math.inf).all()
+    assert (found[:, :, 130, 1] == -math.inf).all()
+    assert found[:, :, 130, 2].isnan().all()
+    assert found[..., 3:].isfinite().all()
+    assert found[:, :, :128].isfinite().all()
+    assert torch.equal(prompt.attend(query, tokens, 0.25).out.isfinite(), found[:, :, 130:].isfinite().expand_as(found))
+    keys[0, 0, 70] = math.nan
+    found = prompt.attend(query, tokens, 0.25, causal=True)
+    assert found.out[:, :, 70:].isnan().all()
+    assert found.lse[:, :, 70:].isnan().all()
+    assert found.out[:, :, :64].isfinite().all()
+
+
+@needs_c
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_mean_of_equal_values_is_that_value(dtype, monkeypatch):
     """Also where shares are rounded, all of them the same way."""
+    monkeypatch.setattr(prompt, "pays", lambda dtype: True)
     values = torch.randn(1, 1, 1, 64).to(dtype).expand(1, 1, 1024, 64)
     mass = torch.full((1, 1, 1024), -0.6893).index_fill(2, torch.tensor([500]), 0.0)
     for log_value in (None, mass - math.log(2)):
         tokens = WeightedTokens(torch.zeros_like(values), values, mass, log_value)
-        found = kernel.attend(torch.randn(1, 3, 1, 64).to(dtype), [Entries(tokens)], 1, 0.125).out
-        expected = values[:, :, :1].expand_as(found) * (1.0 if log_value is None else 0.5)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
+        query = torch.randn(1, 3, 1, 64).to(dtype)
+        for answer in (kernel.attend(query, [Entries(tokens)], 1, 0.125), prompt.attend(query, tokens, 0.125)):
+            expected = values[:, :, :1].expand_as(answer.out) * (1.0 if log_value is None else 0.5)
+            torch.testing.assert_close(answer.out, expected, rtol=1e-4, atol=0)
 
 
 @needs_c
@@ -297,6 +367,64 @@ def test_threads_change_nothing(monkeypatch):
         monkeypatch.setattr(native, "threads", lambda count=count: count)
         answers.append(kernel.attend(query, [Entries(WeightedTokens(keys, values))], 2, 0.125))
     assert all(torch.equal(one.out, answers[0].out) and torch.equal(one.lse, answers[0].lse) for one in answers)
+
+
+@needs_c
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_a_query_of_a_prompt_gets_depends_on_nobody_beside_it(dtype, monkeypatch):
+    """Not on threads, on how many ask, nor on what comes later: the same bits."""
+    monkeypatch.setattr(prompt, "pays", lambda dtype: True)
+    query, (keys, values) = torch.randn(1, 6, 300, 48).to(dtype), torch.randn(2, 1, 2, 300, 48).to(dtype).unbind()
+    tokens = WeightedTokens(keys, values)
+    causal, among = prompt.attend(query, tokens, 0.2, causal=True), prompt.attend(query, tokens, 0.2)
+    for threads in (1, 3, 8):
+        monkeypatch.setattr(native, "threads", lambda threads=threads: threads)
+        again, first = (prompt.attend(query, tokens, 0.2, causal=causal) for causal in (True, False))
+        assert torch.equal(again.out, causal.out)
+        assert torch.equal(again.lse, causal.lse)
+        assert torch.equal(first.out, among.out)
+    part = prompt.attend(query[:, :, 100:117], tokens, 0.2)
+    assert torch.equal(part.out, among.out[:, :, 100:117])
+    assert torch.equal(part.lse, among.lse[:, :, 100:117])
+    shorter = WeightedTokens(keys[:, :, :150], values[:, :, :150])
+    assert torch.equal(prompt.attend(query[:, :, :150], shorter, 0.2, causal=True).out, causal.out[:, :, :150])
+
+
+@needs_c
+def test_what_does_not_fit_together_is_not_read():
+    """Keys of another width, values of fewer tokens, heads that are no groups: torch says what is wrong with them."""
+    query, keys, values = torch.randn(1, 6, 20, 16), *torch.randn(2, 1, 2, 20, 16).unbind()
+    narrow = WeightedTokens(keys[..., :8], values)
+    assert kernel.attend(query[:, :, :1], [Entries(narrow)], 2, 0.25) is None
+    for asking, tokens in (
+        (query, narrow),
+        (query[..., :8], WeightedTokens(keys, values)),
+        (query, WeightedTokens(keys, values[:, :, :9])),
+        (query, WeightedTokens(keys.expand(3, -1, -1, -1), values.expand(3, -1, -1, -1))),
+        (query[:, :5], WeightedTokens(keys, values)),
+    ):
+        for causal in (True, False):
+            assert prompt.attend(asking, tokens, 0.25, causal=causal) is None
+    assert prompt.attend(query[:, :, :19], WeightedTokens(keys, values), 0.25, causal=True) is None
+
+
+@needs_c
+def test_many_queries_go_to_c_where_it_pays(monkeypatch):
+    """Torch has no kernel that bends logits: then C always does."""
+    query, tokens = torch.randn(1, 4, 40, 16), WeightedTokens(*torch.randn(2, 1, 2, 40, 16).unbind())
+    for pays in (True, False):
+        monkeypatch.setattr(prompt, "pays", lambda dtype, pays=pays: pays)
+        for softcap in (None, 5.0):
+            in_c = pays or softcap is not None
+            for causal, attend in ((False, weighted_attention), (True, causal_attention)):
+                there = (tokens,) if not causal else (tokens.keys, tokens.values)
+                expected = prompt.attend(query, tokens, 0.25, softcap, causal=causal)
+                assert (expected is not None) == in_c
+                with nullcontext() if in_c else native.off():
+                    again = attend(query, *there, 0.25, softcap=softcap)
+                got = attend(query, *there, 0.25, softcap=softcap)
+                assert torch.equal(got.out, again.out)
+                assert expected is None or torch.equal(got.out, expected.out)
 
 
 @needs_c
@@ -775,7 +903,8 @@ def test_two_threads_on_one_core_give_up_waiting_for_each_other():
 
 EVERY_KERNEL = (
     "definition or classifier or bytes or buckets_visited or chosen_when or signs_are_those or centres_are "
-    "or same_bits or directions_are_those or places_are_numbered or entries_got or equal_values or not_hidden"
+    "or same_bits or directions_are_those or places_are_numbered or entries_got or equal_values or not_hidden "
+    "or nobody_beside"
 )
 
 

@@ -32,6 +32,8 @@ def attend(
         return None
     rows, query_heads, count, width = query.shape
     value_width = parts[0].tokens.values.shape[3]
+    if any(part.tokens.keys.shape[3] != width or part.tokens.values.shape[3] != value_width for part in parts):
+        return None  # torch says so
     out = query.new_empty(rows, query_heads, count, value_width)
     lse = native.room(rows, query_heads, count)
     shape = _Shape(

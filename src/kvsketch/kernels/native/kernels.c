@@ -9,6 +9,7 @@
 #include "places.c"
 #include "weights.c"
 #include "looks.c"
+#include "prompt.c"
 
 void kvs_forked(void) { alone = 1; }
 

@@ -1,16 +1,9 @@
 // What entries got of the attention of many queries whose denominators are known: products of a block of queries with a
 // panel of entries, of which nothing is kept but sums, or what is largest. `weights.c` does it for few queries.
-#include "common.h"  // and `weights.c` before this, for what becomes of a note
+#include "panels.h"  // and `weights.c` before this, for what becomes of a note
 
-#define LOOKED 2  // vectors of entries in a panel
-#define IN_PANEL (LOOKED * W)
 #define PANELS 16     // of a piece: a thread takes so many
 #define ASKING 256    // queries that stay in the second cache while all panels of a piece meet them
-#if W == 16
-#define ASKED 8  // queries of a block
-#else
-#define ASKED 4
-#endif
 #define HIDDEN INT32_MAX  // the rank of an entry that nobody sees
 
 struct looking {  // as kernels/native/weights.py writes it; strides count numbers
@@ -24,59 +17,39 @@ struct panel {  // of entries that lie beside each other: number by number, or p
 };
 
 struct found {  // about the entries of a panel, from some queries
-    vf of[LOOKED];
+    vf of[ABREAST];
 };
 
-#if PAIRED
-#define PAIRS_OF(in) ((in)->kind == BF16 && (in)->query_kind == BF16 && (in)->width % 2 == 0)
-#define ADD_PAIR(sum, x, y) (vf)_mm512_dpbf16_ps((__m512)(sum), (__m512bh)(x), (__m512bh)(y))
-#else
-#define PAIRS_OF(in) 0
-#define ADD_PAIR(sum, x, y) (sum)
-#endif
+// Whether queries and entries are multiplied pair by pair.
+#define PAIRS_OF(in) (PAIRED && (in)->kind == BF16 && (in)->query_kind == BF16 && (in)->width % 2 == 0)
 
 // A panel of the entries from `first` on, as many as there are; the others get nothing.
 static void lay_out(const struct looking *in, const char *keys, const int32_t *ranks, int64_t first, int in_pairs,
                     struct panel *to) {
-    int64_t bytes = bytes_of((int)in->kind), count = in->count - first < IN_PANEL ? in->count - first : IN_PANEL;
+    int64_t count = in->count - first < IN_PANEL ? in->count - first : IN_PANEL;
+    const char *own = keys + first * in->key_step * bytes_of((int)in->kind);
     to->first = HIDDEN;
-    memset(to->numbers, 0, sizeof(float) * IN_PANEL * (in_pairs ? in->width / 2 : in->width));
     for (int64_t j = 0; j < IN_PANEL; j++) {
         to->rank[j] = j >= count ? HIDDEN : ranks ? ranks[first + j] : 0;
         to->first = to->rank[j] < to->first ? to->rank[j] : to->first;
-        const char *key = keys + (first + j) * in->key_step * bytes;
-        if (j >= count) continue;
-        if (in_pairs)
-            for (int64_t i = 0; i < in->width / 2; i++) memcpy(to->numbers + i * IN_PANEL + j, key + 4 * i, 4);
-        else
-            for (int64_t i = 0; i < in->width; i++) to->numbers[i * IN_PANEL + j] = read_one(key, (int)in->kind, i);
     }
+    lay_abreast(own, (int)in->kind, in->key_step, count, in->width, NULL, in_pairs, to->numbers);
 }
 
 // Some queries look at a panel. Those behind the last one are the last one again, whom nothing is given.
 INLINE void look(const struct looking *in, const char *queries, const float *less, const int32_t *ranks, int count,
                  const struct panel *panel, struct found *found, const int in_pairs, const int largest) {
-    vf sums[ASKED][LOOKED];
+    vf sums[ASKED][ABREAST];
     const char *at[ASKED];
-    int64_t bytes = bytes_of((int)in->query_kind), steps = in_pairs ? in->width / 2 : in->width;
+    int64_t bytes = bytes_of((int)in->query_kind);
     UNROLL for (int r = 0; r < ASKED; r++) {
         at[r] = queries + (r < count ? r : count - 1) * in->width * bytes;
-        UNROLL for (int v = 0; v < LOOKED; v++) sums[r][v] = SPLAT(0.0f);
+        UNROLL for (int v = 0; v < ABREAST; v++) sums[r][v] = SPLAT(0.0f);
     }
-    for (int64_t i = 0; i < steps; i++) {
-        vf key[LOOKED];
-        UNROLL for (int v = 0; v < LOOKED; v++) key[v] = load_f32(panel->numbers + i * IN_PANEL + v * W);
-        UNROLL for (int r = 0; r < ASKED; r++) {
-            float number;
-            memcpy(&number, at[r] + 4 * i, 4);
-            vf asked = SPLAT(number);
-            UNROLL for (int v = 0; v < LOOKED; v++)
-                sums[r][v] = in_pairs ? ADD_PAIR(sums[r][v], asked, key[v]) : sums[r][v] + asked * key[v];
-        }
-    }
+    multiply(at, panel->numbers, IN_PANEL, steps_of(in->width, in_pairs), sums, in_pairs);
     UNROLL for (int r = 0; r < ASKED; r++) {
         if (r >= count) continue;
-        UNROLL for (int v = 0; v < LOOKED; v++) {
+        UNROLL for (int v = 0; v < ABREAST; v++) {
             vi rank, seen;
             memcpy(&rank, panel->rank + v * W, sizeof rank);
             seen = rank <= ranks[r] + (vi){0};
@@ -95,7 +68,7 @@ INLINE void panels_got(const struct looking *in, const char *queries, const floa
         int64_t stop = start + ASKING < in->rows ? start + ASKING : in->rows;
         for (int64_t p = 0; p < count; p++) {
             struct found found;
-            UNROLL for (int v = 0; v < LOOKED; v++) found.of[v] = SPLAT(largest ? -INFINITY : 0.0f);
+            UNROLL for (int v = 0; v < ABREAST; v++) found.of[v] = SPLAT(largest ? -INFINITY : 0.0f);
             for (int64_t r = start; r < stop; r += ASKED) {
                 int some = (int)(stop - r < ASKED ? stop - r : ASKED), any = !ranks;
                 int32_t own[ASKED] = {0};
@@ -106,7 +79,7 @@ INLINE void panels_got(const struct looking *in, const char *queries, const floa
                 const char *asking = queries + r * in->width * bytes;
                 if (any) look(in, asking, less + r, own, some, panels + p, &found, in_pairs, largest);
             }
-            for (int v = 0; v < LOOKED; v++)
+            for (int v = 0; v < ABREAST; v++)
                 for (int i = 0; i < W; i++) {
                     double *to = got + p * IN_PANEL + v * W + i, x = found.of[v][i];
                     if (largest) *to = x > *to ? x : *to;

@@ -17,6 +17,7 @@ from torch import Tensor
 from kvsketch.attention import Partial, WeightedTokens, fold_groups, join_queries, log_of, unfold_groups
 from kvsketch.kernels import few_queries
 from kvsketch.kernels.gpu import flash, many_queries
+from kvsketch.kernels.native import prompt as in_c
 from kvsketch.kernels.sources import Entries
 from kvsketch.kernels.weighted_attention import fused, reference
 from kvsketch.kernels.weighted_attention.reference import log_normalizer
@@ -36,6 +37,8 @@ def weighted_attention(
     if tokens.count == 0 or query.shape[2] == 0:  # torch's kernels divide by these numbers
         return reference.attend(query, tokens, scale)
     found = few_queries.attend(query, [Entries(tokens)], tokens.keys.shape[1], scale, softcap)
+    if found is None:
+        found = in_c.attend(query, tokens, scale, softcap)
     if found is not None:
         return found
     if fused.can_run(query, softcap):
@@ -63,9 +66,11 @@ def causal_attention(
     if query.shape[2] == 1:
         # Padding or not, it sees itself, so that no row of the batch is empty.
         return weighted_attention(query, WeightedTokens(keys, values), scale, softcap=softcap, lse=lse)
+    found = in_c.attend(query, WeightedTokens(keys, values), scale, softcap, causal=True, valid=valid)
+    if found is not None:
+        return found
     if valid is None and fused.can_run(query, softcap):
         return fused.softmax_attention(query, keys, values, scale, causal=True)
-    found = None
     if valid is None and softcap is None:
         if not lse and _has_kernel(query, keys, values):
             return _answer_alone(query, keys, values, scale, causal=True)

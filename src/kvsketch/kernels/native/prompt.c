@@ -1,0 +1,320 @@
+// Attention of many queries over weighted entries, or among tokens that each see those up to themselves, as of a prompt.
+//
+// Some queries of a group go through a lane's entries 64 at a time. Keys are laid abreast and values behind each other for
+// all of these queries (`panels.h`); eight of them then make their logits, shares of these, and sums of values, and none
+// of it leaves the caches. What a query gets does not depend on those beside it, nor on threads.
+#include "panels.h"  // and `attention.c` before this: its sums of a row, how they are scaled, and their end
+
+#define ENTRIES 64        // that queries meet at once
+#define IN_CROWD 512      // rows whose sums stay in the second cache
+#define CROWDS 4          // for a thread, at least, so that all have something to do until the end
+#define PAIR_OF_ONES 0x3f803f80
+
+struct prompt {  // as kernels/native/prompt.py writes it; strides count numbers
+    int64_t rows, heads, group, queries, count, key_width, value_width, kind;
+    int64_t query_row, query_head, query_step, key_row, key_head, key_step, value_row, value_head, value_step;
+    int64_t out_row, out_head, out_step, mass_row, mass_head, extra_row, extra_head, valid_row, causal;
+    float scale, softcap;
+};
+
+struct asked_for {  // what there is besides, or NULL
+    const char *queries, *keys, *values;
+    const float *log_mass, *log_value;
+    const char *valid;
+};
+
+struct crowd {  // some queries of a group: row r is query first + r % each of its head r / each, if there are as many
+    int64_t row, head, first, own, each, rows, whole, steps;
+    struct shape of;
+    struct sums sums;
+    float *asking;         // rows of numbers or of pairs, as wide as a panel has steps
+    float *keys, *values;  // of the entries that are met
+};
+
+struct met {  // entries
+    int64_t first, count;
+    int biased, apart;  // whether logits are to be changed; whether those of values are others
+    float mass[ENTRIES], value[ENTRIES];
+};
+
+#define PAIRED_KIND(kind) (PAIRED && (kind) == BF16)
+
+// Values behind each other, as wide as whole panels: woven, where they come by pairs.
+INLINE void lay_kind_behind(const char *entries, const int kind, int64_t step, int64_t count, int64_t width, int64_t wide,
+                            const char *there, const int in_pairs, float *to) {
+    int64_t bytes = step * bytes_of(kind), each = in_pairs ? 2 : 1;
+    for (int64_t j = 0; j < (count + each - 1) / each; j++, to += wide)
+        for (int64_t c = 0; c < wide; c += in_pairs ? IN_PANEL : W) {
+            vf x[2];
+            for (int n = 0; n < each; n++) {
+                int64_t own = each * j + n;
+                int is = own < count && (!there || there[own]);
+                x[n] = is ? steps_at(entries + own * bytes, kind, c / each, width, in_pairs) : SPLAT(0.0f);
+            }
+#if PAIRED
+            if (in_pairs) {
+                store_f32(to + c, (vf)_mm512_unpacklo_epi16((__m512i)x[0], (__m512i)x[1]));
+                store_f32(to + c + W, (vf)_mm512_unpackhi_epi16((__m512i)x[0], (__m512i)x[1]));
+                continue;
+            }
+#endif
+            store_f32(to + c, x[0]);
+        }
+}
+
+static void lay_behind(const char *entries, int kind, int64_t step, int64_t count, int64_t width, int64_t wide,
+                       const char *there, float *to) {
+    if (PAIRED_KIND(kind)) lay_kind_behind(entries, BF16, step, count, width, wide, there, 1, to);
+    else if (kind == F32) lay_kind_behind(entries, F32, step, count, width, wide, there, 0, to);
+    else if (kind == BF16) lay_kind_behind(entries, BF16, step, count, width, wide, there, 0, to);
+    else lay_kind_behind(entries, F16, step, count, width, wide, there, 0, to);
+}
+
+// Lay out the entries from `first` on, and what is to be added to their logits. What has no weight is not read.
+static void lay_out_entries(const struct prompt *in, const struct asked_for *at, const struct crowd *crowd, int64_t first,
+                            int64_t end, struct met *met) {
+    int64_t bytes = bytes_of((int)in->kind), count = end - first < ENTRIES ? end - first : ENTRIES;
+    const char *keys = at->keys + (crowd->row * in->key_row + crowd->head * in->key_head + first * in->key_step) * bytes;
+    const char *values =
+        at->values + (crowd->row * in->value_row + crowd->head * in->value_head + first * in->value_step) * bytes;
+    const float *mass = at->log_mass ? at->log_mass + crowd->row * in->mass_row + crowd->head * in->mass_head + first : NULL;
+    const float *extra =
+        at->log_value ? at->log_value + crowd->row * in->extra_row + crowd->head * in->extra_head + first : NULL;
+    const char *valid = at->valid ? at->valid + crowd->row * in->valid_row + first : NULL;
+    char there[ENTRIES];
+    *met = (struct met){first, count, mass || extra || valid || count < ENTRIES, extra != NULL, {0}, {0}};
+    for (int64_t j = 0; met->biased && j < ENTRIES; j++) {
+        met->mass[j] = j >= count || (valid && !valid[j]) ? -INFINITY : mass ? mass[j] : 0.0f;
+        met->value[j] = j >= count ? -INFINITY : extra ? extra[j] : 0.0f;
+        there[j] = valid || met->mass[j] > -INFINITY || (extra && met->value[j] > -INFINITY) ||
+                   met->mass[j] != met->mass[j];
+    }
+    const char *those = mass || extra ? there : NULL;
+    for (int64_t j = 0; j < count; j += IN_PANEL)
+        lay_abreast(keys + j * in->key_step * bytes, (int)in->kind, in->key_step, count - j, in->key_width,
+                    those ? those + j : NULL, PAIRED_KIND(in->kind), crowd->keys + j * crowd->steps);
+    lay_behind(values, (int)in->kind, in->value_step, count, in->value_width, crowd->of.value_width, those, crowd->values);
+}
+
+INLINE vf bent(vf x, float softcap) {  // softcap · tanh(x / softcap)
+    vf twice = x * SPLAT(2.0f / softcap);
+    twice = choose(twice > SPLAT(40.0f), SPLAT(40.0f), twice);
+    return SPLAT(softcap) - SPLAT(2.0f * softcap) / (SPLAT(1.0f) + exp_of(twice));
+}
+
+// Logits of one row, of so many vectors, with what is added to them; those of values beside them. The largest of all comes
+// out. `own`: the place among these entries of the last one that the row sees.
+INLINE vf logits_of_row(const struct prompt *in, const struct met *met, float *logits, float *of_values, int64_t upto,
+                        int64_t own, vf top) {
+    const vf scale = SPLAT(in->scale);
+    vi place;
+    for (int i = 0; i < W; i++) place[i] = i;
+    const int cut = own < upto - 1;
+    for (int64_t c = 0; c < upto; c += W, place += W) {
+        vf x = load_f32(logits + c) * scale, y = x;
+        if (in->softcap > 0) x = y = bent(x, in->softcap);
+        vi self = place == (int32_t)own + (vi){0}, seen = place <= (int32_t)own + (vi){0};
+        if (met->biased) {
+            vf less = x + load_f32(met->mass + c);
+            x = in->causal ? choose(self, x, less) : less;  // a token sees itself, whatever it is
+        }
+        if (cut) x = choose(seen, x, SPLAT(-INFINITY));
+        store_f32(logits + c, x);
+        top = larger(x, top);
+        if (met->apart) {
+            y += load_f32(met->value + c);
+            store_f32(of_values + c, y);
+            top = larger(y, top);
+        }
+    }
+    return top;
+}
+
+// Shares of values from a row's logits, where these are; pairs of them as bfloat16 where they are multiplied so.
+INLINE void shares_of_row(const struct met *met, float *logits, const float *of_values, int64_t upto, float most,
+                          float *mass, const int in_pairs) {
+    const float *from = met->apart ? of_values : logits;
+    vf sum = load_f32(mass), meant = load_f32(mass + W), rounded = load_f32(mass + 2 * W);
+    for (int64_t c = 0; c < upto; c += IN_PANEL) {
+        vf share[ABREAST];
+        UNROLL for (int v = 0; v < ABREAST; v++) {
+            vf one = exp_of(load_f32(logits + c + v * W) - SPLAT(most));
+            sum += one;
+            share[v] = met->apart ? exp_of(load_f32(from + c + v * W) - SPLAT(most)) : one;
+            if (in_pairs) meant += share[v];
+            else store_f32(logits + c + v * W, share[v]);
+        }
+#if PAIRED
+        if (in_pairs) {
+            vf pairs = (vf)_mm512_cvtne2ps_pbh((__m512)share[1], (__m512)share[0]);
+            rounded = ADD_PAIR(rounded, pairs, (vf)_mm512_set1_epi32(PAIR_OF_ONES));
+            store_f32(logits + c / 2, pairs);
+        }
+#endif
+    }
+    store_f32(mass, sum), store_f32(mass + W, meant), store_f32(mass + 2 * W, rounded);
+}
+
+// Which one of a head's queries a row is: those behind the last one are the last one again.
+INLINE int64_t query_of(const struct crowd *crowd, int64_t r) {
+    int64_t query = (r < crowd->rows ? r : crowd->rows - 1) % crowd->each;
+    return query < crowd->own ? query : crowd->own - 1;
+}
+
+// Eight rows from r on meet some entries.
+INLINE void meet(const struct prompt *in, const struct crowd *crowd, const struct met *met, int64_t r, const int in_pairs) {
+    float logits[ASKED][ENTRIES] __attribute__((aligned(64))), of_values[ENTRIES] __attribute__((aligned(64)));
+    const char *asking[ASKED], *shares[ASKED];
+    int64_t own[ASKED], upto = met->count, wide = crowd->of.value_width;
+    if (in->causal) {
+        int64_t last = -1;
+        for (int x = 0; x < ASKED; x++) {
+            own[x] = crowd->first + query_of(crowd, r + x) - met->first;
+            last = own[x] > last ? own[x] : last;
+        }
+        upto = last + 1 < upto ? last + 1 : upto;
+    } else
+        for (int x = 0; x < ASKED; x++) own[x] = ENTRIES;
+    if (upto <= 0) return;
+    UNROLL for (int x = 0; x < ASKED; x++) {
+        asking[x] = (const char *)(crowd->asking + (r + x) * crowd->steps);
+        shares[x] = (const char *)logits[x];
+    }
+    int64_t all = padded(upto, IN_PANEL);
+    for (int64_t c = 0; c < all; c += IN_PANEL) {
+        vf sums[ASKED][ABREAST];
+        UNROLL for (int x = 0; x < ASKED; x++)
+            UNROLL for (int v = 0; v < ABREAST; v++) sums[x][v] = SPLAT(0.0f);
+        multiply(asking, crowd->keys + c * crowd->steps, IN_PANEL, crowd->steps, sums, in_pairs);
+        UNROLL for (int x = 0; x < ASKED; x++)
+            UNROLL for (int v = 0; v < ABREAST; v++) store_f32(logits[x] + c + v * W, sums[x][v]);
+    }
+    for (int x = 0; x < ASKED; x++) {
+        float *most = crowd->sums.most + r + x, *mass = crowd->sums.mass + (r + x) * MASSES;
+        vf top = logits_of_row(in, met, logits[x], of_values, all, own[x], SPLAT(*most));
+        if (any_above(top, *most)) reach(top, &crowd->of, most, mass, crowd->sums.out + (r + x) * wide);
+        shares_of_row(met, logits[x], of_values, all, *most, mass, in_pairs);
+    }
+    for (int64_t c = 0; c < wide; c += IN_PANEL) {
+        vf sums[ASKED][ABREAST];
+        float *out = crowd->sums.out + r * wide + c;
+        UNROLL for (int x = 0; x < ASKED; x++)
+            UNROLL for (int v = 0; v < ABREAST; v++) sums[x][v] = load_f32(out + x * wide + v * W);
+        multiply(shares, crowd->values + c, wide, steps_of(upto, in_pairs), sums, in_pairs);
+        UNROLL for (int x = 0; x < ASKED; x++)
+            UNROLL for (int v = 0; v < ABREAST; v++) store_f32(out + x * wide + v * W, sums[x][v]);
+    }
+}
+
+// A row of numbers as another kind.
+static void write_row(void *to, int kind, int64_t count, const float *from) {
+    int64_t i = 0;
+    if (kind == F32) memcpy(to, from, sizeof(float) * (size_t)count), i = count;
+#if PAIRED
+    for (; kind == BF16 && i + W <= count; i += W) {
+        __m256bh some = _mm512_cvtneps_pbh((__m512)load_f32(from + i));
+        memcpy((uint16_t *)to + i, &some, sizeof some);
+    }
+#endif
+    for (; i < count; i++) write_one(to, kind, i, from[i]);
+}
+
+// What a row adds up to becomes its answer, and the log of its denominator.
+static void end_row(const struct prompt *in, const struct crowd *crowd, int64_t r, char *out, float *lse) {
+    const float *mass = crowd->sums.mass + r * MASSES;
+    float *row = crowd->sums.out + r * crowd->of.value_width, all = sum_of(load_f32(mass)), most = crowd->sums.most[r];
+    int64_t head = crowd->head * in->group + r / crowd->each, query = crowd->first + r % crowd->each;
+    float share = 1 / (all == 0 ? 1.0f : all < LEAST_MASS ? LEAST_MASS : all);
+    if (PAIRED_KIND(in->kind)) {
+        float meant = sum_of(load_f32(mass + W)), rounded = sum_of(load_f32(mass + 2 * W));
+        if (rounded > 0 && meant < INFINITY) share *= meant / rounded;
+        for (float *at = row; at < row + crowd->of.value_width; at += IN_PANEL) {
+            float own[IN_PANEL];
+            UNROLL for (int i = 0; i < IN_PANEL; i++) own[i] = at[woven(i)];
+            memcpy(at, own, sizeof own);
+        }
+    }
+    for (int64_t i = 0; i < crowd->of.value_width; i += W) store_f32(row + i, load_f32(row + i) * SPLAT(share));
+    int64_t at = crowd->row * in->out_row + head * in->out_head + query * in->out_step;
+    write_row(out + at * bytes_of((int)in->kind), (int)in->kind, in->value_width, row);
+    lse[(crowd->row * in->heads * in->group + head) * in->queries + query] = all == 0 ? -INFINITY : most + logf(all);
+}
+
+static void take_queries(const struct prompt *in, const struct asked_for *at, struct crowd *crowd) {
+    int64_t bytes = bytes_of((int)in->kind);
+    const int in_pairs = PAIRED_KIND(in->kind);
+    for (int64_t r = 0; r < crowd->whole; r++) {
+        int64_t row = r < crowd->rows ? r : crowd->rows - 1, head = crowd->head * in->group + row / crowd->each;
+        int64_t query = crowd->first + query_of(crowd, row);
+        const char *from =
+            at->queries + (crowd->row * in->query_row + head * in->query_head + query * in->query_step) * bytes;
+        float *to = crowd->asking + r * crowd->steps;
+        if (!in_pairs) read_row(from, (int)in->kind, 0, in->key_width, to);
+        else to[crowd->steps - 1] = 0, memcpy(to, from, (size_t)(in->key_width * bytes));
+        crowd->sums.most[r] = NOWHERE;
+    }
+    memset(crowd->sums.mass, 0, sizeof(float) * crowd->whole * MASSES);
+    memset(crowd->sums.out, 0, sizeof(float) * crowd->whole * crowd->of.value_width);
+}
+
+// Whether numbers of a kind are answered faster here than by torch: not where processors multiply whole tiles of them, or
+// twice as many numbers of 16 bits as we do.
+int64_t kvs_prompt_pays(int64_t kind) {
+#if defined(__x86_64__)
+    unsigned a, b, c, d = 0;
+    __get_cpuid_count(7, 0, &a, &b, &c, &d);
+    if ((kind == BF16 && d & bit_AMX_BF16) || (kind == F16 && d & bit_AVX512FP16)) return 0;
+#endif
+    return W > 4;
+}
+
+// Rows of a head: where queries see other entries, those that meet them together are of one head, so that none meets what
+// comes long after it.
+INLINE int64_t each_of(const struct prompt *in, int64_t own) { return in->causal ? padded(own, ASKED) : own; }
+
+// 0, or 1 where there is no memory left.
+int kvs_prompt(const struct prompt *in, const char *queries, const char *keys, const char *values, const float *log_mass,
+               const float *log_value, const char *valid, char *out, float *lse, int64_t threads) {
+    const struct asked_for at = {queries, keys, values, log_mass, log_value, valid};
+    int64_t lanes = in->rows * in->heads, wide = padded(in->value_width, IN_PANEL);
+    int64_t own = IN_CROWD / in->group / ASKED * ASKED, failed = 0;
+    own = own < ASKED ? ASKED : own;
+    while (own > 4 * ASKED && lanes * ((in->queries + own - 1) / own) < CROWDS * threads) own = padded(own / 2, ASKED);
+    own = own < in->queries ? own : in->queries;
+    const int in_pairs = PAIRED_KIND(in->kind);
+    int64_t blocks = (in->queries + own - 1) / own, steps = steps_of(in->key_width, in_pairs);
+    int64_t most = padded(each_of(in, own) * in->group, ASKED), items = lanes * blocks;
+    size_t numbers = (size_t)(most * (steps + wide + MASSES + 16) + ENTRIES * (steps + wide));
+    int team = use_threads(threads, in->queries * in->count * in->key_width < SMALL ? 1 : items);
+    PRAGMA(omp parallel for num_threads(team) schedule(dynamic) reduction(|:failed) if (team > 1))
+    for (int64_t n = 0; n < items; n++) {
+        struct crowd crowd = {0};
+        float *room = kept_memory(2, sizeof(float) * numbers);
+        if (!room) {
+            failed = 1;
+            continue;
+        }
+        int64_t lane = n % lanes;  // the last queries, who see most, come first
+        crowd.row = lane / in->heads, crowd.head = lane % in->heads, crowd.first = (blocks - 1 - n / lanes) * own;
+        crowd.own = crowd.first + own < in->queries ? own : in->queries - crowd.first;
+        crowd.each = each_of(in, crowd.own), crowd.rows = crowd.each * in->group;
+        crowd.whole = padded(crowd.rows, ASKED), crowd.steps = steps;
+        crowd.of.value_width = wide;
+        crowd.keys = room, crowd.values = crowd.keys + ENTRIES * steps;
+        crowd.sums.out = crowd.values + ENTRIES * wide, crowd.sums.mass = crowd.sums.out + crowd.whole * wide;
+        crowd.asking = crowd.sums.mass + crowd.whole * MASSES, crowd.sums.most = crowd.asking + crowd.whole * steps;
+        take_queries(in, &at, &crowd);
+        int64_t end = in->causal ? crowd.first + crowd.own : in->count;
+        for (int64_t first = 0; first < end; first += ENTRIES) {
+            struct met met;
+            lay_out_entries(in, &at, &crowd, first, end, &met);
+            for (int64_t r = 0; r < crowd.rows; r += ASKED) {
+                if (in_pairs) meet(in, &crowd, &met, r, 1);
+                else meet(in, &crowd, &met, r, 0);
+            }
+        }
+        for (int64_t r = 0; r < crowd.rows; r++)
+            if (r % crowd.each < crowd.own) end_row(in, &crowd, r, out, lse);
+    }
+    return (int)failed;
+}
