@@ -134,14 +134,21 @@ def test_attention_of_many_queries_is_that_of_the_definition(shape, dtype, monke
     mass[:, :, : queries // 3] = -math.inf
     empty = mass[0] == -math.inf
     mass[-1, -1] = mass[-1, -1] if rows * heads == 1 else -math.inf  # a head without entries
-    for log_mass, log_value in ((None, None), (mass, None), (mass[:, :1], None), (mass, mass + torch.randn_like(mass) / 3)):
+    for log_mass, log_value in (
+        (None, None),
+        (mass, None),
+        (mass[:, :1], None),
+        (mass, mass + torch.randn_like(mass) / 3),
+    ):
         for softcap in (None, 5.0):
             tokens = WeightedTokens(keys, values, log_mass, log_value)
             found = prompt.attend(query, tokens, width**-0.5, softcap)
             as_exact_as_torch(query, tokens, found, softcap)
             if log_mass is not None and log_mass.shape[1] == heads:
                 holes = empty[None, ..., None].expand_as(keys)
-                strange = WeightedTokens(keys.masked_fill(holes, math.nan), values.masked_fill(holes[..., :1], math.nan))
+                strange = WeightedTokens(
+                    keys.masked_fill(holes, math.nan), values.masked_fill(holes[..., :1], math.nan)
+                )
                 strange = WeightedTokens(strange.keys, strange.values, log_mass, log_value)
                 same = prompt.attend(query, strange, width**-0.5, softcap)
                 assert torch.equal(same.out, found.out)

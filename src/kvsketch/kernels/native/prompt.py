@@ -18,10 +18,16 @@ class _Prompt(ctypes.Structure):
     """`struct prompt` in `prompt.c`."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("rows", "heads", "group", "queries", "count", "key_width", "value_width")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("rows", "heads", "group", "queries", "count", "key_width", "value_width")
+        ),
         *((name, ctypes.c_int64) for name in ("kind", "query_row", "query_head", "query_step")),
         *((name, ctypes.c_int64) for name in ("key_row", "key_head", "key_step", "value_row", "value_head")),
-        *((name, ctypes.c_int64) for name in ("value_step", "out_row", "out_head", "out_step", "mass_row", "mass_head")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("value_step", "out_row", "out_head", "out_step", "mass_row", "mass_head")
+        ),
         *((name, ctypes.c_int64) for name in ("extra_row", "extra_head", "valid_row", "causal")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
     ]
