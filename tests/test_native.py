@@ -21,9 +21,11 @@ from kvsketch import attention
 from kvsketch.attention import WeightedTokens
 from kvsketch.caches.core import asking
 from kvsketch.caches.core.query import Query
+from kvsketch.kernels import buckets as buckets_of_heads
 from kvsketch.kernels import native
 from kvsketch.kernels.directions import native as directions
 from kvsketch.kernels.directions import reference as directions_in_torch
+from kvsketch.kernels.native import assign as assigning
 from kvsketch.kernels.native import attention as kernel
 from kvsketch.kernels.native import build, prompt
 from kvsketch.kernels.native import weights as weighing
@@ -116,7 +118,7 @@ PROMPTS = [  # rows, heads, group, queries, width of keys, of values
 @pytest.mark.parametrize("shape", PROMPTS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_attention_of_many_queries_is_that_of_the_definition(shape, dtype, monkeypatch):
-    """Over weighted entries, where what lies in empty slots is not read, and among tokens, some of which are padding."""
+    """Over weighted entries, where empty slots are not read, and among tokens, of which some are padding."""
     monkeypatch.setattr(prompt, "pays", lambda dtype: True)
     rows, heads, group, queries, width, value_width = shape
     query = (torch.randn(rows, queries, heads * group, width) * 2).to(dtype).transpose(1, 2)
@@ -403,7 +405,7 @@ def test_what_does_not_fit_together_is_not_read():
     query, keys, values = torch.randn(1, 6, 20, 16), *torch.randn(2, 1, 2, 20, 16).unbind()
     narrow = WeightedTokens(keys[..., :8], values)
     assert kernel.attend(query[:, :, :1], [Entries(narrow)], 2, 0.25) is None
-    for asking, tokens in (
+    for asked, tokens in (
         (query, narrow),
         (query[..., :8], WeightedTokens(keys, values)),
         (query, WeightedTokens(keys, values[:, :, :9])),
@@ -411,7 +413,7 @@ def test_what_does_not_fit_together_is_not_read():
         (query[:, :5], WeightedTokens(keys, values)),
     ):
         for causal in (True, False):
-            assert prompt.attend(asking, tokens, 0.25, causal=causal) is None
+            assert prompt.attend(asked, tokens, 0.25, causal=causal) is None
     assert prompt.attend(query[:, :, :19], WeightedTokens(keys, values), 0.25, causal=True) is None
 
 
@@ -634,6 +636,30 @@ def check_visits(visit, limits, device):
 
 @needs_c
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(3, 300, 70, 40), (1, 9, 5, 7), (2, 513, 32, 128)], ids=str)
+def test_buckets_of_keys_are_those_of_torch(shape, dtype):
+    """The first of equal ones; what is no number is the largest, as for torch; keys lie where models put them."""
+    lanes, count, size, width = shape
+    library = native.library()
+    keys = torch.randint(-3, 4, (count, lanes, width + 3)).to(dtype).transpose(0, 1)[..., :width]  # products are exact
+    centroids = torch.randint(-3, 4, (lanes, size, width)).float()
+    centroids[:, size // 2] = centroids[:, 1]
+    keys[0, 2], keys[-1, 5], keys[0, 7, 0] = 0, math.nan, math.inf
+    found = assigning.assign(keys, centroids)
+    if not library.kvs_is_wide():
+        assert found is None
+        return
+    with native.off():
+        expected = buckets_of_heads.assign(keys, centroids)
+    assert torch.equal(found, expected)
+    assert torch.equal(buckets_of_heads.assign(keys, centroids), expected)
+    assert found[0, 2] == 0
+    assert assigning.assign(keys[:, :3], centroids) is None
+    assert assigning.assign(keys, centroids[..., :4]) is None
+
+
+@needs_c
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_directions_are_those_of_torch(dtype):
     for width in (64, 7):
         keys = torch.randn(3, 1030, width + 5).to(dtype)[:, :, 3 : 3 + width]
@@ -832,6 +858,7 @@ def test_the_switch_is_auto_or_off(fresh, monkeypatch, caplog):
 ASKING = """
 import hashlib, os, torch
 from kvsketch.attention import WeightedTokens
+from kvsketch.kernels.native import assign as assigning
 from kvsketch.kernels.native import attention as kernel
 from kvsketch.kernels.sources import Entries
 torch.set_num_threads(2)
@@ -911,7 +938,7 @@ def test_two_threads_on_one_core_give_up_waiting_for_each_other():
 EVERY_KERNEL = (
     "definition or classifier or bytes or buckets_visited or chosen_when or signs_are_those or centres_are "
     "or same_bits or directions_are_those or places_are_numbered or entries_got or equal_values or not_hidden "
-    "or nobody_beside"
+    "or nobody_beside or buckets_of_keys"
 )
 
 

@@ -13,12 +13,16 @@ from torch import Tensor
 from kvsketch.algorithms.saap import APART, LONG_RANGE, to_learn_from
 from kvsketch.attention import NO_MASS
 from kvsketch.kernels.groups import sums_of_groups
+from kvsketch.kernels.native import assign as in_c
 
 PRODUCTS_AT_ONCE = 1 << 24  # of keys with centroids: 64 MiB of float32
 
 
 def assign(keys: Float[Tensor, "l n d"], centroids: Float[Tensor, "l c d"]) -> Int64[Tensor, "l n"]:
     """The bucket of every key: the centroid of the largest inner product."""
+    found = in_c.assign(keys, centroids)
+    if found is not None:
+        return found
     step = max(1, PRODUCTS_AT_ONCE // max(1, centroids.shape[0] * centroids.shape[1]))
     into = centroids.transpose(1, 2)
     parts = [torch.bmm(part.to(into.dtype), into).argmax(2) for part in keys.split(step, dim=1)]

@@ -10,6 +10,7 @@
 #include "weights.c"
 #include "looks.c"
 #include "prompt.c"
+#include "assign.c"
 
 void kvs_forked(void) { alone = 1; }
 
@@ -21,6 +22,9 @@ int64_t kvs_bytes_pay(void) {
     return 0;
 #endif
 }
+
+// Whether many numbers are multiplied at once, as by torch's own products.
+int64_t kvs_is_wide(void) { return W > 4; }
 
 // Whether bfloat16 is multiplied in pairs.
 int64_t kvs_pairs(void) { return PAIRED; }
