@@ -46,7 +46,9 @@ def same(left, right, apart=0.0):
     assert left.keys() == right.keys()
     for name, value in left.items():
         if isinstance(value, torch.Tensor):
-            torch.testing.assert_close(value, right[name], rtol=apart, atol=apart, msg=name)
+            torch.testing.assert_close(
+                value, right[name], rtol=apart, atol=apart, msg=lambda said, name=name: f"{name}: {said}"
+            )
         else:
             assert value == right[name], name
 

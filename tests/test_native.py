@@ -127,7 +127,7 @@ def test_attention_of_many_queries_is_that_of_the_definition(shape, dtype, monke
     keys, values = buffer[:, :queries].transpose(1, 2).split([width, value_width], 3)
     valid = torch.rand(rows, queries) > 0.3
     before = torch.ones(queries, queries, dtype=torch.bool).tril()
-    for softcap in (None, 5.0):
+    for softcap in (None, 5.0, 1000.0):
         for there, visible in ((None, before), (valid, before & valid[:, None] | torch.eye(queries, dtype=torch.bool))):
             tokens = WeightedTokens(keys, values)
             found = prompt.attend(query, tokens, width**-0.5, softcap, causal=True, valid=there)
@@ -142,7 +142,7 @@ def test_attention_of_many_queries_is_that_of_the_definition(shape, dtype, monke
         (mass[:, :1], None),
         (mass, mass + torch.randn_like(mass) / 3),
     ):
-        for softcap in (None, 5.0):
+        for softcap in (None, 50.0):
             tokens = WeightedTokens(keys, values, log_mass, log_value)
             found = prompt.attend(query, tokens, width**-0.5, softcap)
             as_exact_as_torch(query, tokens, found, softcap)
@@ -414,7 +414,20 @@ def test_what_does_not_fit_together_is_not_read():
     ):
         for causal in (True, False):
             assert prompt.attend(asked, tokens, 0.25, causal=causal) is None
-    assert prompt.attend(query[:, :, :19], WeightedTokens(keys, values), 0.25, causal=True) is None
+    tokens, valid = WeightedTokens(keys, values), torch.ones(1, 20, dtype=torch.bool)
+    assert prompt.attend(query[:, :, :19], tokens, 0.25, causal=True) is None
+    weighted = WeightedTokens(keys, values, torch.zeros(1, 2, 20))
+    for more in (
+        {"valid": valid},
+        {"valid": valid[:, :9], "causal": True},
+        {"valid": valid.expand(3, -1), "causal": True},
+        {"valid": valid.long(), "causal": True},
+    ):
+        assert prompt.attend(query, tokens, 0.25, **more) is None
+    assert prompt.attend(query, weighted, 0.25, causal=True) is None
+    assert prompt.attend(query, WeightedTokens(keys, values, torch.zeros(1, 2, 1)), 0.25) is None
+    assert prompt.attend(query.double(), WeightedTokens(keys.double(), values.double()), 0.25) is None
+    assert prompt.attend(query.requires_grad_(), tokens, 0.25) is None
 
 
 @needs_c
@@ -858,7 +871,6 @@ def test_the_switch_is_auto_or_off(fresh, monkeypatch, caplog):
 ASKING = """
 import hashlib, os, torch
 from kvsketch.attention import WeightedTokens
-from kvsketch.kernels.native import assign as assigning
 from kvsketch.kernels.native import attention as kernel
 from kvsketch.kernels.sources import Entries
 torch.set_num_threads(2)

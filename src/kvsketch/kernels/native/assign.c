@@ -1,6 +1,6 @@
 // The bucket of every key: the centroid of the largest inner product, the first of several. Some keys meet panel after panel
 // of centroids (`panels.h`), and nothing is kept but the largest product so far and whose it is.
-#include "panels.h"
+#include "panels.h"  // and `attention.c` before this, for what is small
 
 #define ASSIGNED 256  // keys that stay in the second cache
 
@@ -35,7 +35,8 @@ static int64_t bucket_of(const struct best *best) {
 // 0, or 1 where there is no memory left.
 int kvs_assign(const struct assigning *in, const char *keys, const float *centroids, int64_t *found, int64_t threads) {
     int64_t parts = (in->count + ASSIGNED - 1) / ASSIGNED, all = in->lanes * parts, bytes = bytes_of((int)in->kind);
-    int failed = 0, team = use_threads(threads, all);
+    int failed = 0, small = in->lanes * in->count * in->buckets * in->width < SMALL;
+    int team = use_threads(threads, small ? 1 : all);
     PRAGMA(omp parallel for num_threads(team) schedule(dynamic) reduction(|:failed) if (team > 1))
     for (int64_t n = 0; n < all; n++) {
         int64_t lane = n / parts, first = n % parts * ASSIGNED;

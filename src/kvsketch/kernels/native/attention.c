@@ -166,6 +166,10 @@ static void to_turns(float *row, int64_t count) {
     }
 }
 
+// What sums of values are divided by, and the log of the denominator, where shares under the largest logit add up to this.
+INLINE float under(float mass) { return mass == 0 ? 1.0f : mass < LEAST_MASS ? LEAST_MASS : mass; }
+INLINE float log_of_all(float mass, float most) { return mass == 0 ? -INFINITY : most + logf(mass); }
+
 // The sums of a piece's row that is done: columns in their order, whatever rounding took from all shares given back.
 static void settle(float *row, int64_t count, const float *mass, int in_pairs) {
     float meant = in_pairs ? sum_of(load_f32(mass + W)) : 1, rounded = in_pairs ? sum_of(load_f32(mass + 2 * W)) : 1;
@@ -378,10 +382,10 @@ static void finish(const struct shape *of, const struct piece *pieces, int64_t c
                     store_f32(to + i, load_f32(to + i) + SPLAT(share) * load_f32(from + i));
             }
     for (int64_t at = 0; at < rows; at++) {
-        float under = mass[at] == 0 ? 1.0f : mass[at] < LEAST_MASS ? LEAST_MASS : mass[at];
+        float all = under(mass[at]);
         for (int64_t i = 0; i < of->value_width_given; i++)
-            write_one(out, of->kind, at * of->value_width_given + i, sums[at * of->value_width + i] / under);
-        lse[at] = mass[at] == 0 ? -INFINITY : most[at] + logf(mass[at]);
+            write_one(out, of->kind, at * of->value_width_given + i, sums[at * of->value_width + i] / all);
+        lse[at] = log_of_all(mass[at], most[at]);
     }
 }
 

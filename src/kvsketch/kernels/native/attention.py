@@ -1,6 +1,6 @@
 """Weighted attention in C: entries of several kinds in one call, read where they lie. `native/attention.c` says how.
 
-For few queries: decode steps, and blocks of a few tokens. More of them are products of matrices, which torch does best.
+For few queries: decode steps, and blocks of a few tokens. Of more `native/prompt.py` makes products of matrices.
 """
 
 import ctypes
@@ -101,7 +101,9 @@ def _can_read(part: Entries) -> bool:
         weights = [x for x in (part.tokens.log_mass, part.tokens.log_value) if x is not None]
         if native.library_for(keys, values) is None or keys.stride(3) != 1 or values.stride(3) != 1:
             return False
-        if any(x.dtype != torch.float32 or x.stride(2) != 1 or x.requires_grad for x in weights):
+        if any(native.library_for(x, kinds=(torch.float32,)) is None or x.requires_grad for x in weights):
+            return False
+        if any(x.stride(2) != 1 or x.shape[2] != keys.shape[2] for x in weights):
             return False
         kept = list[Tensor]()  # what was made for the description must stay as long as that
         part.noted[NOTED] = (_described(part, kept), kept)

@@ -95,7 +95,7 @@ INLINE void panels_got(const struct looking *in, const char *queries, const floa
 int kvs_look(const struct looking *in, const char *queries, const char *keys, const float *lse,
              const int32_t *key_ranks, const int32_t *query_ranks, double *got, int64_t threads) {
     int64_t pieces = (in->count + PANELS * IN_PANEL - 1) / (PANELS * IN_PANEL), all = in->lanes * pieces;
-    int64_t bytes = bytes_of((int)in->kind), steps = PAIRS_OF(in) ? in->width / 2 : in->width;
+    int64_t bytes = bytes_of((int)in->kind), steps = steps_of(in->width, PAIRS_OF(in));
     int failed = 0, team = use_threads(threads, all);
     PRAGMA(omp parallel for num_threads(team) schedule(dynamic) reduction(|:failed) if (team > 1))
     for (int64_t n = 0; n < all; n++) {

@@ -19,6 +19,8 @@
 #define ADD_PAIR(sum, x, y) (sum)
 #endif
 
+#define IN_PAIRS_OF(kind) (PAIRED && (kind) == BF16)  // whether numbers of a kind are multiplied pair by pair
+
 INLINE int64_t steps_of(int64_t width, int in_pairs) { return in_pairs ? (width + 1) / 2 : width; }
 
 // sums of row r += Σ_i number (or pair) i of the row · those of the panel's step i; steps are `apart` numbers from each

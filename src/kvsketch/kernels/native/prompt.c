@@ -1,14 +1,18 @@
 // Attention of many queries over weighted entries, or among tokens that each see those up to themselves, as of a prompt.
 //
 // Some queries of a group go through a lane's entries 64 at a time. Keys are laid abreast and values behind each other for
-// all of these queries (`panels.h`); eight of them then make their logits, shares of these, and sums of values, and none
-// of it leaves the caches. What a query gets does not depend on those beside it, nor on threads.
-#include "panels.h"  // and `attention.c` before this: its sums of a row, how they are scaled, and their end
+// all of these queries (`panels.h`); a block of `ASKED` of them then makes its logits, shares of these, and sums of values,
+// and none of it leaves the caches. As long as numbers are finite, what a query gets does not depend on those beside it;
+// and never on threads.
+#include "panels.h"  // and `attention.c` before this: sums of a row, how they are scaled, and what is made of them at last
 
 #define ENTRIES 64        // that queries meet at once
 #define IN_CROWD 512      // rows whose sums stay in the second cache
-#define CROWDS 4          // for a thread, at least, so that all have something to do until the end
-#define PAIR_OF_ONES 0x3f803f80
+#define LEAST_CROWD 64    // or, so that all threads have something to do until the end, fewer: not less than these
+#define CROWDS 4          // that a thread should have
+#define PAIR_OF_ONES 0x3f803f80  // 1 and 1 in bfloat16
+#define AMX_BF16 22       // bits of what a processor can do
+#define AVX512_FP16 23
 
 struct prompt {  // as kernels/native/prompt.py writes it; strides count numbers
     int64_t rows, heads, group, queries, count, key_width, value_width, kind;
@@ -17,14 +21,15 @@ struct prompt {  // as kernels/native/prompt.py writes it; strides count numbers
     float scale, softcap;
 };
 
-struct asked_for {  // what there is besides, or NULL
+struct tensors {  // the last three may be NULL
     const char *queries, *keys, *values;
     const float *log_mass, *log_value;
     const char *valid;
 };
 
-struct crowd {  // some queries of a group: row r is query first + r % each of its head r / each, if there are as many
-    int64_t row, head, first, own, each, rows, whole, steps;
+struct crowd {  // some queries of all heads of a group
+    int64_t row, head, first, own;     // of the batch; KV head; which queries
+    int64_t each, rows, whole, steps;  // rows of a head: row r is its query r % each, if there are as many; of all; in blocks
     struct shape of;
     struct sums sums;
     float *asking;         // rows of numbers or of pairs, as wide as a panel has steps
@@ -36,8 +41,6 @@ struct met {  // entries
     int biased, apart;  // whether logits are to be changed; whether those of values are others
     float mass[ENTRIES], value[ENTRIES];
 };
-
-#define PAIRED_KIND(kind) (PAIRED && (kind) == BF16)
 
 // Values behind each other, as wide as whole panels: woven, where they come by pairs.
 INLINE void lay_kind_behind(const char *entries, const int kind, int64_t step, int64_t count, int64_t width, int64_t wide,
@@ -64,14 +67,14 @@ INLINE void lay_kind_behind(const char *entries, const int kind, int64_t step, i
 
 static void lay_behind(const char *entries, int kind, int64_t step, int64_t count, int64_t width, int64_t wide,
                        const char *there, float *to) {
-    if (PAIRED_KIND(kind)) lay_kind_behind(entries, BF16, step, count, width, wide, there, 1, to);
+    if (IN_PAIRS_OF(kind)) lay_kind_behind(entries, BF16, step, count, width, wide, there, 1, to);
     else if (kind == F32) lay_kind_behind(entries, F32, step, count, width, wide, there, 0, to);
     else if (kind == BF16) lay_kind_behind(entries, BF16, step, count, width, wide, there, 0, to);
     else lay_kind_behind(entries, F16, step, count, width, wide, there, 0, to);
 }
 
 // Lay out the entries from `first` on, and what is to be added to their logits. What has no weight is not read.
-static void lay_out_entries(const struct prompt *in, const struct asked_for *at, const struct crowd *crowd, int64_t first,
+static void lay_out_entries(const struct prompt *in, const struct tensors *at, const struct crowd *crowd, int64_t first,
                             int64_t end, struct met *met) {
     int64_t bytes = bytes_of((int)in->kind), count = end - first < ENTRIES ? end - first : ENTRIES;
     const char *keys = at->keys + (crowd->row * in->key_row + crowd->head * in->key_head + first * in->key_step) * bytes;
@@ -86,61 +89,68 @@ static void lay_out_entries(const struct prompt *in, const struct asked_for *at,
     for (int64_t j = 0; met->biased && j < ENTRIES; j++) {
         met->mass[j] = j >= count || (valid && !valid[j]) ? -INFINITY : mass ? mass[j] : 0.0f;
         met->value[j] = j >= count ? -INFINITY : extra ? extra[j] : 0.0f;
-        there[j] = valid || met->mass[j] > -INFINITY || (extra && met->value[j] > -INFINITY) ||
-                   met->mass[j] != met->mass[j];
+        there[j] = met->mass[j] != -INFINITY || (extra && met->value[j] != -INFINITY);
     }
     const char *those = mass || extra ? there : NULL;
     for (int64_t j = 0; j < count; j += IN_PANEL)
         lay_abreast(keys + j * in->key_step * bytes, (int)in->kind, in->key_step, count - j, in->key_width,
-                    those ? those + j : NULL, PAIRED_KIND(in->kind), crowd->keys + j * crowd->steps);
+                    those ? those + j : NULL, IN_PAIRS_OF(in->kind), crowd->keys + j * crowd->steps);
     lay_behind(values, (int)in->kind, in->value_step, count, in->value_width, crowd->of.value_width, those, crowd->values);
 }
 
-INLINE vf bent(vf x, float softcap) {  // softcap · tanh(x / softcap)
-    vf twice = x * SPLAT(2.0f / softcap);
+// softcap · tanh(x / softcap), near 0 by a polynomial (that of Cephes), where a difference of exponentials has lost its
+// digits.
+INLINE vf bent(vf x, float softcap) {
+    vf u = x / SPLAT(softcap), square = u * u, twice = SPLAT(2.0f) * u;
     twice = choose(twice > SPLAT(40.0f), SPLAT(40.0f), twice);
-    return SPLAT(softcap) - SPLAT(2.0f * softcap) / (SPLAT(1.0f) + exp_of(twice));
+    vf far = SPLAT(1.0f) - SPLAT(2.0f) / (SPLAT(1.0f) + exp_of(twice));
+    vf near = SPLAT(-5.70498872745e-3f);
+    near = near * square + SPLAT(2.06390887954e-2f);
+    near = near * square + SPLAT(-5.37397155531e-2f);
+    near = near * square + SPLAT(1.33314422036e-1f);
+    near = near * square + SPLAT(-3.33332819422e-1f);
+    near = near * square * u + u;
+    return SPLAT(softcap) * choose(square < SPLAT(0.390625f), near, far);
 }
 
-// Logits of one row, of so many vectors, with what is added to them; those of values beside them. The largest of all comes
-// out. `own`: the place among these entries of the last one that the row sees.
-INLINE vf logits_of_row(const struct prompt *in, const struct met *met, float *logits, float *of_values, int64_t upto,
+// Logits of one row and what is added to them, whole vectors; those of values beside them. The largest of all comes out.
+// `own`: the place among these entries of the last one that the row sees.
+INLINE vf logits_of_row(const struct prompt *in, const struct met *met, float *logits, float *of_values, int64_t all,
                         int64_t own, vf top) {
     const vf scale = SPLAT(in->scale);
     vi place;
     for (int i = 0; i < W; i++) place[i] = i;
-    const int cut = own < upto - 1;
-    for (int64_t c = 0; c < upto; c += W, place += W) {
-        vf x = load_f32(logits + c) * scale, y = x;
-        if (in->softcap > 0) x = y = bent(x, in->softcap);
+    const int cut = own < all - 1;
+    for (int64_t c = 0; c < all; c += W, place += W) {
+        vf x = load_f32(logits + c) * scale;
+        if (in->softcap > 0) x = bent(x, in->softcap);
+        if (met->apart) {  // then all see all
+            vf of_value = x + load_f32(met->value + c);
+            store_f32(of_values + c, of_value);
+            top = larger(of_value, top);
+        }
         vi self = place == (int32_t)own + (vi){0}, seen = place <= (int32_t)own + (vi){0};
         if (met->biased) {
             vf less = x + load_f32(met->mass + c);
-            x = in->causal ? choose(self, x, less) : less;  // a token sees itself, whatever it is
+            x = in->causal ? choose(self, x, less) : less;  // a token sees itself, be it padding
         }
         if (cut) x = choose(seen, x, SPLAT(-INFINITY));
         store_f32(logits + c, x);
         top = larger(x, top);
-        if (met->apart) {
-            y += load_f32(met->value + c);
-            store_f32(of_values + c, y);
-            top = larger(y, top);
-        }
     }
     return top;
 }
 
 // Shares of values from a row's logits, where these are; pairs of them as bfloat16 where they are multiplied so.
-INLINE void shares_of_row(const struct met *met, float *logits, const float *of_values, int64_t upto, float most,
+INLINE void shares_of_row(const struct met *met, float *logits, const float *of_values, int64_t all, float most,
                           float *mass, const int in_pairs) {
-    const float *from = met->apart ? of_values : logits;
     vf sum = load_f32(mass), meant = load_f32(mass + W), rounded = load_f32(mass + 2 * W);
-    for (int64_t c = 0; c < upto; c += IN_PANEL) {
+    for (int64_t c = 0; c < all; c += IN_PANEL) {
         vf share[ABREAST];
         UNROLL for (int v = 0; v < ABREAST; v++) {
             vf one = exp_of(load_f32(logits + c + v * W) - SPLAT(most));
             sum += one;
-            share[v] = met->apart ? exp_of(load_f32(from + c + v * W) - SPLAT(most)) : one;
+            share[v] = met->apart ? exp_of(load_f32(of_values + c + v * W) - SPLAT(most)) : one;
             if (in_pairs) meant += share[v];
             else store_f32(logits + c + v * W, share[v]);
         }
@@ -161,7 +171,7 @@ INLINE int64_t query_of(const struct crowd *crowd, int64_t r) {
     return query < crowd->own ? query : crowd->own - 1;
 }
 
-// Eight rows from r on meet some entries.
+// A block of rows from r on meets some entries.
 INLINE void meet(const struct prompt *in, const struct crowd *crowd, const struct met *met, int64_t r, const int in_pairs) {
     float logits[ASKED][ENTRIES] __attribute__((aligned(64))), of_values[ENTRIES] __attribute__((aligned(64)));
     const char *asking[ASKED], *shares[ASKED];
@@ -224,25 +234,17 @@ static void end_row(const struct prompt *in, const struct crowd *crowd, int64_t 
     const float *mass = crowd->sums.mass + r * MASSES;
     float *row = crowd->sums.out + r * crowd->of.value_width, all = sum_of(load_f32(mass)), most = crowd->sums.most[r];
     int64_t head = crowd->head * in->group + r / crowd->each, query = crowd->first + r % crowd->each;
-    float share = 1 / (all == 0 ? 1.0f : all < LEAST_MASS ? LEAST_MASS : all);
-    if (PAIRED_KIND(in->kind)) {
-        float meant = sum_of(load_f32(mass + W)), rounded = sum_of(load_f32(mass + 2 * W));
-        if (rounded > 0 && meant < INFINITY) share *= meant / rounded;
-        for (float *at = row; at < row + crowd->of.value_width; at += IN_PANEL) {
-            float own[IN_PANEL];
-            UNROLL for (int i = 0; i < IN_PANEL; i++) own[i] = at[woven(i)];
-            memcpy(at, own, sizeof own);
-        }
-    }
+    if (IN_PAIRS_OF(in->kind)) settle(row, crowd->of.value_width, mass, 1);
+    float share = 1 / under(all);
     for (int64_t i = 0; i < crowd->of.value_width; i += W) store_f32(row + i, load_f32(row + i) * SPLAT(share));
     int64_t at = crowd->row * in->out_row + head * in->out_head + query * in->out_step;
     write_row(out + at * bytes_of((int)in->kind), (int)in->kind, in->value_width, row);
-    lse[(crowd->row * in->heads * in->group + head) * in->queries + query] = all == 0 ? -INFINITY : most + logf(all);
+    lse[(crowd->row * in->heads * in->group + head) * in->queries + query] = log_of_all(all, most);
 }
 
-static void take_queries(const struct prompt *in, const struct asked_for *at, struct crowd *crowd) {
+static void take_queries(const struct prompt *in, const struct tensors *at, struct crowd *crowd) {
     int64_t bytes = bytes_of((int)in->kind);
-    const int in_pairs = PAIRED_KIND(in->kind);
+    const int in_pairs = IN_PAIRS_OF(in->kind);
     for (int64_t r = 0; r < crowd->whole; r++) {
         int64_t row = r < crowd->rows ? r : crowd->rows - 1, head = crowd->head * in->group + row / crowd->each;
         int64_t query = crowd->first + query_of(crowd, row);
@@ -260,11 +262,16 @@ static void take_queries(const struct prompt *in, const struct asked_for *at, st
 // Whether numbers of a kind are answered faster here than by torch: not where processors multiply whole tiles of them, or
 // twice as many numbers of 16 bits as we do.
 int64_t kvs_prompt_pays(int64_t kind) {
+    static int known, can;  // asking costs much on a virtual machine
 #if defined(__x86_64__)
     unsigned a, b, c, d = 0;
-    __get_cpuid_count(7, 0, &a, &b, &c, &d);
-    if ((kind == BF16 && d & bit_AMX_BF16) || (kind == F16 && d & bit_AVX512FP16)) return 0;
+    if (!__atomic_load_n(&known, __ATOMIC_ACQUIRE)) {
+        __get_cpuid_count(7, 0, &a, &b, &c, &d);
+        __atomic_store_n(&can, (int)d, __ATOMIC_RELAXED), __atomic_store_n(&known, 1, __ATOMIC_RELEASE);
+    }
 #endif
+    int can_now = __atomic_load_n(&can, __ATOMIC_RELAXED);
+    if ((kind == BF16 && can_now >> AMX_BF16 & 1) || (kind == F16 && can_now >> AVX512_FP16 & 1)) return 0;
     return W > 4;
 }
 
@@ -275,17 +282,19 @@ INLINE int64_t each_of(const struct prompt *in, int64_t own) { return in->causal
 // 0, or 1 where there is no memory left.
 int kvs_prompt(const struct prompt *in, const char *queries, const char *keys, const char *values, const float *log_mass,
                const float *log_value, const char *valid, char *out, float *lse, int64_t threads) {
-    const struct asked_for at = {queries, keys, values, log_mass, log_value, valid};
+    const struct tensors at = {queries, keys, values, log_mass, log_value, valid};
     int64_t lanes = in->rows * in->heads, wide = padded(in->value_width, IN_PANEL);
     int64_t own = IN_CROWD / in->group / ASKED * ASKED, failed = 0;
     own = own < ASKED ? ASKED : own;
-    while (own > 4 * ASKED && lanes * ((in->queries + own - 1) / own) < CROWDS * threads) own = padded(own / 2, ASKED);
+    while (own > ASKED && own * in->group > LEAST_CROWD && lanes * ((in->queries + own - 1) / own) < CROWDS * threads)
+        own = padded(own / 2, ASKED);
     own = own < in->queries ? own : in->queries;
-    const int in_pairs = PAIRED_KIND(in->kind);
+    const int in_pairs = IN_PAIRS_OF(in->kind);
     int64_t blocks = (in->queries + own - 1) / own, steps = steps_of(in->key_width, in_pairs);
     int64_t most = padded(each_of(in, own) * in->group, ASKED), items = lanes * blocks;
-    size_t numbers = (size_t)(most * (steps + wide + MASSES + 16) + ENTRIES * (steps + wide));
-    int team = use_threads(threads, in->queries * in->count * in->key_width < SMALL ? 1 : items);
+    size_t numbers = (size_t)(most * (steps + wide + MASSES + 1) + ENTRIES * (steps + wide));
+    int small = lanes * in->group * in->queries * in->count * in->key_width < SMALL;
+    int team = use_threads(threads, small ? 1 : items);
     PRAGMA(omp parallel for num_threads(team) schedule(dynamic) reduction(|:failed) if (team > 1))
     for (int64_t n = 0; n < items; n++) {
         struct crowd crowd = {0};

@@ -1,7 +1,7 @@
 """Attention of many queries in C, over weighted entries or among new tokens. `native/prompt.c` says how.
 
 Torch does it too (`weighted_attention/fused.py`): where there is no compiler, where a gradient is wanted, and on
-processors that multiply whole tiles of numbers.
+processors that multiply whole tiles of bfloat16, or float16 as fast. It has no kernel that bends logits.
 """
 
 import ctypes
@@ -13,22 +13,18 @@ from torch import Tensor
 from kvsketch.attention import Partial, WeightedTokens
 from kvsketch.kernels import native
 
+_NUMBERS = (
+    *("rows", "heads", "group", "queries", "count", "key_width", "value_width", "kind", "query_row", "query_head"),
+    *("query_step", "key_row", "key_head", "key_step", "value_row", "value_head", "value_step", "out_row", "out_head"),
+    *("out_step", "mass_row", "mass_head", "extra_row", "extra_head", "valid_row", "causal"),
+)
+
 
 class _Prompt(ctypes.Structure):
     """`struct prompt` in `prompt.c`."""
 
     _fields_ = [
-        *(
-            (name, ctypes.c_int64)
-            for name in ("rows", "heads", "group", "queries", "count", "key_width", "value_width")
-        ),
-        *((name, ctypes.c_int64) for name in ("kind", "query_row", "query_head", "query_step")),
-        *((name, ctypes.c_int64) for name in ("key_row", "key_head", "key_step", "value_row", "value_head")),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("value_step", "out_row", "out_head", "out_step", "mass_row", "mass_head")
-        ),
-        *((name, ctypes.c_int64) for name in ("extra_row", "extra_head", "valid_row", "causal")),
+        *((name, ctypes.c_int64) for name in _NUMBERS),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
     ]
 
@@ -56,7 +52,11 @@ def attend(
     if keys.shape != (*wanted, width) or values.shape[:3] != wanted or query_heads % wanted[1]:
         return None  # torch says what is wrong with them
     weights = [x for x in (tokens.log_mass, tokens.log_value) if x is not None]
-    if any(x.dtype != torch.float32 or x.stride(2) != 1 or x.requires_grad for x in weights):
+    if (weights and causal) or not all(_can_read(x, keys.shape[2]) for x in weights):
+        return None
+    if valid is not None and not (
+        causal and valid.shape == (rows, count) and native.library_for(valid, kinds=(torch.bool,))
+    ):
         return None
     if any(x.stride(3) != 1 for x in (query, keys, values)):
         return None
@@ -79,6 +79,11 @@ def attend(
     at = [ctypes.c_void_p(None if x is None else x.data_ptr()) for x in there]
     failed = library.kvs_prompt(ctypes.byref(prompt), *at, ctypes.c_int64(native.threads()))
     return None if failed else Partial(out, lse)
+
+
+def _can_read(weights: Tensor, count: int) -> bool:
+    there = native.library_for(weights, kinds=(torch.float32,)) is not None
+    return there and weights.stride(2) == 1 and weights.shape[2] == count
 
 
 def pays(dtype: torch.dtype) -> bool:

@@ -1,9 +1,9 @@
 """Attention over weighted tokens, and causal attention of new tokens among themselves.
 
-`reference.py` is plain torch and runs anywhere; `fused.py` runs torch's CPU kernel; for few queries there is one in C,
-`native/attention.c`, and one in Triton, `gpu/attend.py`. For many queries on a GPU tokens without weights go to torch's
-flash attention, `gpu/flash.py`, others to `gpu/attend_many.py`. A faster form for another device is one more line in
-the two functions below.
+`reference.py` is plain torch and runs anywhere. For few queries there is a kernel in C, `native/attention.c`, and one
+in Triton, `gpu/attend.py`. For many there is `native/prompt.c`, and `fused.py` runs torch's CPU kernel where there is
+no C; on a GPU tokens without weights go to torch's flash attention, `gpu/flash.py`, others to `gpu/attend_many.py`. A
+faster form for another device is one more line in the two functions below.
 
 `lse=False` says that the answer is not merged with others. Where no kernel here gives the log of the
 denominator, torch's own attention is then the fastest; the `lse` that comes with it is NaN.
