@@ -28,11 +28,12 @@ struct tensors {  // the last three may be NULL
 };
 
 struct crowd {  // some queries of all heads of a group
-    int64_t row, head, first, own;     // of the batch; KV head; which queries
-    int64_t each, rows, whole, steps;  // rows of a head: row r is its query r % each, if there are as many; of all; in blocks
+    int64_t row, head, first, own;  // of the batch; KV head; the first query, and how many
+    int64_t each, rows, whole;      // rows of a head, of all heads, and those of whole blocks; some are nobody's, see `query_of`
+    int64_t steps;                  // of numbers, or pairs of them, that a row has
     struct shape of;
     struct sums sums;
-    float *asking;         // rows of numbers or of pairs, as wide as a panel has steps
+    float *asking;         // the rows
     float *keys, *values;  // of the entries that are met
 };
 
@@ -165,7 +166,8 @@ INLINE void shares_of_row(const struct met *met, float *logits, const float *of_
     store_f32(mass, sum), store_f32(mass + W, meant), store_f32(mass + 2 * W, rounded);
 }
 
-// Which one of a head's queries a row is: those behind the last one are the last one again.
+// Which one of a head's queries a row is: row r is query r % each of head r / each. Rows that are nobody's are the last
+// query again.
 INLINE int64_t query_of(const struct crowd *crowd, int64_t r) {
     int64_t query = (r < crowd->rows ? r : crowd->rows - 1) % crowd->each;
     return query < crowd->own ? query : crowd->own - 1;
@@ -259,19 +261,27 @@ static void take_queries(const struct prompt *in, const struct tensors *at, stru
     memset(crowd->sums.out, 0, sizeof(float) * crowd->whole * crowd->of.value_width);
 }
 
+// What the processor can do, of what is asked below; 0 where nobody knows.
+static unsigned abilities(void) {
+#if defined(__x86_64__)
+    static int known;  // asking takes long on a virtual machine
+    static unsigned found;
+    if (!__atomic_load_n(&known, __ATOMIC_ACQUIRE)) {
+        unsigned a, b, c, d = 0;
+        __get_cpuid_count(7, 0, &a, &b, &c, &d);
+        __atomic_store_n(&found, d, __ATOMIC_RELAXED), __atomic_store_n(&known, 1, __ATOMIC_RELEASE);
+    }
+    return __atomic_load_n(&found, __ATOMIC_RELAXED);
+#else
+    return 0;
+#endif
+}
+
 // Whether numbers of a kind are answered faster here than by torch: not where processors multiply whole tiles of them, or
 // twice as many numbers of 16 bits as we do.
 int64_t kvs_prompt_pays(int64_t kind) {
-    static int known, can;  // asking costs much on a virtual machine
-#if defined(__x86_64__)
-    unsigned a, b, c, d = 0;
-    if (!__atomic_load_n(&known, __ATOMIC_ACQUIRE)) {
-        __get_cpuid_count(7, 0, &a, &b, &c, &d);
-        __atomic_store_n(&can, (int)d, __ATOMIC_RELAXED), __atomic_store_n(&known, 1, __ATOMIC_RELEASE);
-    }
-#endif
-    int can_now = __atomic_load_n(&can, __ATOMIC_RELAXED);
-    if ((kind == BF16 && can_now >> AMX_BF16 & 1) || (kind == F16 && can_now >> AVX512_FP16 & 1)) return 0;
+    if (kind == BF16 && abilities() >> AMX_BF16 & 1) return 0;
+    if (kind == F16 && abilities() >> AVX512_FP16 & 1) return 0;
     return W > 4;
 }
 
