@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -244,8 +245,9 @@ def test_an_answer_that_is_not_merged_may_come_without_its_mass(queries):
     assert chosen(query, WeightedTokens(keys, values, log_mass), SCALE, lse=False).lse.isfinite().all()
 
 
+@pytest.mark.parametrize("kernels", [nullcontext, native.off], ids=["C", "torch"])
 @pytest.mark.parametrize("softcap", [None, 5.0])
-def test_padded_causal_attention_in_blocks_equals_rows_without_padding(softcap, monkeypatch):
+def test_padded_causal_attention_in_blocks_equals_rows_without_padding(softcap, kernels, monkeypatch):
     from kvsketch.kernels import weighted_attention as kernel
 
     monkeypatch.setattr(kernel, "MASK_AT_ONCE", 16 * ROWS * 77)
@@ -253,12 +255,14 @@ def test_padded_causal_attention_in_blocks_equals_rows_without_padding(softcap, 
     valid = torch.ones(ROWS, 77, dtype=torch.bool)
     valid[0, :20] = False  # left
     valid[1, 30:35] = False  # a hole
-    got = causal_attention(query, keys, values, SCALE, valid=valid, softcap=softcap)
+    with kernels():
+        got = causal_attention(query, keys, values, SCALE, valid=valid, softcap=softcap)
     assert got.out.isfinite().all()
     for row in range(ROWS):
         real = valid[row]
         single = [t[row : row + 1][:, :, real] for t in (query, keys, values)]
-        alone = causal_attention(*single, SCALE, softcap=softcap)
+        with kernels():
+            alone = causal_attention(*single, SCALE, softcap=softcap)
         torch.testing.assert_close(got.out[row : row + 1][:, :, real], alone.out, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(got.lse[row : row + 1][:, :, real], alone.lse, rtol=1e-4, atol=1e-5)
 

@@ -71,7 +71,7 @@ def in_double(tokens):
     return WeightedTokens(*(None if x is None else x.double() for x in vars(tokens).values()))
 
 
-def as_exact_as_torch(query, tokens, found, softcap=None, visible=None):
+def as_exact_as_torch(query, tokens, found, softcap=None, visible=None, least=1e-6):
     """Within twice the error of plain torch at the same precision, answers and log denominators."""
     scale = query.shape[3] ** -0.5
     true = attention.weighted_attention(query.double(), in_double(tokens), scale, softcap=softcap, visible=visible)
@@ -83,7 +83,7 @@ def as_exact_as_torch(query, tokens, found, softcap=None, visible=None):
         (found.lse, plain.lse, true.lse),
     ):
         error, usual = ((x.double() - exact)[alive].abs().amax() for x in (got, near))
-        assert error <= 2 * usual + 1e-6 * max(1, exact[alive].abs().amax()), f"{error} where torch has {usual}"
+        assert error <= 2 * usual + least, f"{error} where torch has {usual}"
 
 
 @needs_c
@@ -127,11 +127,12 @@ def test_attention_of_many_queries_is_that_of_the_definition(shape, dtype, monke
     keys, values = buffer[:, :queries].transpose(1, 2).split([width, value_width], 3)
     valid = torch.rand(rows, queries) > 0.3
     before = torch.ones(queries, queries, dtype=torch.bool).tril()
+    least = 4e-6  # logits go up to 10 and are summed up one product after the other
     for softcap in (None, 5.0, 1000.0):
         for there, visible in ((None, before), (valid, before & valid[:, None] | torch.eye(queries, dtype=torch.bool))):
             tokens = WeightedTokens(keys, values)
             found = prompt.attend(query, tokens, width**-0.5, softcap, causal=True, valid=there)
-            as_exact_as_torch(query, tokens, found, softcap, visible.expand(rows, -1, -1)[:, None])
+            as_exact_as_torch(query, tokens, found, softcap, visible.expand(rows, -1, -1)[:, None], least)
     mass = torch.randn(rows, heads, queries)
     mass[:, :, : queries // 3] = -math.inf
     empty = mass[0] == -math.inf
@@ -145,7 +146,7 @@ def test_attention_of_many_queries_is_that_of_the_definition(shape, dtype, monke
         for softcap in (None, 50.0):
             tokens = WeightedTokens(keys, values, log_mass, log_value)
             found = prompt.attend(query, tokens, width**-0.5, softcap)
-            as_exact_as_torch(query, tokens, found, softcap)
+            as_exact_as_torch(query, tokens, found, softcap, least=least)
             if log_mass is not None and log_mass.shape[1] == heads:
                 holes = empty[None, ..., None].expand_as(keys)
                 strange = WeightedTokens(

@@ -41,12 +41,13 @@ int kvs_assign(const struct assigning *in, const char *keys, const float *centro
     for (int64_t n = 0; n < all; n++) {
         int64_t lane = n / parts, first = n % parts * ASSIGNED;
         int64_t count = in->count - first < ASSIGNED ? in->count - first : ASSIGNED;
-        float *rows = kept_memory(2, sizeof(float) * in->width * (ASSIGNED + IN_PANEL)), *panel = rows + ASSIGNED * in->width;
+        float *panel = kept_memory(2, sizeof(float) * in->width * (IN_PANEL + ASSIGNED));
         struct best *best = kept_memory(3, sizeof(struct best) * ASSIGNED);
-        if (!rows || !best) {
+        if (!panel || !best) {
             failed = 1;
             continue;
         }
+        float *rows = panel + IN_PANEL * in->width;
         for (int64_t j = 0; j < padded(count, ASKED); j++) {
             int64_t own = first + (j < count ? j : count - 1);
             read_row(keys + (lane * in->key_lane + own * in->key_step) * bytes, (int)in->kind, 0, in->width,

@@ -6,6 +6,7 @@ For few queries: decode steps, and blocks of a few tokens. Of more `native/promp
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -31,9 +32,10 @@ def attend(
     if native.library_for(query) is None or not all(map(_can_read, parts)):
         return None
     rows, query_heads, count, width = query.shape
-    value_width = parts[0].tokens.values.shape[3]
-    if any(part.tokens.keys.shape[3] != width or part.tokens.values.shape[3] != value_width for part in parts):
-        return None  # torch says so
+    noted = [part.noted[NOTED] for part in parts]
+    value_width = noted[0].widths[1]
+    if any(one.widths != (width, value_width) for one in noted):
+        return None  # torch says what is wrong with them
     out = query.new_empty(rows, query_heads, count, value_width)
     lse = native.room(rows, query_heads, count)
     shape = _Shape(
@@ -43,7 +45,7 @@ def attend(
         scale,
         softcap or 0.0,
     )
-    sources = (_Source * len(parts))(*(part.noted[NOTED][0] for part in parts))
+    sources = (_Source * len(parts))(*(one.source for one in noted))
     for source, part in zip(sources, parts, strict=True):
         if part.choice is not None:
             source.choice = ctypes.addressof(part.choice.asked)
@@ -84,6 +86,14 @@ class _Source(ctypes.Structure):
     ]
 
 
+class _Noted(NamedTuple):
+    """About a part; what was made for the description must stay as long as that."""
+
+    source: _Source
+    widths: tuple[int, int]  # of keys and of values
+    kept: list[Tensor]
+
+
 @cache
 def _function() -> Callable[..., int]:
     library = native.library()
@@ -101,12 +111,10 @@ def _can_read(part: Entries) -> bool:
         weights = [x for x in (part.tokens.log_mass, part.tokens.log_value) if x is not None]
         if native.library_for(keys, values) is None or keys.stride(3) != 1 or values.stride(3) != 1:
             return False
-        if any(native.library_for(x, kinds=(torch.float32,)) is None or x.requires_grad for x in weights):
+        if any(not can_read_weights(x, keys) or x.requires_grad for x in weights):
             return False
-        if any(x.stride(2) != 1 or x.shape[2] != keys.shape[2] for x in weights):
-            return False
-        kept = list[Tensor]()  # what was made for the description must stay as long as that
-        part.noted[NOTED] = (_described(part, kept), kept)
+        kept = list[Tensor]()
+        part.noted[NOTED] = _Noted(_described(part, kept), (keys.shape[3], values.shape[3]), kept)
     return True
 
 
@@ -122,8 +130,8 @@ def _described(part: Entries, kept: list[Tensor]) -> _Source:
         kept += [segments.begin.contiguous(), segments.length.contiguous()]
         begin, length = (x.data_ptr() for x in kept)
         runs = (segments.begin.shape[3], segments.begin.shape[2])
-    mass, *mass_strides = _weights(tokens.log_mass, keys)
-    extra, *extra_strides = _weights(tokens.log_value, keys)
+    mass, *mass_strides = where_weights_lie(tokens.log_mass, keys)
+    extra, *extra_strides = where_weights_lie(tokens.log_value, keys)
     lanes = None
     if part.lanes is not None:
         kept.append(part.lanes.contiguous())
@@ -135,8 +143,14 @@ def _described(part: Entries, kept: list[Tensor]) -> _Source:
     )
 
 
-def _weights(weights: Tensor | None, like: Tensor) -> tuple[int | None, int, int]:
-    """Where log weights lie, and how far apart those of rows and of heads are."""
+def can_read_weights(weights: Tensor, keys: Tensor) -> bool:
+    """Whether C can read log weights of these keys."""
+    there = native.library_for(weights, kinds=(torch.float32,)) is not None
+    return there and weights.stride(2) == 1 and weights.shape[2] == keys.shape[2]
+
+
+def where_weights_lie(weights: Tensor | None, like: Tensor) -> tuple[int | None, int, int]:
+    """Where log weights of these keys lie, and how far apart those of rows and of heads are."""
     if weights is None:
         return None, 0, 0
     row, head, _ = weights.expand(like.shape[:3]).stride()

@@ -21,7 +21,7 @@ struct found {  // about the entries of a panel, from some queries
 };
 
 // Whether queries and entries are multiplied pair by pair.
-#define PAIRS_OF(in) (PAIRED && (in)->kind == BF16 && (in)->query_kind == BF16 && (in)->width % 2 == 0)
+#define PAIRS_OF(in) (IN_PAIRS_OF((in)->kind) && (in)->query_kind == BF16 && (in)->width % 2 == 0)
 
 // A panel of the entries from `first` on, as many as there are; the others get nothing.
 static void lay_out(const struct looking *in, const char *keys, const int32_t *ranks, int64_t first, int in_pairs,

@@ -51,8 +51,15 @@ INLINE vf steps_at(const char *entry, int kind, int64_t at, int64_t width, const
     return load_f32(some);
 }
 
-INLINE void lay_kind_abreast(const char *entries, const int kind, int64_t step, int64_t count, int64_t width,
-                             const char *there, const int in_pairs, float *to) {
+// A form for each kind of numbers, and for pairs.
+#define FOR_EACH_KIND(form, kind, in_pairs, ...)      \
+    if (in_pairs) form(BF16, 1, __VA_ARGS__);         \
+    else if ((kind) == F32) form(F32, 0, __VA_ARGS__); \
+    else if ((kind) == BF16) form(BF16, 0, __VA_ARGS__); \
+    else form(F16, 0, __VA_ARGS__);
+
+INLINE void lay_kind_abreast(const int kind, const int in_pairs, const char *entries, int64_t step, int64_t count,
+                             int64_t width, const char *there, float *to) {
     int64_t steps = steps_of(width, in_pairs), bytes = step * bytes_of(kind);
     for (int64_t j = 0; j < IN_PANEL; j += W)
         for (int64_t i = 0; i < steps; i += W) {
@@ -69,10 +76,7 @@ INLINE void lay_kind_abreast(const char *entries, const int kind, int64_t step, 
 // A panel of so many entries, the others zeros; `there` NULL, or which of them are.
 static void lay_abreast(const char *entries, int kind, int64_t step, int64_t count, int64_t width, const char *there,
                         int in_pairs, float *to) {
-    if (in_pairs) lay_kind_abreast(entries, BF16, step, count, width, there, 1, to);
-    else if (kind == F32) lay_kind_abreast(entries, F32, step, count, width, there, 0, to);
-    else if (kind == BF16) lay_kind_abreast(entries, BF16, step, count, width, there, 0, to);
-    else lay_kind_abreast(entries, F16, step, count, width, there, 0, to);
+    FOR_EACH_KIND(lay_kind_abreast, kind, in_pairs, entries, step, count, width, there, to)
 }
 
 #endif

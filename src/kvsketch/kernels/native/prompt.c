@@ -44,8 +44,8 @@ struct met {  // entries
 };
 
 // Values behind each other, as wide as whole panels: woven, where they come by pairs.
-INLINE void lay_kind_behind(const char *entries, const int kind, int64_t step, int64_t count, int64_t width, int64_t wide,
-                            const char *there, const int in_pairs, float *to) {
+INLINE void lay_kind_behind(const int kind, const int in_pairs, const char *entries, int64_t step, int64_t count,
+                            int64_t width, int64_t wide, const char *there, float *to) {
     int64_t bytes = step * bytes_of(kind), each = in_pairs ? 2 : 1;
     for (int64_t j = 0; j < (count + each - 1) / each; j++, to += wide)
         for (int64_t c = 0; c < wide; c += in_pairs ? IN_PANEL : W) {
@@ -67,11 +67,8 @@ INLINE void lay_kind_behind(const char *entries, const int kind, int64_t step, i
 }
 
 static void lay_behind(const char *entries, int kind, int64_t step, int64_t count, int64_t width, int64_t wide,
-                       const char *there, float *to) {
-    if (IN_PAIRS_OF(kind)) lay_kind_behind(entries, BF16, step, count, width, wide, there, 1, to);
-    else if (kind == F32) lay_kind_behind(entries, F32, step, count, width, wide, there, 0, to);
-    else if (kind == BF16) lay_kind_behind(entries, BF16, step, count, width, wide, there, 0, to);
-    else lay_kind_behind(entries, F16, step, count, width, wide, there, 0, to);
+                       const char *there, int in_pairs, float *to) {
+    FOR_EACH_KIND(lay_kind_behind, kind, in_pairs, entries, step, count, width, wide, there, to)
 }
 
 // Lay out the entries from `first` on, and what is to be added to their logits. What has no weight is not read.
@@ -96,7 +93,8 @@ static void lay_out_entries(const struct prompt *in, const struct tensors *at, c
     for (int64_t j = 0; j < count; j += IN_PANEL)
         lay_abreast(keys + j * in->key_step * bytes, (int)in->kind, in->key_step, count - j, in->key_width,
                     those ? those + j : NULL, IN_PAIRS_OF(in->kind), crowd->keys + j * crowd->steps);
-    lay_behind(values, (int)in->kind, in->value_step, count, in->value_width, crowd->of.value_width, those, crowd->values);
+    lay_behind(values, (int)in->kind, in->value_step, count, in->value_width, crowd->of.value_width, those,
+               IN_PAIRS_OF(in->kind), crowd->values);
 }
 
 // softcap · tanh(x / softcap), near 0 by a polynomial (that of Cephes), where a difference of exponentials has lost its
@@ -166,25 +164,19 @@ INLINE void shares_of_row(const struct met *met, float *logits, const float *of_
     store_f32(mass, sum), store_f32(mass + W, meant), store_f32(mass + 2 * W, rounded);
 }
 
-// Which one of a head's queries a row is: row r is query r % each of head r / each. Rows that are nobody's are the last
-// query again.
-INLINE int64_t query_of(const struct crowd *crowd, int64_t r) {
-    int64_t query = (r < crowd->rows ? r : crowd->rows - 1) % crowd->each;
-    return query < crowd->own ? query : crowd->own - 1;
-}
+// Which one of a head's queries its i-th row is: row r is the r % each-th one of head r / each. Rows that are nobody's are
+// the last query again.
+INLINE int64_t query_of(const struct crowd *crowd, int64_t i) { return i < crowd->own ? i : crowd->own - 1; }
 
 // A block of rows from r on meets some entries.
 INLINE void meet(const struct prompt *in, const struct crowd *crowd, const struct met *met, int64_t r, const int in_pairs) {
     float logits[ASKED][ENTRIES] __attribute__((aligned(64))), of_values[ENTRIES] __attribute__((aligned(64)));
     const char *asking[ASKED], *shares[ASKED];
     int64_t own[ASKED], upto = met->count, wide = crowd->of.value_width;
-    if (in->causal) {
-        int64_t last = -1;
-        for (int x = 0; x < ASKED; x++) {
-            own[x] = crowd->first + query_of(crowd, r + x) - met->first;
-            last = own[x] > last ? own[x] : last;
-        }
-        upto = last + 1 < upto ? last + 1 : upto;
+    if (in->causal) {  // one behind the other, and of one head
+        int64_t first = r % crowd->each;
+        for (int x = 0; x < ASKED; x++) own[x] = crowd->first + query_of(crowd, first + x) - met->first;
+        upto = own[ASKED - 1] + 1 < upto ? own[ASKED - 1] + 1 : upto;
     } else
         for (int x = 0; x < ASKED; x++) own[x] = ENTRIES;
     if (upto <= 0) return;
@@ -249,7 +241,7 @@ static void take_queries(const struct prompt *in, const struct tensors *at, stru
     const int in_pairs = IN_PAIRS_OF(in->kind);
     for (int64_t r = 0; r < crowd->whole; r++) {
         int64_t row = r < crowd->rows ? r : crowd->rows - 1, head = crowd->head * in->group + row / crowd->each;
-        int64_t query = crowd->first + query_of(crowd, row);
+        int64_t query = crowd->first + query_of(crowd, row % crowd->each);
         const char *from =
             at->queries + (crowd->row * in->query_row + head * in->query_head + query * in->query_step) * bytes;
         float *to = crowd->asking + r * crowd->steps;

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvsketch.attention import Partial, WeightedTokens
 from kvsketch.kernels import native
+from kvsketch.kernels.native.attention import can_read_weights, where_weights_lie
 
 _NUMBERS = (
     *("rows", "heads", "group", "queries", "count", "key_width", "value_width", "kind", "query_row", "query_head"),
@@ -52,7 +53,7 @@ def attend(
     if keys.shape != (*wanted, width) or values.shape[:3] != wanted or query_heads % wanted[1]:
         return None  # torch says what is wrong with them
     weights = [x for x in (tokens.log_mass, tokens.log_value) if x is not None]
-    if (weights and causal) or not all(_can_read(x, keys.shape[2]) for x in weights):
+    if (weights and causal) or not all(can_read_weights(x, keys) for x in weights):
         return None
     if valid is not None and not (
         causal and valid.shape == (rows, count) and native.library_for(valid, kinds=(torch.bool,))
@@ -63,27 +64,24 @@ def attend(
     # A token's heads lie together, as whoever goes on with them wants it.
     out = query.new_empty(rows, count, query_heads, value_width).transpose(1, 2)
     lse = native.room(rows, query_heads, count)
-    mass, extra = (x if x is None else x.expand(keys.shape[:3]) for x in (tokens.log_mass, tokens.log_value))
+    mass, *mass_strides = where_weights_lie(tokens.log_mass, keys)
+    extra, *extra_strides = where_weights_lie(tokens.log_value, keys)
     valid = None if valid is None else valid.contiguous()
     prompt = _Prompt(
         *(rows, keys.shape[1], query_heads // keys.shape[1], count, keys.shape[2], width, value_width),
         native.DTYPES[keys.dtype],
         *(place for x in (query, keys, values, out) for place in x.stride()[:3]),
-        *(0 if x is None else x.stride(place) for x in (mass, extra) for place in (0, 1)),
+        *(*mass_strides, *extra_strides),
         0 if valid is None else valid.stride(0),
         causal,
         scale,
         softcap or 0.0,
     )
-    there = (query, keys, values, mass, extra, valid, out, lse)
-    at = [ctypes.c_void_p(None if x is None else x.data_ptr()) for x in there]
+    is_valid = None if valid is None else valid.data_ptr()
+    beside = map(ctypes.c_void_p, (mass, extra, is_valid))
+    at = (*native.addresses(query, keys, values), *beside, *native.addresses(out, lse))
     failed = library.kvs_prompt(ctypes.byref(prompt), *at, ctypes.c_int64(native.threads()))
     return None if failed else Partial(out, lse)
-
-
-def _can_read(weights: Tensor, count: int) -> bool:
-    there = native.library_for(weights, kinds=(torch.float32,)) is not None
-    return there and weights.stride(2) == 1 and weights.shape[2] == count
 
 
 def pays(dtype: torch.dtype) -> bool:
