@@ -1,6 +1,7 @@
 """Kernels in C: equal to the definition, whatever is asked; built and loaded safely, or not at all."""
 
 import copy
+import ctypes
 import hashlib
 import math
 import os
@@ -67,6 +68,14 @@ def fresh(monkeypatch, tmp_path):
     native.loaded.cache_clear()
 
 
+@pytest.fixture(params=["near", "far"])
+def asking_ahead(request):
+    """What is read next is asked for into the first cache or the second, as one processor or another wants it."""
+    native.library().kvs_ask_far(ctypes.c_int64(request.param == "far"))
+    yield
+    native.library().kvs_ask_far(ctypes.c_int64(-1))
+
+
 def in_double(tokens):
     return WeightedTokens(*(None if x is None else x.double() for x in vars(tokens).values()))
 
@@ -89,6 +98,7 @@ def as_exact_as_torch(query, tokens, found, softcap=None, visible=None, least=1e
 @needs_c
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.usefixtures("asking_ahead")
 def test_attention_is_that_of_the_definition(shape, dtype):
     rows, heads, group, queries, count, width, value_width = shape
     query = torch.randn(rows, heads * group, queries, width).to(dtype)
@@ -164,6 +174,7 @@ def test_attention_of_many_queries_is_that_of_the_definition(shape, dtype, monke
     "shape", [(2, 4, 1, 700, 64), (3, 3, 1, 65, 48), (1, 7, 2, 1200, 128), (2, 5, 1, 1, 16)], ids=str
 )
 @pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.usefixtures("asking_ahead")
 def test_what_entries_got_of_queries_is_what_torch_says(shape, dtype, softcap, monkeypatch):
     """With weights of every lane, of all lanes together and without; queries that nobody asked give nothing."""
     heads, group, queries, count, width = shape
@@ -242,6 +253,7 @@ def test_what_a_step_notes_about_a_window_is_what_torch_says(noted, dtype):
 
 @needs_c
 @pytest.mark.parametrize(("queries", "lists"), [(1, 1), (3, 3), (3, 1)])
+@pytest.mark.usefixtures("asking_ahead")
 def test_everything_that_a_query_reads_is_read_in_one_call(queries, lists):
     """A window of all lanes, bundles of some lanes with other numbers of entries, and runs: as one by one in torch."""
     torch.manual_seed(1)
@@ -288,6 +300,7 @@ def test_no_runs_at_all_are_nothing_to_read_and_not_everything():
 @needs_c
 @pytest.mark.parametrize("width", [40, 64])
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.usefixtures("asking_ahead")
 def test_entries_may_be_of_another_kind_than_queries(dtype, width):
     query, close = torch.randn(2, 6, 1, width).to(dtype), {"rtol": 2e-2, "atol": 2e-2}
     half = Entries(WeightedTokens(*torch.randn(2, 2, 2, 700, width).bfloat16().unbind()))
@@ -302,6 +315,7 @@ def test_entries_may_be_of_another_kind_than_queries(dtype, width):
 
 
 @needs_c
+@pytest.mark.usefixtures("asking_ahead")
 def test_nothing_beyond_the_runs_is_touched():
     width, count = 32, 500
     pairs = torch.full((1, 2, count, 2 * width), math.nan)
@@ -319,6 +333,7 @@ def test_nothing_beyond_the_runs_is_touched():
 
 @needs_c
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.usefixtures("asking_ahead")
 def test_numbers_that_are_none_are_not_hidden(dtype):
     """Nor is infinity made one of them; of an odd number of entries, the last of which has no neighbour."""
     query, (keys, values) = torch.randn(1, 3, 1, 32).to(dtype), torch.randn(2, 1, 1, 101, 32).to(dtype).unbind()
@@ -356,6 +371,7 @@ def test_numbers_of_a_prompt_that_are_none_are_not_hidden(dtype, monkeypatch):
 
 @needs_c
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.usefixtures("asking_ahead")
 def test_the_mean_of_equal_values_is_that_value(dtype, monkeypatch):
     """Also where shares are rounded, all of them the same way."""
     monkeypatch.setattr(prompt, "pays", lambda dtype: True)

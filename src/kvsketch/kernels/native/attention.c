@@ -6,8 +6,10 @@
 // take as they come; what a piece gives is merged in a fixed order, so that neither the number of threads nor their order
 // is seen in the answer.
 #include "common.h"
+#include "processor.h"
 
-#define TILE 16          // entries; two tiles lie in the first cache
+#define TILE 16          // entries, of which two tiles lie in the first cache
+#define FAR_TILE 64      // or so many, where the next tile is asked for into the second one; a whole number of W
 #define PIECE 1024       // entries, or more where a lane has many
 #define MOST_PIECES 64   // of a lane
 #define NOWHERE -1e30f   // the largest logit of no entries
@@ -21,6 +23,7 @@ struct shape {  // of a call
     int64_t query_row, query_head, query_step;
     int kind;
     float scale, softcap;
+    int tile, far;  // entries of a tile; whether the next one is asked for into the second cache
 };
 
 struct source {  // as kernels/native/attention.py writes it; strides count numbers, not bytes
@@ -35,11 +38,13 @@ struct source {  // as kernels/native/attention.py writes it; strides count numb
 
 struct tile {
     int count;
-    const void *keys[TILE], *values[TILE];  // of a tile that is read the last one is repeated up to the end
-    float log_mass[TILE], log_value[TILE];
+    const void *keys[FAR_TILE], *values[FAR_TILE];  // of a tile that is read the last one is repeated, for whole vectors
+    float log_mass[FAR_TILE], log_value[FAR_TILE];
     int weighted, apart;  // whether there are weights, and whether those of values are others
     int scattered;        // whether its rows do not lie one behind the other
 };
+
+INLINE int whole_vectors(int count) { return (count + W - 1) / W * W; }
 
 struct sums {  // of queries that are answered together
     float *most, *mass, *out;  // mass: vectors of each, see MASSES, to be added up; of a piece that is done, one number
@@ -52,10 +57,14 @@ struct piece {
     struct sums sums;
 };
 
-// Have these bytes brought into the first cache. From the second one all that is read would be asked for once more, and
-// a processor that has asked for as much as it can, of memory, would wait.
-INLINE void ask_for(const void *at, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)at + i, 0, 3);
+// Have these bytes brought near. Into the first cache: from the second one all that is read would be asked for once more,
+// and a processor that has asked for as much as it can, of memory, would wait. Some can ask for few lines into the first
+// one, and for many into the second: see `asks_far`.
+INLINE void ask_for(const void *at, int64_t bytes, int far) {
+    if (far)
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)at + i, 0, 2);
+    else
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)at + i, 0, 3);
 }
 
 // What is asked for, a line at a time, beside what is read: a processor waits once it has asked for some. Rows that lie
@@ -65,12 +74,15 @@ struct asking {
     const char *next;         // NULL: go by rows
     const void *const *rows;  // what lies at `at` of each; NULL: nothing
     int64_t at;               // bytes
+    int far;
 };
-INLINE struct asking from_first(const void *const *rows) { return (struct asking){rows ? *rows : NULL, NULL, 0}; }
-INLINE struct asking of_each(const void *const *rows, int64_t at) { return (struct asking){NULL, rows, at}; }
+INLINE struct asking from_first(const void *const *rows, int far) {
+    return (struct asking){rows ? *rows : NULL, NULL, 0, far};
+}
+INLINE struct asking of_each(const void *const *rows, int64_t at, int far) { return (struct asking){NULL, rows, at, far}; }
 INLINE void ask_next(struct asking *asking, int64_t bytes) {
-    if (asking->next) ask_for(asking->next, bytes), asking->next += bytes;
-    else if (asking->rows) ask_for((const char *)*asking->rows++ + asking->at, bytes);
+    if (asking->next) ask_for(asking->next, bytes, asking->far), asking->next += bytes;
+    else if (asking->rows) ask_for((const char *)*asking->rows++ + asking->at, bytes, asking->far);
 }
 
 // Rows are answered by four, two or one. Four take less time than two and one more, so one row that is nobody's makes
@@ -94,26 +106,26 @@ static __attribute__((noinline)) void reach(vf top, const struct shape *of, floa
 
 // Logits of a tile become shares of its values, relative to the largest so far; mass is what they sum up to. Behind the
 // tile's last entry shares are 0.
-INLINE void to_shares(float (*scores)[TILE], const struct tile *tile, const struct shape *of, struct sums sums,
+INLINE void to_shares(float (*scores)[FAR_TILE], const struct tile *tile, const struct shape *of, struct sums sums,
                       const int rb) {
-    const int weighted = tile->weighted, apart = tile->apart;
+    const int weighted = tile->weighted, apart = tile->apart, whole = whole_vectors(tile->count);
     if (of->softcap > 0)
         for (int r = 0; r < rb; r++)
             for (int j = 0; j < tile->count; j++) scores[r][j] = of->softcap * tanhf(scores[r][j] / of->softcap);
-    if (tile->count < TILE)
+    if (tile->count < whole)
         for (int r = 0; r < rb; r++)
-            for (int j = tile->count; j < TILE; j++) scores[r][j] = -INFINITY;
+            for (int j = tile->count; j < whole; j++) scores[r][j] = -INFINITY;
     UNROLL for (int r = 0; r < rb; r++) {
         float *logits = scores[r], *most = sums.most + r, *mass = sums.mass + r * MASSES;
         vf top = SPLAT(*most);
-        UNROLL for (int j = 0; j < TILE; j += W) {
+        for (int j = 0; j < whole; j += W) {
             vf x = load_f32(logits + j);
             top = larger(weighted ? x + load_f32(tile->log_mass + j) : x, top);
             if (apart) top = larger(x + load_f32(tile->log_value + j), top);
         }
         if (any_above(top, *most)) reach(top, of, most, mass, sums.out + r * of->value_width);
         vf sum = load_f32(mass);
-        UNROLL for (int j = 0; j < TILE; j += W) {
+        for (int j = 0; j < whole; j += W) {
             vf x = load_f32(logits + j) - SPLAT(*most);
             vf share = exp_of(weighted ? x + load_f32(tile->log_mass + j) : x);
             sum += share;
@@ -205,9 +217,9 @@ struct work {
     struct tile tiles[2], *filling, *ready;
 };
 
-// The last entry again up to the end, where it has no share: so whoever reads by four need not ask how many there are.
+// The last entry again up to the end of a vector, where it has no share: so whoever reads by four need not ask how many there are.
 static void repeat_last(struct tile *tile) {
-    for (int j = tile->count; j < TILE; j++) {
+    for (int j = tile->count; j < whole_vectors(tile->count); j++) {
         tile->keys[j] = tile->keys[j - 1], tile->values[j] = tile->values[j - 1];
         tile->log_mass[j] = tile->log_value[j] = 0;
     }
@@ -249,7 +261,7 @@ static void take_entries(struct work *work, const struct source *in, int64_t lan
     while (from < to) {
         struct tile *tile = work->filling;
         const char *key = keys + from * in->key_step * bytes, *value = values + from * in->value_step * bytes;
-        int64_t count = tile->count, more = to - from < TILE - count ? to - from : TILE - count;
+        int64_t count = tile->count, more = to - from < of->tile - count ? to - from : of->tile - count;
         for (int64_t i = 0; i < more; i++) {
             tile->keys[count] = key + i * in->key_step * bytes;
             tile->values[count] = value + i * in->value_step * bytes;
@@ -262,10 +274,11 @@ static void take_entries(struct work *work, const struct source *in, int64_t lan
         }
         // While the first tile is filled nothing is read, beside which it could be asked for.
         for (int64_t i = tile->count; !work->ready->count && i < count; i++)
-            ask_for(tile->keys[i], of->key_width * bytes), ask_for(tile->values[i], of->value_width_given * bytes);
+            ask_for(tile->keys[i], of->key_width * bytes, of->far),
+                ask_for(tile->values[i], of->value_width_given * bytes, of->far);
         from += more;
         tile->count = (int)count;
-        if (count == TILE) turn(work);
+        if (count == of->tile) turn(work);
     }
 }
 
@@ -293,7 +306,7 @@ static void widen_queries(const struct shape *of, const void *queries, const str
 static void work_off(const struct shape *of, const void *queries, const struct source *in, const struct piece *piece,
                      float *room) {
     float *masses = room + piece->whole * of->width, *tile = masses + piece->whole * MASSES;
-    uint16_t *halves = IN_PAIRS(of) ? (uint16_t *)(tile + TILE * (of->width + of->value_width)) : NULL;
+    uint16_t *halves = IN_PAIRS(of) ? (uint16_t *)(tile + of->tile * (of->width + of->value_width)) : NULL;
     int widened = of->width != of->key_width || of->value_width != of->value_width_given;
     int scattered = in->begin || in->key_step != of->key_width || in->value_step != of->value_width_given;
     int by_turns = !widened && BY_TURNS(in->kind, of->width) && BY_TURNS(in->kind, of->value_width);
@@ -417,6 +430,7 @@ int kvs_attend(const struct shape *given, const struct source *in, int64_t count
     if (!sources) return 1;
     struct shape of = *given;
     of.width = (of.key_width + W - 1) / W * W, of.value_width = (of.value_width_given + W - 1) / W * W;
+    of.far = asks_far(), of.tile = of.far ? FAR_TILE : TILE;
     int64_t numbers, work, rows = of.rows * of.heads * of.group * of.queries;
     int64_t found = cut(&of, sources, count, NULL, &numbers, &work);
     numbers += rows * (of.value_width + 1);
@@ -434,7 +448,7 @@ int kvs_attend(const struct shape *given, const struct source *in, int64_t count
     int failed = 0, small = work * (of.width + of.value_width) < SMALL;
     struct together it = begin_together(&company, threads, small ? 1 : found);
     int64_t most_rows = whole_rows(of.group * of.queries);
-    size_t scratch = sizeof(float) * ((of.width + of.value_width) * TILE + (2 * of.width + MASSES) * most_rows);
+    size_t scratch = sizeof(float) * ((of.width + of.value_width) * of.tile + (2 * of.width + MASSES) * most_rows);
     PRAGMA(omp parallel num_threads(it.threads) reduction(|:failed) if (it.threads > 1)) {
         int64_t began = begin_own(&it);
         PRAGMA(omp for schedule(dynamic) nowait)

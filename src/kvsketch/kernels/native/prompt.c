@@ -11,8 +11,6 @@
 #define LEAST_CROWD 64    // or, so that all threads have something to do until the end, fewer: not less than these
 #define CROWDS 4          // that a thread should have
 #define PAIR_OF_ONES 0x3f803f80  // 1 and 1 in bfloat16
-#define AMX_BF16 22       // bits of what a processor can do
-#define AVX512_FP16 23
 
 struct prompt {  // as kernels/native/prompt.py writes it; strides count numbers
     int64_t rows, heads, group, queries, count, key_width, value_width, kind;
@@ -253,27 +251,11 @@ static void take_queries(const struct prompt *in, const struct tensors *at, stru
     memset(crowd->sums.out, 0, sizeof(float) * crowd->whole * crowd->of.value_width);
 }
 
-// What the processor can do, of what is asked below; 0 where nobody knows.
-static unsigned abilities(void) {
-#if defined(__x86_64__)
-    static int known;  // asking takes long on a virtual machine
-    static unsigned found;
-    if (!__atomic_load_n(&known, __ATOMIC_ACQUIRE)) {
-        unsigned a, b, c, d = 0;
-        __get_cpuid_count(7, 0, &a, &b, &c, &d);
-        __atomic_store_n(&found, d, __ATOMIC_RELAXED), __atomic_store_n(&known, 1, __ATOMIC_RELEASE);
-    }
-    return __atomic_load_n(&found, __ATOMIC_RELAXED);
-#else
-    return 0;
-#endif
-}
-
 // Whether numbers of a kind are answered faster here than by torch: not where processors multiply whole tiles of them, or
 // twice as many numbers of 16 bits as we do.
 int64_t kvs_prompt_pays(int64_t kind) {
-    if (kind == BF16 && abilities() >> AMX_BF16 & 1) return 0;
-    if (kind == F16 && abilities() >> AVX512_FP16 & 1) return 0;
+    if (kind == BF16 && processor().has_amx_bf16) return 0;
+    if (kind == F16 && processor().has_avx512_fp16) return 0;
     return W > 4;
 }
 

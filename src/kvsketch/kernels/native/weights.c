@@ -15,7 +15,7 @@ struct weighing {  // as kernels/native/weights.py writes it; strides count numb
 INLINE vf weight_of(vf log) { return exp_of(choose(log > SPLAT(MOST_LOG), SPLAT(MOST_LOG), log)); }
 
 static void scores_of_kind(const float *query, const struct shape *of, const void *const *keys, int count,
-                           float (*scores)[TILE], int rb, const void *const *ahead, int scattered, int by_turns) {
+                           float (*scores)[FAR_TILE], int rb, const void *const *ahead, int scattered, int by_turns) {
 #define SCORES(name, number, n) name(query, of, (const number *const *)keys, count, scores, n, ahead, scattered)
 #define OF_ROWS_OF(n)                                                      \
     if (of->kind == F32) SCORES(scores_f32, float, n);                     \
@@ -31,7 +31,7 @@ static void scores_of_kind(const float *query, const struct shape *of, const voi
 static void weigh(const struct weighing *in, const struct shape *of, const void *queries, const char *keys,
                   const float *log_mass, const float *lse, int64_t from, int64_t to, double *got, float *room) {
     int by_turns = BY_TURNS(in->kind, in->width);
-    float scores[4][TILE] = {{0}};
+    float scores[4][FAR_TILE] = {{0}};
     read_row(queries, (int)in->kind, 0, in->rows * in->width, room);
     for (int64_t i = 0; i < in->rows * in->width; i++) room[i] *= in->scale;
     memset(room + in->rows * in->width, 0, sizeof(float) * (whole_rows(in->rows) - in->rows) * in->width);
@@ -75,7 +75,7 @@ int kvs_weigh(const struct weighing *in, const char *queries, const char *keys, 
     static struct company company = {LEAST_CREDIT, 0, 0};
     int64_t pieces = (in->count + WEIGHED_AT_ONCE - 1) / WEIGHED_AT_ONCE, all = in->lanes * pieces;
     int failed = 0, small = in->lanes * in->count * in->rows * in->width < SMALL, bytes = (int)bytes_of((int)in->kind);
-    struct shape of = {.width = in->width, .value_width = in->width, .kind = (int)in->kind};
+    struct shape of = {.width = in->width, .value_width = in->width, .kind = (int)in->kind, .far = asks_far()};
     struct together it = begin_together(&company, threads, small ? 1 : all);
     PRAGMA(omp parallel num_threads(it.threads) reduction(|:failed) if (it.threads > 1)) {
         int64_t began = begin_own(&it);
