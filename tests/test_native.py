@@ -50,6 +50,7 @@ SHAPES = [  # rows, heads, group, queries, entries, width of keys, of values
     (1, 2, 5, 2, 300, 20, 33),
     (1, 1, 8, 2, 65, 96, 128),
     (1, 1, 7, 1, 37, 64, 48),
+    (1, 2, 4, 8, 75, 64, 64),
 ]
 
 AGAIN = "KVSKETCH_TESTED_ONCE_MORE"

@@ -122,10 +122,13 @@ class LayerCache(LayerState):
         self._observe(asked, answer, whole)
         self._remember(asked, new)
         first_and_whole = self.seen == 0 and self.config.prefill == "exact" and not self.recording
-        before = exact_probe(asked, new) if first_and_whole and not self.keeps_all else None
         self.hold(new, ranks, self._note(asked, whole, new, ranks))
-        if before is not None:
-            self._measure(before, asked)
+        if first_and_whole and not self.keeps_all:
+            before = exact_probe(asked, new) if any(self.left) else None
+            if before is not None:
+                self._measure(before, asked)
+            elif not any(self.left):
+                self._note_no_error(asked)
         return whole
 
     def attend(
@@ -348,6 +351,13 @@ class LayerCache(LayerState):
                 # Tokens that are looked up are a part of all that was seen.
                 self.recall = torch.exp(answer.attended.lse - before.lse).mean(2)
                 self._observe(asked, answer, whole)
+        self.measured_at = self.seen
+
+    def _note_no_error(self, asked: Query) -> None:
+        """Nothing has left: all that a call's queries saw is read again."""
+        self.error = asked.queries.new_zeros(asked.queries.shape[:2], dtype=torch.float32)
+        if any(stream.looks_up for stream in self.streams.all):
+            self.recall = torch.ones_like(self.error)
         self.measured_at = self.seen
 
     # -- tail

@@ -16,7 +16,7 @@ from kvsketch.attention import Partial
 from kvsketch.kernels import native
 from kvsketch.kernels.sources import Entries, Segments
 
-MOST_QUERIES = 16  # rows of a group's queries together
+MOST_QUERIES = 32  # rows of a group's queries together
 NOTED = "c"  # under this name parts carry their description
 
 
