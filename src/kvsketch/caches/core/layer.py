@@ -124,11 +124,10 @@ class LayerCache(LayerState):
         first_and_whole = self.seen == 0 and self.config.prefill == "exact" and not self.recording
         self.hold(new, ranks, self._note(asked, whole, new, ranks))
         if first_and_whole and not self.keeps_all:
-            before = exact_probe(asked, new) if any(self.left) else None
-            if before is not None:
-                self._measure(before, asked)
-            elif not any(self.left):
+            if not any(self.left):
                 self._note_no_error(asked)
+            elif (before := exact_probe(asked, new)) is not None:
+                self._measure(before, asked)
         return whole
 
     def attend(

@@ -17,7 +17,7 @@
 #define MASSES (3 * W)   // what shares add up to; in products of pairs those of values too, meant and as they were rounded
 #define SMALL (1 << 18)  // multiplications that are not worth a second thread
 
-struct shape {  // of a call
+struct shape {  // of a call, as kernels/native/attention.py writes it, and what follows from that
     int64_t rows, heads, group, queries, key_width, value_width_given;
     int64_t width, value_width;  // rounded up to whole vectors
     int64_t query_row, query_head, query_step;
@@ -217,7 +217,8 @@ struct work {
     struct tile tiles[2], *filling, *ready;
 };
 
-// The last entry again up to the end of a vector, where it has no share: so whoever reads by four need not ask how many there are.
+// The last entry again up to the end of a vector, where it has no share: so whoever reads by four need not ask how many
+// there are.
 static void repeat_last(struct tile *tile) {
     for (int j = tile->count; j < whole_vectors(tile->count); j++) {
         tile->keys[j] = tile->keys[j - 1], tile->values[j] = tile->values[j - 1];

@@ -62,12 +62,15 @@ def attend(
 
 
 class _Shape(ctypes.Structure):
+    """`struct shape` in `attention.c`, which fills in what is 0 here."""
+
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("rows", "heads", "group", "queries", "key_width", "value_width")),
         *((name, ctypes.c_int64) for name in ("width", "whole_value_width", "query_row", "query_head", "query_step")),
         ("kind", ctypes.c_int),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("tile", "far")),
     ]
 
 
