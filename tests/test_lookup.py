@@ -269,6 +269,17 @@ def test_the_estimate_is_part_of_the_answer_and_not_of_the_recall(index):
     torch.testing.assert_close(got.out, expected.out)
 
 
+def test_as_long_as_nothing_has_left_the_window_all_is_found_and_nothing_wrong(index):
+    query = normal(1, HEADS * GROUP, 200, WIDTH, seed=9)
+    keys, values, unrotated = tokens(200)
+    for window, right in ((200, True), (40, False)):
+        cache = LayerCache(Saap(index=index, probes=1, window=window, staging=10, full_layers=0), 1)
+        cache.read(query, NewTokens(keys, values, None, Unrotated(query.flip(-1), unrotated)), SCALE)
+        assert cache.measured_at == 200
+        assert cache.error.shape == cache.recall.shape == (1, HEADS * GROUP)
+        assert right == (not cache.error.any()) == bool((cache.recall == 1).all())
+
+
 def test_recall_is_the_share_of_attention_in_what_is_read(index):
     count = 500
     query = normal(1, HEADS * GROUP, count, WIDTH, seed=9)

@@ -6,6 +6,7 @@ import pickle
 import sys
 import threading
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -120,8 +121,15 @@ def test_a_layer_that_attends_to_other_vectors_is_refused():
         noted = watch._here.noted[1]
         with pytest.raises(ValueError, match="layer 1 of LlamaForCausalLM attends to other vectors"):
             watch.take(1, noted.rotated_queries + 1, noted.rotated_keys)
+        noted = watch._here.noted[3]
+        turned = noted.rotated_queries[:, :, :, :10].transpose(
+            2, 3
+        )  # ten tokens: from the same place on, in another order
+        watch._here.noted[3] = replace(noted, rotated_queries=noted.rotated_queries[:, :, :, :10])
+        with pytest.raises(ValueError, match="layer 3 of LlamaForCausalLM attends to other vectors"):
+            watch.take(3, turned, noted.rotated_keys)
         noted = watch._here.noted[0]
-        queries, keys = watch.take(0, noted.rotated_queries, noted.rotated_keys)
+        queries, keys = watch.take(0, noted.rotated_queries.clone(), noted.rotated_keys)
         assert torch.equal(queries, noted.queries)
         assert torch.equal(keys, noted.keys)
 

@@ -252,11 +252,14 @@ def forget_copied(model: nn.Module) -> None:
 
 def _alike(one: Tensor, other: Tensor) -> bool:
     """Whether tensors of one shape have the same numbers: mostly they lie in one place, and need not be read."""
-    return _place(one) == _place(other) or torch.equal(one, other)
+    place = _place(one)
+    return (place is not None and place == _place(other)) or torch.equal(one, other)
 
 
-def _place(x: Tensor) -> tuple[Any, ...]:
-    """Where a tensor's numbers lie."""
+def _place(x: Tensor) -> tuple[Any, ...] | None:
+    """Where a tensor's numbers lie; None where nobody knows, as of one that other processes have a part of."""
+    if type(x) is not Tensor or not x.data_ptr() or x.is_neg():
+        return None
     return x.data_ptr(), x.dtype, x.device, [step for step, size in zip(x.stride(), x.shape, strict=True) if size > 1]
 
 

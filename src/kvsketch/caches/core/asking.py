@@ -22,6 +22,7 @@ from kvsketch.kernels.weighted_attention.reference import LOGITS_AT_ONCE
 WINDOW, CONTEXT, SECOND, QUESTIONS = "window", "context", "second reading", "questions"
 ASKED_AT_ONCE = 4096  # queries of which C has a copy at a time
 IN_CACHE, FEW = 1 << 21, 16  # logits of a strip on a CPU, which are gone over several times; but so many queries
+FEW_ROWS = 16  # of a call, which torch counts as fast
 SUM, MEAN, MAX, LAST = "sum", "mean", "max", "last"
 IN_C = {SUM: in_c.ADDED, MEAN: in_c.ADDED, MAX: in_c.LARGEST, LAST: in_c.INSTEAD}
 NOBODYS = torch.iinfo(torch.int32).max  # the rank of a token that no query sees
@@ -185,7 +186,7 @@ def _in_c(
     queries = query.queries.shape[2]
     group = query.queries.shape[1] // heads
     on_cpu = noted.device.type == "cpu" and query.softcap is None and not torch.compiler.is_compiling()
-    if not on_cpu or group * queries <= MOST_QUERIES or native.library_for(query.queries, keys) is None:
+    if not on_cpu or group * queries <= FEW_ROWS or native.library_for(query.queries, keys) is None:
         return False
     seen = None  # by whom: ranks of tokens, and of queries
     if ranks is not None or wanted is not None:

@@ -124,7 +124,7 @@ class LayerCache(LayerState):
         first_and_whole = self.seen == 0 and self.config.prefill == "exact" and not self.recording
         self.hold(new, ranks, self._note(asked, whole, new, ranks))
         if first_and_whole and not self.keeps_all:
-            if not any(self.left):
+            if new.valid is None and not any(self.left):
                 self._note_no_error(asked)
             elif (before := exact_probe(asked, new)) is not None:
                 self._measure(before, asked)

@@ -11,6 +11,8 @@
 #define TILE 16          // entries, of which two tiles lie in the first cache
 #define FAR_TILE 64      // or so many, where the next tile is asked for into the second one; a whole number of W
 #define PIECE 1024       // entries, or more where a lane has many
+#define FAR_PIECE 4096   // or up to so many, see `piece_of`
+#define MANY_PIECES 32   // of all lanes together: enough for threads to share
 #define MOST_PIECES 64   // of a lane
 #define NOWHERE -1e30f   // the largest logit of no entries
 #define LEAST_MASS 1e-19f
@@ -38,7 +40,7 @@ struct source {  // as kernels/native/attention.py writes it; strides count numb
 
 struct tile {
     int count;
-    const void *keys[FAR_TILE], *values[FAR_TILE];  // of a tile that is read the last one is repeated, for whole vectors
+    const void *keys[FAR_TILE], *values[FAR_TILE];  // of a tile that is read the last one is repeated up to the end
     float log_mass[FAR_TILE], log_value[FAR_TILE];
     int weighted, apart;  // whether there are weights, and whether those of values are others
     int scattered;        // whether its rows do not lie one behind the other
@@ -217,10 +219,10 @@ struct work {
     struct tile tiles[2], *filling, *ready;
 };
 
-// The last entry again up to the end of a vector, where it has no share: so whoever reads by four need not ask how many
-// there are.
-static void repeat_last(struct tile *tile) {
-    for (int j = tile->count; j < whole_vectors(tile->count); j++) {
+// The last entry again up to the end, where it has no share: so who reads by four, or asks for what comes, need not know how
+// many there are.
+static void repeat_last(struct tile *tile, const struct shape *of) {
+    for (int j = tile->count; j < of->tile; j++) {
         tile->keys[j] = tile->keys[j - 1], tile->values[j] = tile->values[j - 1];
         tile->log_mass[j] = tile->log_value[j] = 0;
     }
@@ -231,7 +233,7 @@ static void turn(struct work *work) {
     struct tile *tile = work->ready, *next = work->filling;
     const struct shape *of = work->of;
     int kind = work->kind;
-    if (next->count) repeat_last(next);
+    if (next->count) repeat_last(next, of);
     if (work->widened && tile->count) {
         for (int j = 0; j < tile->count; j++) {
             float *key = work->room + j * (of->width + of->value_width), *value = key + of->width;
@@ -239,7 +241,7 @@ static void turn(struct work *work) {
             widen(value, tile->values[j], kind, of->value_width_given, of->value_width);
             tile->keys[j] = key, tile->values[j] = value;
         }
-        repeat_last(tile);
+        repeat_last(tile, of);
         kind = F32;
     }
     if (!tile->count) {}
@@ -341,8 +343,30 @@ static void work_off(const struct shape *of, const void *queries, const struct s
     }
 }
 
-// How many entries a lane's query reads, and the pieces into which they are cut. Without `pieces` they are counted.
-static int64_t cut(const struct shape *of, const struct source *sources, int64_t count, struct piece *pieces,
+// How many entries a lane's query reads.
+static int64_t entries_of(const struct source *in, int64_t lane, int64_t query) {
+    if (!in->begin) return in->count;
+    const int64_t *length = in->length + list_of(in, lane, query);
+    int64_t all = 0;
+    for (int64_t s = 0; s < in->segments; s++) all += length[s];
+    return all;
+}
+
+// Entries of a piece. Whoever begins one waits for its first tile: where tiles are long pieces are, if all lanes together
+// have enough. It depends on lengths alone.
+static int64_t piece_of(const struct shape *of, const struct source *sources, int64_t count) {
+    int64_t all = 0;
+    for (int64_t n = 0; of->far && n < count; n++)
+        for (int64_t lane = 0; lane < sources[n].rows * sources[n].heads; lane++)
+            for (int64_t query = 0; query < (sources[n].begin ? of->queries : 1); query++)
+                all += entries_of(sources + n, lane, query);
+    all /= MANY_PIECES;
+    return all < PIECE ? PIECE : all < FAR_PIECE ? all : FAR_PIECE;
+}
+
+// The pieces, each of so many entries at most, into which all is cut that lanes' queries read. Without `pieces` they are
+// counted.
+static int64_t cut(const struct shape *of, const struct source *sources, int64_t count, int64_t most, struct piece *pieces,
                    int64_t *numbers, int64_t *work) {
     int64_t found = 0;
     *numbers = *work = 0;
@@ -351,13 +375,7 @@ static int64_t cut(const struct shape *of, const struct source *sources, int64_t
         int64_t blocks = in->begin ? of->queries : 1, asked = in->begin ? 1 : of->queries;
         for (int64_t lane = 0; lane < in->rows * in->heads; lane++)
             for (int64_t query = 0; query < blocks; query++) {
-                int64_t all = in->count;
-                if (in->begin) {
-                    const int64_t *length = in->length + list_of(in, lane, query);
-                    all = 0;
-                    for (int64_t s = 0; s < in->segments; s++) all += length[s];
-                }
-                int64_t parts = (all + PIECE - 1) / PIECE;
+                int64_t all = entries_of(in, lane, query), parts = (all + most - 1) / most;
                 parts = parts < 1 ? 1 : parts < MOST_PIECES ? parts : MOST_PIECES;
                 int64_t size = (all + parts - 1) / parts;
                 for (int64_t from = 0; from < all; from += size, found++) {
@@ -432,13 +450,13 @@ int kvs_attend(const struct shape *given, const struct source *in, int64_t count
     struct shape of = *given;
     of.width = (of.key_width + W - 1) / W * W, of.value_width = (of.value_width_given + W - 1) / W * W;
     of.far = asks_far(), of.tile = of.far ? FAR_TILE : TILE;
-    int64_t numbers, work, rows = of.rows * of.heads * of.group * of.queries;
-    int64_t found = cut(&of, sources, count, NULL, &numbers, &work);
+    int64_t numbers, work, rows = of.rows * of.heads * of.group * of.queries, most = piece_of(&of, sources, count);
+    int64_t found = cut(&of, sources, count, most, NULL, &numbers, &work);
     numbers += rows * (of.value_width + 1);
     struct piece *pieces = kept_memory(0, sizeof(struct piece) * (found + 1));
     float *room = kept_memory(1, sizeof(float) * (numbers + 1));
     if (!pieces || !room) return 1;
-    cut(&of, sources, count, pieces, &numbers, &work);
+    cut(&of, sources, count, most, pieces, &numbers, &work);
     float *next = room + rows * (of.value_width + 1);
     for (int64_t i = 0; i < found; i++) {
         int64_t own = pieces[i].whole;

@@ -4,42 +4,39 @@
 
 #include "common.h"
 
-struct processor {
-    int has_amx_bf16, has_avx512_fp16;
-    int amd_family;  // 0: of another make, or nobody knows
-};
+#define AMX_BF16 1
+#define AVX512_FP16 2
+#define ZEN4 4  // of AMD's family 25 those with AVX-512
+#define ASKED_IT 8
 
-INLINE struct processor asked_processor(void) {
-    struct processor found = {0, 0, 0};
+INLINE int asked_processor(void) {
+    int found = ASKED_IT;
 #if defined(__x86_64__)
-    unsigned a, b, c, d;
-    if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) found.has_amx_bf16 = d >> 22 & 1, found.has_avx512_fp16 = d >> 23 & 1;
+    unsigned a, b, c, d, has_avx512 = 0;
+    if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) {
+        found |= (d >> 22 & 1 ? AMX_BF16 : 0) | (d >> 23 & 1 ? AVX512_FP16 : 0);
+        has_avx512 = b >> 16 & 1;
+    }
     unsigned is_amd = __get_cpuid(0, &a, &b, &c, &d) && b == signature_AMD_ebx && d == signature_AMD_edx;
-    if (is_amd && __get_cpuid(1, &a, &b, &c, &d)) found.amd_family = (int)((a >> 8 & 15) + (a >> 20 & 255));
+    if (is_amd && has_avx512 && __get_cpuid(1, &a, &b, &c, &d) && (a >> 8 & 15) + (a >> 20 & 255) == 25) found |= ZEN4;
 #endif
     return found;
 }
 
-// Asked once: it takes long on a virtual machine.
-__attribute__((unused)) static struct processor processor(void) {
+// Of these, what it is; asked once, since that takes long on a virtual machine.
+INLINE int processor_is(int what) {
     static int known;
-    static struct processor found;
-    if (!__atomic_load_n(&known, __ATOMIC_ACQUIRE)) {
-        struct processor asked = asked_processor();
-        __atomic_store_n(&found.has_amx_bf16, asked.has_amx_bf16, __ATOMIC_RELAXED);
-        __atomic_store_n(&found.has_avx512_fp16, asked.has_avx512_fp16, __ATOMIC_RELAXED);
-        __atomic_store_n(&found.amd_family, asked.amd_family, __ATOMIC_RELAXED);
-        __atomic_store_n(&known, 1, __ATOMIC_RELEASE);
-    }
-    return found;
+    int found = __atomic_load_n(&known, __ATOMIC_RELAXED);
+    if (!found) __atomic_store_n(&known, found = asked_processor(), __ATOMIC_RELAXED);
+    return (found & what) != 0;
 }
 
-// Whether what is read next is asked for into the second cache, many lines at once: on Zen 4 (family 25) that takes half
-// the time, since few lines at a time are brought into the first one; newer ones and Intel's are faster with the first.
+// Whether what is read next is asked for into the second cache, many lines at once: on Zen 4 that takes half the time, since
+// few lines at a time are brought into the first one. Zen 5 and Intel's are faster with the first, others are not known.
 static int asked_far = -1;
 INLINE int asks_far(void) {
     int wanted = __atomic_load_n(&asked_far, __ATOMIC_RELAXED);
-    return wanted < 0 ? processor().amd_family == 25 : wanted;
+    return wanted < 0 ? processor_is(ZEN4) : wanted;
 }
 
 #endif

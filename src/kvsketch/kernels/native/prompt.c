@@ -254,8 +254,8 @@ static void take_queries(const struct prompt *in, const struct tensors *at, stru
 // Whether numbers of a kind are answered faster here than by torch: not where processors multiply whole tiles of them, or
 // twice as many numbers of 16 bits as we do.
 int64_t kvs_prompt_pays(int64_t kind) {
-    if (kind == BF16 && processor().has_amx_bf16) return 0;
-    if (kind == F16 && processor().has_avx512_fp16) return 0;
+    if (kind == BF16 && processor_is(AMX_BF16)) return 0;
+    if (kind == F16 && processor_is(AVX512_FP16)) return 0;
     return W > 4;
 }
 
