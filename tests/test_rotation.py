@@ -122,10 +122,9 @@ def test_a_layer_that_attends_to_other_vectors_is_refused():
         with pytest.raises(ValueError, match="layer 1 of LlamaForCausalLM attends to other vectors"):
             watch.take(1, noted.rotated_queries + 1, noted.rotated_keys)
         noted = watch._here.noted[3]
-        turned = noted.rotated_queries[:, :, :, :10].transpose(
-            2, 3
-        )  # ten tokens: from the same place on, in another order
-        watch._here.noted[3] = replace(noted, rotated_queries=noted.rotated_queries[:, :, :, :10])
+        # Ten numbers of ten tokens: from the same place on, in another order.
+        turned = noted.rotated_queries[..., :10].transpose(2, 3)
+        watch._here.noted[3] = replace(noted, rotated_queries=noted.rotated_queries[..., :10])
         with pytest.raises(ValueError, match="layer 3 of LlamaForCausalLM attends to other vectors"):
             watch.take(3, turned, noted.rotated_keys)
         noted = watch._here.noted[0]

@@ -22,7 +22,7 @@ from kvsketch.kernels.weighted_attention.reference import LOGITS_AT_ONCE
 WINDOW, CONTEXT, SECOND, QUESTIONS = "window", "context", "second reading", "questions"
 ASKED_AT_ONCE = 4096  # queries of which C has a copy at a time
 IN_CACHE, FEW = 1 << 21, 16  # logits of a strip on a CPU, which are gone over several times; but so many queries
-FEW_ROWS = 16  # of a call, which torch counts as fast
+FEW_ROWS = 16  # queries of a group in a call, whose weights are left to torch
 SUM, MEAN, MAX, LAST = "sum", "mean", "max", "last"
 IN_C = {SUM: in_c.ADDED, MEAN: in_c.ADDED, MAX: in_c.LARGEST, LAST: in_c.INSTEAD}
 NOBODYS = torch.iinfo(torch.int32).max  # the rank of a token that no query sees

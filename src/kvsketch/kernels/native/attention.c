@@ -5,8 +5,8 @@
 // answered together, so that a key is read once for all of them. The entries of a lane are cut into pieces that threads
 // take as they come; what a piece gives is merged in a fixed order, so that neither the number of threads nor their order
 // is seen in the answer.
-#include "common.h"
 #include "processor.h"
+#include "rows.h"
 
 #define TILE 16          // entries, of which two tiles lie in the first cache
 #define FAR_TILE 64      // or so many, where the next tile is asked for into the second one; a whole number of W
@@ -45,8 +45,6 @@ struct tile {
     int weighted, apart;  // whether there are weights, and whether those of values are others
     int scattered;        // whether its rows do not lie one behind the other
 };
-
-INLINE int whole_vectors(int count) { return (count + W - 1) / W * W; }
 
 struct sums {  // of queries that are answered together
     float *most, *mass, *out;  // mass: vectors of each, see MASSES, to be added up; of a piece that is done, one number
@@ -110,13 +108,12 @@ static __attribute__((noinline)) void reach(vf top, const struct shape *of, floa
 // tile's last entry shares are 0.
 INLINE void to_shares(float (*scores)[FAR_TILE], const struct tile *tile, const struct shape *of, struct sums sums,
                       const int rb) {
-    const int weighted = tile->weighted, apart = tile->apart, whole = whole_vectors(tile->count);
+    const int weighted = tile->weighted, apart = tile->apart, whole = (int)padded(tile->count, W);
     if (of->softcap > 0)
         for (int r = 0; r < rb; r++)
             for (int j = 0; j < tile->count; j++) scores[r][j] = of->softcap * tanhf(scores[r][j] / of->softcap);
-    if (tile->count < whole)
-        for (int r = 0; r < rb; r++)
-            for (int j = tile->count; j < whole; j++) scores[r][j] = -INFINITY;
+    for (int r = 0; r < rb; r++)
+        for (int j = tile->count; j < whole; j++) scores[r][j] = -INFINITY;
     UNROLL for (int r = 0; r < rb; r++) {
         float *logits = scores[r], *most = sums.most + r, *mass = sums.mass + r * MASSES;
         vf top = SPLAT(*most);
@@ -448,7 +445,7 @@ int kvs_attend(const struct shape *given, const struct source *in, int64_t count
     const struct source *sources = with_runs(in, count, threads);
     if (!sources) return 1;
     struct shape of = *given;
-    of.width = (of.key_width + W - 1) / W * W, of.value_width = (of.value_width_given + W - 1) / W * W;
+    of.width = padded(of.key_width, W), of.value_width = padded(of.value_width_given, W);
     of.far = asks_far(), of.tile = of.far ? FAR_TILE : TILE;
     int64_t numbers, work, rows = of.rows * of.heads * of.group * of.queries, most = piece_of(&of, sources, count);
     int64_t found = cut(&of, sources, count, most, NULL, &numbers, &work);
