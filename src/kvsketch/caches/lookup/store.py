@@ -4,8 +4,8 @@
 
 New tokens wait in the staging, which every query reads in full; as soon as there are `staging` of them they are sorted
 in by their label. The runs are as long as the digits of the number of stagings say, written in base 32: 1,100 of them
-are 1,024 + 64 + 12. So there are few runs, of which a query reads long pieces; a token is moved tens of times in its life
-and not at every step, and what lies where depends on how many tokens came, not on how.
+are 1,024 + 64 + 12. So there are few runs, of which a query reads long pieces; a token is moved tens of times in its
+life and not at every step, and what lies where depends on how many tokens came, not on how.
 
 A method says what a token's labels are (`note`), what queries look for (`ask`), and which index finds that.
 """
