@@ -262,7 +262,7 @@ class Lanes:
         """What was read, -1 where padding asked."""
         if query.padded and query.ranks is not None:
             read = read.masked_fill(query.ranks[:, None] < 0, -1)
-        return bundle.of(read)[None]
+        return read if bundle.whole and len(bundle.rows) == 1 else bundle.of(read)[None]
 
     # -- rows, reports, files
 
