@@ -14,7 +14,9 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from kvsketch.attention import Partial, join_queries, merge
+from kvsketch.caches.core.again import Again
 from kvsketch.caches.core.allocation import SharesOf, budget_of, budgets_of
+from kvsketch.caches.core.answers import complete
 from kvsketch.caches.core.asking import WINDOW, Asking, Notes
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.buffers import marks_of, written
@@ -73,6 +75,11 @@ class LayerCache(LayerState):
         not merged with anything else. Learned `sinks` are not in the answer, but in what methods note about attention.
         `begin` is called before anything changes, and may refuse.
         """
+        if self.again is not None and new.valid is None and not torch.compiler.is_compiling():
+            whole = self.again.take(self, query, new, (scale, softcap), begin)
+            if whole is not None:
+                return whole
+        self.again = None
         if not self.started:
             self._start(new)
         count, streaming = new.keys.shape[2], self.config.prefill == "streaming"
@@ -98,14 +105,18 @@ class LayerCache(LayerState):
         self._count(new)
         for stream, columns, seen in self._arriving(new, asked.ranks_in_row):
             stream.append_one(columns, seen)
-        answer = self.look(asked, lse=lse)
+        found = self.streams.look(asked)
+        answer = complete(found, asked, self.heads, lse=lse)
         whole = _whole(answer)
         assert whole is not None, "the new token itself is held"
         self._observe(asked, answer, whole)
         for asking, place in self._asking_now():
             self.streams.all[0].note_step(asked, asked.over_all(whole.lse), asking, place)
         if self.next_rank is None:
+            left = self.left
             self.settle()
+            self.not_yet = max(0, self.not_yet - 1)
+            self.again = None if self.not_yet or self.left != left else Again.of(self, asked, new, found)
         else:
             self.next_rank.add_(1)
         return whole
@@ -201,6 +212,7 @@ class LayerCache(LayerState):
 
     def hold(self, new: NewTokens, ranks: Int64[Tensor, "b q"] | None = None, notes: Notes | None = None) -> None:
         """Put new tokens where they belong, without an answer."""
+        self.again = None
         if not self.started:
             self._start(new)
         ranks = self._ranks(new) if ranks is None else ranks
@@ -325,6 +337,11 @@ class LayerCache(LayerState):
             self.ragged = True  # rows of unequal lengths leave the window at different times
         self.seen += count
 
+    def count_one(self) -> None:
+        """Count a single token of every row."""
+        self.add([1] * len(self.lengths), 1)
+        self.seen += 1
+
     def _ranks(self, new: NewTokens) -> Int64[Tensor, "b q"]:
         """How many tokens of its row come before each new one; -1 for padding."""
         if self.next_rank is not None:
@@ -373,7 +390,7 @@ class LayerCache(LayerState):
 
     def go_back(self, seen: int, lengths: Sequence[int]) -> None:
         """Be where so many tokens had been seen, none of which has left; whatever an interruption left here."""
-        self.seen, self.lengths = seen, list(lengths)
+        self.seen, self.lengths, self.again = seen, list(lengths), None
         for stream in self.streams.all:
             stream.crop(self.lengths)
 

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from kvsketch.caches.core.again import Again
 from kvsketch.caches.core.allocation import budgets_of
 from kvsketch.caches.core.budget import MOST, Budget, most_share
 from kvsketch.caches.core.buffers import Window
@@ -51,6 +52,8 @@ class LayerState:
         self.last_asked: Query | None = None  # of a prompt that is held back
         self.measured_at = 0  # tokens seen when it was measured
         self.row_shares: list[list[float]] | None = None  # of each row's KV heads, where the prompt has set them
+        self.again: Again | None = None  # how the latest token was taken, if the next one may be so
+        self.not_yet = 0  # for so many steps that is not noted
 
     def begin(self, rows: int, budgets: list[Budget], spans: Sequence[Spans] | None = None) -> None:
         """Have empty streams; what is protected of rows leaves them less of these budgets of KV heads."""
@@ -87,6 +90,7 @@ class LayerState:
         """Row i becomes what row `rows[i]` was."""
         if not self.started:
             return
+        self.again = None
         for stream in self.streams.all:
             stream.map_rows(rows)
         self.lengths = [self.lengths[row] for row in rows]

@@ -17,6 +17,7 @@ from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.query import Answer, Query
 from kvsketch.caches.core.storage import storage_bytes
 from kvsketch.caches.core.tokens import Arriving, Seen
+from kvsketch.kernels.sources import Classifier
 
 
 class Holding(ABC):
@@ -26,6 +27,11 @@ class Holding(ABC):
     """
 
     weighted: WeightedTokens | None = None  # entries, as those of one row: then attention over them is the answer
+
+    @property
+    def read_from(self) -> object:
+        """What single queries read: another object once it is another, or lies elsewhere."""
+        return self.weighted
 
     @property
     def wants_asking(self) -> bool:
@@ -130,4 +136,8 @@ class Method(ABC):
 
     def ask(self, query: Query, heads: int) -> Float[Tensor, "b h q ..."] | Int64[Tensor, "b h q ..."] | None:
         """What the queries of each group look for, before it is known what lanes hold; `heads` are KV heads."""
+        return None
+
+    def router(self, query: Float[Tensor, "b hg q d"], heads: int) -> Classifier | None:
+        """What `ask` asks, where that is a classifier of queries before rotation."""
         return None

@@ -21,6 +21,7 @@ from kvsketch.caches.lookup.key_index import KeyIndex, LayerIndex, find_index, r
 from kvsketch.caches.lookup.store import Lookup
 from kvsketch.kernels.buckets import assign
 from kvsketch.kernels.routing import expect
+from kvsketch.kernels.sources import Classifier
 
 PREFERENCES = ("mass", "density")
 
@@ -115,9 +116,11 @@ class SaapLookup(BucketLookup):
         return nearest(needed(seen.unrotated, self.config), self._learnt(seen.keys, seen.keys.shape[1]).centroids)
 
     def ask(self, query: Query, heads: int) -> Float[Tensor, "b h q *g c"]:
-        learnt = self._learnt(query.queries, heads)
         asking = without_history(needed(query.unrotated, self.config))
-        return expect(asking, learnt.classifier, heads)
+        return expect(asking, self.router(query.queries, heads), heads)
+
+    def router(self, query: Float[Tensor, "b hg q d"], heads: int) -> Classifier:
+        return self._learnt(query, heads).classifier
 
 
 def nearest(keys: Float[Tensor, "b h n d"], centroids: Float[Tensor, "h c d"]) -> Int64[Tensor, "b h n 1"]:

@@ -112,6 +112,10 @@ class Store(Holding):
         self.to_count = list[tuple[Int64[Tensor, "1 l 1"], int]]()
 
     @property
+    def read_from(self) -> object:
+        return self.entries
+
+    @property
     def wants_asking(self) -> bool:
         return self.index.ready
 
@@ -192,9 +196,7 @@ class Store(Holding):
             return
         alone = read.shape[2] == 1 and not query.padded
         if alone and self.open_pairs is None and not torch.compiler.is_compiling():
-            self.to_count.append((read, self.count))
-            if len(self.to_count) >= BLOCK:  # together, for adding them up one by one is many calls
-                self._count()
+            self.count_read(read)
             return
         assert self.at is not None, "they read something"
         by_query = read[0]
@@ -204,6 +206,12 @@ class Store(Holding):
             by_query, asked = by_query * real, real.sum(1)
         # The second is a number of the device's: it is another one when a step is replayed.
         self._add(by_query.sum(1), self.at[2] * asked)
+
+    def count_read(self, read: Int64[Tensor, "1 l 1"]) -> None:
+        """Count what a single query read."""
+        self.to_count.append((read, self.count))
+        if len(self.to_count) >= BLOCK:  # together, for adding them up one by one is many calls
+            self._count()
 
     def _count(self) -> None:
         """Add what single queries read."""

@@ -32,23 +32,12 @@ def attend(
     if native.library_for(query) is None or not all(map(_can_read, parts)):
         return None
     rows, query_heads, count, width = query.shape
-    noted = [part.noted[NOTED] for part in parts]
-    value_width = noted[0].widths[1]
-    if any(one.widths != (width, value_width) for one in noted):
+    value_width = parts[0].noted[NOTED].widths[1]
+    if any(part.noted[NOTED].widths != (width, value_width) for part in parts):
         return None  # torch says what is wrong with them
     out = query.new_empty(rows, query_heads, count, value_width)
     lse = native.room(rows, query_heads, count)
-    shape = _Shape(
-        *(rows, heads, query_heads // heads, count, width, value_width, 0, 0),
-        *query.stride()[:3],
-        native.DTYPES[query.dtype],
-        scale,
-        softcap or 0.0,
-    )
-    sources = (_Source * len(parts))(*(one.source for one in noted))
-    for source, part in zip(sources, parts, strict=True):
-        if part.choice is not None:
-            source.choice = ctypes.addressof(part.choice.asked)
+    shape, sources = shape_of(query, heads, value_width, scale, softcap), sources_of(parts)
     failed = _function()(
         ctypes.byref(shape),
         sources,
@@ -61,7 +50,7 @@ def attend(
     return None if failed else Partial(out, lse)
 
 
-class _Shape(ctypes.Structure):
+class Shape(ctypes.Structure):
     """`struct shape` in `attention.c`, which fills in what is 0 here."""
 
     _fields_ = [
@@ -81,7 +70,9 @@ _NUMBERS = (
 )
 
 
-class _Source(ctypes.Structure):
+class Source(ctypes.Structure):
+    """`struct source` in `attention.c`."""
+
     _fields_ = [
         *((name, ctypes.c_void_p) for name in _ADDRESSES),
         *((name, ctypes.c_int64) for name in _NUMBERS),
@@ -89,10 +80,33 @@ class _Source(ctypes.Structure):
     ]
 
 
+def shape_of(
+    query: Float[Tensor, "b hg q d"], heads: int, value_width: int, scale: float, softcap: float | None
+) -> Shape:
+    """How a call looks."""
+    rows, query_heads, count, width = query.shape
+    return Shape(
+        *(rows, heads, query_heads // heads, count, width, value_width, 0, 0),
+        *query.stride()[:3],
+        native.DTYPES[query.dtype],
+        scale,
+        softcap or 0.0,
+    )
+
+
+def sources_of(parts: Sequence[Entries]) -> "ctypes.Array[Source]":
+    """Where parts lie, which was noted, and what is to be chosen of them."""
+    sources = (Source * len(parts))(*(part.noted[NOTED].source for part in parts))
+    for source, part in zip(sources, parts, strict=True):
+        if part.choice is not None:
+            source.choice = ctypes.addressof(part.choice.asked)
+    return sources
+
+
 class _Noted(NamedTuple):
     """About a part; what was made for the description must stay as long as that."""
 
-    source: _Source
+    source: Source
     widths: tuple[int, int]  # of keys and of values
     kept: list[Tensor]
 
@@ -103,7 +117,7 @@ def _function() -> Callable[..., int]:
     assert library is not None, "there is something to call"
     found = library.kvs_attend
     address, number = ctypes.c_void_p, ctypes.c_int64
-    found.argtypes = [ctypes.POINTER(_Shape), ctypes.POINTER(_Source), number, address, address, address, number]
+    found.argtypes = [ctypes.POINTER(Shape), ctypes.POINTER(Source), number, address, address, address, number]
     return found
 
 
@@ -121,7 +135,7 @@ def _can_read(part: Entries) -> bool:
     return True
 
 
-def _described(part: Entries, kept: list[Tensor]) -> _Source:
+def _described(part: Entries, kept: list[Tensor]) -> Source:
     """Where the entries lie."""
     tokens, segments = part.tokens, part.segments
     keys, values = tokens.keys, tokens.values
@@ -139,7 +153,7 @@ def _described(part: Entries, kept: list[Tensor]) -> _Source:
     if part.lanes is not None:
         kept.append(part.lanes.contiguous())
         lanes = kept[-1].data_ptr()
-    return _Source(
+    return Source(
         *(keys.data_ptr(), values.data_ptr(), mass, extra, lanes, begin, length, *keys.shape[:3], *runs),
         *(*keys.stride()[:3], *values.stride()[:3], *mass_strides, *extra_strides, native.DTYPES[keys.dtype]),
         None,  # a choice is another one for every query

@@ -2,6 +2,7 @@
 #include "choice.c"
 #include "attention.c"
 #include "router.c"
+#include "step.c"
 #include "walk.c"
 #include "kcenter.c"
 #include "draws.c"

@@ -22,26 +22,27 @@ NOTE = "described for C"
 
 def classify(query: Float[Tensor, "b hg q d"], by: Classifier, heads: int) -> Float[Tensor, "b h q c"] | None:
     """See `routing/__init__.py`."""
+    found = question(query, by, heads)
+    if found is None:
+        return None
+    library, asked, noted = found
+    scores = native.room(len(query), heads, query.shape[2], by.last[0].shape[2])
+    threads = ctypes.c_int64(native.threads())
+    failed = library.kvs_classify(ctypes.byref(asked), noted.layers, *native.addresses(scores), threads)
+    return None if failed else scores
+
+
+def question(query: Float[Tensor, "b hg q d"], by: Classifier, heads: int) -> "tuple[ctypes.CDLL, Asked, Noted] | None":
+    """What C is asked, and of whom; None where it cannot answer."""
     rows, query_heads, count, width = query.shape
     few = 0 < rows * count * (query_heads // heads) <= MOST_QUERIES
     library = native.library_for(query) if few else None
     noted = None if library is None or query.stride(3) != 1 else _noted(by, library)
     if library is None or noted is None or noted.kind != query.dtype:
         return None
-    asked = _Asked(
-        query.data_ptr(),
-        native.DTYPES[query.dtype],
-        rows,
-        heads,
-        query_heads // heads,
-        count,
-        width,
-        *query.stride()[:3],
-    )
-    scores = native.room(rows, heads, count, by.last[0].shape[2])
-    threads = ctypes.c_int64(native.threads())
-    failed = library.kvs_classify(ctypes.byref(asked), noted.layers, *native.addresses(scores), threads)
-    return None if failed else scores
+    group, strides = query_heads // heads, query.stride()[:3]
+    asked = Asked(query.data_ptr(), native.DTYPES[query.dtype], rows, heads, group, count, width, *strides)
+    return library, asked, noted
 
 
 def visit(
@@ -92,14 +93,16 @@ class _Layer(ctypes.Structure):
     ]
 
 
-class _Noted(NamedTuple):
+class Noted(NamedTuple):
+    """About a classifier."""
+
     at: list[int]  # where its tensors were
     kind: torch.dtype
     layers: "ctypes.Array[_Layer]"  # as C takes them
     read: list[Tensor]  # what these are of
 
 
-def _noted(by: Classifier, library: ctypes.CDLL) -> _Noted | None:
+def _noted(by: Classifier, library: ctypes.CDLL) -> Noted | None:
     """How C reads a classifier; None where it cannot, or where a gradient is wanted of it."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in by.tensors):
         return None
@@ -111,8 +114,8 @@ def _noted(by: Classifier, library: ctypes.CDLL) -> _Noted | None:
     return noted
 
 
-def _described(by: Classifier, at: list[int], *, bytes_pay: bool) -> _Noted:
-    noted = _Noted(at, by.last[0].dtype, (_Layer * 2)(), [])
+def _described(by: Classifier, at: list[int], *, bytes_pay: bool) -> Noted:
+    noted = Noted(at, by.last[0].dtype, (_Layer * 2)(), [])
     for place, layer in enumerate((by.inner, by.last)):
         if layer is None:
             continue
@@ -134,7 +137,9 @@ def read_of(by: Classifier) -> tuple[int, bool]:
 _OF_QUERIES = ("kind", "rows", "heads", "group", "count", "width", "row", "head", "step")
 
 
-class _Asked(ctypes.Structure):
+class Asked(ctypes.Structure):
+    """`struct asked` in `router.c`."""
+
     _fields_ = [("queries", ctypes.c_void_p), *((name, ctypes.c_int64) for name in _OF_QUERIES)]
 
 

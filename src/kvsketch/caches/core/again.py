@@ -1,0 +1,162 @@
+"""A single token that comes as the one before it did: held and answered in one call of C, where nothing else is due.
+
+`LayerCache._step` is the road that every token can take. It leaves an `Again` behind where the next one may take this
+one, which does the same; what both go by is compared each time, and where anything is another there is no `Again` left.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvsketch.attention import Partial
+from kvsketch.caches.core.buffers import Window
+from kvsketch.caches.core.config import BLOCK
+from kvsketch.caches.core.query import Answer, Query
+from kvsketch.caches.core.stream import Stream
+from kvsketch.caches.core.tokens import NewTokens, Seen
+from kvsketch.kernels import native
+from kvsketch.kernels.native.attention import NOTED
+from kvsketch.kernels.native.step import Step
+from kvsketch.kernels.sources import Classifier, Entries
+
+if TYPE_CHECKING:
+    from kvsketch.caches.core.layer import LayerCache
+
+
+class Again:
+    """How the latest token was held and answered, for a block of tokens more at most."""
+
+    @classmethod
+    def of(cls, layer: "LayerCache", asked: Query, new: NewTokens, found: Answer) -> "Again | None":
+        """None where the next token may not come so; `found`: what was still to be read, with the window."""
+        stream = None if torch.compiler.is_compiling() else layer.streams.only
+        if stream is None or not _is_plain(layer, stream) or found.attended is not None or found.estimated is not None:
+            return None
+        parts = [part for source in found.unread for part in source]
+        chosen = [part.choice.asked for part in parts if part.choice is not None]
+        grown = (stream.window.keys, stream.window.values, stream.window.ranks)
+        tensors = [x for one in grown if (x := one.buffer) is not None]
+        if (
+            native.library_for(asked.queries, new.keys, new.values, *tensors[:2]) is None
+            or not all(NOTED in part.noted and part.segments is None for part in parts)
+            or len(found.unread[-1]) != 1
+            or parts[-1].lanes is not None
+            or any(x.stride(3) != 1 for x in (asked.queries, new.keys, new.values))
+            or not all(x.is_contiguous() for x in tensors)
+            or (found.read is not None) != (len(chosen) == 1)
+            or any(one.left for one in chosen)
+            or (chosen and (asked.unrotated is None or _router_of(stream, asked) is None))
+        ):
+            return None
+        return cls(layer, stream, asked, new, parts)
+
+    def __init__(self, layer: "LayerCache", stream: Stream, asked: Query, new: NewTokens, parts: list[Entries]) -> None:
+        window, rows = stream.window, len(asked.queries)
+        self.stream, self.window, self.library = stream, window, native.library()
+        self.how, self.looks = (asked.scale, asked.softcap), _looks_of(asked.queries, new)
+        self.places = [(one, one.buffer, one.dim) for one in (window.keys, window.values, window.ranks)]
+        self.inferred = any(x is not None and x.is_inference() for _, x, _ in self.places)
+        self.held = _held_by(stream)
+        self.first = layer.seen  # the rank of the next token
+        ranks = torch.arange(self.first, self.first + BLOCK, device="cpu")
+        self.ranks = ranks.view(-1, 1, 1).repeat(1, rows, 1).unbind()
+        self.lse = native.room(BLOCK, *asked.queries.shape[:3]).unbind()
+        self.looks_up = any(part.choice is not None for part in parts)
+        self.router = _router_of(stream, asked) if self.looks_up else None
+        self.router_at = [] if self.router is None else [x.data_ptr() for x in self.router.tensors]
+        self.read = native.room(BLOCK, 1, rows * layer.heads, 1, dtype=torch.int64).unbind()
+        self.notes = stream.method is not None and stream.method.takes_notes
+        coming = (new.keys, new.values, self.ranks[0])
+        puts = [(x, own) for (_, x, _), own in zip(self.places, coming, strict=True) if x is not None]
+        self.step = Step(asked.queries, parts, layer.heads, self.how, puts, self.router, asked.unrotated)
+        self.served = False
+
+    def __deepcopy__(self, _: object) -> None:
+        """What is told to C is about one layer's tensors, and no other's."""
+
+    def take(
+        self,
+        layer: "LayerCache",
+        query: Tensor,
+        new: NewTokens,
+        how: tuple[float, float | None],
+        begin: Callable[[], None],
+    ) -> Partial | None:
+        """Hold a token and answer its query; None, and nothing is changed, where it does not come as the one before."""
+        number, place = layer.seen - self.first, self.window.ranks.length
+        if not (how == self.how and 0 <= number < BLOCK and self._is_still(layer, place, query, new)):
+            layer.again, layer.not_yet = None, 0 if self.served else BLOCK
+            return None
+        begin()
+        ranks, lse, read = self.ranks[number], self.lse[number], self.read[number]
+        unrotated = new.unrotated.queries if self.looks_up and new.unrotated is not None else None
+        out = self.step.run(place, (new.keys, new.values, ranks), query, lse, unrotated, read)
+        if out is None:
+            return None
+        self.served = True
+        layer.count_one()
+        for grown, _, _ in self.places:
+            grown.length = place + 1
+        self.stream.may_come -= 1
+        if self.notes:
+            self.stream.waiting.append(Seen.of(new, ranks, ahead=layer.config.looks_ahead))
+        if self.looks_up:
+            self.held[0].count_read(read)  # of the one store there is
+        return Partial(out, lse)
+
+    def _is_still(self, layer: "LayerCache", place: int, query: Tensor, new: NewTokens) -> bool:
+        """Whether all is as it was, nothing is due, and there is room."""
+        stream = self.stream
+        if layer.streams.only is not stream or stream.window is not self.window or _is_elsewhere(layer, self.window):
+            return False
+        if stream.may_come <= 1 or (self.notes and len(stream.waiting) + 1 >= BLOCK):
+            return False
+        if native.library() is not self.library or _looks_of(query, new) != self.looks:
+            return False
+        if torch.is_grad_enabled() and (query.requires_grad or new.keys.requires_grad or new.values.requires_grad):
+            return False
+        if self.inferred and not torch.is_inference_mode_enabled():
+            return False
+        for grown, buffer, dim in self.places:
+            if grown.buffer is not buffer or buffer is None or grown.length != place or place >= buffer.shape[dim]:
+                return False
+        held = _held_by(stream)
+        if len(held) != len(self.held) or any(x is not y for x, y in zip(held, self.held, strict=True)):
+            return False
+        return self.router is None or [x.data_ptr() for x in self.router.tensors] == self.router_at
+
+
+def _is_plain(layer: "LayerCache", stream: Stream) -> bool:
+    """Whether a step is nothing but holding and reading: nobody notes whom attention goes to."""
+    if layer.config.askings or not stream.heads.all_here or _is_elsewhere(layer, stream.window):
+        return False
+    if stream.method is not None and stream.method.notes_at_once:
+        return False
+    past = stream.past
+    return past is None or not stream.observes or (past.method.observes == {"read"} and len(past.bundles) == 1)
+
+
+def _is_elsewhere(layer: "LayerCache", window: Window) -> bool:
+    """Whether tokens go other ways: nothing leaves the window, only the device counts, or rows have unequal lengths."""
+    return layer.recording or layer.next_rank is not None or layer.ragged or window.ragged or window.place is not None
+
+
+def _held_by(stream: Stream) -> list[Any]:
+    """What left the window and is read: other objects, as soon as anything of it is another."""
+    bundles = [] if stream.past is None else stream.past.bundles
+    return [x for bundle in bundles for x in (bundle.holding, bundle.holding.read_from)]
+
+
+def _router_of(stream: Stream, asked: Query) -> Classifier | None:
+    """The classifier that says which buckets are visited, where nothing else does."""
+    return None if stream.method is None else stream.method.router(asked.queries, stream.heads.here)
+
+
+def _looks_of(query: Tensor, new: NewTokens) -> list[Any]:
+    """What C takes a token by: kinds, shapes and strides of all that comes."""
+    tensors = [query, new.keys, new.values]
+    if new.unrotated is not None:
+        tensors.append(new.unrotated.queries)
+    return [(type(x), x.is_cpu, x.dtype, x.shape, x.stride()) for x in tensors]

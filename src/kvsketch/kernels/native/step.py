@@ -1,0 +1,113 @@
+"""A decode step like the one before it, in one call of C: `native/step.c` says what that does.
+
+All that C is told was written down when the step before was answered, but for where its numbers come from and go to: a
+step of many layers meets the interpreter with empty caches, and each object that is touched costs it microseconds.
+"""
+
+import ctypes
+from collections.abc import Sequence
+
+from jaxtyping import Float
+from torch import Tensor
+
+from kvsketch.kernels import native
+from kvsketch.kernels.native.attention import NOTED, shape_of, sources_of
+from kvsketch.kernels.routing.native import Asked, ChoiceInC, question
+from kvsketch.kernels.sources import Classifier, Entries
+
+
+class _Put(ctypes.Structure):
+    """`struct put` in `step.c`."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("to", "from_")),
+        *((name, ctypes.c_int64) for name in ("rows", "heads", "to_row", "to_head", "from_row", "from_head", "bytes")),
+    ]
+
+
+class _Step(ctypes.Structure):
+    """`struct step` in `step.c`."""
+
+    _fields_ = [
+        ("puts", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("count", "place")),
+        *((name, ctypes.c_void_p) for name in ("asked", "layers", "scores", "shape", "sources")),
+        *((name, ctypes.c_int64) for name in ("number", "window")),
+        *((name, ctypes.c_void_p) for name in ("queries", "out", "lse")),
+        ("threads", ctypes.c_int64),
+    ]
+
+
+class Step:
+    """What C is told about a step, and what that is about, which stays in its place as long as this."""
+
+    def __init__(
+        self,
+        query: Float[Tensor, "b hg 1 d"],
+        parts: Sequence[Entries],
+        heads: int,
+        how: tuple[float, float | None],
+        places: Sequence[tuple[Tensor, Tensor]],
+        router: Classifier | None,
+        unrotated: Float[Tensor, "b hg 1 d"] | None,
+    ) -> None:
+        """The last part gets the new token. `how`: scale and softcap; `places`: buffers, and what goes to each."""
+        library = native.library()
+        assert library is not None, "there is something to call"
+        self.kept: list[object] = [*parts, *(buffer for buffer, _ in places), router]
+        self.values = parts[0].noted[NOTED].widths[1]
+        self.shape, self.sources = shape_of(query, heads, self.values, *how), sources_of(parts)
+        self.puts = (_Put * len(places))(*(_put(buffer, new) for buffer, new in places))
+        self.given = _Step(
+            puts=ctypes.addressof(self.puts), count=len(places), shape=ctypes.addressof(self.shape),
+            sources=ctypes.addressof(self.sources), number=len(parts), window=len(parts) - 1,
+        )  # fmt: skip
+        self.choice: ChoiceInC | None = None
+        self.asked: Asked | None = None
+        for source, part in zip(self.sources, parts, strict=True):
+            if part.choice is not None:
+                self.choice = ChoiceInC.from_buffer_copy(part.choice.asked)
+                source.choice = ctypes.addressof(self.choice)
+        if self.choice is not None:
+            found = None if router is None or unrotated is None else question(unrotated, router, heads)
+            assert found is not None, "it was asked a step ago"
+            _, self.asked, noted = found
+            assert router is not None, "so there is one"
+            scores = native.room(len(query), heads, router.last[0].shape[2])
+            self.kept += [noted, scores]
+            self.choice.scores = self.given.scores = scores.data_ptr()
+            self.given.asked, self.given.layers = ctypes.addressof(self.asked), ctypes.addressof(noted.layers)
+        self.call = library.kvs_step
+        self.call.argtypes = [ctypes.c_void_p]
+        self.at = ctypes.addressof(self.given)
+
+    def run(
+        self,
+        place: int,
+        new: Sequence[Tensor],
+        query: Tensor,
+        lse: Tensor,
+        unrotated: Tensor | None,
+        read: Tensor,
+    ) -> Tensor | None:
+        """The answer; `lse` gets its log of denominators, `read` how much was looked up. None: no memory is left."""
+        out = query.new_empty(*query.shape[:3], self.values)
+        for put, x in zip(self.puts, new, strict=True):
+            put.from_ = x.data_ptr()
+        given = self.given
+        given.place, given.queries, given.out, given.lse = place, query.data_ptr(), out.data_ptr(), lse.data_ptr()
+        given.threads = native.threads()
+        if self.choice is not None and self.asked is not None and unrotated is not None:
+            self.asked.queries, self.choice.read = unrotated.data_ptr(), read.data_ptr()
+        return None if self.call(self.at) else out
+
+
+def _put(buffer: Tensor, new: Tensor) -> _Put:
+    """How a token goes to one of the places that a head has side by side, [b, h, n, d], or a row, [b, n]."""
+    if buffer.ndim == 2:
+        buffer, new = buffer[:, None, :, None], new[:, None, :, None]
+    size = buffer.element_size()
+    return _Put(
+        buffer.data_ptr(), None, *buffer.shape[:2], *(size * x for x in buffer.stride()[:2]),
+        *(size * x for x in new.stride()[:2]), size * buffer.shape[3],
+    )  # fmt: skip
