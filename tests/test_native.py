@@ -975,9 +975,9 @@ EVERY_KERNEL = (
 
 
 def once_more(chosen, cache, **environment):
-    """These very tests, and those of the walks, in a process of its own; none is left out."""
+    """These very tests, and those of walks and of single tokens, in a process of its own; none is left out."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", chosen]
-    files = [str(HERE), str(HERE.with_name("test_native_walk.py"))]
+    files = [str(HERE), *(str(HERE.with_name(f"test_{name}.py")) for name in ("native_walk", "again"))]
     given = os.environ | environment | {"KVSKETCH_CACHE": str(cache), AGAIN: "1"}
     done = subprocess.run([*command, *files], env=given, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
@@ -994,7 +994,8 @@ def test_sanitizers_find_nothing(tmp_path):
         pytest.skip("gcc brings the sanitizer")
     runtime = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     once_more(
-        f"{EVERY_KERNEL} or one_call or beyond_the_runs or no_runs or buckets or layouts or next_to_nothing",
+        f"{EVERY_KERNEL} or one_call or beyond_the_runs or no_runs or buckets or layouts or next_to_nothing "
+        "or (holds_the_same and (exact or saap))",
         tmp_path,
         CC=compiler,
         CFLAGS="-O0 -g1 -fno-var-tracking -fsanitize=address,undefined -fno-sanitize-recover=all",

@@ -5,7 +5,7 @@ one, which does the same; what both go by is compared each time, and where anyth
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from kvsketch.attention import Partial
 from kvsketch.caches.core.buffers import Window
 from kvsketch.caches.core.config import BLOCK
+from kvsketch.caches.core.layer_state import LayerState
 from kvsketch.caches.core.query import Answer, Query
 from kvsketch.caches.core.stream import Stream
 from kvsketch.caches.core.tokens import NewTokens, Seen
@@ -21,15 +22,12 @@ from kvsketch.kernels.native.attention import NOTED
 from kvsketch.kernels.native.step import Step
 from kvsketch.kernels.sources import Classifier, Entries
 
-if TYPE_CHECKING:
-    from kvsketch.caches.core.layer import LayerCache
-
 
 class Again:
     """How the latest token was held and answered, for a block of tokens more at most."""
 
     @classmethod
-    def of(cls, layer: "LayerCache", asked: Query, new: NewTokens, found: Answer) -> "Again | None":
+    def of(cls, layer: LayerState, asked: Query, new: NewTokens, found: Answer) -> "Again | None":
         """None where the next token may not come so; `found`: what was still to be read, with the window."""
         stream = None if torch.compiler.is_compiling() else layer.streams.only
         if stream is None or not _is_plain(layer, stream) or found.attended is not None or found.estimated is not None:
@@ -52,7 +50,7 @@ class Again:
             return None
         return cls(layer, stream, asked, new, parts)
 
-    def __init__(self, layer: "LayerCache", stream: Stream, asked: Query, new: NewTokens, parts: list[Entries]) -> None:
+    def __init__(self, layer: LayerState, stream: Stream, asked: Query, new: NewTokens, parts: list[Entries]) -> None:
         window, rows = stream.window, len(asked.queries)
         self.stream, self.window, self.library = stream, window, native.library()
         self.how, self.looks = (asked.scale, asked.softcap), _looks_of(asked.queries, new)
@@ -78,7 +76,7 @@ class Again:
 
     def take(
         self,
-        layer: "LayerCache",
+        layer: LayerState,
         query: Tensor,
         new: NewTokens,
         how: tuple[float, float | None],
@@ -87,7 +85,6 @@ class Again:
         """Hold a token and answer its query; None, and nothing is changed, where it does not come as the one before."""
         number, place = layer.seen - self.first, self.window.ranks.length
         if not (how == self.how and 0 <= number < BLOCK and self._is_still(layer, place, query, new)):
-            layer.again, layer.not_yet = None, 0 if self.served else BLOCK
             return None
         begin()
         ranks, lse, read = self.ranks[number], self.lse[number], self.read[number]
@@ -106,7 +103,7 @@ class Again:
             self.held[0].count_read(read)  # of the one store there is
         return Partial(out, lse)
 
-    def _is_still(self, layer: "LayerCache", place: int, query: Tensor, new: NewTokens) -> bool:
+    def _is_still(self, layer: LayerState, place: int, query: Tensor, new: NewTokens) -> bool:
         """Whether all is as it was, nothing is due, and there is room."""
         stream = self.stream
         if layer.streams.only is not stream or stream.window is not self.window or _is_elsewhere(layer, self.window):
@@ -128,7 +125,7 @@ class Again:
         return self.router is None or [x.data_ptr() for x in self.router.tensors] == self.router_at
 
 
-def _is_plain(layer: "LayerCache", stream: Stream) -> bool:
+def _is_plain(layer: LayerState, stream: Stream) -> bool:
     """Whether a step is nothing but holding and reading: nobody notes whom attention goes to."""
     if layer.config.askings or not stream.heads.all_here or _is_elsewhere(layer, stream.window):
         return False
@@ -138,9 +135,9 @@ def _is_plain(layer: "LayerCache", stream: Stream) -> bool:
     return past is None or not stream.observes or (past.method.observes == {"read"} and len(past.bundles) == 1)
 
 
-def _is_elsewhere(layer: "LayerCache", window: Window) -> bool:
-    """Whether tokens go other ways: nothing leaves the window, only the device counts, or rows have unequal lengths."""
-    return layer.recording or layer.next_rank is not None or layer.ragged or window.ragged or window.place is not None
+def _is_elsewhere(layer: LayerState, window: Window) -> bool:
+    """Whether tokens go other ways: only the device counts, or rows have unequal lengths."""
+    return layer.next_rank is not None or layer.ragged or window.ragged or window.place is not None
 
 
 def _held_by(stream: Stream) -> list[Any]:

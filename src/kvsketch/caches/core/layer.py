@@ -20,7 +20,7 @@ from kvsketch.caches.core.answers import complete
 from kvsketch.caches.core.asking import WINDOW, Asking, Notes
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.buffers import marks_of, written
-from kvsketch.caches.core.config import MethodConfig
+from kvsketch.caches.core.config import BLOCK, MethodConfig
 from kvsketch.caches.core.layer_state import LayerState
 from kvsketch.caches.core.part import HeadPart
 from kvsketch.caches.core.probe import PROBES, exact_probe, relative_error
@@ -54,6 +54,15 @@ class LayerCache(LayerState):
         self.recording = False  # hold back all writing to the past until the next `crop`
         self.notes_calls = True  # note whose attention tokens get as calls come; not of what is read behind them
 
+    def reset(self) -> None:
+        super().reset()
+        self.again: Again | None = None  # how the latest token was taken, if the next one may be so
+        self.not_yet = 0  # for so many steps that is not noted
+
+    def map_rows(self, rows: list[int]) -> None:
+        self.again = None
+        super().map_rows(rows)
+
     # -- reading
 
     def read(
@@ -75,10 +84,11 @@ class LayerCache(LayerState):
         not merged with anything else. Learned `sinks` are not in the answer, but in what methods note about attention.
         `begin` is called before anything changes, and may refuse.
         """
-        if self.again is not None and new.valid is None and not torch.compiler.is_compiling():
+        if self.again is not None and new.valid is None and not self.recording and not torch.compiler.is_compiling():
             whole = self.again.take(self, query, new, (scale, softcap), begin)
             if whole is not None:
                 return whole
+            self.not_yet = 0 if self.again.served else BLOCK
         self.again = None
         if not self.started:
             self._start(new)
@@ -116,7 +126,8 @@ class LayerCache(LayerState):
             left = self.left
             self.settle()
             self.not_yet = max(0, self.not_yet - 1)
-            self.again = None if self.not_yet or self.left != left else Again.of(self, asked, new, found)
+            if not self.not_yet and not self.recording and self.left == left:
+                self.again = Again.of(self, asked, new, found)
         else:
             self.next_rank.add_(1)
         return whole
@@ -336,11 +347,6 @@ class LayerCache(LayerState):
             self.add(added[:, 0].tolist(), added)
             self.ragged = True  # rows of unequal lengths leave the window at different times
         self.seen += count
-
-    def count_one(self) -> None:
-        """Count a single token of every row."""
-        self.add([1] * len(self.lengths), 1)
-        self.seen += 1
 
     def _ranks(self, new: NewTokens) -> Int64[Tensor, "b q"]:
         """How many tokens of its row come before each new one; -1 for padding."""

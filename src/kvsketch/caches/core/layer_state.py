@@ -8,7 +8,6 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from kvsketch.caches.core.again import Again
 from kvsketch.caches.core.allocation import budgets_of
 from kvsketch.caches.core.budget import MOST, Budget, most_share
 from kvsketch.caches.core.buffers import Window
@@ -52,8 +51,6 @@ class LayerState:
         self.last_asked: Query | None = None  # of a prompt that is held back
         self.measured_at = 0  # tokens seen when it was measured
         self.row_shares: list[list[float]] | None = None  # of each row's KV heads, where the prompt has set them
-        self.again: Again | None = None  # how the latest token was taken, if the next one may be so
-        self.not_yet = 0  # for so many steps that is not noted
 
     def begin(self, rows: int, budgets: list[Budget], spans: Sequence[Spans] | None = None) -> None:
         """Have empty streams; what is protected of rows leaves them less of these budgets of KV heads."""
@@ -73,6 +70,11 @@ class LayerState:
         if noted is not None and noted[0] == before:
             self.counted = self.lengths, noted[1] + there
 
+    def count_one(self) -> None:
+        """Count a single token of every row."""
+        self.add([1] * len(self.lengths), 1)
+        self.seen += 1
+
     def lengths_on(self, device: torch.device) -> Int64[Tensor, "b 1"]:
         """How many tokens rows have, on a device: a list that is copied there waits for all that is under way."""
         if self.counted is None or self.counted[0] != self.lengths or self.counted[1].device != device:
@@ -90,7 +92,6 @@ class LayerState:
         """Row i becomes what row `rows[i]` was."""
         if not self.started:
             return
-        self.again = None
         for stream in self.streams.all:
             stream.map_rows(rows)
         self.lengths = [self.lengths[row] for row in rows]

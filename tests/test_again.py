@@ -1,0 +1,115 @@
+"""A token that comes as the one before it takes a shorter road, in C, and nobody can tell."""
+
+import copy
+import random
+
+import pytest
+import torch
+
+from drawn import normal
+from kvsketch.caches.core.again import Again
+from kvsketch.caches.core.layer import LayerCache
+from kvsketch.caches.core.tokens import NewTokens, Unrotated
+from kvsketch.caches.registry import parse_spec
+from kvsketch.kernels import native
+from made_index import make_index
+
+HEADS, GROUP, WIDTH, SCALE = 2, 2, 16, 0.25
+SPECS = [
+    "exact",
+    "uniform(keep=0.4, window=40)",
+    "streaming_llm(keep=90)",
+    "balancekv(keep=0.4, window=40)",
+    "keydiff(keep=0.4, window=40)",
+    "saap(index={index!r}, probes=2, window=40, staging=32, full_layers=0)",
+    "saap(index={index!r}, probes=2, window=40, staging=32, full_layers=0, estimate=True)",
+    "h2o(keep=0.4, window=40)",
+]
+needs_c = pytest.mark.skipif(native.library() is None, reason="there is no C compiler")
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """How many tokens took the shorter road."""
+    taken, take = [], Again.take
+
+    def counted(self, *given):
+        found = take(self, *given)
+        taken.extend([1] * (found is not None))
+        return found
+
+    monkeypatch.setattr(Again, "take", counted)
+    return taken
+
+
+def come(layer, count, rows, seed, *, apart=False):
+    """So many tokens at once; `apart`: their heads do not lie as usual."""
+    keys, values, unrotated = (normal(rows, HEADS, count, WIDTH, seed=seed + n) for n in range(3))
+    query, asked = (normal(rows, HEADS * GROUP, count, WIDTH, seed=seed + n) for n in (3, 4))
+    if apart:
+        keys, query = (
+            x.transpose(1, 2).contiguous().transpose(1, 2).repeat(1, 1, 2, 1)[:, :, ::2] for x in (keys, query)
+        )
+    return layer.read(query, NewTokens(keys, values, None, Unrotated(asked, unrotated)), SCALE)
+
+
+def happen(layer, kind, rows, seed):
+    """One of the things that happen to a layer between single tokens; the layer, its rows, and what was answered."""
+    if kind == "copy":
+        return copy.deepcopy(layer), rows, None
+    if kind == "load":
+        loaded = LayerCache(layer.config, 1)
+        tensors, numbers = layer.state()
+        loaded.restore({name: x.clone() for name, x in tensors.items()}, numbers)
+        return loaded, rows, None
+    if kind == "rows":
+        layer.map_rows([0] * (3 - rows))
+        return layer, 3 - rows, None
+    if kind == "crop":
+        there = min(length - left for length, left in zip(layer.lengths, layer.left, strict=True))
+        layer.crop(min(2, there - 1))
+        return layer, rows, None
+    if kind == "torch":
+        with native.off():
+            return layer, rows, come(layer, 1, rows, seed)
+    if kind == "gradient":
+        query = normal(rows, HEADS * GROUP, 1, WIDTH, seed=seed).requires_grad_()
+        keys = normal(rows, HEADS, 1, WIDTH, seed=seed)
+        with torch.enable_grad():
+            found = layer.read(query, NewTokens(keys, keys, None, Unrotated(query.detach(), keys)), SCALE)
+        assert found.out.requires_grad
+        return layer, rows, found
+    return layer, rows, come(layer, 9 if kind == "some" else 1, rows, seed, apart=kind == "apart")
+
+
+@needs_c
+@pytest.mark.parametrize("spec", SPECS)
+def test_whatever_happens_it_answers_and_holds_the_same(spec, served, tmp_path):
+    index = str(make_index(tmp_path / "index", heads=HEADS, width=WIDTH, buckets=6))
+    config, draw = parse_spec(spec.format(index=index)), random.Random(0)
+    kinds = ["copy", "load", "rows", "crop", "torch", "gradient", "some", "apart"]
+    kinds = draw.sample(kinds, len(kinds)) * 2
+    short, long, rows = LayerCache(config, 1), LayerCache(config, 1), 1
+    with torch.no_grad():
+        for layer in (short, long):
+            come(layer, 150, rows, 0)
+        for number in range(16 * len(kinds)):
+            kind = kinds[number // 16] if number % 16 == 15 else "one"
+            short, after, found = happen(short, kind, rows, 10 * number)
+            long.not_yet = 2
+            long, rows, expected = happen(long, kind, rows, 10 * number)
+            assert long.again is None
+            assert after == rows
+            assert (found is None) == (expected is None)
+            if found is not None:
+                assert torch.equal(found.out, expected.out), (number, kind)
+                assert torch.equal(found.lse, expected.lse), (number, kind)
+    mine, others = short.state(), long.state()
+    assert mine[1] == others[1]
+    assert mine[0].keys() == others[0].keys()
+    for name, x in mine[0].items():
+        assert torch.equal(x, others[0][name]), name
+    if spec in SPECS[:-2]:
+        assert len(served) > 4 * len(kinds)
+    else:
+        assert not served, "each step has something else to read, or to note"
