@@ -113,3 +113,14 @@ def test_whatever_happens_it_answers_and_holds_the_same(spec, served, tmp_path):
         assert len(served) > 4 * len(kinds)
     else:
         assert not served, "each step has something else to read, or to note"
+
+
+@needs_c
+def test_more_rows_than_c_asks_a_classifier_for_take_the_long_road(served, tmp_path):
+    index = str(make_index(tmp_path / "index", heads=HEADS, width=WIDTH, buckets=6))
+    layer = LayerCache(parse_spec(SPECS[-3].format(index=index)), 1)
+    come(layer, 150, 17, 0)
+    for seed in range(3):
+        come(layer, 1, 17, seed)
+    assert not served
+    assert layer.seen == 153

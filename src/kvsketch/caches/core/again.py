@@ -20,6 +20,7 @@ from kvsketch.caches.core.tokens import NewTokens, Seen
 from kvsketch.kernels import native
 from kvsketch.kernels.native.attention import NOTED
 from kvsketch.kernels.native.step import Step
+from kvsketch.kernels.routing.native import Question, question
 from kvsketch.kernels.sources import Classifier, Entries
 
 
@@ -29,7 +30,7 @@ class Again:
     @classmethod
     def of(cls, layer: LayerState, asked: Query, new: NewTokens, found: Answer) -> "Again | None":
         """None where the next token may not come so; `found`: what was still to be read, with the window."""
-        stream = None if torch.compiler.is_compiling() else layer.streams.only
+        stream = layer.streams.only if asked.queries.is_cpu and not torch.compiler.is_compiling() else None
         if stream is None or not _is_plain(layer, stream) or found.attended is not None or found.estimated is not None:
             return None
         parts = [part for source in found.unread for part in source]
@@ -45,12 +46,27 @@ class Again:
             or not all(x.is_contiguous() for x in tensors)
             or (found.read is not None) != (len(chosen) == 1)
             or any(one.left for one in chosen)
-            or (chosen and (asked.unrotated is None or _router_of(stream, asked) is None))
         ):
             return None
-        return cls(layer, stream, asked, new, parts)
+        router = asking = None
+        if chosen:
+            router = stream.method.router(asked.queries, layer.heads) if stream.method is not None else None
+            if router is not None and asked.unrotated is not None:
+                asking = question(asked.unrotated, router, layer.heads)
+            if asking is None:
+                return None
+        return cls(layer, stream, asked, new, parts, router, asking)
 
-    def __init__(self, layer: LayerState, stream: Stream, asked: Query, new: NewTokens, parts: list[Entries]) -> None:
+    def __init__(
+        self,
+        layer: LayerState,
+        stream: Stream,
+        asked: Query,
+        new: NewTokens,
+        parts: list[Entries],
+        router: Classifier | None,
+        asking: Question | None,
+    ) -> None:
         window, rows = stream.window, len(asked.queries)
         self.stream, self.window, self.library = stream, window, native.library()
         self.how, self.looks = (asked.scale, asked.softcap), _looks_of(asked.queries, new)
@@ -61,14 +77,13 @@ class Again:
         ranks = torch.arange(self.first, self.first + BLOCK, device="cpu")
         self.ranks = ranks.view(-1, 1, 1).repeat(1, rows, 1).unbind()
         self.lse = native.room(BLOCK, *asked.queries.shape[:3]).unbind()
-        self.looks_up = any(part.choice is not None for part in parts)
-        self.router = _router_of(stream, asked) if self.looks_up else None
-        self.router_at = [] if self.router is None else [x.data_ptr() for x in self.router.tensors]
+        self.router, self.looks_up = router, asking is not None
+        self.router_at = [] if router is None else [x.data_ptr() for x in router.tensors]
         self.read = native.room(BLOCK, 1, rows * layer.heads, 1, dtype=torch.int64).unbind()
         self.notes = stream.method is not None and stream.method.takes_notes
         coming = (new.keys, new.values, self.ranks[0])
         puts = [(x, own) for (_, x, _), own in zip(self.places, coming, strict=True) if x is not None]
-        self.step = Step(asked.queries, parts, layer.heads, self.how, puts, self.router, asked.unrotated)
+        self.step = Step(asked.queries, parts, layer.heads, self.how, puts, asking)
         self.served = False
 
     def __deepcopy__(self, _: object) -> None:
@@ -144,11 +159,6 @@ def _held_by(stream: Stream) -> list[Any]:
     """What left the window and is read: other objects, as soon as anything of it is another."""
     bundles = [] if stream.past is None else stream.past.bundles
     return [x for bundle in bundles for x in (bundle.holding, bundle.holding.read_from)]
-
-
-def _router_of(stream: Stream, asked: Query) -> Classifier | None:
-    """The classifier that says which buckets are visited, where nothing else does."""
-    return None if stream.method is None else stream.method.router(asked.queries, stream.heads.here)
 
 
 def _looks_of(query: Tensor, new: NewTokens) -> list[Any]:

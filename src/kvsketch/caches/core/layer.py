@@ -1,7 +1,8 @@
 """What one attention layer holds of its stream of tokens, and how a query reads it.
 
-`read` is the road in: `_call` for prompts and chunks of them, `_step` for a single token. Where its KV heads have
-windows of different lengths a layer has a few streams (`stream.py`), else one.
+`read` is the road in: `_call` for prompts and chunks of them, `_step` for a single token; `again.py` does the same in
+one call of C for a token that comes as the one before did. Where its KV heads have windows of different lengths a layer
+has a few streams (`stream.py`), else one.
 """
 
 import copy

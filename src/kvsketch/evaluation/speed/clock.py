@@ -51,16 +51,20 @@ def in_turn(
 ) -> Iterator[int]:
     """Put turns of each into `taken`, a step of each in every round, in an order that is drawn anew; rounds' numbers.
 
-    `works` say what is to be done for a step: that is timed, and to say it is not. What a method does only every so
-    many steps falls on all kernels alike, as the order is random.
+    `works` say what is to be done for a step: that is timed, and to say it is not. One step more or two of the same
+    come before it, as in a text, where a step goes on from what the one before it has noted. What a method does only
+    every so many steps falls on all kernels, and on these steps, alike: the order and their number are random.
     """
     draw, order = random.Random(0), list(works)
     for step in plan.steps():
         draw.shuffle(order)
         for form in order:
+            before = [works[form](step) for _ in range(draw.choice((1, 2)))]
             work = works[form](step)
-            speed = memory.pass_over()
             with using(kernels[form]):
+                for one in before:
+                    seconds(one)
+                speed = memory.pass_over()
                 found = seconds(work)
             if step >= 0:
                 taken[form].append(Turn(found, speed))

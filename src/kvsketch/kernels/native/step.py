@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvsketch.kernels import native
 from kvsketch.kernels.native.attention import NOTED, shape_of, sources_of
-from kvsketch.kernels.routing.native import Asked, ChoiceInC, question
-from kvsketch.kernels.sources import Classifier, Entries
+from kvsketch.kernels.routing.native import Asked, ChoiceInC, Question
+from kvsketch.kernels.sources import Entries
 
 
 class _Put(ctypes.Structure):
@@ -48,13 +48,15 @@ class Step:
         heads: int,
         how: tuple[float, float | None],
         places: Sequence[tuple[Tensor, Tensor]],
-        router: Classifier | None,
-        unrotated: Float[Tensor, "b hg 1 d"] | None,
+        asking: Question | None,
     ) -> None:
-        """The last part gets the new token. `how`: scale and softcap; `places`: buffers, and what goes to each."""
+        """The last part gets the new token. `how`: scale and softcap; `places`: buffers, and what goes to each.
+
+        `asking`: whom is asked which runs of a part are read.
+        """
         library = native.library()
         assert library is not None, "there is something to call"
-        self.kept: list[object] = [*parts, *(buffer for buffer, _ in places), router]
+        self.kept: list[object] = [*parts, *(buffer for buffer, _ in places), asking]
         self.values = parts[0].noted[NOTED].widths[1]
         self.shape, self.sources = shape_of(query, heads, self.values, *how), sources_of(parts)
         self.puts = (_Put * len(places))(*(_put(buffer, new) for buffer, new in places))
@@ -62,21 +64,16 @@ class Step:
             puts=ctypes.addressof(self.puts), count=len(places), shape=ctypes.addressof(self.shape),
             sources=ctypes.addressof(self.sources), number=len(parts), window=len(parts) - 1,
         )  # fmt: skip
-        self.choice: ChoiceInC | None = None
-        self.asked: Asked | None = None
-        for source, part in zip(self.sources, parts, strict=True):
-            if part.choice is not None:
-                self.choice = ChoiceInC.from_buffer_copy(part.choice.asked)
-                source.choice = ctypes.addressof(self.choice)
-        if self.choice is not None:
-            found = None if router is None or unrotated is None else question(unrotated, router, heads)
-            assert found is not None, "it was asked a step ago"
-            _, self.asked, noted = found
-            assert router is not None, "so there is one"
-            scores = native.room(len(query), heads, router.last[0].shape[2])
-            self.kept += [noted, scores]
+        self.choice, self.asked = ChoiceInC(), Asked()
+        if asking is not None:
+            self.asked = asking.asked
+            ((number, choice),) = ((n, part.choice) for n, part in enumerate(parts) if part.choice is not None)
+            self.choice = ChoiceInC.from_buffer_copy(choice.asked)
+            self.sources[number].choice = ctypes.addressof(self.choice)
+            scores = native.room(self.choice.lanes, self.choice.buckets)
+            self.kept.append(scores)
             self.choice.scores = self.given.scores = scores.data_ptr()
-            self.given.asked, self.given.layers = ctypes.addressof(self.asked), ctypes.addressof(noted.layers)
+            self.given.asked, self.given.layers = ctypes.addressof(self.asked), ctypes.addressof(asking.of.layers)
         self.call = library.kvs_step
         self.call.argtypes = [ctypes.c_void_p]
         self.at = ctypes.addressof(self.given)
@@ -97,7 +94,7 @@ class Step:
         given = self.given
         given.place, given.queries, given.out, given.lse = place, query.data_ptr(), out.data_ptr(), lse.data_ptr()
         given.threads = native.threads()
-        if self.choice is not None and self.asked is not None and unrotated is not None:
+        if unrotated is not None:
             self.asked.queries, self.choice.read = unrotated.data_ptr(), read.data_ptr()
         return None if self.call(self.at) else out
 

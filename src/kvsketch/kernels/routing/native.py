@@ -25,14 +25,13 @@ def classify(query: Float[Tensor, "b hg q d"], by: Classifier, heads: int) -> Fl
     found = question(query, by, heads)
     if found is None:
         return None
-    library, asked, noted = found
     scores = native.room(len(query), heads, query.shape[2], by.last[0].shape[2])
     threads = ctypes.c_int64(native.threads())
-    failed = library.kvs_classify(ctypes.byref(asked), noted.layers, *native.addresses(scores), threads)
+    failed = found.library.kvs_classify(ctypes.byref(found.asked), found.of.layers, *native.addresses(scores), threads)
     return None if failed else scores
 
 
-def question(query: Float[Tensor, "b hg q d"], by: Classifier, heads: int) -> "tuple[ctypes.CDLL, Asked, Noted] | None":
+def question(query: Float[Tensor, "b hg q d"], by: Classifier, heads: int) -> "Question | None":
     """What C is asked, and of whom; None where it cannot answer."""
     rows, query_heads, count, width = query.shape
     few = 0 < rows * count * (query_heads // heads) <= MOST_QUERIES
@@ -42,7 +41,7 @@ def question(query: Float[Tensor, "b hg q d"], by: Classifier, heads: int) -> "t
         return None
     group, strides = query_heads // heads, query.stride()[:3]
     asked = Asked(query.data_ptr(), native.DTYPES[query.dtype], rows, heads, group, count, width, *strides)
-    return library, asked, noted
+    return Question(library, asked, noted)
 
 
 def visit(
@@ -141,6 +140,14 @@ class Asked(ctypes.Structure):
     """`struct asked` in `router.c`."""
 
     _fields_ = [("queries", ctypes.c_void_p), *((name, ctypes.c_int64) for name in _OF_QUERIES)]
+
+
+class Question(NamedTuple):
+    """To a classifier."""
+
+    library: ctypes.CDLL
+    asked: Asked
+    of: Noted
 
 
 class ChoiceInC(ctypes.Structure):
