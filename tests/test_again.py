@@ -109,10 +109,10 @@ def test_whatever_happens_it_answers_and_holds_the_same(spec, served, tmp_path):
     assert mine[0].keys() == others[0].keys()
     for name, x in mine[0].items():
         assert torch.equal(x, others[0][name]), name
-    if spec in SPECS[:-2]:
+    if not spec.startswith("h2o"):
         assert len(served) > 4 * len(kinds)
     else:
-        assert not served, "each step has something else to read, or to note"
+        assert not served, "each step notes whom attention goes to"
 
 
 @needs_c

@@ -45,7 +45,6 @@ class Again:
             or any(x.stride(3) != 1 for x in (asked.queries, new.keys, new.values))
             or not all(x.is_contiguous() for x in tensors)
             or (found.read is not None) != (len(chosen) == 1)
-            or any(one.left for one in chosen)
         ):
             return None
         router = asking = None

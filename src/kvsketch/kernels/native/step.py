@@ -70,9 +70,12 @@ class Step:
             ((number, choice),) = ((n, part.choice) for n, part in enumerate(parts) if part.choice is not None)
             self.choice = ChoiceInC.from_buffer_copy(choice.asked)
             self.sources[number].choice = ctypes.addressof(self.choice)
-            scores = native.room(self.choice.lanes, self.choice.buckets)
-            self.kept.append(scores)
+            scores, left = native.room(2, self.choice.lanes, self.choice.buckets)
+            self.kept += [scores, left]
             self.choice.scores = self.given.scores = scores.data_ptr()
+            if self.choice.left:  # those that are not visited stand in as means, with these weights
+                (means,) = (source for source in self.sources if source.log_mass == self.choice.left)
+                self.choice.left = means.log_mass = left.data_ptr()
             self.given.asked, self.given.layers = ctypes.addressof(self.asked), ctypes.addressof(asking.of.layers)
         self.call = library.kvs_step
         self.call.argtypes = [ctypes.c_void_p]
