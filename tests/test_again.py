@@ -42,7 +42,7 @@ def served(monkeypatch):
     return taken
 
 
-def come(layer, count, rows, seed, *, apart=False):
+def come(layer, count, rows, seed, *, apart=False, softcap=None):
     """So many tokens at once; `apart`: their heads do not lie as usual."""
     keys, values, unrotated = (normal(rows, HEADS, count, WIDTH, seed=seed + n) for n in range(3))
     query, asked = (normal(rows, HEADS * GROUP, count, WIDTH, seed=seed + n) for n in (3, 4))
@@ -50,7 +50,7 @@ def come(layer, count, rows, seed, *, apart=False):
         keys, query = (
             x.transpose(1, 2).contiguous().transpose(1, 2).repeat(1, 1, 2, 1)[:, :, ::2] for x in (keys, query)
         )
-    return layer.read(query, NewTokens(keys, values, None, Unrotated(asked, unrotated)), SCALE)
+    return layer.read(query, NewTokens(keys, values, None, Unrotated(asked, unrotated)), SCALE, softcap)
 
 
 def happen(layer, kind, rows, seed):
@@ -72,6 +72,15 @@ def happen(layer, kind, rows, seed):
     if kind == "torch":
         with native.off():
             return layer, rows, come(layer, 1, rows, seed)
+    if kind == "inference":
+        with torch.inference_mode():
+            return layer, rows, come(layer, 1, rows, seed)
+    if kind == "moved":
+        for grown in (layer.streams.only.window.keys, layer.streams.only.window.values):
+            grown.buffer.share_memory_()  # to other memory; what was there is free
+        return layer, rows, come(layer, 1, rows, seed)
+    if kind == "softcap":
+        return layer, rows, come(layer, 1, rows, seed, softcap=2.0)
     if kind == "gradient":
         query = normal(rows, HEADS * GROUP, 1, WIDTH, seed=seed).requires_grad_()
         keys = normal(rows, HEADS, 1, WIDTH, seed=seed)
@@ -87,7 +96,7 @@ def happen(layer, kind, rows, seed):
 def test_whatever_happens_it_answers_and_holds_the_same(spec, served, tmp_path):
     index = str(make_index(tmp_path / "index", heads=HEADS, width=WIDTH, buckets=6))
     config, draw = parse_spec(spec.format(index=index)), random.Random(0)
-    kinds = ["copy", "load", "rows", "crop", "torch", "gradient", "some", "apart"]
+    kinds = ["copy", "load", "rows", "crop", "torch", "gradient", "some", "apart", "inference", "moved", "softcap"]
     kinds = draw.sample(kinds, len(kinds)) * 2
     short, long, rows = LayerCache(config, 1), LayerCache(config, 1), 1
     with torch.no_grad():
@@ -124,3 +133,9 @@ def test_more_rows_than_c_asks_a_classifier_for_take_the_long_road(served, tmp_p
         come(layer, 1, 17, seed)
     assert not served
     assert layer.seen == 153
+    for rows in (16, 1):
+        layer.map_rows([*range(rows)])
+        layer.not_yet = 0
+        for seed in range(3):
+            come(layer, 1, rows, 10 + seed)
+    assert len(served) >= 2, "of fewer rows it is asked"

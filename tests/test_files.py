@@ -88,7 +88,7 @@ def test_the_file_holds_what_the_cache_holds(saved):
     assert path.stat().st_size < 1.1 * cache.nbytes + 16_384
     with safe_open(path, "pt") as file:
         header = json.loads(file.metadata()["kvsketch"])
-    assert header["format"] == 6
+    assert header["format"] == 7
     assert header["method"] == "uniform"
     assert header["options"]["keep"] == 0.25  # defaults too: they may be others when the file is read
     assert header["model_type"] == "llama"
@@ -162,7 +162,7 @@ def in_stream(layers, **state):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 99}, "has format 99, this version of kvsketch reads format 6: have a new cache read the text"),
+        ({"format": 99}, "has format 99, this version of kvsketch reads format 7: have a new cache read the text"),
         ({"format": None}, "has format None"),
         ({"method": "quantum"}, "a method 'quantum', which this version of kvsketch does not have; it has exact"),
         ({"method": 3}, "does not describe a cache: its method is 3"),
@@ -172,7 +172,7 @@ def in_stream(layers, **state):
         ({"options": []}, "its options is"),
         (
             {"format": 3},
-            "has format 3, this version of kvsketch reads format 6: have a new cache read",
+            "has format 3, this version of kvsketch reads format 7: have a new cache read",
         ),
         ({"source": 5}, "its source is 5"),
         ({"fingerprint": None}, "its fingerprint is None"),

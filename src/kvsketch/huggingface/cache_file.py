@@ -17,7 +17,7 @@ from kvsketch.huggingface.identity import Identity, fingerprint
 from kvsketch.huggingface.layer import SketchLayer
 from kvsketch.huggingface.model import ModelLink
 
-FORMAT = 6
+FORMAT, ALSO_READ = 7, (6,)  # the one before has other runs of what is looked up
 # What a description has, and of which kind.
 KINDS: dict[str, type | tuple[type, ...]] = {
     "method": str,
@@ -81,7 +81,7 @@ def check_same_weights(read_by: str | None, model: ModelLink) -> str:
 def read_description(file: TensorFile) -> dict[str, Any]:
     """A cache's description, all that it needs of the right kind."""
     known = file.about
-    if known.get("format") != FORMAT:
+    if known.get("format") not in (FORMAT, *ALSO_READ):
         if "method" not in known:
             raise ValueError(f"{file.path} was not written by cache.save: it does not describe a cache")
         raise ValueError(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.attention import Partial
-from kvsketch.caches.core.buffers import Window
+from kvsketch.caches.core.buffers import Growing, Window
 from kvsketch.caches.core.config import BLOCK
 from kvsketch.caches.core.layer_state import LayerState
 from kvsketch.caches.core.query import Answer, Query
@@ -25,25 +25,26 @@ from kvsketch.kernels.sources import Classifier, Entries
 
 
 class Again:
-    """How the latest token was held and answered, for a block of tokens more at most."""
+    """What is known of the latest token's step, so that up to a block of tokens that come alike need one call each."""
 
     @classmethod
     def of(cls, layer: LayerState, asked: Query, new: NewTokens, found: Answer) -> "Again | None":
         """None where the next token may not come so; `found`: what was still to be read, with the window."""
-        stream = layer.streams.only if asked.queries.is_cpu and not torch.compiler.is_compiling() else None
-        if stream is None or not _is_plain(layer, stream) or found.attended is not None or found.estimated is not None:
+        stream = layer.streams.only if asked.queries.is_cpu else None
+        if stream is None or not _is_plain(layer, stream) or not _nothing_due(stream):
             return None
         parts = [part for source in found.unread for part in source]
-        chosen = [part.choice.asked for part in parts if part.choice is not None]
-        grown = (stream.window.keys, stream.window.values, stream.window.ranks)
-        tensors = [x for one in grown if (x := one.buffer) is not None]
+        chosen = [part.choice for part in parts if part.choice is not None]
+        buffers = [x for one in _grown(stream.window) if (x := one.buffer) is not None]
         if (
-            native.library_for(asked.queries, new.keys, new.values, *tensors[:2]) is None
+            found.attended is not None
+            or found.estimated is not None
+            or native.library_for(asked.queries, new.keys, new.values, *buffers[:2]) is None
             or not all(NOTED in part.noted and part.segments is None for part in parts)
             or len(found.unread[-1]) != 1
             or parts[-1].lanes is not None
             or any(x.stride(3) != 1 for x in (asked.queries, new.keys, new.values))
-            or not all(x.is_contiguous() for x in tensors)
+            or not all(x.is_contiguous() for x in buffers)
             or (found.read is not None) != (len(chosen) == 1)
         ):
             return None
@@ -66,22 +67,23 @@ class Again:
         router: Classifier | None,
         asking: Question | None,
     ) -> None:
-        window, rows = stream.window, len(asked.queries)
-        self.stream, self.window, self.library = stream, window, native.library()
+        rows = len(asked.queries)
+        self.stream, self.window, self.library = stream, stream.window, native.library()
+        self.inferring = torch.is_inference_mode_enabled()
         self.how, self.looks = (asked.scale, asked.softcap), _looks_of(asked.queries, new)
-        self.places = [(one, one.buffer, one.dim) for one in (window.keys, window.values, window.ranks)]
-        self.inferred = any(x is not None and x.is_inference() for _, x, _ in self.places)
-        self.held = _held_by(stream)
+        self.buffers = [(one, one.buffer) for one in _grown(stream.window)]
+        self.held, self.looks_up = _held_by(stream), asking is not None
+        read = [x for _, x in self.buffers if x is not None] + ([] if router is None else [*router.tensors])
+        for part in parts[:-1]:
+            read += [x for x in (part.tokens.keys, part.tokens.values, part.tokens.log_mass) if x is not None]
+        self.at = [(x, x.data_ptr()) for x in read]  # torch may move a tensor, as to share it with a process
         self.first = layer.seen  # the rank of the next token
-        ranks = torch.arange(self.first, self.first + BLOCK, device="cpu")
-        self.ranks = ranks.view(-1, 1, 1).repeat(1, rows, 1).unbind()
+        self.ranks = [torch.full((rows, 1), self.first + n, device="cpu") for n in range(BLOCK)]
         self.lse = native.room(BLOCK, *asked.queries.shape[:3]).unbind()
-        self.router, self.looks_up = router, asking is not None
-        self.router_at = [] if router is None else [x.data_ptr() for x in router.tensors]
         self.read = native.room(BLOCK, 1, rows * layer.heads, 1, dtype=torch.int64).unbind()
         self.notes = stream.method is not None and stream.method.takes_notes
         coming = (new.keys, new.values, self.ranks[0])
-        puts = [(x, own) for (_, x, _), own in zip(self.places, coming, strict=True) if x is not None]
+        puts = [(x, own) for (_, x), own in zip(self.buffers, coming, strict=True) if x is not None]
         self.step = Step(asked.queries, parts, layer.heads, self.how, puts, asking)
         self.served = False
 
@@ -96,7 +98,7 @@ class Again:
         how: tuple[float, float | None],
         begin: Callable[[], None],
     ) -> Partial | None:
-        """Hold a token and answer its query; None, and nothing is changed, where it does not come as the one before."""
+        """Hold a token and answer its query; None, and nothing is held, where it does not come as the one before."""
         number, place = layer.seen - self.first, self.window.ranks.length
         if not (how == self.how and 0 <= number < BLOCK and self._is_still(layer, place, query, new)):
             return None
@@ -108,7 +110,7 @@ class Again:
             return None
         self.served = True
         layer.count_one()
-        for grown, _, _ in self.places:
+        for grown, _ in self.buffers:
             grown.length = place + 1
         self.stream.may_come -= 1
         if self.notes:
@@ -122,21 +124,18 @@ class Again:
         stream = self.stream
         if layer.streams.only is not stream or stream.window is not self.window or _is_elsewhere(layer, self.window):
             return False
-        if stream.may_come <= 1 or (self.notes and len(stream.waiting) + 1 >= BLOCK):
-            return False
-        if native.library() is not self.library or _looks_of(query, new) != self.looks:
+        if not _nothing_due(stream) or native.library() is not self.library or _looks_of(query, new) != self.looks:
             return False
         if torch.is_grad_enabled() and (query.requires_grad or new.keys.requires_grad or new.values.requires_grad):
             return False
-        if self.inferred and not torch.is_inference_mode_enabled():
+        if torch.is_inference_mode_enabled() != self.inferring:
             return False
-        for grown, buffer, dim in self.places:
-            if grown.buffer is not buffer or buffer is None or grown.length != place or place >= buffer.shape[dim]:
-                return False
+        if any(grown.buffer is not buffer or grown.length != place for grown, buffer in self.buffers):
+            return False
         held = _held_by(stream)
         if len(held) != len(self.held) or any(x is not y for x, y in zip(held, self.held, strict=True)):
             return False
-        return self.router is None or [x.data_ptr() for x in self.router.tensors] == self.router_at
+        return all(x.data_ptr() == at for x, at in self.at)
 
 
 def _is_plain(layer: LayerState, stream: Stream) -> bool:
@@ -146,7 +145,23 @@ def _is_plain(layer: LayerState, stream: Stream) -> bool:
     if stream.method is not None and stream.method.notes_at_once:
         return False
     past = stream.past
-    return past is None or not stream.observes or (past.method.observes == {"read"} and len(past.bundles) == 1)
+    if past is None or not stream.observes:
+        return True
+    return past.method.observes == {"read"} and past.method.has_router and len(past.bundles) == 1
+
+
+def _grown(window: Window) -> tuple[Growing, ...]:
+    """What a token is put into."""
+    return window.keys, window.values, window.ranks
+
+
+def _nothing_due(stream: Stream) -> bool:
+    """Whether there is room for a token in the window, and neither does one leave it then nor is one noted."""
+    noting = stream.method is not None and stream.method.takes_notes
+    if stream.may_come <= 1 or (noting and len(stream.waiting) + 1 >= BLOCK):
+        return False
+    place = stream.window.ranks.length
+    return all(one.buffer is not None and place < one.buffer.shape[one.dim] for one in _grown(stream.window))
 
 
 def _is_elsewhere(layer: LayerState, window: Window) -> bool:
@@ -155,8 +170,8 @@ def _is_elsewhere(layer: LayerState, window: Window) -> bool:
 
 
 def _held_by(stream: Stream) -> list[Any]:
-    """What left the window and is read: other objects, as soon as anything of it is another."""
-    bundles = [] if stream.past is None else stream.past.bundles
+    """What a step reads beside the window. Whatever is written there, other objects are read from then on."""
+    bundles = [bundle for lanes in stream.lanes for bundle in lanes.bundles]
     return [x for bundle in bundles for x in (bundle.holding, bundle.holding.read_from)]
 
 

@@ -57,12 +57,18 @@ class LayerCache(LayerState):
 
     def reset(self) -> None:
         super().reset()
-        self.again: Again | None = None  # how the latest token was taken, if the next one may be so
-        self.not_yet = 0  # for so many steps that is not noted
+        self.again: Again | None = None  # the shorter road for the next token, if there may be one
+        self.not_yet = 0  # for so many steps none is made ready
 
     def map_rows(self, rows: list[int]) -> None:
-        self.again = None
+        self._take_long_road()
         super().map_rows(rows)
+
+    def _take_long_road(self) -> None:
+        """Forget the shorter one; where it served no token it would not pay to make it ready at every step."""
+        if self.again is not None:
+            self.not_yet = 0 if self.again.served else BLOCK
+            self.again = None
 
     # -- reading
 
@@ -83,14 +89,14 @@ class LayerCache(LayerState):
         so where it is padding in other rows, or where its key is to have a gradient: what is held has none. Several
         tokens see everything where `prefill` is exact, also where a method looks things up. `lse=False`: the answer is
         not merged with anything else. Learned `sinks` are not in the answer, but in what methods note about attention.
-        `begin` is called before anything changes, and may refuse.
+        `begin` is called before anything changes, once or twice, and may refuse.
         """
-        if self.again is not None and new.valid is None and not self.recording and not torch.compiler.is_compiling():
-            whole = self.again.take(self, query, new, (scale, softcap), begin)
-            if whole is not None:
-                return whole
-            self.not_yet = 0 if self.again.served else BLOCK
-        self.again = None
+        if not torch.compiler.is_compiling():
+            if self.again is not None and new.valid is None and not self.recording:
+                whole = self.again.take(self, query, new, (scale, softcap), begin)
+                if whole is not None:
+                    return whole
+            self._take_long_road()
         if not self.started:
             self._start(new)
         count, streaming = new.keys.shape[2], self.config.prefill == "streaming"
@@ -126,12 +132,18 @@ class LayerCache(LayerState):
         if self.next_rank is None:
             left = self.left
             self.settle()
-            self.not_yet = max(0, self.not_yet - 1)
-            if not self.not_yet and not self.recording and self.left == left:
-                self.again = Again.of(self, asked, new, found)
+            if not torch.compiler.is_compiling():
+                self._make_ready(asked, new, found, same=self.left == left)
         else:
             self.next_rank.add_(1)
         return whole
+
+    def _make_ready(self, asked: Query, new: NewTokens, found: Answer, *, same: bool) -> None:
+        """Have the shorter road for the next token, where that may pay; `same`: what was read is there still."""
+        if self.not_yet:
+            self.not_yet -= 1
+        elif same and not self.recording:
+            self.again = Again.of(self, asked, new, found)
 
     def _call(self, asked: Query, new: NewTokens, *, lse: bool, begin: Callable[[], None]) -> Partial:
         """Answer queries from what is held and among their own tokens, and hold these."""
@@ -224,7 +236,7 @@ class LayerCache(LayerState):
 
     def hold(self, new: NewTokens, ranks: Int64[Tensor, "b q"] | None = None, notes: Notes | None = None) -> None:
         """Put new tokens where they belong, without an answer."""
-        self.again = None
+        self._take_long_road()
         if not self.started:
             self._start(new)
         ranks = self._ranks(new) if ranks is None else ranks
@@ -264,6 +276,7 @@ class LayerCache(LayerState):
 
         What was read before stays where it lay, if there is room and not all of it is to be laid out `anew`.
         """
+        self._take_long_road()
         assert self.opened is None, "what was opened is closed first"
         self.opened = self.seen
         for stream in self.streams.all:
@@ -397,7 +410,8 @@ class LayerCache(LayerState):
 
     def go_back(self, seen: int, lengths: Sequence[int]) -> None:
         """Be where so many tokens had been seen, none of which has left; whatever an interruption left here."""
-        self.seen, self.lengths, self.again = seen, list(lengths), None
+        self._take_long_road()
+        self.seen, self.lengths = seen, list(lengths)
         for stream in self.streams.all:
             stream.crop(self.lengths)
 

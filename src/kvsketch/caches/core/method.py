@@ -115,6 +115,7 @@ class Method(ABC):
     observes: frozenset[str] = frozenset()  # of "queries", "read" and "mass": what holdings want to be told
     looks_up = False  # whether a query may read a part of what is held
     takes_notes = False  # whether something is noted about tokens when they come
+    has_router = False  # whether a classifier alone says which of what is held a query reads
     first_head = 0  # the number, in the whole model, of the first KV head that is here
     notes_at_once = False  # of tokens that come one by one: about each as it comes, or about a block of them together
 

@@ -99,6 +99,8 @@ class Saap(IndexedConfig):
 class SaapLookup(BucketLookup):
     """Buckets of keys before rotation, chosen by the classifier of queries before rotation."""
 
+    has_router = True
+
     def __init__(self, config: Saap, layer: int) -> None:
         self.config, self.layer = config, layer
         self.ready: tuple[tuple[torch.device, torch.dtype], LayerIndex] | None = None

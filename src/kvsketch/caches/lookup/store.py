@@ -306,7 +306,7 @@ class Store(Holding):
         return found | {f"index.{name}": tensor for name, tensor in self.index.tensors().items()}
 
     def numbers(self) -> dict[str, Any]:
-        return {"key_width": self.key_width}
+        return {"key_width": self.key_width, "base": BASE}
 
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any], count: int) -> None:
         pairs, labels, self.counted = tensors["pairs"], tensors["labels"], tensors.get("reads")
@@ -321,8 +321,7 @@ class Store(Holding):
         if self.index.staging is not None:
             self.sorted_to = count // self.index.staging * self.index.staging
             self.runs = _wanted(self.sorted_to, self.index.staging)
-        unsorted = [at for at, own in self.labels_of_runs() if bool((own.diff(dim=1) < 0).any())]
-        if unsorted:  # a file of another version, which had other runs; the tensors may be somebody else's
+        if self.runs and numbers.get("base", 4) != BASE:  # a file of another version; its tensors may be somebody's
             self.pairs, self.labels = Growing(1, pairs.clone()), Growing(1, labels.clone())
             for start, stop in pairwise([*self.runs, self.sorted_to]):
                 self._sort(start, stop)
