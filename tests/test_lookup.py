@@ -24,7 +24,7 @@ from kvsketch.caches.lookup.lsh import LSH
 from kvsketch.caches.lookup.random_buckets import RandomBuckets
 from kvsketch.caches.lookup.retrieval import Retrieval
 from kvsketch.caches.lookup.saap import Saap, SaapLookup
-from kvsketch.caches.lookup.store import BASE, Store
+from kvsketch.caches.lookup.store import BASE, BEFORE, Store
 from kvsketch.kernels import native
 from kvsketch.kernels.routing.reference import choose
 from kvsketch.kernels.sources import Limits
@@ -567,7 +567,7 @@ def test_what_a_version_with_other_runs_saved_is_sorted_anew(index, monkeypatch)
     """And what it was saved from stays as it is."""
     config = Saap(index=index, probes=2, window=40, staging=16, full_layers=0)
     old, now = LayerCache(config, 1), LayerCache(config, 1)
-    for cache, base in ((now, BASE), (old, 2)):
+    for cache, base in ((now, BASE), (old, BEFORE)):
         monkeypatch.setattr(store_module, "BASE", base)
         read_one_by_one(cache, 16 * 11 + 50)
     assert len(old.past.bundles[0].holding.runs) > len(now.past.bundles[0].holding.runs)

@@ -33,6 +33,7 @@ from kvsketch.kernels.sources import Choice, Entries, Segments, Staged
 from kvsketch.kernels.weighted_attention.reference import attend_where
 
 BASE = 32  # with 4 there are five runs of 170,000 tokens, not two, and a step takes a twentieth longer
+BEFORE = 4  # what it was, which earlier files do not say
 
 
 class Lookup(Method):
@@ -321,7 +322,10 @@ class Store(Holding):
         if self.index.staging is not None:
             self.sorted_to = count // self.index.staging * self.index.staging
             self.runs = _wanted(self.sorted_to, self.index.staging)
-        if self.runs and numbers.get("base", 4) != BASE:  # a file of another version; its tensors may be somebody's
+        base = numbers.get("base", BEFORE)
+        if base not in (BASE, BEFORE):
+            raise ValueError(f"runs cut by {base!r:.40}, not by {BASE} or {BEFORE}")
+        if self.runs and base != BASE:  # a file of another version; its tensors may be somebody's
             self.pairs, self.labels = Growing(1, pairs.clone()), Growing(1, labels.clone())
             for start, stop in pairwise([*self.runs, self.sorted_to]):
                 self._sort(start, stop)
