@@ -162,7 +162,10 @@ def in_stream(layers, **state):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 99}, "has format 99, this version of kvsketch reads format 7: have a new cache read the text"),
+        (
+            {"format": 99},
+            "has format 99, this version of kvsketch reads formats 6 to 7: have a new cache read the text",
+        ),
         ({"format": None}, "has format None"),
         ({"method": "quantum"}, "a method 'quantum', which this version of kvsketch does not have; it has exact"),
         ({"method": 3}, "does not describe a cache: its method is 3"),
@@ -172,7 +175,7 @@ def in_stream(layers, **state):
         ({"options": []}, "its options is"),
         (
             {"format": 3},
-            "has format 3, this version of kvsketch reads format 7: have a new cache read",
+            "has format 3, this version of kvsketch reads formats 6 to 7: have a new cache read",
         ),
         ({"source": 5}, "its source is 5"),
         ({"fingerprint": None}, "its fingerprint is None"),

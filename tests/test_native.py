@@ -516,13 +516,17 @@ def as_doubles(by, weights=torch.Tensor.double):
     [(1, 2, 4, 1, 64, 256, 300), (2, 3, 2, 2, 20, 37, 50), (1, 4, 1, 1, 32, 0, 64), (1, 1, 5, 1, 64, 64, 2080)],
     ids=str,
 )
-def test_the_classifier_is_that_of_torch(shape, dtype):
+def test_the_classifier_is_that_of_torch(shape, dtype, monkeypatch):
+    """Whether a thread has whole heads, or there are too few for all of them."""
     query, by, heads = some_classifier(shape, dtype)
     true = routing_in_torch.classify(query.double(), as_doubles(by), heads)
     found, plain = (form.classify(query, by, heads) for form in (routing, routing_in_torch))
     # Its exponential is two units in the last place off, and their sum another two.
     rounding = 4 * torch.finfo(torch.float32).eps * true.max()
     assert (found - true).abs().max() <= 2 * (plain - true).abs().max() + rounding
+    for threads in (2, 8):
+        monkeypatch.setattr(native, "threads", lambda threads=threads: threads)
+        assert torch.equal(routing.classify(query, by, heads), found)
 
 
 @pytest.fixture

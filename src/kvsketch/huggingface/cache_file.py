@@ -18,6 +18,7 @@ from kvsketch.huggingface.layer import SketchLayer
 from kvsketch.huggingface.model import ModelLink
 
 FORMAT, ALSO_READ = 7, (6,)  # the one before has other runs of what is looked up
+READ = f"formats {ALSO_READ[0]} to {FORMAT}"
 # What a description has, and of which kind.
 KINDS: dict[str, type | tuple[type, ...]] = {
     "method": str,
@@ -85,7 +86,7 @@ def read_description(file: TensorFile) -> dict[str, Any]:
         if "method" not in known:
             raise ValueError(f"{file.path} was not written by cache.save: it does not describe a cache")
         raise ValueError(
-            f"{file.path} has format {known.get('format')!r:.40}, this version of kvsketch reads format {FORMAT}: have "
+            f"{file.path} has format {known.get('format')!r:.40}, this version of kvsketch reads {READ}: have "
             "a new cache read the text, or use the version that wrote it"
         )
     for name, kind in KINDS.items():

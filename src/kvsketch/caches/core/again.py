@@ -5,9 +5,10 @@ one, which does the same; what both go by is compared each time, and where anyth
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from kvsketch.attention import Partial
@@ -23,19 +24,44 @@ from kvsketch.kernels.native.step import Step
 from kvsketch.kernels.routing.native import Question, question
 from kvsketch.kernels.sources import Classifier, Entries
 
+MOST_ROOM = 1 << 18  # bytes: answers are made room for together, up to so much, for one alone costs 30 µs
+
+
+class Room(NamedTuple):
+    """What the answer to a token is written to, and the token's rank."""
+
+    out: Float[Tensor, "b hg 1 e"]
+    lse: Float[Tensor, "b hg 1"]
+    read: Int64[Tensor, "1 l 1"]
+    ranks: Int64[Tensor, "b 1"]
+    at: tuple[int, ...]  # where these lie
+
+    @classmethod
+    def for_some(cls, query: Float[Tensor, "b hg 1 d"], width: int, heads: int, first: int, most: int) -> "list[Room]":
+        """For answers of this width to a token whose rank is `first` and those behind it; so many at most."""
+        rows, every = query.shape[:2]
+        count = min(most, MOST_ROOM // (rows * every * width * query.element_size()) + 1)
+        each = (
+            query.new_empty(count, rows, every, 1, width),
+            native.room(count, rows, every, 1),
+            native.room(count, 1, rows * heads, 1, dtype=torch.int64),
+            torch.arange(first, first + count, device="cpu")[:, None, None].expand(-1, rows, -1).contiguous(),
+        )
+        return [cls(*own, at=tuple(x.data_ptr() for x in own)) for own in zip(*each, strict=True)]
+
 
 class Again:
-    """What is known of the latest token's step, so that up to a block of tokens that come alike need one call each."""
+    """What is known of the latest token's step, so that tokens that come alike need one call each."""
 
     @classmethod
     def of(cls, layer: LayerState, asked: Query, new: NewTokens, found: Answer) -> "Again | None":
         """None where the next token may not come so; `found`: what was still to be read, with the window."""
         stream = layer.streams.only if asked.queries.is_cpu else None
-        if stream is None or not _is_plain(layer, stream) or not _nothing_due(stream):
+        if stream is None or not _is_plain(layer, stream) or _is_due(stream):
             return None
         parts = [part for source in found.unread for part in source]
         chosen = [part.choice for part in parts if part.choice is not None]
-        buffers = [x for one in _grown(stream.window) if (x := one.buffer) is not None]
+        buffers = [one.buffer for one in _grown(stream.window) if one.buffer is not None]
         if (
             found.attended is not None
             or found.estimated is not None
@@ -67,23 +93,23 @@ class Again:
         router: Classifier | None,
         asking: Question | None,
     ) -> None:
-        rows = len(asked.queries)
         self.stream, self.window, self.library = stream, stream.window, native.library()
         self.inferring = torch.is_inference_mode_enabled()
         self.how, self.looks = (asked.scale, asked.softcap), _looks_of(asked.queries, new)
         self.buffers = [(one, one.buffer) for one in _grown(stream.window)]
+        there = [(one.dim, buffer) for one, buffer in self.buffers if buffer is not None]
+        self.places = min(buffer.shape[dim] for dim, buffer in there)
         self.held, self.looks_up = _held_by(stream), asking is not None
-        read = [x for _, x in self.buffers if x is not None] + ([] if router is None else [*router.tensors])
+        read = [buffer for _, buffer in there] + ([] if router is None else [*router.tensors])
         for part in parts[:-1]:
             read += [x for x in (part.tokens.keys, part.tokens.values, part.tokens.log_mass) if x is not None]
         self.at = [(x, x.data_ptr()) for x in read]  # torch may move a tensor, as to share it with a process
-        self.first = layer.seen  # the rank of the next token
-        self.ranks = [torch.full((rows, 1), self.first + n, device="cpu") for n in range(BLOCK)]
-        self.lse = native.room(BLOCK, *asked.queries.shape[:3]).unbind()
-        self.read = native.room(BLOCK, 1, rows * layer.heads, 1, dtype=torch.int64).unbind()
+        self.rank = layer.seen  # of the next token
         self.notes = stream.method is not None and stream.method.takes_notes
-        coming = (new.keys, new.values, self.ranks[0])
-        puts = [(x, own) for (_, x), own in zip(self.buffers, coming, strict=True) if x is not None]
+        self.width, self.heads = parts[0].tokens.values.shape[3], layer.heads
+        self.rooms = list[Room]()  # the next token's last
+        coming = (new.keys, new.values, native.room(len(asked.queries), 1, dtype=torch.int64))
+        puts = [(buffer, own) for (_, buffer), own in zip(there, coming, strict=True)]
         self.step = Step(asked.queries, parts, layer.heads, self.how, puts, asking)
         self.served = False
 
@@ -99,32 +125,37 @@ class Again:
         begin: Callable[[], None],
     ) -> Partial | None:
         """Hold a token and answer its query; None, and nothing is held, where it does not come as the one before."""
-        number, place = layer.seen - self.first, self.window.ranks.length
-        if not (how == self.how and 0 <= number < BLOCK and self._is_still(layer, place, query, new)):
+        place = self.window.ranks.length
+        if how != self.how or layer.seen != self.rank or not self._is_still(layer, place, query, new):
             return None
         begin()
-        ranks, lse, read = self.ranks[number], self.lse[number], self.read[number]
+        if not self.rooms:
+            self.rooms = Room.for_some(query, self.width, self.heads, self.rank, BLOCK)[::-1]
+        room = self.rooms[-1]
+        seen = Seen.of(new, room.ranks, ahead=layer.config.looks_ahead) if self.notes else None
         unrotated = new.unrotated.queries if self.looks_up and new.unrotated is not None else None
-        out = self.step.run(place, (new.keys, new.values, ranks), query, lse, unrotated, read)
-        if out is None:
+        if not self.step.run(place, new.keys, new.values, query, room.at, unrotated):
             return None
-        self.served = True
+        self.rooms.pop()
+        self.rank, self.served = self.rank + 1, True
         layer.count_one()
         for grown, _ in self.buffers:
             grown.length = place + 1
         self.stream.may_come -= 1
-        if self.notes:
-            self.stream.waiting.append(Seen.of(new, ranks, ahead=layer.config.looks_ahead))
+        if seen is not None:
+            self.stream.waiting.append(seen)
         if self.looks_up:
-            self.held[0].count_read(read)  # of the one store there is
-        return Partial(out, lse)
+            self.held[0].count_read(room.read)  # of the one store there is
+        return Partial(room.out, room.lse)
 
     def _is_still(self, layer: LayerState, place: int, query: Tensor, new: NewTokens) -> bool:
         """Whether all is as it was, nothing is due, and there is room."""
         stream = self.stream
         if layer.streams.only is not stream or stream.window is not self.window or _is_elsewhere(layer, self.window):
             return False
-        if not _nothing_due(stream) or native.library() is not self.library or _looks_of(query, new) != self.looks:
+        if place >= self.places or _is_due(stream) or native.library() is not self.library:
+            return False
+        if _looks_of(query, new) != self.looks:
             return False
         if torch.is_grad_enabled() and (query.requires_grad or new.keys.requires_grad or new.values.requires_grad):
             return False
@@ -155,13 +186,10 @@ def _grown(window: Window) -> tuple[Growing, ...]:
     return window.keys, window.values, window.ranks
 
 
-def _nothing_due(stream: Stream) -> bool:
-    """Whether there is room for a token in the window, and neither does one leave it then nor is one noted."""
+def _is_due(stream: Stream) -> bool:
+    """Whether with the next token one leaves the window, or what came is noted."""
     noting = stream.method is not None and stream.method.takes_notes
-    if stream.may_come <= 1 or (noting and len(stream.waiting) + 1 >= BLOCK):
-        return False
-    place = stream.window.ranks.length
-    return all(one.buffer is not None and place < one.buffer.shape[one.dim] for one in _grown(stream.window))
+    return stream.may_come <= 1 or (noting and len(stream.waiting) + 1 >= BLOCK)
 
 
 def _is_elsewhere(layer: LayerState, window: Window) -> bool:

@@ -17,7 +17,6 @@ from torch import Tensor
 from kvsketch.attention import Partial, join_queries, merge
 from kvsketch.caches.core.again import Again
 from kvsketch.caches.core.allocation import SharesOf, budget_of, budgets_of
-from kvsketch.caches.core.answers import complete
 from kvsketch.caches.core.asking import WINDOW, Asking, Notes
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.buffers import marks_of, written
@@ -123,7 +122,7 @@ class LayerCache(LayerState):
         for stream, columns, seen in self._arriving(new, asked.ranks_in_row):
             stream.append_one(columns, seen)
         found = self.streams.look(asked)
-        answer = complete(found, asked, self.heads, lse=lse)
+        answer = self.streams.answer(asked, found, lse=lse)
         whole = _whole(answer)
         assert whole is not None, "the new token itself is held"
         self._observe(asked, answer, whole)

@@ -65,9 +65,9 @@ class Streams:
 
     # -- reading
 
-    def answer(self, asked: Query, *, lse: bool = True) -> Answer:
-        """Attention over windows and pasts, or over what is looked up; nothing changes."""
-        return complete(self.look(asked), asked, len(self.budgets), lse=lse)
+    def answer(self, asked: Query, found: Answer | None = None, *, lse: bool = True) -> Answer:
+        """Attention over windows and pasts, or over what is looked up; nothing changes. `found`: what `look` says."""
+        return complete(self.look(asked) if found is None else found, asked, len(self.budgets), lse=lse)
 
     def look(self, asked: Query) -> Answer:
         """The same, but that windows and entries are still to be read: those of all streams in one call."""

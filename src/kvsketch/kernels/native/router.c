@@ -2,7 +2,8 @@
 #include "common.h"
 
 #define COLUMNS 512  // that are worked on together; twice as many where there are heads for all threads
-#define AHEAD 4096   // bytes: so far ahead are weights asked for where they are bytes
+#define AHEAD 8192   // bytes: so far ahead are weights asked for where they are bytes
+#define SMALL_QUESTION (1 << 18)  // multiplications that are not worth a second thread
 
 struct layer {  // of the classifier: [heads, inner, columns] and [heads, columns]; NULL: there is none
     const void *weights, *bias;
@@ -279,50 +280,74 @@ struct asked {  // queries [rows, heads · group, queries, width], as they are b
     int64_t kind, rows, heads, group, count, width, row, head, step;
 };
 
+// A call: queries, inner and logits [heads, every, numbers] are of every row, the head's group and its queries.
+struct classifying {
+    const struct asked *of;
+    const struct layer *layers;
+    float *queries, *inner, *logits, *scores;
+    int64_t every, together;  // columns that are worked on together
+};
+
+// Some columns of a layer for one head. 0: there is no memory.
+static int answer_columns(const struct classifying *in, const struct layer *layer, int64_t head, int64_t first) {
+    int last = layer == in->layers + 1, second = last && in->layers->weights;
+    int64_t inner = layer->inner, wide = layer->columns, end = first + in->together;
+    const float *from = (second ? in->inner : in->queries) + head * in->every * inner;
+    float *to = (last ? in->logits : in->inner) + head * in->every * wide;
+    return times(layer, (int)in->of->kind, head, from, inner, to, wide, in->every, first, end < wide ? end : wide, !last);
+}
+
+// What a group expects, of the logits of one head.
+static void add_up_group(const struct classifying *in, int64_t head) {
+    const struct asked *of = in->of;
+    int64_t wide = in->layers[1].columns;
+    for (int64_t row = 0; row < of->rows; row++)
+        memset(in->scores + (row * of->heads + head) * of->count * wide, 0, sizeof(float) * of->count * wide);
+    for (int64_t r = 0; r < in->every; r++) {
+        int64_t row = r / (of->group * of->count), q = r % of->count;
+        add_softmax(in->logits + (head * in->every + r) * wide, wide, 1.0f / of->group,
+                    in->scores + ((row * of->heads + head) * of->count + q) * wide);
+    }
+}
+
+// All of one head. 0: there is no memory.
+static int answer_head(const struct classifying *in, int64_t head) {
+    for (const struct layer *layer = in->layers; layer < in->layers + 2; layer++)
+        for (int64_t c = 0; layer->weights && c < layer->columns; c += in->together)
+            if (!answer_columns(in, layer, head, c)) return 0;
+    add_up_group(in, head);
+    return 1;
+}
+
 // scores [rows, heads, count, columns] of the last layer's columns. 0, or 1 where there is no memory left.
 int kvs_classify(const struct asked *of, const struct layer *layers, float *scores, int64_t threads) {
-    const struct layer *first = layers[0].weights ? layers : NULL, *last = layers + 1;
-    int64_t every = of->rows * of->group * of->count, hidden = first ? first->columns : 0;
-    float *asking = kept_memory(1, sizeof(float) * of->heads * every * (of->width + hidden + last->columns) + 64);
-    if (!asking) return 1;
-    float *inner = asking + of->heads * every * of->width, *logits = inner + of->heads * every * hidden;
-    for (int64_t h = 0; h < of->heads; h++)  // of a head: rows, then its group, then queries
-        for (int64_t r = 0; r < every; r++) {
-            int64_t row = r / (of->group * of->count), g = r / of->count % of->group, q = r % of->count;
-            int64_t at = row * of->row + (h * of->group + g) * of->head + q * of->step;
-            for (int64_t i = 0; i < of->width; i++)
-                asking[(h * every + r) * of->width + i] = read_one(of->queries, (int)of->kind, at + i);
-        }
-    const float *from = asking;
-    int64_t stride = of->width;
-    for (const struct layer *layer = first ? first : last; layer <= last; layer++) {
-        float *to = layer == last ? logits : inner;
-        int64_t together = of->heads < threads ? COLUMNS : 2 * COLUMNS, wide = layer->columns;
-        int64_t blocks = (wide + together - 1) / together;
-        int64_t parts = of->heads * blocks, small = wide * layer->inner * every * of->heads < (1 << 18);
-        static struct company company = {LEAST_CREDIT, 0, 0};
-        struct together it = begin_together(&company, threads, small ? 1 : parts);
+    int by_head = of->heads >= threads;  // then no thread waits for others between one layer and the next
+    int64_t every = of->rows * of->group * of->count, all = of->heads * every, hidden = layers->columns;
+    float *room = kept_memory(1, sizeof(float) * all * (of->width + hidden + layers[1].columns) + 64);
+    if (!room) return 1;
+    struct classifying in = {of, layers, room, room + all * of->width, room + all * (of->width + hidden), scores, every,
+                             by_head ? 2 * COLUMNS : COLUMNS};
+    for (int64_t r = 0; r < all; r++) {  // of a head: rows, then its group, then queries
+        int64_t h = r / every, row = r % every / (of->group * of->count), g = r / of->count % of->group, q = r % of->count;
+        int64_t at = row * of->row + (h * of->group + g) * of->head + q * of->step;
+        for (int64_t i = 0; i < of->width; i++) in.queries[r * of->width + i] = read_one(of->queries, (int)of->kind, at + i);
+    }
+    for (const struct layer *layer = layers + by_head; layer < layers + 2; layer++) {
+        int64_t blocks = by_head ? 1 : (layer->columns + in.together - 1) / in.together, parts = of->heads * blocks;
+        int64_t work = all * (layer->columns * layer->inner + (by_head ? layers->columns * layers->inner : 0));
         int failed = 0;
+        static struct company company = {LEAST_CREDIT, 0, 0};
+        struct together it = begin_together(&company, threads, work < SMALL_QUESTION ? 1 : parts);
         PRAGMA(omp parallel num_threads(it.threads) reduction(|:failed) if (it.threads > 1)) {
             int64_t began = begin_own(&it);
             PRAGMA(omp for schedule(dynamic) nowait)
-            for (int64_t n = 0; n < parts; n++) {
-                int64_t h = n / blocks, begin = n % blocks * together, end = begin + together;
-                failed |= !times(layer, (int)of->kind, h, from + h * every * stride, stride, to + h * every * wide, wide,
-                                 every, begin, end < wide ? end : wide, layer != last);
-            }
+            for (int64_t n = 0; n < parts; n++)
+                failed |= by_head ? !answer_head(&in, n) : !answer_columns(&in, layer, n / blocks, n % blocks * in.together);
             end_own(&it, began);
         }
         end_together(&it);
         if (failed) return 1;
-        from = to, stride = wide;
     }
-    memset(scores, 0, sizeof(float) * of->rows * of->heads * of->count * last->columns);
-    for (int64_t h = 0; h < of->heads; h++)
-        for (int64_t r = 0; r < every; r++) {
-            int64_t row = r / (of->group * of->count), q = r % of->count;
-            add_softmax(logits + (h * every + r) * last->columns, last->columns, 1.0f / of->group,
-                        scores + ((row * of->heads + h) * of->count + q) * last->columns);
-        }
+    for (int64_t h = 0; !by_head && h < of->heads; h++) add_up_group(&in, h);
     return 0;
 }

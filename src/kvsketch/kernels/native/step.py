@@ -50,15 +50,15 @@ class Step:
         places: Sequence[tuple[Tensor, Tensor]],
         asking: Question | None,
     ) -> None:
-        """The last part gets the new token. `how`: scale and softcap; `places`: buffers, and what goes to each.
+        """The last part gets the new token. `how`: scale and softcap; `asking`: whom is asked which runs are read.
 
-        `asking`: whom is asked which runs of a part are read.
+        `places`: where keys, values and ranks are put, and such as they come.
         """
         library = native.library()
         assert library is not None, "there is something to call"
         self.kept: list[object] = [*parts, *(buffer for buffer, _ in places), asking]
-        self.values = parts[0].noted[NOTED].widths[1]
-        self.shape, self.sources = shape_of(query, heads, self.values, *how), sources_of(parts)
+        values = parts[0].noted[NOTED].widths[1]
+        self.shape, self.sources = shape_of(query, heads, values, *how), sources_of(parts)
         self.puts = (_Put * len(places))(*(_put(buffer, new) for buffer, new in places))
         self.given = _Step(
             puts=ctypes.addressof(self.puts), count=len(places), shape=ctypes.addressof(self.shape),
@@ -82,24 +82,19 @@ class Step:
         self.at = ctypes.addressof(self.given)
 
     def run(
-        self,
-        place: int,
-        new: Sequence[Tensor],
-        query: Tensor,
-        lse: Tensor,
-        unrotated: Tensor | None,
-        read: Tensor,
-    ) -> Tensor | None:
-        """The answer; `lse` gets its log of denominators, `read` how much was looked up. None: no memory is left."""
-        out = query.new_empty(*query.shape[:3], self.values)
-        for put, x in zip(self.puts, new, strict=True):
-            put.from_ = x.data_ptr()
-        given = self.given
-        given.place, given.queries, given.out, given.lse = place, query.data_ptr(), out.data_ptr(), lse.data_ptr()
-        given.threads = native.threads()
+        self, place: int, keys: Tensor, values: Tensor, query: Tensor, at: tuple[int, ...], unrotated: Tensor | None
+    ) -> bool:
+        """Hold a token and answer its query; False: no memory is left.
+
+        `at`: where the answer, its log of denominators and how much was looked up are written to, and where ranks are.
+        """
+        given, puts = self.given, self.puts
+        given.place, given.queries, given.threads = place, query.data_ptr(), native.threads()
+        given.out, given.lse, read, puts[2].from_ = at
+        puts[0].from_, puts[1].from_ = keys.data_ptr(), values.data_ptr()
         if unrotated is not None:
-            self.asked.queries, self.choice.read = unrotated.data_ptr(), read.data_ptr()
-        return None if self.call(self.at) else out
+            self.asked.queries, self.choice.read = unrotated.data_ptr(), read
+        return not self.call(self.at)
 
 
 def _put(buffer: Tensor, new: Tensor) -> _Put:
