@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+from torch.optim import adam
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -17,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 DEVICE = torch.device("lazy", 0)  # a device that every build of torch knows by name; none of its kernels is called
 ANYWHERE = {"aten::copy_", "aten::_to_copy", "aten::to"}
 AUTOCAST = ("autocast", "is_autocast_enabled")  # which do not know the device
+FUSED = "_device_dtype_check_for_fused"  # nor does an optimizer whose steps are fused
 INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}  # indices may be on the CPU
 
 
@@ -96,7 +99,7 @@ def computed(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _here(tree: Any) -> Any:
     """The same, as it is on the CPU."""
-    at_home = {There: lambda x: x.here, torch.device: lambda x: torch.device("cpu")}
+    at_home = {There: lambda x: x.here, torch.device: lambda x: torch.device("cpu") if x.type == DEVICE.type else x}
     return tree_map(lambda x: at_home[type(x)](x) if type(x) in at_home else x, tree)
 
 
@@ -108,11 +111,9 @@ def pretended() -> Iterator[torch.device]:
     def as_on_the_cpu(function: Any) -> Any:
         return lambda device, **options: function("cpu" if device == DEVICE.type else device, **options)
 
-    for name, function in known.items():
-        setattr(torch, name, as_on_the_cpu(function))
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, function in known.items():
+            patch.setattr(torch, name, as_on_the_cpu(function))
+        patch.setattr(adam, FUSED, lambda *_, **__: None)
         with _Made(), _Copied():
             yield DEVICE
-    finally:
-        for name, function in known.items():
-            setattr(torch, name, function)

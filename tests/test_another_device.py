@@ -6,7 +6,9 @@ from collections import Counter
 import pytest
 import torch
 
+import fitted
 import kvsketch
+from kvsketch.evaluation.answers.demo import run_demo
 from pretend import pretended
 from waiting import Waits
 from zoo import FAMILIES, VOCABULARY
@@ -85,6 +87,32 @@ def test_so_are_beams_forks_files_and_what_is_made_of_an_exact_cache(prompts, th
         asked = loaded.new_tokens(text[:, :7])
         answers.append(one.generate(**asked, past_key_values=loaded, max_new_tokens=8, do_sample=False).cpu())
     assert torch.equal(*answers)
+
+
+def test_a_fit_there_is_the_one_on_the_cpu_and_so_is_what_is_looked_up_by_it(there, tmp_path):
+    answers, fits = [], []
+    for folder, device in ((tmp_path / "cpu", "cpu"), (tmp_path / "there", there)):
+        folder.mkdir()
+        model = fitted.tiny_model().to(device)
+        fitted.fitted(folder, model)
+        fits.append(fitted.result_of(folder / "index")[1])
+        ids = torch.randint(3, 100, (1, 300), generator=torch.Generator().manual_seed(1)).to(device)
+        spec = f"saap(index={str(folder / 'index')!r}, probes=2, window=40, staging=32, full_layers=1)"
+        out, cache = said(model, ids, torch.ones_like(ids), spec)
+        answers.append(out)
+        assert cache.report().looked_up is not None
+    assert torch.equal(*answers)
+    for file, tensors in fits[0].items():
+        for name, own in tensors.items():
+            torch.testing.assert_close(fits[1][file][name], own, rtol=1e-3, atol=1e-3)
+
+
+def test_the_demo_says_there_what_it_says_on_the_cpu():
+    plain = next(run_demo(300))
+    with pretended() as device:
+        found = next(run_demo(300, device=str(device)))
+    assert plain.answers == found.answers
+    assert sum(answer.right for answer in plain.answers) > len(plain.answers) / 2
 
 
 @pytest.mark.parametrize("spec", ["exact", "uniform(keep=0.5)", "balancekv(keep=0.25)", "keydiff(keep=0.25)"])
