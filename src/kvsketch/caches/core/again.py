@@ -24,7 +24,7 @@ from kvsketch.kernels.native.step import Step
 from kvsketch.kernels.routing.native import Question, question
 from kvsketch.kernels.sources import Classifier, Entries
 
-MOST_ROOM = 1 << 18  # bytes: answers are made room for together, up to so much, for one alone costs 30 µs
+AT_ONCE = 8  # answers that room is made for, as one alone costs 30 µs
 
 
 class Room(NamedTuple):
@@ -37,17 +37,19 @@ class Room(NamedTuple):
     at: tuple[int, ...]  # where these lie
 
     @classmethod
-    def for_some(cls, query: Float[Tensor, "b hg 1 d"], width: int, heads: int, first: int, most: int) -> "list[Room]":
-        """For answers of this width to a token whose rank is `first` and those behind it; so many at most."""
+    def for_some(cls, query: Float[Tensor, "b hg 1 d"], width: int, heads: int, first: int) -> "list[Room]":
+        """For answers of this width to tokens from the one on whose rank is `first`; that of the next one is last."""
         rows, every = query.shape[:2]
-        count = min(most, MOST_ROOM // (rows * every * width * query.element_size()) + 1)
         each = (
-            query.new_empty(count, rows, every, 1, width),
-            native.room(count, rows, every, 1),
-            native.room(count, 1, rows * heads, 1, dtype=torch.int64),
-            torch.arange(first, first + count, device="cpu")[:, None, None].expand(-1, rows, -1).contiguous(),
+            query.new_empty(AT_ONCE, rows, every, 1, width).unbind(),
+            native.room(AT_ONCE, rows, every, 1).unbind(),
+            native.room(AT_ONCE, 1, rows * heads, 1, dtype=torch.int64).unbind(),
+            torch.arange(first, first + AT_ONCE, device="cpu")[:, None, None]
+            .expand(-1, rows, -1)
+            .contiguous()
+            .unbind(),
         )
-        return [cls(*own, at=tuple(x.data_ptr() for x in own)) for own in zip(*each, strict=True)]
+        return [cls(*own, at=tuple(x.data_ptr() for x in own)) for own in zip(*each, strict=True)][::-1]
 
 
 class Again:
@@ -107,7 +109,7 @@ class Again:
         self.rank = layer.seen  # of the next token
         self.notes = stream.method is not None and stream.method.takes_notes
         self.width, self.heads = parts[0].tokens.values.shape[3], layer.heads
-        self.rooms = list[Room]()  # the next token's last
+        self.rooms = Room.for_some(asked.queries, self.width, self.heads, self.rank)
         coming = (new.keys, new.values, native.room(len(asked.queries), 1, dtype=torch.int64))
         puts = [(buffer, own) for (_, buffer), own in zip(there, coming, strict=True)]
         self.step = Step(asked.queries, parts, layer.heads, self.how, puts, asking)
@@ -130,7 +132,7 @@ class Again:
             return None
         begin()
         if not self.rooms:
-            self.rooms = Room.for_some(query, self.width, self.heads, self.rank, BLOCK)[::-1]
+            self.rooms = Room.for_some(query, self.width, self.heads, self.rank)
         room = self.rooms[-1]
         seen = Seen.of(new, room.ranks, ahead=layer.config.looks_ahead) if self.notes else None
         unrotated = new.unrotated.queries if self.looks_up and new.unrotated is not None else None
