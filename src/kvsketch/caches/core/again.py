@@ -40,14 +40,12 @@ class Room(NamedTuple):
     def for_some(cls, query: Float[Tensor, "b hg 1 d"], width: int, heads: int, first: int) -> "list[Room]":
         """For answers of this width to tokens from the one on whose rank is `first`; that of the next one is last."""
         rows, every = query.shape[:2]
+        ranks = torch.arange(first, first + AT_ONCE, device="cpu")[:, None, None].expand(-1, rows, -1).contiguous()
         each = (
-            query.new_empty(AT_ONCE, rows, every, 1, width).unbind(),
+            [query.new_empty(rows, every, 1, width) for _ in ranks],  # a model may keep one, and write to it
             native.room(AT_ONCE, rows, every, 1).unbind(),
             native.room(AT_ONCE, 1, rows * heads, 1, dtype=torch.int64).unbind(),
-            torch.arange(first, first + AT_ONCE, device="cpu")[:, None, None]
-            .expand(-1, rows, -1)
-            .contiguous()
-            .unbind(),
+            ranks.unbind(),
         )
         return [cls(*own, at=tuple(x.data_ptr() for x in own)) for own in zip(*each, strict=True)][::-1]
 
