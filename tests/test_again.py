@@ -125,6 +125,28 @@ def test_whatever_happens_it_answers_and_holds_the_same(spec, served, tmp_path):
 
 
 @needs_c
+def test_answers_are_their_owners_and_no_room_costs_no_more_than_a_step(served):
+    """Whoever keeps one finds it as it was, and may move it; more tokens than there was room for come in a row."""
+    short, long, answers = LayerCache(parse_spec("exact"), 1), LayerCache(parse_spec("exact"), 1), []
+    with torch.no_grad():
+        for layer in (short, long):
+            come(layer, 150, 1, 0)
+        ranks = short.streams.only.window.ranks
+        for number in range(90):
+            long.not_yet = 2
+            last = ranks.length + 1 == ranks.buffer.shape[1]
+            found, expected = (come(layer, 1, 1, 10 * number, softcap=9.0 if last else None) for layer in (short, long))
+            found.lse.share_memory_()
+            answers.append((found, expected))
+    for found, expected in answers:
+        assert torch.equal(found.out, expected.out)
+        assert torch.equal(found.lse, expected.lse)
+    assert len(served) > 80
+    ranks = [layer.streams.only.window.ranks.view for layer in (short, long)]
+    assert torch.equal(*ranks)
+
+
+@needs_c
 def test_more_rows_than_c_asks_a_classifier_for_take_the_long_road(served, tmp_path):
     index = str(make_index(tmp_path / "index", heads=HEADS, width=WIDTH, buckets=6))
     layer = LayerCache(parse_spec(SPECS[-3].format(index=index)), 1)

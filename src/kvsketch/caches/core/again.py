@@ -24,7 +24,7 @@ from kvsketch.kernels.native.step import Step
 from kvsketch.kernels.routing.native import Question, question
 from kvsketch.kernels.sources import Classifier, Entries
 
-AT_ONCE = 8  # answers that room is made for, as one alone costs 30 µs
+AT_ONCE = 8  # answers that room is made for: behind a step whose reading filled all caches one alone costs 30 µs
 
 
 class Room(NamedTuple):
@@ -34,7 +34,6 @@ class Room(NamedTuple):
     lse: Float[Tensor, "b hg 1"]
     read: Int64[Tensor, "1 l 1"]
     ranks: Int64[Tensor, "b 1"]
-    at: tuple[int, ...]  # where these lie
 
     @classmethod
     def for_some(cls, query: Float[Tensor, "b hg 1 d"], width: int, heads: int, first: int) -> "list[Room]":
@@ -47,7 +46,7 @@ class Room(NamedTuple):
             native.room(AT_ONCE, 1, rows * heads, 1, dtype=torch.int64).unbind(),
             ranks.unbind(),
         )
-        return [cls(*own, at=tuple(x.data_ptr() for x in own)) for own in zip(*each, strict=True)][::-1]
+        return [cls(*own) for own in zip(*each, strict=True)][::-1]
 
 
 class Again:
@@ -70,6 +69,7 @@ class Again:
             or len(found.unread[-1]) != 1
             or parts[-1].lanes is not None
             or any(x.stride(3) != 1 for x in (asked.queries, new.keys, new.values))
+            or any(one.buffer is None or one.length >= one.buffer.shape[one.dim] for one in _grown(stream.window))
             or not all(x.is_contiguous() for x in buffers)
             or (found.read is not None) != (len(chosen) == 1)
         ):
@@ -134,10 +134,12 @@ class Again:
         room = self.rooms[-1]
         seen = Seen.of(new, room.ranks, ahead=layer.config.looks_ahead) if self.notes else None
         unrotated = new.unrotated.queries if self.looks_up and new.unrotated is not None else None
-        if not self.step.run(place, new.keys, new.values, query, room.at, unrotated):
+        if not self.step.run(
+            place, (new.keys, new.values, room.ranks), query, unrotated, room.out, room.lse, room.read
+        ):
             return None
-        self.rooms.pop()
         self.rank, self.served = self.rank + 1, True
+        self.rooms.pop()
         layer.count_one()
         for grown, _ in self.buffers:
             grown.length = place + 1

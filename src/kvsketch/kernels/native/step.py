@@ -52,7 +52,7 @@ class Step:
     ) -> None:
         """The last part gets the new token. `how`: scale and softcap; `asking`: whom is asked which runs are read.
 
-        `places`: where keys, values and ranks are put, and such as they come.
+        `places`: buffers of keys, values and ranks, each with what the token before put there.
         """
         library = native.library()
         assert library is not None, "there is something to call"
@@ -82,18 +82,26 @@ class Step:
         self.at = ctypes.addressof(self.given)
 
     def run(
-        self, place: int, keys: Tensor, values: Tensor, query: Tensor, at: tuple[int, ...], unrotated: Tensor | None
+        self,
+        place: int,
+        new: Sequence[Tensor],
+        query: Tensor,
+        unrotated: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        read: Tensor,
     ) -> bool:
-        """Hold a token and answer its query; False: no memory is left.
+        """Hold a token and answer its query; False: no memory is left. `new`: its key, value and rank.
 
-        `at`: where the answer, its log of denominators and how much was looked up are written to, and where ranks are.
+        `out`, `lse` and `read` get the answer, its log of denominators and how much was looked up.
         """
-        given, puts = self.given, self.puts
-        given.place, given.queries, given.threads = place, query.data_ptr(), native.threads()
-        given.out, given.lse, read, puts[2].from_ = at
-        puts[0].from_, puts[1].from_ = keys.data_ptr(), values.data_ptr()
+        for put, x in zip(self.puts, new, strict=True):
+            put.from_ = x.data_ptr()
+        given = self.given
+        given.place, given.queries, given.out, given.lse = place, query.data_ptr(), out.data_ptr(), lse.data_ptr()
+        given.threads = native.threads()
         if unrotated is not None:
-            self.asked.queries, self.choice.read = unrotated.data_ptr(), read
+            self.asked.queries, self.choice.read = unrotated.data_ptr(), read.data_ptr()
         return not self.call(self.at)
 
 
