@@ -142,8 +142,7 @@ def test_answers_are_their_owners_and_no_room_costs_no_more_than_a_step(served):
         assert torch.equal(found.out, expected.out)
         assert torch.equal(found.lse, expected.lse)
     assert len(served) > 80
-    ranks = [layer.streams.only.window.ranks.view for layer in (short, long)]
-    assert torch.equal(*ranks)
+    assert torch.equal(*(layer.streams.only.window.ranks.view for layer in (short, long)))
 
 
 @needs_c

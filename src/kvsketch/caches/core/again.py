@@ -60,17 +60,17 @@ class Again:
             return None
         parts = [part for source in found.unread for part in source]
         chosen = [part.choice for part in parts if part.choice is not None]
-        buffers = [one.buffer for one in _grown(stream.window) if one.buffer is not None]
+        into = _room_in(stream.window)
         if (
             found.attended is not None
             or found.estimated is not None
-            or native.library_for(asked.queries, new.keys, new.values, *buffers[:2]) is None
+            or len(into) < 3  # of keys, values and ranks
+            or native.library_for(asked.queries, new.keys, new.values, into[0][1], into[1][1]) is None
             or not all(NOTED in part.noted and part.segments is None for part in parts)
             or len(found.unread[-1]) != 1
             or parts[-1].lanes is not None
             or any(x.stride(3) != 1 for x in (asked.queries, new.keys, new.values))
-            or any(one.buffer is None or one.length >= one.buffer.shape[one.dim] for one in _grown(stream.window))
-            or not all(x.is_contiguous() for x in buffers)
+            or not all(buffer.is_contiguous() for _, buffer in into)
             or (found.read is not None) != (len(chosen) == 1)
         ):
             return None
@@ -81,12 +81,13 @@ class Again:
                 asking = question(asked.unrotated, router, layer.heads)
             if asking is None:
                 return None
-        return cls(layer, stream, asked, new, parts, router, asking)
+        return cls(layer, stream, into, asked, new, parts, router, asking)
 
     def __init__(
         self,
         layer: LayerState,
         stream: Stream,
+        into: list[tuple[Growing, Tensor]],
         asked: Query,
         new: NewTokens,
         parts: list[Entries],
@@ -96,20 +97,17 @@ class Again:
         self.stream, self.window, self.library = stream, stream.window, native.library()
         self.inferring = torch.is_inference_mode_enabled()
         self.how, self.looks = (asked.scale, asked.softcap), _looks_of(asked.queries, new)
-        self.buffers = [(one, one.buffer) for one in _grown(stream.window)]
-        there = [(one.dim, buffer) for one, buffer in self.buffers if buffer is not None]
-        self.places = min(buffer.shape[dim] for dim, buffer in there)
+        self.buffers, self.places = into, min(buffer.shape[one.dim] for one, buffer in into)
         self.held, self.looks_up = _held_by(stream), asking is not None
-        read = [buffer for _, buffer in there] + ([] if router is None else [*router.tensors])
+        read = [buffer for _, buffer in into] + ([] if router is None else [*router.tensors])
         for part in parts[:-1]:
             read += [x for x in (part.tokens.keys, part.tokens.values, part.tokens.log_mass) if x is not None]
         self.at = [(x, x.data_ptr()) for x in read]  # torch may move a tensor, as to share it with a process
         self.rank = layer.seen  # of the next token
-        self.notes = stream.method is not None and stream.method.takes_notes
-        self.width, self.heads = parts[0].tokens.values.shape[3], layer.heads
-        self.rooms = Room.for_some(asked.queries, self.width, self.heads, self.rank)
-        coming = (new.keys, new.values, native.room(len(asked.queries), 1, dtype=torch.int64))
-        puts = [(buffer, own) for (_, buffer), own in zip(there, coming, strict=True)]
+        self.width = new.values.shape[3]
+        self.rooms = Room.for_some(asked.queries, self.width, layer.heads, self.rank)
+        coming = (new.keys, new.values, self.rooms[-1].ranks)
+        puts = [(buffer, own) for (_, buffer), own in zip(into, coming, strict=True)]
         self.step = Step(asked.queries, parts, layer.heads, self.how, puts, asking)
         self.served = False
 
@@ -130,9 +128,9 @@ class Again:
             return None
         begin()
         if not self.rooms:
-            self.rooms = Room.for_some(query, self.width, self.heads, self.rank)
+            self.rooms = Room.for_some(query, self.width, layer.heads, self.rank)
         room = self.rooms[-1]
-        seen = Seen.of(new, room.ranks, ahead=layer.config.looks_ahead) if self.notes else None
+        seen = Seen.of(new, room.ranks, ahead=layer.config.looks_ahead) if self.stream.takes_notes else None
         unrotated = new.unrotated.queries if self.looks_up and new.unrotated is not None else None
         if not self.step.run(
             place, (new.keys, new.values, room.ranks), query, unrotated, room.out, room.lse, room.read
@@ -183,15 +181,15 @@ def _is_plain(layer: LayerState, stream: Stream) -> bool:
     return past.method.observes == {"read"} and past.method.has_router and len(past.bundles) == 1
 
 
-def _grown(window: Window) -> tuple[Growing, ...]:
-    """What a token is put into."""
-    return window.keys, window.values, window.ranks
+def _room_in(window: Window) -> list[tuple[Growing, Tensor]]:
+    """What a token is put into, with the buffers of these: of keys, values and ranks those that have room for it."""
+    grown = (window.keys, window.values, window.ranks)
+    return [(one, one.buffer) for one in grown if one.buffer is not None and one.length < one.buffer.shape[one.dim]]
 
 
 def _is_due(stream: Stream) -> bool:
     """Whether with the next token one leaves the window, or what came is noted."""
-    noting = stream.method is not None and stream.method.takes_notes
-    return stream.may_come <= 1 or (noting and len(stream.waiting) + 1 >= BLOCK)
+    return stream.may_come <= 1 or (stream.takes_notes and len(stream.waiting) + 1 >= BLOCK)
 
 
 def _is_elsewhere(layer: LayerState, window: Window) -> bool:

@@ -56,6 +56,11 @@ class Stream:
         return self.method is not None and self.method.looks_up
 
     @property
+    def takes_notes(self) -> bool:
+        """Whether something is noted about tokens when they come."""
+        return self.method is not None and self.method.takes_notes
+
+    @property
     def observes(self) -> bool:
         """Whether the past wants to take note of queries."""
         return self.past is not None and bool(self.past.method.observes) and not self.past.empty
