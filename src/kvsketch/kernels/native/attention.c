@@ -186,9 +186,9 @@ static void settle(float *row, int64_t count, const float *mass, int in_pairs) {
     float meant = in_pairs ? sum_of(load_f32(mass + W)) : 1, rounded = in_pairs ? sum_of(load_f32(mass + 2 * W)) : 1;
     float share = rounded > 0 && meant < INFINITY ? meant / rounded : 1;
     for (float *at = row; at < row + count; at += 2 * W) {
-        float own[2 * W];
-        for (int i = 0; i < 2 * W; i++) own[i] = share * at[in_pairs ? woven(i) : turned(i)];
-        memcpy(at, own, sizeof own);
+        vf low = load_f32(at) * SPLAT(share), high = load_f32(at + W) * SPLAT(share);
+        store_f32(at, in_pairs ? IN_TURNS(low, high, FIRST_WOVEN) : IN_TURNS(low, high, FIRST));
+        store_f32(at + W, in_pairs ? IN_TURNS(low, high, SECOND_WOVEN) : IN_TURNS(low, high, SECOND));
     }
 }
 

@@ -22,6 +22,12 @@ int64_t kvs_ask_far(int64_t far) {
     return asks_far();
 }
 
+// Multiply whole tiles by hand (1), or none (0); -1: as this processor does. To test all of it here. Whether they are.
+int64_t kvs_ask_tiles(int64_t wanted) {
+    __atomic_store_n(&tiles_wanted, (int)wanted, __ATOMIC_RELAXED);
+    return form_of(BF16) == IN_TILES;
+}
+
 // Whether weights in bytes are multiplied faster than others.
 int64_t kvs_bytes_pay(void) {
 #ifdef __AVX512VNNI__

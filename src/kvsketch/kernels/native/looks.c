@@ -1,6 +1,6 @@
 // What entries got of the attention of many queries whose denominators are known: products of a block of queries with a
 // panel of entries, of which nothing is kept but sums, or what is largest. `weights.c` does it for few queries.
-#include "panels.h"  // and `weights.c` before this, for what becomes of a note
+#include "tiles.h"  // and `weights.c` before this, for what becomes of a note
 
 #define PANELS 16     // of a piece: a thread takes so many
 #define ASKING 256    // queries that stay in the second cache while all panels of a piece meet them
@@ -36,6 +36,20 @@ static void lay_out(const struct looking *in, const char *keys, const int32_t *r
     lay_abreast(own, (int)in->kind, in->key_step, count, in->width, NULL, in_pairs, to->numbers);
 }
 
+// A query's products with a panel's entries.
+INLINE void see(const struct looking *in, const vf *products, float less, int32_t own, const struct panel *panel,
+                struct found *found, const int largest) {
+    UNROLL for (int v = 0; v < ABREAST; v++) {
+        vi rank, seen;
+        memcpy(&rank, panel->rank + v * W, sizeof rank);
+        seen = rank <= own + (vi){0};
+        vf x = products[v] * SPLAT(in->scale) - SPLAT(less);
+        x = choose(seen, x, SPLAT(-INFINITY));
+        if (largest) found->of[v] = larger(x, found->of[v]);
+        else found->of[v] += weight_of(x);
+    }
+}
+
 // Some queries look at a panel. Those behind the last one are the last one again, whom nothing is given.
 INLINE void look(const struct looking *in, const char *queries, const float *less, const int32_t *ranks, int count,
                  const struct panel *panel, struct found *found, const int in_pairs, const int largest) {
@@ -47,37 +61,37 @@ INLINE void look(const struct looking *in, const char *queries, const float *les
         UNROLL for (int v = 0; v < ABREAST; v++) sums[r][v] = SPLAT(0.0f);
     }
     multiply(at, panel->numbers, IN_PANEL, steps_of(in->width, in_pairs), sums, in_pairs);
-    UNROLL for (int r = 0; r < ASKED; r++) {
-        if (r >= count) continue;
-        UNROLL for (int v = 0; v < ABREAST; v++) {
-            vi rank, seen;
-            memcpy(&rank, panel->rank + v * W, sizeof rank);
-            seen = rank <= ranks[r] + (vi){0};
-            vf x = sums[r][v] * SPLAT(in->scale) - SPLAT(less[r]);
-            x = choose(seen, x, SPLAT(-INFINITY));
-            if (largest) found->of[v] = larger(x, found->of[v]);
-            else found->of[v] += weight_of(x);
-        }
-    }
+    UNROLL for (int r = 0; r < ASKED; r++)
+        if (r < count) see(in, sums[r], less[r], ranks[r], panel, found, largest);
+}
+
+// TALL of them do.
+INLINE void look_tall(const struct looking *in, const char *queries, const float *less, const int32_t *ranks,
+                      const struct panel *panel, struct found *found, const int largest) {
+    vf sums[TALL][ABREAST];
+    int64_t steps = in->width / 2;
+    times_panel((const float *)queries, steps, panel->numbers, IN_PANEL, steps, (float *)sums, IN_PANEL, 0);
+    for (int r = 0; r < TALL; r++) see(in, sums[r], less[r], ranks[r], panel, found, largest);
 }
 
 INLINE void panels_got(const struct looking *in, const char *queries, const float *less, const int32_t *ranks,
-                       struct panel *panels, int64_t count, double *got, const int in_pairs, const int largest) {
-    int64_t bytes = bytes_of((int)in->query_kind);
+                       struct panel *panels, int64_t count, double *got, const enum form form, const int largest) {
+    int64_t bytes = bytes_of((int)in->query_kind), block;
     for (int64_t start = 0; start < in->rows; start += ASKING) {
         int64_t stop = start + ASKING < in->rows ? start + ASKING : in->rows;
+        int32_t own[ASKING] = {0};
+        for (int64_t r = start; ranks && r < stop; r++) own[r - start] = ranks[r % in->asked];
         for (int64_t p = 0; p < count; p++) {
             struct found found;
             UNROLL for (int v = 0; v < ABREAST; v++) found.of[v] = SPLAT(largest ? -INFINITY : 0.0f);
-            for (int64_t r = start; r < stop; r += ASKED) {
-                int some = (int)(stop - r < ASKED ? stop - r : ASKED), any = !ranks;
-                int32_t own[ASKED] = {0};
-                for (int k = 0; ranks && k < some; k++) {
-                    own[k] = ranks[(r + k) % in->asked];
-                    any |= own[k] >= panels[p].first;
-                }
+            for (int64_t r = start; r < stop; r += block) {
+                int tall = form == IN_TILES && stop - r >= TALL, any = 0;
+                const int32_t *those = own + r - start;
+                block = tall ? TALL : stop - r < ASKED ? stop - r : ASKED;
+                for (int k = 0; k < block; k++) any |= those[k] >= panels[p].first;
                 const char *asking = queries + r * in->width * bytes;
-                if (any) look(in, asking, less + r, own, some, panels + p, &found, in_pairs, largest);
+                if (any && tall) look_tall(in, asking, less + r, those, panels + p, &found, largest);
+                else if (any) look(in, asking, less + r, those, (int)block, panels + p, &found, form != ONE_BY_ONE, largest);
             }
             for (int v = 0; v < ABREAST; v++)
                 for (int i = 0; i < W; i++) {
@@ -89,12 +103,26 @@ INLINE void panels_got(const struct looking *in, const char *queries, const floa
     }
 }
 
+// How a call multiplies: tiles take whole ones alone.
+INLINE enum form form_of_looks(const struct looking *in) {
+    if (!PAIRS_OF(in)) return ONE_BY_ONE;
+    return in->width % (2 * IN_TILE) ? PAIR_BY_PAIR : form_of(BF16);
+}
+
+#define PANELS_GOT(largest)                                                                                        \
+    {                                                                                                              \
+        if (form == ONE_BY_ONE) panels_got(in, asking, less, ranks, panels, count, own, ONE_BY_ONE, largest);      \
+        else if (form == PAIR_BY_PAIR) panels_got(in, asking, less, ranks, panels, count, own, PAIR_BY_PAIR, largest);     \
+        else panels_got(in, asking, less, ranks, panels, count, own, IN_TILES, largest);                           \
+    }
+
 // Note in got [lanes, count] what entries got of queries [lanes, rows, width] with these logs of denominators
 // [lanes, rows]: row r of a lane is query r % asked. Queries see entries whose ranks [batch, count] are not above their
 // own [batch, asked]; without ranks all. 0, or 1 where there is no memory left.
 int kvs_look(const struct looking *in, const char *queries, const char *keys, const float *lse,
              const int32_t *key_ranks, const int32_t *query_ranks, double *got, int64_t threads) {
     int64_t pieces = (in->count + PANELS * IN_PANEL - 1) / (PANELS * IN_PANEL), all = in->lanes * pieces;
+    const enum form form = form_of_looks(in);
     int64_t bytes = bytes_of((int)in->kind), steps = steps_of(in->width, PAIRS_OF(in));
     int failed = 0, team = use_threads(threads, all);
     PRAGMA(omp parallel for num_threads(team) schedule(dynamic) reduction(|:failed) if (team > 1))
@@ -118,10 +146,11 @@ int kvs_look(const struct looking *in, const char *queries, const char *keys, co
                     first + p * IN_PANEL, PAIRS_OF(in), panels + p);
         }
         for (int64_t j = 0; j < count * IN_PANEL; j++) own[j] = in->how == ADDED ? 0 : -INFINITY;
-        if (in->how == ADDED && PAIRS_OF(in)) panels_got(in, asking, less, ranks, panels, count, own, 1, 0);
-        else if (in->how == ADDED) panels_got(in, asking, less, ranks, panels, count, own, 0, 0);
-        else if (PAIRS_OF(in)) panels_got(in, asking, less, ranks, panels, count, own, 1, 1);
-        else panels_got(in, asking, less, ranks, panels, count, own, 0, 1);
+        struct tile_state before;
+        if (form == IN_TILES) begin_tiles(&before);
+        if (in->how == ADDED) PANELS_GOT(0)
+        else PANELS_GOT(1)
+        if (form == IN_TILES) end_tiles(&before);
         for (int64_t j = 0; j < here; j++) {
             double *to = got + lane * in->got_lane + (first + j) * in->got_step;
             double weight = in->how == ADDED ? own[j] : exp(own[j] > MOST_LOG ? MOST_LOG : own[j]);

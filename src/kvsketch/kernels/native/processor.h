@@ -5,16 +5,15 @@
 #include "common.h"
 
 #define AMX_BF16 1
-#define AVX512_FP16 2
-#define ZEN4 4  // of AMD's family 25 those with AVX-512
-#define ASKED_IT 8
+#define ZEN4 2  // of AMD's family 25 those with AVX-512
+#define ASKED_IT 4
 
 INLINE int asked_processor(void) {
     int found = ASKED_IT;
 #if defined(__x86_64__)
     unsigned a, b, c, d, has_avx512 = 0;
     if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) {
-        found |= (d >> 22 & 1 ? AMX_BF16 : 0) | (d >> 23 & 1 ? AVX512_FP16 : 0);
+        found |= d >> 22 & 1 ? AMX_BF16 : 0;
         has_avx512 = b >> 16 & 1;
     }
     unsigned is_amd = __get_cpuid(0, &a, &b, &c, &d) && b == signature_AMD_ebx && d == signature_AMD_edx;

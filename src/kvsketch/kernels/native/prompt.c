@@ -1,13 +1,15 @@
 // Attention of many queries over weighted entries, or among tokens that each see those up to themselves, as of a prompt.
 //
 // Some queries of a group go through a lane's entries 64 at a time. Keys are laid abreast and values behind each other for
-// all of these queries (`panels.h`); a block of `ASKED` of them then makes its logits, shares of these, and sums of values,
-// and none of it leaves the caches. As long as numbers are finite, what a query gets does not depend on those beside it;
+// all of these queries (`panels.h`); a block of `ASKED` of them, or of `TALL` where processors multiply whole tiles, then
+// makes its logits, shares of these, and sums of values, and none of it leaves the caches. As long as numbers are finite, what a query gets does not depend on those beside it;
 // and never on threads.
-#include "panels.h"  // and `attention.c` before this: sums of a row, how they are scaled, and what is made of them at last
+#include "tiles.h"  // and `attention.c` before this: sums of a row, how they are scaled, and what is made of them at last
 
-#define ENTRIES 64        // that queries meet at once
-#define IN_CROWD 512      // rows whose sums stay in the second cache
+#define ENTRIES 64        // that queries meet at once; and where tiles are multiplied
+#define TALL_ENTRIES 256
+#define IN_CROWD 512      // rows whose sums stay in the second cache; and where tiles are multiplied
+#define TALL_CROWD 1024
 #define LEAST_CROWD 64    // or, so that all threads have something to do until the end, fewer: not less than these
 #define CROWDS 4          // that a thread should have
 #define PAIR_OF_ONES 0x3f803f80  // 1 and 1 in bfloat16
@@ -28,7 +30,8 @@ struct tensors {  // the last three may be NULL
 struct crowd {  // some queries of all heads of a group
     int64_t row, head, first, own;  // of the batch; KV head; the first query, and how many
     int64_t each, rows, whole;      // rows of a head, of all heads, and those of whole blocks; some are nobody's, see `query_of`
-    int64_t steps;                  // of numbers, or pairs of them, that a row has
+    int64_t steps;                  // of numbers, or pairs of them, that a row has; behind its end zeros
+    int64_t block, entries;         // rows that meet entries together, and how many of these
     struct shape of;
     struct sums sums;
     float *asking;         // the rows
@@ -37,15 +40,15 @@ struct crowd {  // some queries of all heads of a group
 
 struct met {  // entries
     int64_t first, count;
-    int biased, apart;  // whether logits are to be changed; whether those of values are others
-    float mass[ENTRIES], value[ENTRIES];
+    int biased, apart;  // whether some are not seen, or have weights; whether those of values are others
+    float mass[TALL_ENTRIES], value[TALL_ENTRIES];
 };
 
 // Values behind each other, as wide as whole panels: woven, where they come by pairs.
 INLINE void lay_kind_behind(const int kind, const int in_pairs, const char *entries, int64_t step, int64_t count,
-                            int64_t width, int64_t wide, const char *there, float *to) {
+                            int64_t whole, int64_t width, int64_t wide, const char *there, float *to) {
     int64_t bytes = step * bytes_of(kind), each = in_pairs ? 2 : 1;
-    for (int64_t j = 0; j < (count + each - 1) / each; j++, to += wide)
+    for (int64_t j = 0; j < (whole + each - 1) / each; j++, to += wide)
         for (int64_t c = 0; c < wide; c += in_pairs ? IN_PANEL : W) {
             vf x[2];
             for (int n = 0; n < each; n++) {
@@ -64,15 +67,16 @@ INLINE void lay_kind_behind(const int kind, const int in_pairs, const char *entr
         }
 }
 
-static void lay_behind(const char *entries, int kind, int64_t step, int64_t count, int64_t width, int64_t wide,
-                       const char *there, int in_pairs, float *to) {
-    FOR_EACH_KIND(lay_kind_behind, kind, in_pairs, entries, step, count, width, wide, there, to)
+// As many as there are, and zeros up to `whole` of them.
+static void lay_behind(const char *entries, int kind, int64_t step, int64_t count, int64_t whole, int64_t width,
+                       int64_t wide, const char *there, int in_pairs, float *to) {
+    FOR_EACH_KIND(lay_kind_behind, kind, in_pairs, entries, step, count, whole, width, wide, there, to)
 }
 
 // Lay out the entries from `first` on, and what is to be added to their logits. What has no weight is not read.
 static void lay_out_entries(const struct prompt *in, const struct tensors *at, const struct crowd *crowd, int64_t first,
                             int64_t end, struct met *met) {
-    int64_t bytes = bytes_of((int)in->kind), count = end - first < ENTRIES ? end - first : ENTRIES;
+    int64_t bytes = bytes_of((int)in->kind), count = end - first < crowd->entries ? end - first : crowd->entries;
     const char *keys = at->keys + (crowd->row * in->key_row + crowd->head * in->key_head + first * in->key_step) * bytes;
     const char *values =
         at->values + (crowd->row * in->value_row + crowd->head * in->value_head + first * in->value_step) * bytes;
@@ -80,9 +84,10 @@ static void lay_out_entries(const struct prompt *in, const struct tensors *at, c
     const float *extra =
         at->log_value ? at->log_value + crowd->row * in->extra_row + crowd->head * in->extra_head + first : NULL;
     const char *valid = at->valid ? at->valid + crowd->row * in->valid_row + first : NULL;
-    char there[ENTRIES];
-    *met = (struct met){first, count, mass || extra || valid || count < ENTRIES, extra != NULL, {0}, {0}};
-    for (int64_t j = 0; met->biased && j < ENTRIES; j++) {
+    char there[TALL_ENTRIES];
+    met->first = first, met->count = count, met->apart = extra != NULL;
+    met->biased = mass || extra || valid || count < crowd->entries;
+    for (int64_t j = 0; met->biased && j < padded(count, IN_PANEL); j++) {
         met->mass[j] = j >= count || (valid && !valid[j]) ? -INFINITY : mass ? mass[j] : 0.0f;
         met->value[j] = j >= count ? -INFINITY : extra ? extra[j] : 0.0f;
         there[j] = met->mass[j] != -INFINITY || (extra && met->value[j] != -INFINITY);
@@ -91,8 +96,8 @@ static void lay_out_entries(const struct prompt *in, const struct tensors *at, c
     for (int64_t j = 0; j < count; j += IN_PANEL)
         lay_abreast(keys + j * in->key_step * bytes, (int)in->kind, in->key_step, count - j, in->key_width,
                     those ? those + j : NULL, IN_PAIRS_OF(in->kind), crowd->keys + j * crowd->steps);
-    lay_behind(values, (int)in->kind, in->value_step, count, in->value_width, crowd->of.value_width, those,
-               IN_PAIRS_OF(in->kind), crowd->values);
+    lay_behind(values, (int)in->kind, in->value_step, count, crowd->block == TALL ? padded(count, IN_PANEL) : count,
+               in->value_width, crowd->of.value_width, those, IN_PAIRS_OF(in->kind), crowd->values);
 }
 
 // softcap · tanh(x / softcap), near 0 by a polynomial (that of Cephes), where a difference of exponentials has lost its
@@ -110,18 +115,27 @@ INLINE vf bent(vf x, float softcap) {
     return SPLAT(softcap) * choose(square < SPLAT(0.390625f), near, far);
 }
 
-// Logits of one row and what is added to them, whole vectors; those of values beside them. The largest of all comes out.
-// `own`: the place among these entries of the last one that the row sees.
+// Whether logits are more than products times a scale, so that they are worked out before the largest one is known.
+INLINE int is_weighted(const struct prompt *in, const struct tensors *at) {
+    return at->log_mass || at->log_value || in->softcap > 0 || !(in->scale > 0);
+}
+
+// Logits of one row, whole vectors; those of values beside them. What is not seen is -∞. The largest of all comes out.
+// `own`: the place among these entries of the last one that the row sees. If they are not `weighted`, what is left in their
+// place, and what comes out, is still to be scaled.
 INLINE vf logits_of_row(const struct prompt *in, const struct met *met, float *logits, float *of_values, int64_t all,
-                        int64_t own, vf top) {
-    const vf scale = SPLAT(in->scale);
+                        int64_t own, vf top, const int weighted) {
+    const int cut = own < all - 1;
+    if (!weighted && !met->biased && !cut) {
+        for (int64_t c = 0; c < all; c += W) top = larger(load_f32(logits + c), top);
+        return top;
+    }
     vi place;
     for (int i = 0; i < W; i++) place[i] = i;
-    const int cut = own < all - 1;
     for (int64_t c = 0; c < all; c += W, place += W) {
-        vf x = load_f32(logits + c) * scale;
-        if (in->softcap > 0) x = bent(x, in->softcap);
-        if (met->apart) {  // then all see all
+        vf x = weighted ? load_f32(logits + c) * SPLAT(in->scale) : load_f32(logits + c);
+        if (weighted && in->softcap > 0) x = bent(x, in->softcap);
+        if (weighted && met->apart) {  // then all see all
             vf of_value = x + load_f32(met->value + c);
             store_f32(of_values + c, of_value);
             top = larger(of_value, top);
@@ -138,18 +152,20 @@ INLINE vf logits_of_row(const struct prompt *in, const struct met *met, float *l
     return top;
 }
 
-// Shares of values from a row's logits, where these are; pairs of them as bfloat16 where they are multiplied so.
-INLINE void shares_of_row(const struct met *met, float *logits, const float *of_values, int64_t all, float most,
-                          float *mass, const int in_pairs) {
+// Shares of values from a row's logits times `scale`, where these are; pairs of them as bfloat16 where they are multiplied
+// so.
+INLINE void shares_of_row(const struct met *met, float *logits, const float *of_values, int64_t all, float scale,
+                          float most, float *mass, const int in_pairs, const int weighted) {
+    const int apart = weighted && met->apart;
     vf sum = load_f32(mass), meant = load_f32(mass + W), rounded = load_f32(mass + 2 * W);
     for (int64_t c = 0; c < all; c += IN_PANEL) {
         vf share[ABREAST];
         UNROLL for (int v = 0; v < ABREAST; v++) {
-            vf one = exp_of(load_f32(logits + c + v * W) - SPLAT(most));
+            vf x = load_f32(logits + c + v * W), one = exp_of((weighted ? x : x * SPLAT(scale)) - SPLAT(most));
             sum += one;
-            share[v] = met->apart ? exp_of(load_f32(of_values + c + v * W) - SPLAT(most)) : one;
-            if (in_pairs) meant += share[v];
-            else store_f32(logits + c + v * W, share[v]);
+            share[v] = apart ? exp_of(load_f32(of_values + c + v * W) - SPLAT(most)) : one;
+            if (in_pairs && apart) meant += share[v];
+            if (!in_pairs) store_f32(logits + c + v * W, share[v]);
         }
 #if PAIRED
         if (in_pairs) {
@@ -159,52 +175,69 @@ INLINE void shares_of_row(const struct met *met, float *logits, const float *of_
         }
 #endif
     }
-    store_f32(mass, sum), store_f32(mass + W, meant), store_f32(mass + 2 * W, rounded);
+    store_f32(mass, sum), store_f32(mass + W, apart ? meant : sum), store_f32(mass + 2 * W, rounded);
+}
+
+// Sums of ASKED rows and a panel's columns, added to what is there or not.
+INLINE void times_block(const char *const *rows, const float *panel, int64_t apart, int64_t steps, float *to,
+                        int64_t apart_to, const int add, const int in_pairs) {
+    vf sums[ASKED][ABREAST];
+    UNROLL for (int x = 0; x < ASKED; x++)
+        UNROLL for (int v = 0; v < ABREAST; v++) sums[x][v] = add ? load_f32(to + x * apart_to + v * W) : SPLAT(0.0f);
+    multiply(rows, panel, apart, steps, sums, in_pairs);
+    UNROLL for (int x = 0; x < ASKED; x++)
+        UNROLL for (int v = 0; v < ABREAST; v++) store_f32(to + x * apart_to + v * W, sums[x][v]);
 }
 
 // Which one of a head's queries its i-th row is: row r is the r % each-th one of head r / each. Rows that are nobody's are
 // the last query again.
 INLINE int64_t query_of(const struct crowd *crowd, int64_t i) { return i < crowd->own ? i : crowd->own - 1; }
 
+// A row's logits, largest one and shares.
+INLINE void share_out(const struct prompt *in, const struct crowd *crowd, const struct met *met, int64_t r, float *logits,
+                      int64_t all, int64_t own, const int in_pairs, const int weighted) {
+    float of_values[TALL_ENTRIES] __attribute__((aligned(64)));
+    float *most = crowd->sums.most + r, *mass = crowd->sums.mass + r * MASSES;
+    vf top = logits_of_row(in, met, logits, of_values, all, own, SPLAT(weighted ? *most : -INFINITY), weighted);
+    if (!weighted) top *= SPLAT(in->scale);
+    if (any_above(top, *most)) reach(top, &crowd->of, most, mass, crowd->sums.out + r * crowd->of.value_width);
+    shares_of_row(met, logits, of_values, all, in->scale, *most, mass, in_pairs, weighted);
+}
+
 // A block of rows from r on meets some entries.
-INLINE void meet(const struct prompt *in, const struct crowd *crowd, const struct met *met, int64_t r, const int in_pairs) {
-    float logits[ASKED][ENTRIES] __attribute__((aligned(64))), of_values[ENTRIES] __attribute__((aligned(64)));
+INLINE void meet(const struct prompt *in, const struct crowd *crowd, const struct met *met, int64_t r, int weighted,
+                 const enum form form) {
+    const int tiled = form == IN_TILES, in_pairs = form != ONE_BY_ONE, block = tiled ? TALL : ASKED;
+    const int64_t apart = tiled ? TALL_ENTRIES : ENTRIES;
+    float logits[TALL * TALL_ENTRIES] __attribute__((aligned(64)));
     const char *asking[ASKED], *shares[ASKED];
-    int64_t own[ASKED], upto = met->count, wide = crowd->of.value_width;
+    int64_t own[TALL], upto = met->count, wide = crowd->of.value_width;
     if (in->causal) {  // one behind the other, and of one head
         int64_t first = r % crowd->each;
-        for (int x = 0; x < ASKED; x++) own[x] = crowd->first + query_of(crowd, first + x) - met->first;
-        upto = own[ASKED - 1] + 1 < upto ? own[ASKED - 1] + 1 : upto;
+        for (int x = 0; x < block; x++) own[x] = crowd->first + query_of(crowd, first + x) - met->first;
+        upto = own[block - 1] + 1 < upto ? own[block - 1] + 1 : upto;
     } else
-        for (int x = 0; x < ASKED; x++) own[x] = ENTRIES;
+        for (int x = 0; x < block; x++) own[x] = crowd->entries;
     if (upto <= 0) return;
-    UNROLL for (int x = 0; x < ASKED; x++) {
+    for (int x = 0; !tiled && x < ASKED; x++) {
         asking[x] = (const char *)(crowd->asking + (r + x) * crowd->steps);
-        shares[x] = (const char *)logits[x];
+        shares[x] = (const char *)(logits + x * apart);
     }
-    int64_t all = padded(upto, IN_PANEL);
+    int64_t all = padded(upto, IN_PANEL), entries = tiled ? all : upto;
     for (int64_t c = 0; c < all; c += IN_PANEL) {
-        vf sums[ASKED][ABREAST];
-        UNROLL for (int x = 0; x < ASKED; x++)
-            UNROLL for (int v = 0; v < ABREAST; v++) sums[x][v] = SPLAT(0.0f);
-        multiply(asking, crowd->keys + c * crowd->steps, IN_PANEL, crowd->steps, sums, in_pairs);
-        UNROLL for (int x = 0; x < ASKED; x++)
-            UNROLL for (int v = 0; v < ABREAST; v++) store_f32(logits[x] + c + v * W, sums[x][v]);
+        const float *panel = crowd->keys + c * crowd->steps, *rows = crowd->asking + r * crowd->steps;
+        if (tiled) times_panel(rows, crowd->steps, panel, IN_PANEL, crowd->steps, logits + c, apart, 0);
+        else times_block(asking, panel, IN_PANEL, crowd->steps, logits + c, apart, 0, in_pairs);
     }
-    for (int x = 0; x < ASKED; x++) {
-        float *most = crowd->sums.most + r + x, *mass = crowd->sums.mass + (r + x) * MASSES;
-        vf top = logits_of_row(in, met, logits[x], of_values, all, own[x], SPLAT(*most));
-        if (any_above(top, *most)) reach(top, &crowd->of, most, mass, crowd->sums.out + (r + x) * wide);
-        shares_of_row(met, logits[x], of_values, all, *most, mass, in_pairs);
+    for (int x = 0; x < block; x++) {
+        if (weighted) share_out(in, crowd, met, r + x, logits + x * apart, all, own[x], in_pairs, 1);
+        else share_out(in, crowd, met, r + x, logits + x * apart, all, own[x], in_pairs, 0);
     }
     for (int64_t c = 0; c < wide; c += IN_PANEL) {
-        vf sums[ASKED][ABREAST];
+        const float *panel = crowd->values + c;
         float *out = crowd->sums.out + r * wide + c;
-        UNROLL for (int x = 0; x < ASKED; x++)
-            UNROLL for (int v = 0; v < ABREAST; v++) sums[x][v] = load_f32(out + x * wide + v * W);
-        multiply(shares, crowd->values + c, wide, steps_of(upto, in_pairs), sums, in_pairs);
-        UNROLL for (int x = 0; x < ASKED; x++)
-            UNROLL for (int v = 0; v < ABREAST; v++) store_f32(out + x * wide + v * W, sums[x][v]);
+        if (tiled) times_panel(logits, apart, panel, wide, steps_of(entries, 1), out, wide, 1);
+        else times_block(shares, panel, wide, steps_of(entries, in_pairs), out, wide, 1, in_pairs);
     }
 }
 
@@ -244,39 +277,46 @@ static void take_queries(const struct prompt *in, const struct tensors *at, stru
             at->queries + (crowd->row * in->query_row + head * in->query_head + query * in->query_step) * bytes;
         float *to = crowd->asking + r * crowd->steps;
         if (!in_pairs) read_row(from, (int)in->kind, 0, in->key_width, to);
-        else to[crowd->steps - 1] = 0, memcpy(to, from, (size_t)(in->key_width * bytes));
+        else {
+            memset(to + in->key_width / 2, 0, sizeof(float) * (size_t)(crowd->steps - in->key_width / 2));
+            memcpy(to, from, (size_t)(in->key_width * bytes));
+        }
         crowd->sums.most[r] = NOWHERE;
     }
     memset(crowd->sums.mass, 0, sizeof(float) * crowd->whole * MASSES);
     memset(crowd->sums.out, 0, sizeof(float) * crowd->whole * crowd->of.value_width);
 }
 
-// Whether numbers of a kind are answered faster here than by torch: not where processors multiply whole tiles of them, or
-// twice as many numbers of 16 bits as we do.
+// Whether numbers of a kind are answered faster here than by torch: not where it multiplies whole tiles of them and we do
+// not.
 int64_t kvs_prompt_pays(int64_t kind) {
-    if (kind == BF16 && processor_is(AMX_BF16)) return 0;
-    if (kind == F16 && processor_is(AVX512_FP16)) return 0;
-    return W > 4;
+    return W > 4 && (kind != BF16 || !processor_is(AMX_BF16) || form_of(BF16) == IN_TILES);
 }
 
 // Rows of a head: where queries see other entries, those that meet them together are of one head, so that none meets what
 // comes long after it.
-INLINE int64_t each_of(const struct prompt *in, int64_t own) { return in->causal ? padded(own, ASKED) : own; }
+INLINE int64_t each_of(const struct prompt *in, int64_t own, int64_t block) {
+    return in->causal ? padded(own, block) : own;
+}
 
 // 0, or 1 where there is no memory left.
 int kvs_prompt(const struct prompt *in, const char *queries, const char *keys, const char *values, const float *log_mass,
                const float *log_value, const char *valid, char *out, float *lse, int64_t threads) {
     const struct tensors at = {queries, keys, values, log_mass, log_value, valid};
-    int64_t lanes = in->rows * in->heads, wide = padded(in->value_width, IN_PANEL);
-    int64_t own = IN_CROWD / in->group / ASKED * ASKED, failed = 0;
-    own = own < ASKED ? ASKED : own;
-    while (own > ASKED && own * in->group > LEAST_CROWD && lanes * ((in->queries + own - 1) / own) < CROWDS * threads)
-        own = padded(own / 2, ASKED);
+    const enum form form = form_of((int)in->kind);
+    const int in_pairs = form != ONE_BY_ONE, tiled = form == IN_TILES;
+    int64_t lanes = in->rows * in->heads, wide = padded(in->value_width, IN_PANEL), block = tiled ? TALL : ASKED;
+    int64_t own = (tiled ? TALL_CROWD : IN_CROWD) / in->group / block * block, failed = 0;
+    int64_t entries = tiled ? TALL_ENTRIES : ENTRIES;
+    own = own < block ? block : own;
+    while (own > block && own * in->group > LEAST_CROWD && lanes * ((in->queries + own - 1) / own) < CROWDS * threads)
+        own = padded(own / 2, block);
     own = own < in->queries ? own : in->queries;
-    const int in_pairs = IN_PAIRS_OF(in->kind);
-    int64_t blocks = (in->queries + own - 1) / own, steps = steps_of(in->key_width, in_pairs);
-    int64_t most = padded(each_of(in, own) * in->group, ASKED), items = lanes * blocks;
-    size_t numbers = (size_t)(most * (steps + wide + MASSES + 1) + ENTRIES * (steps + wide));
+    int64_t steps = steps_of(in->key_width, in_pairs), blocks = (in->queries + own - 1) / own;
+    steps = tiled ? padded(steps, IN_TILE) : steps;
+    int64_t most = padded(each_of(in, own, block) * in->group, block), items = lanes * blocks;
+    size_t numbers = (size_t)(most * (steps + wide + MASSES + 1) + entries * (steps + wide));
+    const int weighted = is_weighted(in, &at);
     int small = lanes * in->group * in->queries * in->count * in->key_width < SMALL;
     int team = use_threads(threads, small ? 1 : items);
     PRAGMA(omp parallel for num_threads(team) schedule(dynamic) reduction(|:failed) if (team > 1))
@@ -290,22 +330,27 @@ int kvs_prompt(const struct prompt *in, const char *queries, const char *keys, c
         int64_t lane = n % lanes;  // the last queries, who see most, come first
         crowd.row = lane / in->heads, crowd.head = lane % in->heads, crowd.first = (blocks - 1 - n / lanes) * own;
         crowd.own = crowd.first + own < in->queries ? own : in->queries - crowd.first;
-        crowd.each = each_of(in, crowd.own), crowd.rows = crowd.each * in->group;
-        crowd.whole = padded(crowd.rows, ASKED), crowd.steps = steps;
+        crowd.each = each_of(in, crowd.own, block), crowd.rows = crowd.each * in->group;
+        crowd.whole = padded(crowd.rows, block), crowd.steps = steps;
+        crowd.block = block, crowd.entries = entries;
         crowd.of.value_width = wide;
-        crowd.keys = room, crowd.values = crowd.keys + ENTRIES * steps;
-        crowd.sums.out = crowd.values + ENTRIES * wide, crowd.sums.mass = crowd.sums.out + crowd.whole * wide;
+        crowd.keys = room, crowd.values = crowd.keys + entries * steps;
+        crowd.sums.out = crowd.values + entries * wide, crowd.sums.mass = crowd.sums.out + crowd.whole * wide;
         crowd.asking = crowd.sums.mass + crowd.whole * MASSES, crowd.sums.most = crowd.asking + crowd.whole * steps;
         take_queries(in, &at, &crowd);
+        struct tile_state before;
+        if (tiled) begin_tiles(&before), memset(crowd.keys, 0, sizeof(float) * (size_t)(entries * steps));
         int64_t end = in->causal ? crowd.first + crowd.own : in->count;
-        for (int64_t first = 0; first < end; first += ENTRIES) {
+        for (int64_t first = 0; first < end; first += entries) {
             struct met met;
             lay_out_entries(in, &at, &crowd, first, end, &met);
-            for (int64_t r = 0; r < crowd.rows; r += ASKED) {
-                if (in_pairs) meet(in, &crowd, &met, r, 1);
-                else meet(in, &crowd, &met, r, 0);
+            for (int64_t r = 0; r < crowd.rows; r += block) {
+                if (form == ONE_BY_ONE) meet(in, &crowd, &met, r, weighted, ONE_BY_ONE);
+                else if (form == PAIR_BY_PAIR) meet(in, &crowd, &met, r, weighted, PAIR_BY_PAIR);
+                else meet(in, &crowd, &met, r, weighted, IN_TILES);
             }
         }
+        if (tiled) end_tiles(&before);
         for (int64_t r = 0; r < crowd.rows; r++)
             if (r % crowd.each < crowd.own) end_row(in, &crowd, r, out, lse);
     }

@@ -81,11 +81,8 @@ INLINE void eight_rows(const uint16_t *weights, int64_t columns, const uint16_t 
 }
 
 INLINE void in_order(float *at) {
-    __m512 low = _mm512_loadu_ps(at), high = _mm512_loadu_ps(at + W);
-    __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-    _mm512_storeu_ps(at, _mm512_permutex2var_ps(low, first, high));
-    _mm512_storeu_ps(at + W, _mm512_permutex2var_ps(low, second, high));
+    vf low = load_f32(at), high = load_f32(at + W);
+    store_f32(at, IN_TURNS(low, high, FIRST_WOVEN)), store_f32(at + W, IN_TURNS(low, high, SECOND_WOVEN));
 }
 
 // to[r] += from[r] · weights in products of pairs of bfloat16. 0: the layer has no such shape, or there is no memory.
