@@ -13,7 +13,7 @@ from kvsketch.evaluation.speed.summary import timed
 
 LOOK: dict[str, Any] = {"lw": 1.6, "marker": "o", "ms": 4}
 GREYS = {plan.STOCK: EXACT, plan.FOLDED: EXACT, plan.PRODUCTS: EXACT, plan.EXACT: "black"}
-APART = 1.9  # times as long: names of lengths find room beside one another
+APART = 0.1  # of the axis: names of lengths find room beside one another
 STYLES = {plan.STOCK: ":", plan.FOLDED: "--", plan.PRODUCTS: "-."}
 
 
@@ -57,9 +57,9 @@ def _finish(axes: Axes, title: str, rows: Sequence[Row]) -> None:
     lengths = sorted({_tokens(row) for row in rows})
     axes.set_xscale("log")
     axes.set_yscale("log")
-    labels, last = list[str](), 0.0
+    labels, last, factor = list[str](), 0.0, (lengths[-1] / lengths[0]) ** APART if lengths else 1.0
     for tokens in lengths:  # a name that would be written over another one is left out
-        labels.append(f"{tokens:,}" if tokens >= APART * last else "")
+        labels.append(f"{tokens:,}" if tokens >= factor * last else "")
         last = tokens if labels[-1] else last
     axes.set_xticks(lengths, labels)
     low, high = axes.get_ylim()
