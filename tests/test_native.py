@@ -91,10 +91,12 @@ def numbers(request):
     """A kind of numbers; bfloat16 as this processor multiplies it, and in the ways of others that can do no more."""
     dtype, tiles = NUMBERS[request.param]
     library = native.library()
-    in_tiles = library.kvs_ask_tiles(ctypes.c_int64(tiles))
-    assert tiles < 0 or in_tiles == (tiles and library.kvs_pairs())
-    yield dtype
-    library.kvs_ask_tiles(ctypes.c_int64(-1))
+    try:
+        in_tiles = library.kvs_ask_tiles(ctypes.c_int64(tiles))
+        assert tiles < 0 or in_tiles == (tiles and library.kvs_pairs())
+        yield dtype
+    finally:
+        library.kvs_ask_tiles(ctypes.c_int64(-1))
 
 
 def in_double(tokens):
@@ -230,7 +232,7 @@ def test_what_entries_got_of_many_queries_is_what_torch_says(noted, numbers, mon
     taken, add = [], asking.in_c.add_many
     monkeypatch.setattr(asking.in_c, "add_many", lambda *given, **more: taken.append(add(*given, **more)) or taken[-1])
     monkeypatch.setattr(asking, "ASKED_AT_ONCE", 128)
-    for rows, heads, group, queries, count, width in ((2, 2, 3, 47, 60, 96), (2, 3, 1, 257, 700, 40)):
+    for rows, heads, group, queries, count, width in ((2, 2, 3, 47, 60, 40), (2, 3, 1, 257, 700, 64)):
         buffer = torch.full((rows, count + 3, heads, width), math.nan, dtype=numbers)  # as models lay keys out
         buffer[:, :count] = torch.randn(rows, count, heads, width).to(numbers)
         keys, query = buffer[:, :count].transpose(1, 2), torch.randn(rows, heads * group, queries, width).to(numbers)
@@ -404,6 +406,33 @@ def test_the_mean_of_equal_values_is_that_value(numbers, monkeypatch):
         for answer in (kernel.attend(query, [Entries(tokens)], 1, 0.125), prompt.attend(query, tokens, 0.125)):
             expected = values[:, :, :1].expand_as(answer.out) * (1.0 if log_value is None else 0.5)
             torch.testing.assert_close(answer.out, expected, rtol=1e-4, atol=0)
+
+
+@needs_c
+@pytest.mark.parametrize("scale", [-0.2, 0.0])
+def test_the_scale_of_a_prompt_may_turn_logits_around(numbers, scale, monkeypatch):
+    monkeypatch.setattr(prompt, "pays", lambda dtype: True)
+    query, tokens = torch.randn(1, 6, 40, 32), WeightedTokens(*torch.randn(2, 1, 2, 300, 32).unbind())
+    query, tokens = query.to(numbers), WeightedTokens(tokens.keys.to(numbers), tokens.values.to(numbers))
+    found = prompt.attend(query, tokens, scale)
+    true = attention.weighted_attention(query.double(), in_double(tokens), scale)
+    torch.testing.assert_close(found.out.double(), true.out, rtol=0, atol=2 * torch.finfo(numbers).eps + 1e-5)
+    torch.testing.assert_close(found.lse.double(), true.lse, rtol=1e-5, atol=1e-5)
+
+
+@needs_c
+def test_tiles_are_left_as_they_were(monkeypatch):
+    """Torch sets them up for its own products."""
+    before, after = (ctypes.create_string_buffer(b"?" * 63) for _ in range(2))
+    if native.library().kvs_tiles(before):
+        pytest.skip("this processor has no tiles, or the system does not lend them")
+    monkeypatch.setattr(native, "threads", lambda: 1)
+    query, (keys, values) = torch.randn(1, 4, 40, 64).bfloat16(), torch.randn(2, 1, 2, 40, 64).bfloat16().unbind()
+    assert prompt.attend(query, WeightedTokens(keys, values), 0.125, causal=True) is not None
+    got = torch.zeros(1, 2, 40, dtype=torch.float64)
+    assert weighing.add_many(got, query.view(1, 2, 80, 64), keys, torch.ones(1, 2, 80), 0.125)
+    native.library().kvs_tiles(after)
+    assert before.raw == after.raw
 
 
 @needs_c
@@ -991,7 +1020,7 @@ def test_two_threads_on_one_core_give_up_waiting_for_each_other():
 EVERY_KERNEL = (
     "definition or classifier or bytes or buckets_visited or chosen_when or signs_are_those or centres_are "
     "or same_bits or directions_are_those or places_are_numbered or entries_got or equal_values or not_hidden "
-    "or nobody_beside or buckets_of_keys"
+    "or nobody_beside or buckets_of_keys or turn_logits"
 )
 
 

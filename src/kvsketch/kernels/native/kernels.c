@@ -28,6 +28,9 @@ int64_t kvs_ask_tiles(int64_t wanted) {
     return form_of(BF16) == IN_TILES;
 }
 
+// How the tiles of the calling thread are set up now; 1: there are none. To test that they are left so.
+int kvs_tiles(struct tile_state *now) { return state_of_tiles(now); }
+
 // Whether weights in bytes are multiplied faster than others.
 int64_t kvs_bytes_pay(void) {
 #ifdef __AVX512VNNI__

@@ -1,15 +1,15 @@
 // Attention of many queries over weighted entries, or among tokens that each see those up to themselves, as of a prompt.
 //
-// Some queries of a group go through a lane's entries 64 at a time. Keys are laid abreast and values behind each other for
-// all of these queries (`panels.h`); a block of `ASKED` of them, or of `TALL` where processors multiply whole tiles, then
-// makes its logits, shares of these, and sums of values, and none of it leaves the caches. As long as numbers are finite, what a query gets does not depend on those beside it;
+// Some queries of a group go through a lane's entries, 64 at a time. Keys are laid abreast and values behind each other for
+// all of these queries (`panels.h`); a block of `ASKED` of them then makes its logits, shares of these, and sums of values,
+// and none of it leaves the caches. Where processors multiply whole tiles (`tiles.h`) more meet more. As long as numbers are finite, what a query gets does not depend on those beside it;
 // and never on threads.
 #include "tiles.h"  // and `attention.c` before this: sums of a row, how they are scaled, and what is made of them at last
 
-#define ENTRIES 64        // that queries meet at once; and where tiles are multiplied
-#define TALL_ENTRIES 256
-#define IN_CROWD 512      // rows whose sums stay in the second cache; and where tiles are multiplied
-#define TALL_CROWD 1024
+#define ENTRIES 64        // that queries meet at once
+#define TALL_ENTRIES 256  // that they do in tiles
+#define IN_CROWD 512      // rows whose sums stay in the second cache
+#define TALL_CROWD 1024   // in tiles: there is more to do with what is laid out
 #define LEAST_CROWD 64    // or, so that all threads have something to do until the end, fewer: not less than these
 #define CROWDS 4          // that a thread should have
 #define PAIR_OF_ONES 0x3f803f80  // 1 and 1 in bfloat16

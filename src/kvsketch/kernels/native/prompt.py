@@ -1,7 +1,7 @@
 """Attention of many queries in C, over weighted entries or among new tokens. `native/prompt.c` says how.
 
-Torch does it too (`weighted_attention/fused.py`): where there is no compiler, where a gradient is wanted, and on
-processors that multiply whole tiles of bfloat16, or float16 as fast. It has no kernel that bends logits.
+Torch does it too (`weighted_attention/fused.py`): where there is no compiler, where a gradient is wanted, and where a
+processor multiplies whole tiles of bfloat16 and we may not. It has no kernel that bends logits.
 """
 
 import ctypes

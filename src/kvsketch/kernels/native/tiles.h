@@ -53,22 +53,29 @@ struct tile_state {
 };
 
 #if TILES
+// GCC's own do not say that all of it is read and written, nor its loads of tiles that they read memory: what was written
+// just before may still be under way for the compiler. So `NOW` stands where all of it has to be there.
+#define STORE_STATE(to) __asm__ volatile("sttilecfg %0" : "=m"(*(to)))
+#define LOAD_STATE(from) __asm__ volatile("ldtilecfg %0" : : "m"(*(from)))
+#define NOW __asm__ volatile("" : : : "memory")
+
 // A thread's tiles are ours from here on; whoever used them before finds them set up as they were.
 __attribute__((target("amx-tile"))) static void begin_tiles(struct tile_state *before) {
     struct tile_state ours = {.palette = 1};
     for (int i = 0; i < 8; i++) ours.bytes[i] = 4 * IN_TILE, ours.rows[i] = IN_TILE;
     if (by_hand()) return;
-    _tile_storeconfig(before);
-    _tile_loadconfig(&ours);
+    STORE_STATE(before);
+    LOAD_STATE(&ours);
 }
 __attribute__((target("amx-tile"))) static void end_tiles(const struct tile_state *before) {
-    if (!by_hand()) _tile_loadconfig(before);
+    if (!by_hand()) LOAD_STATE(before);
 }
 
 __attribute__((target("amx-tile,amx-bf16"))) static void times_panel_in_tiles(
     const float *rows, int64_t apart_rows, const float *panel, int64_t apart, int64_t steps, float *sums,
     int64_t apart_sums, int add) {
     float *lower = sums + IN_TILE * apart_sums;
+    NOW;
     if (add) {
         _tile_loadd(0, sums, 4 * apart_sums);
         _tile_loadd(1, sums + W, 4 * apart_sums);
@@ -94,8 +101,16 @@ __attribute__((target("amx-tile,amx-bf16"))) static void times_panel_in_tiles(
     _tile_stored(1, sums + W, 4 * apart_sums);
     _tile_stored(2, lower, 4 * apart_sums);
     _tile_stored(3, lower + W, 4 * apart_sums);
+    NOW;
+}
+
+// How this thread's tiles are set up; 0, or 1 where there are none.
+__attribute__((target("amx-tile"))) static int state_of_tiles(struct tile_state *now) {
+    if (has_tiles()) STORE_STATE(now);
+    return !has_tiles();
 }
 #else
+static int state_of_tiles(struct tile_state *now) { return !now || !has_tiles(); }
 static void begin_tiles(struct tile_state *before) { (void)before; }
 static void end_tiles(const struct tile_state *before) { (void)before; }
 #define times_panel_in_tiles times_panel_by_hand
