@@ -1,5 +1,6 @@
 """Every test runs with new memory full of NaN, so that a buffer read before it is written shows at once."""
 
+import ctypes
 import importlib.util
 import os
 import signal
@@ -105,6 +106,31 @@ def _global_random_state_is_untouched() -> Iterator[None]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         yield
+
+
+NUMBERS = {
+    "float32": (torch.float32, -1),
+    "float16": (torch.float16, -1),
+    "bfloat16": (torch.bfloat16, -1),
+    "bfloat16 in pairs": (torch.bfloat16, 0),
+    "bfloat16 in tiles": (torch.bfloat16, 1),
+}
+
+
+@pytest.fixture(params=NUMBERS)
+def numbers(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+    """A kind of numbers; bfloat16 as kernels in C multiply it here, and in the ways of other processors."""
+    from kvsketch.kernels import native
+
+    dtype, tiles = NUMBERS[request.param]
+    library = native.library()
+    assert library is not None, "there is something to ask"
+    try:
+        in_tiles = library.kvs_ask_tiles(ctypes.c_int64(tiles))
+        assert tiles < 0 or in_tiles == (tiles and library.kvs_pairs())
+        yield dtype
+    finally:
+        library.kvs_ask_tiles(ctypes.c_int64(-1))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

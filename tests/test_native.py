@@ -77,28 +77,6 @@ def asking_ahead(request):
     native.library().kvs_ask_far(ctypes.c_int64(-1))
 
 
-NUMBERS = {
-    "float32": (torch.float32, -1),
-    "float16": (torch.float16, -1),
-    "bfloat16": (torch.bfloat16, -1),
-    "bfloat16 in pairs": (torch.bfloat16, 0),
-    "bfloat16 in tiles": (torch.bfloat16, 1),
-}
-
-
-@pytest.fixture(params=NUMBERS)
-def numbers(request):
-    """A kind of numbers; bfloat16 as this processor multiplies it, and in the ways of others that can do no more."""
-    dtype, tiles = NUMBERS[request.param]
-    library = native.library()
-    try:
-        in_tiles = library.kvs_ask_tiles(ctypes.c_int64(tiles))
-        assert tiles < 0 or in_tiles == (tiles and library.kvs_pairs())
-        yield dtype
-    finally:
-        library.kvs_ask_tiles(ctypes.c_int64(-1))
-
-
 def in_double(tokens):
     return WeightedTokens(*(None if x is None else x.double() for x in vars(tokens).values()))
 
