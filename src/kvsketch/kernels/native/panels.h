@@ -51,6 +51,12 @@ INLINE vf steps_at(const char *entry, int kind, int64_t at, int64_t width, const
     return load_f32(some);
 }
 
+// A row of bfloat16 as it came, and zeros behind its end up to so many pairs.
+INLINE void take_pairs(const void *from, int64_t width, int64_t pairs, float *to) {
+    memset(to + width / 2, 0, sizeof(float) * (size_t)(pairs - width / 2));
+    memcpy(to, from, sizeof(uint16_t) * (size_t)width);
+}
+
 // A form for each kind of numbers, and for pairs.
 #define FOR_EACH_KIND(form, kind, in_pairs, ...)      \
     if (in_pairs) form(BF16, 1, __VA_ARGS__);         \

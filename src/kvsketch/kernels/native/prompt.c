@@ -276,11 +276,8 @@ static void take_queries(const struct prompt *in, const struct tensors *at, stru
         const char *from =
             at->queries + (crowd->row * in->query_row + head * in->query_head + query * in->query_step) * bytes;
         float *to = crowd->asking + r * crowd->steps;
-        if (!in_pairs) read_row(from, (int)in->kind, 0, in->key_width, to);
-        else {
-            memset(to + in->key_width / 2, 0, sizeof(float) * (size_t)(crowd->steps - in->key_width / 2));
-            memcpy(to, from, (size_t)(in->key_width * bytes));
-        }
+        if (in_pairs) take_pairs(from, in->key_width, crowd->steps, to);
+        else read_row(from, (int)in->kind, 0, in->key_width, to);
         crowd->sums.most[r] = NOWHERE;
     }
     memset(crowd->sums.mass, 0, sizeof(float) * crowd->whole * MASSES);
@@ -339,7 +336,8 @@ int kvs_prompt(const struct prompt *in, const char *queries, const char *keys, c
         crowd.asking = crowd.sums.mass + crowd.whole * MASSES, crowd.sums.most = crowd.asking + crowd.whole * steps;
         take_queries(in, &at, &crowd);
         struct tile_state before;
-        if (tiled) begin_tiles(&before), memset(crowd.keys, 0, sizeof(float) * (size_t)(entries * steps));
+        if (tiled) begin_tiles(&before);
+        if (tiled) memset(crowd.keys, 0, sizeof(float) * (size_t)(entries * steps));  // pairs behind the end of keys
         int64_t end = in->causal ? crowd.first + crowd.own : in->count;
         for (int64_t first = 0; first < end; first += entries) {
             struct met met;

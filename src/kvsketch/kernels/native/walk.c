@@ -27,13 +27,13 @@ typedef struct {
 typedef struct {
     int64_t count, d, e, *places, key_steps, value_steps;
     float *keys, *values, *lengths, *value_lengths, *towards, *signs, *tile, *other, *rows, *mean;
-    float largest, ones, factor, own, y[PANEL];
+    float scale, largest, ones, factor, own, y[PANEL];
     int tiled;
 } block;
 
 static int make_room(block *b, const walks *all) {
     int64_t n = padded(all->n, PANEL), wide = padded(all->d > all->e ? all->d : all->e, W);
-    b->tiled = form_of(all->kind) == IN_TILES, b->d = all->d, b->e = all->e;
+    b->tiled = form_of(all->kind) == IN_TILES, b->d = all->d, b->e = all->e, b->scale = all->scale;
     b->key_steps = padded(steps_of(b->d, 1), IN_TILE), b->value_steps = padded(steps_of(b->e, 1), IN_TILE);
     int64_t of_keys = n * (b->tiled ? 2 * b->key_steps : b->d), of_values = n * (b->tiled ? 2 * b->value_steps : b->e);
     float *at = kept_memory(0, sizeof(float) * (size_t)(of_keys + of_values + 6 * n + 2 * PANEL * PANEL + (W + 1) * wide));
@@ -74,7 +74,7 @@ static void to_panels(const void *from, int kind, int64_t at, int64_t row, int64
 }
 
 static void mean_of_keys(const walks *all, int64_t at, const block *b) {
-    for (int64_t k = 0; k < b->d; k++) b->mean[k] = 0;
+    for (int64_t k = 0; k < padded(b->d, W); k++) b->mean[k] = 0;
     for (int64_t i = 0; i < b->count; i++) {
         read_row(all->keys, all->kind, at + b->places[i] * all->key_row, b->d, b->rows);
         for (int64_t k = 0; k < b->d; k++) b->mean[k] += b->rows[k];
@@ -101,25 +101,20 @@ static float largest_of(const float *x, int64_t count) {  // NaN if there is one
 static void to_tiles(const void *from, int64_t at, int64_t row, int64_t width, int64_t steps, const block *b, float *rows) {
     int64_t whole = padded(b->count, PANEL);
     float *panels = rows + whole * steps;
-    for (int64_t i = 0; i < whole; i++) {
-        memset(rows + i * steps, 0, sizeof(float) * (size_t)steps);
-        if (i < b->count)
-            memcpy(rows + i * steps, (const uint16_t *)from + at + b->places[i] * row, sizeof(uint16_t) * (size_t)width);
-    }
+    for (int64_t i = 0; i < b->count; i++)
+        take_pairs((const uint16_t *)from + at + b->places[i] * row, width, steps, rows + i * steps);
+    memset(rows + b->count * steps, 0, sizeof(float) * (size_t)((whole - b->count) * steps));
     for (int64_t i = 0; i < whole; i += IN_PANEL)
         lay_abreast((const char *)(rows + i * steps), BF16, 2 * steps, IN_PANEL, 2 * steps, NULL, 1, panels + i * steps);
 }
 
-// Squared lengths of rows less the mean, times a factor; and products with the mean, as they are.
-static void about_rows(const walks *all, const void *from, int64_t at, int64_t row, int64_t width, const block *b,
-                       const float *mean, float factor, float *lengths, float *towards) {
-    int64_t wide = padded(width, W);
-    memset(b->rows, 0, sizeof(float) * (size_t)wide);
-    for (int64_t i = 0; i < b->count; i++) {
+// Squared lengths of rows less the mean, times a factor; and products with the mean, as they are, 0 behind the last row.
+static void about_rows(const float *rows, int64_t steps, int64_t width, int64_t count, const float *mean, float factor,
+                       float *lengths, float *towards) {
+    for (int64_t i = 0; i < padded(count, PANEL); i++) {
         vf sum = SPLAT(0.0f), product = SPLAT(0.0f);
-        read_row(from, all->kind, at + b->places[i] * row, width, b->rows);
-        for (int64_t k = 0; k < wide; k += W) {
-            vf x = load_f32(b->rows + k), mid = mean ? load_f32(mean + k) : SPLAT(0.0f);
+        for (int64_t k = 0; k < width; k += W) {
+            vf x = load_bf16((const uint16_t *)(rows + i * steps) + k), mid = mean ? load_f32(mean + k) : SPLAT(0.0f);
             sum += (x - mid) * (x - mid), product += x * mid;
         }
         lengths[i] = factor * sum_of(sum);
@@ -130,28 +125,24 @@ static void about_rows(const walks *all, const void *from, int64_t at, int64_t r
 static void prepare_tiles(const walks *all, int64_t key_at, int64_t value_at, block *b, const float *mean) {
     to_tiles(all->keys, key_at, all->key_row, b->d, b->key_steps, b, b->keys);
     to_tiles(all->values, value_at, all->value_row, b->e, b->value_steps, b, b->values);
-    about_rows(all, all->keys, key_at, all->key_row, b->d, b, mean, all->scale, b->lengths, b->towards);
-    about_rows(all, all->values, value_at, all->value_row, b->e, b, NULL, 1, b->value_lengths, NULL);
-    memset(b->towards + b->count, 0, sizeof(float) * (size_t)(padded(b->count, PANEL) - b->count));
+    about_rows(b->keys, b->key_steps, b->d, b->count, mean, b->scale, b->lengths, b->towards);
+    about_rows(b->values, b->value_steps, b->e, b->count, NULL, 1, b->value_lengths, NULL);
     b->own = 0;
-    for (int64_t k = 0; mean && k < b->d; k++) b->own += all->scale * mean[k] * mean[k];
+    for (int64_t k = 0; mean && k < b->d; k++) b->own += b->scale * mean[k] * mean[k];
 }
 
 static void prepare(const walks *all, int64_t number, block *b, int centred) {
     int64_t key_at = number * all->key_block, value_at = number * all->value_block;
-    memset(b->mean, 0, sizeof(float) * (size_t)padded(b->d, W));
     if (centred) mean_of_keys(all, key_at, b);
     const float *mean = centred ? b->mean : NULL;
     b->factor = 1;
-    if (b->tiled) {
-        prepare_tiles(all, key_at, value_at, b, mean);
-        b->largest = largest_of(b->lengths, b->count);
-        return;
+    if (b->tiled) prepare_tiles(all, key_at, value_at, b, mean);
+    else {
+        to_panels(all->keys, all->kind, key_at, all->key_row, b->d, b, mean, sqrtf(all->scale), b->keys);
+        to_panels(all->values, all->kind, value_at, all->value_row, b->e, b, NULL, 1, b->values);
+        squared_lengths(b->keys, b->d, b->count, b->lengths);
+        squared_lengths(b->values, b->e, b->count, b->value_lengths);
     }
-    to_panels(all->keys, all->kind, key_at, all->key_row, b->d, b, mean, sqrtf(all->scale), b->keys);
-    to_panels(all->values, all->kind, value_at, all->value_row, b->e, b, NULL, 1, b->values);
-    squared_lengths(b->keys, b->d, b->count, b->lengths);
-    squared_lengths(b->values, b->e, b->count, b->value_lengths);
     b->largest = largest_of(b->lengths, b->count);
 }
 
@@ -211,7 +202,7 @@ static void products_in_tiles(const float *rows, int64_t whole, int64_t steps, i
                         tile + r * PANEL + c, PANEL, 0);
 }
 
-static void tile_in_tiles(const block *b, float scale, int64_t from, int64_t to) {
+static void tile_in_tiles(const block *b, int64_t from, int64_t to) {
     int64_t whole = padded(b->count, PANEL);
     products_in_tiles(b->keys, whole, b->key_steps, from, to, b->tile);
     products_in_tiles(b->values, whole, b->value_steps, from, to, b->other);
@@ -219,16 +210,16 @@ static void tile_in_tiles(const block *b, float scale, int64_t from, int64_t to)
         const vf less = SPLAT(b->towards[from * PANEL + r] - b->own + b->largest);
         for (int64_t c = from == to ? r / W * W : 0; c < PANEL; c += W) {
             float *at = b->tile + r * PANEL + c;
-            vf x = load_f32(at) * SPLAT(scale) - less - load_f32(b->towards + to * PANEL + c);
+            vf x = load_f32(at) * SPLAT(b->scale) - less - load_f32(b->towards + to * PANEL + c);
             vf of_values = load_f32(b->other + r * PANEL + c) * SPLAT(b->factor) + SPLAT(b->ones);
             store_f32(at, exp_of(larger(SPLAT(NOTHING), x)) * of_values);
         }
     }
 }
 
-static void tile_of(const block *b, float scale, int64_t from, int64_t to) {
+static void tile_of(const block *b, int64_t from, int64_t to) {
     if (b->tiled) {
-        tile_in_tiles(b, scale, from, to);
+        tile_in_tiles(b, from, to);
         return;
     }
     int rows = tokens_of(b, from), columns = tokens_of(b, to);
@@ -243,14 +234,14 @@ INLINE void add_row(block *b, int row, float sign, int first, int last) {
 }
 
 // y of a panel's tokens from all panels before it, whose signs are known; and its own products.
-static void begin_panel(block *b, float scale, int64_t panel) {
+static void begin_panel(block *b, int64_t panel) {
     int last = (tokens_of(b, panel) + W - 1) / W;
     memset(b->y, 0, sizeof b->y);
     for (int64_t before = 0; before < panel; before++) {
-        tile_of(b, scale, before, panel);
+        tile_of(b, before, panel);
         for (int r = 0; r < PANEL; r++) add_row(b, r, b->signs[before * PANEL + r], 0, last);
     }
-    tile_of(b, scale, panel, panel);
+    tile_of(b, panel, panel);
 }
 
 static void set_sign(block *b, int64_t token, float sign) {
@@ -268,7 +259,7 @@ static void halve(const walks *all, int64_t number, block *b, float gain, uint8_
     gain /= diagonal < 1e-30f ? 1e-30f : diagonal;
     b->ones = ONES;
     for (int64_t j = 0; j < b->count; j++) {
-        if (j % PANEL == 0) begin_panel(b, all->scale, j / PANEL);
+        if (j % PANEL == 0) begin_panel(b, j / PANEL);
         float chance = (float)(0.5 - all->uniforms[number * all->n + j]);
         int plus = b->y[j % PANEL] * gain < chance;
         plus = (plus & (positive < half)) | (j - positive >= half);
@@ -287,7 +278,7 @@ static uint8_t keep_fewer(const walks *all, int64_t number, block *b, float boun
     b->factor = factor * factor;
     b->ones = 0;
     for (; done < b->count; done++) {
-        if (done % PANEL == 0) begin_panel(b, all->scale, done / PANEL);
+        if (done % PANEL == 0) begin_panel(b, done / PANEL);
         float y = b->y[done % PANEL];
         if (fabsf(y) > bound) break;
         int plus = all->uniforms[number * all->n + b->places[done]] < (double)(0.5f - y / (2 * bound));
