@@ -108,7 +108,7 @@ static void to_tiles(const void *from, int64_t at, int64_t row, int64_t width, i
         lay_abreast((const char *)(rows + i * steps), BF16, 2 * steps, IN_PANEL, 2 * steps, NULL, 1, panels + i * steps);
 }
 
-// Squared lengths of rows less the mean, times a factor; and products with the mean, as they are, 0 behind the last row.
+// Times a factor: squared lengths of rows less the mean, and products of rows with the mean, which are 0 of nobody's rows.
 static void about_rows(const float *rows, int64_t steps, int64_t width, int64_t count, const float *mean, float factor,
                        float *lengths, float *towards) {
     for (int64_t i = 0; i < padded(count, PANEL); i++) {
