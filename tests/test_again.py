@@ -15,6 +15,7 @@ from kvsketch.kernels import native
 from made_index import make_index
 
 HEADS, GROUP, WIDTH, SCALE = 2, 2, 16, 0.25
+WITH_ESTIMATE = "saap(index={index!r}, probes=2, window=40, staging=32, full_layers=0, estimate=True)"
 SPECS = [
     "exact",
     "uniform(keep=0.4, window=40)",
@@ -22,8 +23,11 @@ SPECS = [
     "balancekv(keep=0.4, window=40)",
     "keydiff(keep=0.4, window=40)",
     "saap(index={index!r}, probes=2, window=40, staging=32, full_layers=0)",
-    "saap(index={index!r}, probes=2, window=40, staging=32, full_layers=0, estimate=True)",
+    WITH_ESTIMATE,
     "h2o(keep=0.4, window=40)",
+    "tova(keep=0.4, window=40)",
+    "snapkv(keep=0.4, window=40)",
+    "kvzip(keep=0.4, window=40)",
 ]
 needs_c = pytest.mark.skipif(native.library() is None, reason="there is no C compiler")
 
@@ -33,8 +37,8 @@ def served(monkeypatch):
     """How many tokens took the shorter road."""
     taken, take = [], Again.take
 
-    def counted(self, *given):
-        found = take(self, *given)
+    def counted(self, *given, **more):
+        found = take(self, *given, **more)
         taken.extend([1] * (found is not None))
         return found
 
@@ -118,10 +122,7 @@ def test_whatever_happens_it_answers_and_holds_the_same(spec, served, tmp_path):
     assert mine[0].keys() == others[0].keys()
     for name, x in mine[0].items():
         assert torch.equal(x, others[0][name]), name
-    if not spec.startswith("h2o"):
-        assert len(served) > 4 * len(kinds)
-    else:
-        assert not served, "each step notes whom attention goes to"
+    assert len(served) > 4 * len(kinds)
 
 
 @needs_c
@@ -148,7 +149,7 @@ def test_answers_are_their_owners_and_no_room_costs_no_more_than_a_step(served):
 @needs_c
 def test_more_rows_than_c_asks_a_classifier_for_take_the_long_road(served, tmp_path):
     index = str(make_index(tmp_path / "index", heads=HEADS, width=WIDTH, buckets=6))
-    layer = LayerCache(parse_spec(SPECS[-3].format(index=index)), 1)
+    layer = LayerCache(parse_spec(WITH_ESTIMATE.format(index=index)), 1)
     come(layer, 150, 17, 0)
     for seed in range(3):
         come(layer, 1, 17, seed)

@@ -509,7 +509,7 @@ def test_places_beyond_two_to_the_31(tmp_path):
     as_exact_as_torch(query, tokens, found)
     near, far = torch.zeros(2, 2, count, dtype=torch.float64)
     for got, where in ((near, keys[0].clone()), (far, keys[0])):
-        assert weighing.add_weights(got, query[0], where, None, found.lse[0], 0.25)
+        assert weighing.add_weights(weighing.Noting(got, where), query[0], found.lse[0], 0.25)
     assert torch.equal(near, far)
     assert near.sum(1) == pytest.approx(1, abs=1e-5)
     mean = torch.randn(2, width, dtype=torch.float64)

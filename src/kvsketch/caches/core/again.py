@@ -4,7 +4,7 @@
 one, which does the same; what both go by is compared each time, and where anything is another there is no `Again` left.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from kvsketch.attention import Partial
+from kvsketch.caches.core.asking import Asking, weights, where_noted
 from kvsketch.caches.core.buffers import Growing, Window
 from kvsketch.caches.core.config import BLOCK
 from kvsketch.caches.core.layer_state import LayerState
@@ -20,7 +21,8 @@ from kvsketch.caches.core.stream import Stream
 from kvsketch.caches.core.tokens import NewTokens, Seen
 from kvsketch.kernels import native
 from kvsketch.kernels.native.attention import NOTED
-from kvsketch.kernels.native.step import Step
+from kvsketch.kernels.native.step import Note, Step
+from kvsketch.kernels.native.weights import Noting
 from kvsketch.kernels.routing.native import Question, question
 from kvsketch.kernels.sources import Classifier, Entries
 
@@ -53,18 +55,25 @@ class Again:
     """What is known of the latest token's step, so that tokens that come alike need one call each."""
 
     @classmethod
-    def of(cls, layer: LayerState, asked: Query, new: NewTokens, found: Answer) -> "Again | None":
-        """None where the next token may not come so; `found`: what was still to be read, with the window."""
+    def of(
+        cls, layer: LayerState, asked: Query, new: NewTokens, found: Answer, asking_now: Sequence[tuple[Asking, slice]]
+    ) -> "Again | None":
+        """None where the next token may not come so.
+
+        `found`: what was still to be read, with the window; `asking_now`: who asks whom in it attention goes to.
+        """
         stream = layer.streams.only if asked.queries.is_cpu else None
         if stream is None or not _is_plain(layer, stream) or _is_due(stream):
             return None
+        notes = _notes_of(layer, stream, asked, asking_now)
         parts = [part for source in found.unread for part in source]
         chosen = [part.choice for part in parts if part.choice is not None]
-        into = _room_in(stream.window)
+        into = _room_in(layer, stream.window)
         if (
-            found.attended is not None
+            notes is None
+            or found.attended is not None
             or found.estimated is not None
-            or len(into) < 3  # of keys, values and ranks
+            or len(into) < len(_written_to(layer, stream.window))
             or native.library_for(asked.queries, new.keys, new.values, into[0][1], into[1][1]) is None
             or not all(NOTED in part.noted and part.segments is None for part in parts)
             or len(found.unread[-1]) != 1
@@ -81,7 +90,7 @@ class Again:
                 asking = question(asked.unrotated, router, layer.heads)
             if asking is None:
                 return None
-        return cls(layer, stream, into, asked, new, parts, router, asking)
+        return cls(layer, stream, into, asked, new, parts, router, asking, notes)
 
     def __init__(
         self,
@@ -93,6 +102,7 @@ class Again:
         parts: list[Entries],
         router: Classifier | None,
         asking: Question | None,
+        notes: list[Note],
     ) -> None:
         self.stream, self.window, self.library = stream, stream.window, native.library()
         self.inferring = torch.is_inference_mode_enabled()
@@ -102,13 +112,16 @@ class Again:
         read = [buffer for _, buffer in into] + ([] if router is None else [*router.tensors])
         for part in parts[:-1]:
             read += [x for x in (part.tokens.keys, part.tokens.values, part.tokens.log_mass) if x is not None]
+        read += [to.got for to, _, _ in notes]
         self.at = [(x, x.data_ptr()) for x in read]  # torch may move a tensor, as to share it with a process
         self.rank = layer.seen  # of the next token
         self.width = new.values.shape[3]
         self.rooms = Room.for_some(asked.queries, self.width, layer.heads, self.rank)
-        coming = (new.keys, new.values, self.rooms[-1].ranks)
+        self.no_notes = [] if len(into) == 3 else [layer.config.askings.none(new.keys)]  # of a token that comes
+        self.notes = bool(notes)
+        coming = (new.keys, new.values, self.rooms[-1].ranks, *self.no_notes)
         puts = [(buffer, own) for (_, buffer), own in zip(into, coming, strict=True)]
-        self.step = Step(asked.queries, parts, layer.heads, self.how, puts, asking)
+        self.step = Step(asked.queries, parts, layer.heads, self.how, puts, asking, notes)
         self.served = False
 
     def __deepcopy__(self, _: object) -> None:
@@ -121,9 +134,16 @@ class Again:
         new: NewTokens,
         how: tuple[float, float | None],
         begin: Callable[[], None],
+        *,
+        sinks: Tensor | None,
     ) -> Partial | None:
-        """Hold a token and answer its query; None, and nothing is held, where it does not come as the one before."""
+        """Hold a token and answer its query; None, and nothing is held, where it does not come as the one before.
+
+        What is noted of attention is noted without learned `sinks`: where these are to be in it this is not the road.
+        """
         place = self.window.ranks.length
+        if self.notes and sinks is not None:
+            return None
         if how != self.how or layer.seen != self.rank or not self._is_still(layer, place, query, new):
             return None
         begin()
@@ -132,9 +152,8 @@ class Again:
         room = self.rooms[-1]
         seen = Seen.of(new, room.ranks, ahead=layer.config.looks_ahead) if self.stream.takes_notes else None
         unrotated = new.unrotated.queries if self.looks_up and new.unrotated is not None else None
-        if not self.step.run(
-            place, (new.keys, new.values, room.ranks), query, unrotated, room.out, room.lse, room.read
-        ):
+        coming = (new.keys, new.values, room.ranks, *self.no_notes)
+        if not self.step.run(place, coming, query, unrotated, room.out, room.lse, room.read):
             return None
         self.rank, self.served = self.rank + 1, True
         self.rooms.pop()
@@ -170,20 +189,47 @@ class Again:
 
 
 def _is_plain(layer: LayerState, stream: Stream) -> bool:
-    """Whether a step is nothing but holding and reading: nobody notes whom attention goes to."""
-    if layer.config.askings or not stream.heads.all_here or _is_elsewhere(layer, stream.window):
+    """Whether a step is nothing but holding, reading, and noting whom attention goes to."""
+    if not stream.heads.all_here or _is_elsewhere(layer, stream.window):
         return False
     if stream.method is not None and stream.method.notes_at_once:
         return False
     past = stream.past
     if past is None or not stream.observes:
         return True
-    return past.method.observes == {"read"} and past.method.has_router and len(past.bundles) == 1
+    told = past.method.observes
+    return len(past.bundles) == 1 and (told == {"mass"} or (told == {"read"} and past.method.has_router))
 
 
-def _room_in(window: Window) -> list[tuple[Growing, Tensor]]:
-    """What a token is put into, with the buffers of these: of keys, values and ranks those that have room for it."""
-    grown = (window.keys, window.values, window.ranks)
+def _notes_of(
+    layer: LayerState, stream: Stream, asked: Query, asking_now: Sequence[tuple[Asking, slice]]
+) -> list[Note] | None:
+    """Where it is noted whom a token's attention goes to; None where that takes the long road."""
+    window, found = stream.window, list[tuple[Noting | None, bool]]()
+    for asking, place in asking_now:
+        found.append((where_noted(asking, window.keys.view, weights(window.to_note(place))), True))
+    if stream.observes and stream.past is not None and stream.past.method.observes == {"mass"}:
+        found.append((stream.past.bundles[0].holding.noting(), False))
+    if found and (asked.sinks is not None or not asked.queries.is_contiguous()):
+        return None
+    notes, queries = list[Note](), asked.queries.shape[1] // layer.heads
+    for to, of_window in found:
+        alike = to is not None and to.keys.dtype == asked.queries.dtype
+        how = to.weighing(queries, asked.scale, asked.softcap) if to is not None and alike else None
+        if to is None or how is None:
+            return None
+        notes.append((to, how, of_window))
+    return notes
+
+
+def _written_to(layer: LayerState, window: Window) -> list[Growing | None]:
+    """What a token is put into: keys, values, ranks, and notes that come with it if there are any."""
+    return [window.keys, window.values, window.ranks, *([window.notes] if layer.config.askings else ())]
+
+
+def _room_in(layer: LayerState, window: Window) -> list[tuple[Growing, Tensor]]:
+    """What a token is put into, with the buffers of these: those that have room for it."""
+    grown = [one for one in _written_to(layer, window) if one is not None]
     return [(one, one.buffer) for one in grown if one.buffer is not None and one.length < one.buffer.shape[one.dim]]
 
 

@@ -213,16 +213,19 @@ def note_one(
     asking: Asking, query: Query, lse: Float[Tensor, "b hg 1"], keys: Float[Tensor, "b h n d"], noted: Weights
 ) -> bool:
     """Have these notes after a single query that sees all tokens, in C; where it cannot, False, and they stay."""
-    rows, heads, count, _ = keys.shape
     if noted.device.type != "cpu" or torch.compiler.is_compiling():
         return False
-    queries = fold_groups(query.queries, heads).flatten(0, 1)
-    got, less = noted[..., 0].view(rows * heads, count), lse.reshape(rows * heads, -1)
-    given = (got, queries, keys.flatten(0, 1), None, less, query.scale, query.softcap)
-    done = in_c.add_weights(*given, how=IN_C[asking.noted])
-    if done and asking.noted == MEAN:
-        noted[..., 1] += queries.shape[1]
-    return done
+    queries = fold_groups(query.queries, keys.shape[1]).flatten(0, 1)
+    return in_c.add_weights(
+        where_noted(asking, keys, noted), queries, lse.reshape(len(queries), -1), query.scale, query.softcap
+    )
+
+
+def where_noted(asking: Asking, keys: Float[Tensor, "b h n d"], noted: Weights) -> in_c.Noting:
+    """Where it is noted what tokens get of single queries, which see all of them."""
+    rows, heads, count, _ = keys.shape
+    got = noted[..., 0].view(rows * heads, count)
+    return in_c.Noting(got, keys.flatten(0, 1), how=IN_C[asking.noted], counted=asking.noted == MEAN)
 
 
 def add_weights(got: Float[Tensor, "l n"], query: Query, lse: Float[Tensor, "1 lg q"], tokens: WeightedTokens) -> None:
@@ -231,7 +234,7 @@ def add_weights(got: Float[Tensor, "l n"], query: Query, lse: Float[Tensor, "1 l
     few = query.queries.shape[1] * query.queries.shape[2] <= MOST_QUERIES * len(keys)
     if few and got.device.type == "cpu":
         queries, less = (fold_groups(x, len(keys))[0] for x in (query.queries, lse[..., None]))
-        if in_c.add_weights(got, queries, keys, mass, less[..., 0], query.scale, query.softcap):
+        if in_c.add_weights(in_c.Noting(got, keys, mass), queries, less[..., 0], query.scale, query.softcap):
             return
     for _, _, logs in log_weights(query, lse, tokens.keys, tokens.log_mass):
         got.add_(logs.exp_().sum(2)[0])

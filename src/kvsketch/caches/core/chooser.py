@@ -22,6 +22,7 @@ from kvsketch.caches.core.method import Holding, Method
 from kvsketch.caches.core.query import Query
 from kvsketch.caches.core.storage import storage_bytes, with_prefix
 from kvsketch.caches.core.tokens import Arriving
+from kvsketch.kernels.native.weights import ADDED, INSTEAD, Noting
 from kvsketch.kernels.places import chosen_of
 
 MASS = "mass"  # what an entry got of the attention of all queries so far, where a method declares it
@@ -297,6 +298,14 @@ class ChosenEntries(Holding):
             asked = lse[0].view(len(mass.view), -1).isfinite().any(1)
             mass.view.masked_fill_(asked[:, None], 0)
         add_weights(mass.view, query, lse, tokens)
+
+    def noting(self) -> Noting | None:
+        if self.weighted is None or self.is_open:
+            return None
+        mass, tokens = self.held[f"entry.{MASS}"], self.weighted
+        mass.make_writable()
+        weights = None if tokens.log_mass is None else tokens.log_mass[0]
+        return Noting(mass.view, tokens.keys[0], weights, INSTEAD if self.chooser.mass_of_last else ADDED)
 
     def count_entries(self) -> int:
         return self.held["keys"].length

@@ -91,8 +91,8 @@ class LayerCache(LayerState):
         `begin` is called before anything changes, once or twice, and may refuse.
         """
         if not torch.compiler.is_compiling():
-            if self.again is not None and new.valid is None and not self.recording:
-                whole = self.again.take(self, query, new, (scale, softcap), begin)
+            if self.again is not None and new.valid is None and not self.recording and self.notes_calls:
+                whole = self.again.take(self, query, new, (scale, softcap), begin, sinks=sinks)
                 if whole is not None:
                     return whole
             self._take_long_road()
@@ -141,8 +141,8 @@ class LayerCache(LayerState):
         """Have the shorter road for the next token, where that may pay; `same`: what was read is there still."""
         if self.not_yet:
             self.not_yet -= 1
-        elif same and not self.recording:
-            self.again = Again.of(self, asked, new, found)
+        elif same and not self.recording and self.notes_calls:
+            self.again = Again.of(self, asked, new, found, tuple(self._asking_now()))
 
     def _call(self, asked: Query, new: NewTokens, *, lse: bool, begin: Callable[[], None]) -> Partial:
         """Answer queries from what is held and among their own tokens, and hold these."""

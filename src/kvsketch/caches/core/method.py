@@ -17,6 +17,7 @@ from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.query import Answer, Query
 from kvsketch.caches.core.storage import storage_bytes
 from kvsketch.caches.core.tokens import Arriving, Seen
+from kvsketch.kernels.native.weights import Noting
 from kvsketch.kernels.sources import Classifier
 
 
@@ -51,6 +52,10 @@ class Holding(ABC):
 
         For methods that ask for it (`Method.observes`).
         """
+
+    def noting(self) -> Noting | None:
+        """Where a kernel may note what entries get of a single query's attention; None where `observe` is asked."""
+        return None
 
     @abstractmethod
     def count_entries(self) -> int | Int64[Tensor, " l"]:

@@ -1,10 +1,18 @@
-// A decode step in one call: new tokens are put where they belong, what their queries expect is found, all is read.
-// `attention.c` and `router.c` before this.
+// A decode step in one call: new tokens are put where they belong, what their queries expect is found, all is read, and
+// whom attention went to is noted. `attention.c`, `router.c` and `weights.c` before this.
 
 struct put {  // places beside each other for every head of every row; strides count bytes
     char *to;
     const char *from;
     int64_t rows, heads, to_row, to_head, from_row, from_head, bytes;
+};
+
+struct note {  // what entries get of a step's queries
+    struct weighing how;
+    const char *keys;
+    const float *log_mass;
+    double *got;
+    int64_t of_window;  // whether the new token is one of them, at the place where it was put
 };
 
 struct step {  // as kernels/native/step.py writes it
@@ -20,9 +28,11 @@ struct step {  // as kernels/native/step.py writes it
     void *out;
     float *lse;
     int64_t threads;
+    struct note *notes;
+    int64_t noted;  // how many of them
 };
 
-// 0, or 1 where there is no memory left.
+// 0; where there is no memory left 1, or 2 if something may have been noted.
 int kvs_step(const struct step *in) {
     for (const struct put *put = in->puts; put < in->puts + in->count; put++)
         for (int64_t row = 0; row < put->rows; row++)
@@ -31,5 +41,10 @@ int kvs_step(const struct step *in) {
                        put->from + row * put->from_row + head * put->from_head, put->bytes);
     in->sources[in->window].count = in->place + 1;
     if (in->asked && kvs_classify(in->asked, in->layers, in->scores, in->threads)) return 1;
-    return kvs_attend(in->shape, in->sources, in->number, in->queries, in->out, in->lse, in->threads);
+    if (kvs_attend(in->shape, in->sources, in->number, in->queries, in->out, in->lse, in->threads)) return 1;
+    for (struct note *note = in->notes; note < in->notes + in->noted; note++) {
+        if (note->of_window) note->how.count = in->place + 1;
+        if (kvs_weigh(&note->how, in->queries, note->keys, note->log_mass, in->lse, note->got, in->threads)) return 2;
+    }
+    return 0;
 }

@@ -12,8 +12,12 @@ from torch import Tensor
 
 from kvsketch.kernels import native
 from kvsketch.kernels.native.attention import NOTED, shape_of, sources_of
+from kvsketch.kernels.native.weights import NO_ROOM, Noting, Weighing
 from kvsketch.kernels.routing.native import Asked, ChoiceInC, Question
 from kvsketch.kernels.sources import Entries
+
+
+Note = tuple[Noting, Weighing, bool]  # where something is noted, how, and whether that is in the window
 
 
 class _Put(ctypes.Structure):
@@ -22,6 +26,16 @@ class _Put(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("to", "from_")),
         *((name, ctypes.c_int64) for name in ("rows", "heads", "to_row", "to_head", "from_row", "from_head", "bytes")),
+    ]
+
+
+class _Note(ctypes.Structure):
+    """`struct note` in `step.c`."""
+
+    _fields_ = [
+        ("how", Weighing),
+        *((name, ctypes.c_void_p) for name in ("keys", "log_mass", "got")),
+        ("of_window", ctypes.c_int64),
     ]
 
 
@@ -35,6 +49,8 @@ class _Step(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("number", "window")),
         *((name, ctypes.c_void_p) for name in ("queries", "out", "lse")),
         ("threads", ctypes.c_int64),
+        ("notes", ctypes.c_void_p),
+        ("noted", ctypes.c_int64),
     ]
 
 
@@ -49,14 +65,16 @@ class Step:
         how: tuple[float, float | None],
         places: Sequence[tuple[Tensor, Tensor]],
         asking: Question | None,
+        notes: Sequence[Note],
     ) -> None:
         """The last part gets the new token. `how`: scale and softcap; `asking`: whom is asked which runs are read.
 
-        `places`: buffers of keys, values and ranks, each with what the token before put there.
+        `places`: buffers of keys, values, ranks and perhaps notes, each with what the token before put there. `notes`:
+        where it is noted whom attention goes to.
         """
         library = native.library()
         assert library is not None, "there is something to call"
-        self.kept: list[object] = [*parts, *(buffer for buffer, _ in places), asking]
+        self.kept: list[object] = [*parts, *(buffer for buffer, _ in places), asking, notes]
         values = parts[0].noted[NOTED].widths[1]
         self.shape, self.sources = shape_of(query, heads, values, *how), sources_of(parts)
         self.puts = (_Put * len(places))(*(_put(buffer, new) for buffer, new in places))
@@ -77,6 +95,8 @@ class Step:
                 (means,) = (source for source in self.sources if source.log_mass == self.choice.left)
                 self.choice.left = means.log_mass = left.data_ptr()
             self.given.asked, self.given.layers = ctypes.addressof(self.asked), ctypes.addressof(asking.of.layers)
+        self.notes = (_Note * len(notes))(*(_note(*own) for own in notes))
+        self.given.notes, self.given.noted = ctypes.addressof(self.notes), len(notes)
         self.call = library.kvs_step
         self.call.argtypes = [ctypes.c_void_p]
         self.at = ctypes.addressof(self.given)
@@ -91,7 +111,7 @@ class Step:
         lse: Tensor,
         read: Tensor,
     ) -> bool:
-        """Hold a token and answer its query; False: no memory is left. `new`: its key, value and rank.
+        """Hold a token and answer its query; False: no memory is left. `new`: what goes to the places.
 
         `out`, `lse` and `read` get the answer, its log of denominators and how much was looked up.
         """
@@ -102,7 +122,15 @@ class Step:
         given.threads = native.threads()
         if unrotated is not None:
             self.asked.queries, self.choice.read = unrotated.data_ptr(), read.data_ptr()
-        return not self.call(self.at)
+        failed = self.call(self.at)
+        if failed > 1:
+            raise MemoryError(NO_ROOM)
+        return not failed
+
+
+def _note(to: Noting, how: Weighing, of_window: bool) -> _Note:
+    mass = None if to.log_mass is None else to.log_mass.data_ptr()
+    return _Note(how, to.keys.data_ptr(), mass, to.got.data_ptr(), int(of_window))
 
 
 def _put(buffer: Tensor, new: Tensor) -> _Put:

@@ -8,7 +8,7 @@
 enum how { ADDED, LARGEST, INSTEAD };  // what becomes of what was there
 
 struct weighing {  // as kernels/native/weights.py writes it; strides count numbers
-    int64_t lanes, rows, count, width, kind, key_lane, key_step, mass_lane, got_lane, got_step, how;
+    int64_t lanes, rows, count, width, kind, key_lane, key_step, mass_lane, got_lane, got_step, how, counted;
     float scale, softcap;
 };
 
@@ -64,6 +64,7 @@ static void weigh(const struct weighing *in, const struct shape *of, const void 
             double *of_entry = got + (first + j) * in->got_step;
             if (in->how == INSTEAD || (in->how == LARGEST && found[j] > *of_entry)) *of_entry = found[j];
             else if (in->how == ADDED) *of_entry += found[j];
+            if (in->counted) of_entry[1] += (double)in->rows;
         }
     }
 }

@@ -4,6 +4,7 @@ In torch it is `asking.log_weights`.
 """
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int32
@@ -14,53 +15,61 @@ from kvsketch.kernels.native.attention import MOST_QUERIES
 
 WHOLE = 16  # numbers: keys are whole vectors of any machine
 ADDED, LARGEST, INSTEAD = range(3)  # what becomes of what was there: the sum, the larger one, or what was found
+NO_ROOM = "no room for the queries of a step"
 
 
-class _Weighing(ctypes.Structure):
+class Weighing(ctypes.Structure):
     """`struct weighing` in `weights.c`."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("lanes", "rows", "count", "width", "kind", "key_lane", "key_step")),
-        *((name, ctypes.c_int64) for name in ("mass_lane", "got_lane", "got_step", "how")),
+        *((name, ctypes.c_int64) for name in ("mass_lane", "got_lane", "got_step", "how", "counted")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
     ]
 
 
+class Noting(NamedTuple):
+    """Where it is noted what every entry gets of a few queries, and how."""
+
+    got: Float[Tensor, "l n"]
+    keys: Float[Tensor, "l n d"]
+    log_mass: Float[Tensor, "#l n"] | None = None
+    how: int = ADDED
+    counted: bool = False  # whether the number of weights is noted behind what is got
+
+    def weighing(self, rows: int, scale: float, softcap: float | None) -> Weighing | None:
+        """How C is told of so many queries of every lane; None where it cannot."""
+        got, keys, mass = self.got, self.keys, self.log_mass
+        lanes, count, width = keys.shape
+        if native.library_for(keys) is None or keys.stride(2) != 1:
+            return None
+        if not 0 < rows <= MOST_QUERIES or width % WHOLE or got.dtype != torch.float64 or got.device.type != "cpu":
+            return None
+        if mass is not None and (mass.dtype != torch.float32 or mass.device.type != "cpu" or mass.stride(1) != 1):
+            return None
+        return Weighing(
+            *(lanes, rows, count, width, native.DTYPES[keys.dtype], *keys.stride()[:2]),
+            *(0 if mass is None else mass.expand(lanes, -1).stride(0), *got.stride(), self.how, int(self.counted)),
+            *(scale, softcap or 0.0),
+        )
+
+
 def add_weights(
-    got: Float[Tensor, "l n"],
-    queries: Float[Tensor, "l r d"],
-    keys: Float[Tensor, "l n d"],
-    log_mass: Float[Tensor, "#l n"] | None,
-    lse: Float[Tensor, "l r"],
-    scale: float,
-    softcap: float | None = None,
-    *,
-    how: int = ADDED,
+    to: Noting, queries: Float[Tensor, "l r d"], lse: Float[Tensor, "l r"], scale: float, softcap: float | None = None
 ) -> bool:
-    """Note in `got` what every entry got of these queries, whose log denominators are known; False where C cannot.
+    """Note what every entry got of these queries, whose log denominators are known; False where C cannot.
 
     The weights of several queries are added up, or the largest of them counts. Where memory runs out a part may have
     been added: nobody may add it once more.
     """
-    lanes, rows, width = queries.shape
-    library = native.library_for(queries, keys)
-    if library is None or not 0 < rows <= MOST_QUERIES or width % WHOLE or keys.stride(2) != 1:
+    library, weighing = native.library_for(queries, to.keys), to.weighing(queries.shape[1], scale, softcap)
+    if library is None or weighing is None or lse.dtype != torch.float32 or lse.device.type != "cpu":
         return False
-    about = [x for x in (log_mass, lse) if x is not None]
-    if got.dtype != torch.float64 or any(x.dtype != torch.float32 for x in about):
-        return False
-    if any(x.device.type != "cpu" for x in (got, *about)) or (log_mass is not None and log_mass.stride(1) != 1):
-        return False
-    queries, lse = queries.contiguous(), lse.contiguous()
-    weighing = _Weighing(
-        *(lanes, rows, keys.shape[1], width, native.DTYPES[keys.dtype], *keys.stride()[:2]),
-        *(0 if log_mass is None else log_mass.expand(lanes, -1).stride(0), *got.stride(), how),
-        *(scale, softcap or 0.0),
-    )
-    mass = ctypes.c_void_p(None if log_mass is None else log_mass.data_ptr())
-    at = (*native.addresses(queries, keys), mass, *native.addresses(lse, got))
+    queries, lse, mass = queries.contiguous(), lse.contiguous(), to.log_mass
+    of_mass = ctypes.c_void_p(None if mass is None else mass.data_ptr())
+    at = (*native.addresses(queries, to.keys), of_mass, *native.addresses(lse, to.got))
     if library.kvs_weigh(ctypes.byref(weighing), *at, ctypes.c_int64(native.threads())):
-        raise MemoryError("no room for the queries of a step")
+        raise MemoryError(NO_ROOM)
     return True
 
 
