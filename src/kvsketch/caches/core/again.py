@@ -20,7 +20,7 @@ from kvsketch.caches.core.query import Answer, Query
 from kvsketch.caches.core.stream import Stream
 from kvsketch.caches.core.tokens import NewTokens, Seen
 from kvsketch.kernels import native
-from kvsketch.kernels.native.attention import NOTED
+from kvsketch.kernels.native.attention import can_read
 from kvsketch.kernels.native.step import Note, Step
 from kvsketch.kernels.native.weights import Noting
 from kvsketch.kernels.routing.native import Question, question
@@ -63,7 +63,7 @@ class Again:
         `found`: what was still to be read, with the window; `asking_now`: who asks whom in it attention goes to.
         """
         stream = layer.streams.only if asked.queries.is_cpu else None
-        if stream is None or not _is_plain(layer, stream) or _is_due(stream):
+        if stream is None or not _is_plain(layer, stream) or _is_to_note(stream):
             return None
         notes = _notes_of(layer, stream, asked, asking_now)
         parts = [part for source in found.unread for part in source]
@@ -75,7 +75,7 @@ class Again:
             or found.estimated is not None
             or len(into) < len(_written_to(layer, stream.window))
             or native.library_for(asked.queries, new.keys, new.values, into[0][1], into[1][1]) is None
-            or not all(NOTED in part.noted and part.segments is None for part in parts)
+            or not all(part.segments is None and can_read(part) for part in parts)
             or len(found.unread[-1]) != 1
             or parts[-1].lanes is not None
             or any(x.stride(3) != 1 for x in (asked.queries, new.keys, new.values))
@@ -172,7 +172,7 @@ class Again:
         stream = self.stream
         if layer.streams.only is not stream or stream.window is not self.window or _is_elsewhere(layer, self.window):
             return False
-        if place >= self.places or _is_due(stream) or native.library() is not self.library:
+        if place >= self.places or _is_to_note(stream) or native.library() is not self.library:
             return False
         if _looks_of(query, new) != self.looks:
             return False
@@ -233,9 +233,9 @@ def _room_in(layer: LayerState, window: Window) -> list[tuple[Growing, Tensor]]:
     return [(one, one.buffer) for one in grown if one.buffer is not None and one.length < one.buffer.shape[one.dim]]
 
 
-def _is_due(stream: Stream) -> bool:
-    """Whether with the next token one leaves the window, or what came is noted."""
-    return stream.may_come <= 1 or (stream.takes_notes and len(stream.waiting) + 1 >= BLOCK)
+def _is_to_note(stream: Stream) -> bool:
+    """Whether with the next token it is noted what came."""
+    return stream.takes_notes and len(stream.waiting) + 1 >= BLOCK
 
 
 def _is_elsewhere(layer: LayerState, window: Window) -> bool:

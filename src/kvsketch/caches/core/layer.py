@@ -94,6 +94,8 @@ class LayerCache(LayerState):
             if self.again is not None and new.valid is None and not self.recording and self.notes_calls:
                 whole = self.again.take(self, query, new, (scale, softcap), begin, sinks=sinks)
                 if whole is not None:
+                    if self.streams.all[0].is_due:
+                        self._settle_after(Query(query, scale, softcap, sinks=sinks), new, None)
                     return whole
             self._take_long_road()
         if not self.started:
@@ -129,19 +131,27 @@ class LayerCache(LayerState):
         for asking, place in self._asking_now():
             self.streams.all[0].note_step(asked, asked.over_all(whole.lse), asking, place)
         if self.next_rank is None:
-            left = self.left
-            self.settle()
-            if not torch.compiler.is_compiling():
-                self._make_ready(asked, new, found, same=self.left == left)
+            self._settle_after(asked, new, found)
         else:
             self.next_rank.add_(1)
         return whole
 
-    def _make_ready(self, asked: Query, new: NewTokens, found: Answer, *, same: bool) -> None:
-        """Have the shorter road for the next token, where that may pay; `same`: what was read is there still."""
+    def _settle_after(self, asked: Query, new: NewTokens, found: Answer | None) -> None:
+        """Write to the past what is due after a single token, and have the shorter road for the next one if that pays.
+
+        `found`: what was still to be read, as the token came; None: it took that road.
+        """
+        left = self.left
+        self.settle()
+        if torch.compiler.is_compiling():
+            return
+        if self.left != left:
+            self._take_long_road()
+            # To look again costs little, but where something is looked up.
+            found = None if any(stream.looks_up for stream in self.streams.all) else self.streams.look(asked)
         if self.not_yet:
             self.not_yet -= 1
-        elif same and not self.recording and self.notes_calls:
+        elif found is not None and not self.recording and self.notes_calls:
             self.again = Again.of(self, asked, new, found, tuple(self._asking_now()))
 
     def _call(self, asked: Query, new: NewTokens, *, lse: bool, begin: Callable[[], None]) -> Partial:

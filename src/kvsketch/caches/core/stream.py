@@ -61,6 +61,11 @@ class Stream:
         return self.method is not None and self.method.takes_notes
 
     @property
+    def is_due(self) -> bool:
+        """Whether a block may be due to leave the window; without looking at any token."""
+        return self.may_come < 1
+
+    @property
     def observes(self) -> bool:
         """Whether the past wants to take note of queries."""
         return self.past is not None and bool(self.past.method.observes) and not self.past.empty
@@ -185,8 +190,8 @@ class Stream:
             self._hold_even(new, lengths[0])
 
     def settle(self, lengths: Sequence[int]) -> None:
-        """Write to the past what is due to leave the window; when that is is known without looking at any token."""
-        if self.may_come > 0:
+        """Write to the past what is due to leave the window."""
+        if not self.is_due:
             return
         self.few, due = [False] * len(lengths), self.due(lengths)
         if due == self.left:

@@ -29,7 +29,7 @@ def attend(
     """
     if not 0 < query.shape[2] * (query.shape[1] // heads) <= MOST_QUERIES or query.stride(3) != 1:
         return None
-    if native.library_for(query) is None or not all(map(_can_read, parts)):
+    if native.library_for(query) is None or not all(map(can_read, parts)):
         return None
     rows, query_heads, count, width = query.shape
     value_width = parts[0].noted[NOTED].widths[1]
@@ -121,7 +121,7 @@ def _function() -> Callable[..., int]:
     return found
 
 
-def _can_read(part: Entries) -> bool:
+def can_read(part: Entries) -> bool:
     """Whether C can; if so, how to is noted, for what is held is read again and again."""
     if NOTED not in part.noted:
         keys, values = part.tokens.keys, part.tokens.values
