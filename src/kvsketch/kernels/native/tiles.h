@@ -72,7 +72,7 @@ __attribute__((target("amx-tile"))) static void end_tiles(const struct tile_stat
 }
 
 __attribute__((target("amx-tile,amx-bf16"))) static void times_panel_in_tiles(
-    const float *rows, int64_t apart_rows, const float *panel, int64_t apart, int64_t steps, float *sums,
+    const float *rows, int64_t apart_rows, const float *panel, int64_t apart, int64_t steps, int64_t times, float *sums,
     int64_t apart_sums, int add) {
     float *lower = sums + IN_TILE * apart_sums;
     NOW;
@@ -87,16 +87,17 @@ __attribute__((target("amx-tile,amx-bf16"))) static void times_panel_in_tiles(
         _tile_zero(2);
         _tile_zero(3);
     }
-    for (int64_t i = 0; i < steps; i += IN_TILE) {
-        _tile_loadd(6, panel + i * apart, 4 * apart);
-        _tile_loadd(4, rows + i, 4 * apart_rows);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, panel + i * apart + W, 4 * apart);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(5, rows + IN_TILE * apart_rows + i, 4 * apart_rows);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-    }
+    for (int64_t n = 0; n < times; n++, panel += steps * apart)
+        for (int64_t i = 0; i < steps; i += IN_TILE) {
+            _tile_loadd(6, panel + i * apart, 4 * apart);
+            _tile_loadd(4, rows + i, 4 * apart_rows);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, panel + i * apart + W, 4 * apart);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_loadd(5, rows + IN_TILE * apart_rows + i, 4 * apart_rows);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
     _tile_stored(0, sums, 4 * apart_sums);
     _tile_stored(1, sums + W, 4 * apart_sums);
     _tile_stored(2, lower, 4 * apart_sums);
@@ -117,12 +118,12 @@ static void end_tiles(const struct tile_state *before) { (void)before; }
 #endif
 
 static void times_panel_by_hand(const float *rows, int64_t apart_rows, const float *panel, int64_t apart, int64_t steps,
-                                float *sums, int64_t apart_sums, int add) {
+                                int64_t times, float *sums, int64_t apart_sums, int add) {
     for (int r = 0; r < TALL; r++)
         for (int c = 0; c < IN_PANEL; c += W) {
             vf sum = add ? load_f32(sums + r * apart_sums + c) : SPLAT(0.0f);
-            for (int64_t i = 0; i < steps; i++) {
-                const uint16_t *x = (const uint16_t *)(rows + r * apart_rows + i);
+            for (int64_t i = 0; i < steps * times; i++) {
+                const uint16_t *x = (const uint16_t *)(rows + r * apart_rows + i % steps);
                 vf of[2];
                 load_bf16_by_turns((const uint16_t *)(panel + i * apart + c), of);
                 sum += SPLAT(one_bf16(x[0])) * of[0] + SPLAT(one_bf16(x[1])) * of[1];
@@ -131,12 +132,19 @@ static void times_panel_by_hand(const float *rows, int64_t apart_rows, const flo
         }
 }
 
+// Sums of TALL rows and the columns of so many panels, one behind the other: the rows' pairs times those of each panel, in
+// all.
+INLINE void times_panels(const float *rows, int64_t apart_rows, const float *panels, int64_t apart, int64_t steps,
+                         int64_t times, float *sums, int64_t apart_sums, int add) {
+    if (by_hand()) times_panel_by_hand(rows, apart_rows, panels, apart, steps, times, sums, apart_sums, add);
+    else times_panel_in_tiles(rows, apart_rows, panels, apart, steps, times, sums, apart_sums, add);
+}
+
 // Sums of TALL rows and a panel's columns: the rows' pairs times those of the panel, added to what is there or not. `steps`
 // is a multiple of IN_TILE; what lies behind the end of either is finite in both, and 0 in one.
 INLINE void times_panel(const float *rows, int64_t apart_rows, const float *panel, int64_t apart, int64_t steps,
                         float *sums, int64_t apart_sums, int add) {
-    if (by_hand()) times_panel_by_hand(rows, apart_rows, panel, apart, steps, sums, apart_sums, add);
-    else times_panel_in_tiles(rows, apart_rows, panel, apart, steps, sums, apart_sums, add);
+    times_panels(rows, apart_rows, panel, apart, steps, 1, sums, apart_sums, add);
 }
 
 #endif
