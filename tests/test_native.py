@@ -23,7 +23,7 @@ from kvsketch.attention import WeightedTokens
 from kvsketch.caches.core import asking
 from kvsketch.caches.core.query import Query
 from kvsketch.kernels import buckets as buckets_of_heads
-from kvsketch.kernels import native
+from kvsketch.kernels import merging, native
 from kvsketch.kernels.directions import native as directions
 from kvsketch.kernels.directions import reference as directions_in_torch
 from kvsketch.kernels.native import assign as assigning
@@ -516,6 +516,36 @@ def test_places_beyond_two_to_the_31(tmp_path):
     assert torch.equal(directions.towards(keys[0], mean), directions.towards(keys[0].clone(), mean))
 
 
+@needs_c
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_answers_put_together_in_place_are_those_of_the_definition(dtype):
+    """Where a token's heads lie together, and where they do not; some saw nothing, in one of the parts or in both."""
+    for rows, heads, queries, width in ((2, 3, 301, 40), (1, 5, 64, 129)):
+        parts = []
+        for turned in (False, True, False):
+            out = torch.randn(rows, queries, heads, width + 2).to(dtype).transpose(1, 2)[..., :width]
+            lse = torch.randn(rows, heads, queries) * 5
+            lse[:, 0, ::3] = lse[:, len(parts), ::4] = -math.inf
+            out[lse == -math.inf] = 0
+            parts.append(attention.Partial(out.contiguous() if turned else out, lse))
+        parts[0].lse[-1, -1, -1], parts[1].lse[0, 0, 0] = math.nan, 1e30
+        exact = attention.merge(*(attention.Partial(part.out.double(), part.lse.double()) for part in parts))
+        others = [attention.Partial(part.out.clone(), part.lse.clone()) for part in parts[1:]]
+        found = merging.merge_into(*parts)
+        assert found is parts[0], "it was written over"
+        off = (found.out.double() - exact.out).abs() / exact.out.abs().clamp_min(1)
+        assert off[~off.isnan()].max() <= 2 * torch.finfo(dtype).eps, "it is rounded for every part"
+        assert torch.equal(off.isnan(), exact.out.isnan())
+        torch.testing.assert_close(found.lse, exact.lse.float(), rtol=1e-6, atol=1e-5, equal_nan=True)
+        for part, before in zip(parts[1:], others, strict=True):
+            assert torch.equal(part.out, before.out)
+            assert torch.equal(part.lse.nan_to_num(), before.lse.nan_to_num())
+    few = attention.Partial(torch.randn(1, 2, 3, 4).to(dtype), torch.zeros(1, 2, 3))
+    before = few.out.clone()
+    assert merging.merge_into(few, few).out is not few.out
+    assert torch.equal(few.out, before)
+
+
 # -- the router
 
 
@@ -701,7 +731,9 @@ def test_buckets_of_keys_are_those_of_torch(shape, numbers):
     """The first of equal ones; what is no number is the largest, as for torch; keys lie where models put them."""
     lanes, count, size, width = shape
     library = native.library()
-    keys = torch.randint(-3, 4, (count, lanes, width + 3)).to(numbers).transpose(0, 1)[..., :width]  # products are exact
+    keys = (
+        torch.randint(-3, 4, (count, lanes, width + 3)).to(numbers).transpose(0, 1)[..., :width]
+    )  # products are exact
     centroids = torch.randint(-3, 4, (lanes, size, width)).float()
     centroids[:, size // 2] = centroids[:, 1]
     keys[0, 2], keys[-1, 5], keys[0, 7, 0] = 0, math.nan, math.inf

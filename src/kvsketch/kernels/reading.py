@@ -6,9 +6,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvsketch.attention import NO_MASS, Partial, merge
+from kvsketch.attention import NO_MASS, Partial
 from kvsketch.kernels import few_queries
 from kvsketch.kernels.indexed_attention import indexed_attention
+from kvsketch.kernels.merging import merge_into
 from kvsketch.kernels.sources import Entries, Source
 from kvsketch.kernels.weighted_attention import weighted_attention
 
@@ -34,7 +35,7 @@ def read(
         else _of_some(query, source, heads, scale, softcap)
         for source in there
     ]
-    return merge(*answers)
+    return merge_into(*answers)
 
 
 def _of_all(query: Tensor, part: Entries, scale: float, softcap: float | None, lse: bool) -> Partial:

@@ -7,8 +7,9 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from kvsketch.attention import NO_MASS, Partial, WeightedTokens, merge
+from kvsketch.attention import NO_MASS, Partial, WeightedTokens
 from kvsketch.caches.core.query import Answer, Query
+from kvsketch.kernels.merging import merge_into
 from kvsketch.kernels.reading import read
 from kvsketch.kernels.sources import Source
 
@@ -19,7 +20,7 @@ def complete(answer: Answer, query: Query, heads: int, *, lse: bool = True) -> A
         return answer
     lse = lse or answer.attended is not None
     part = read(query.queries, answer.unread, heads, query.scale, softcap=query.softcap, lse=lse)
-    attended = part if answer.attended is None else merge(answer.attended, part)
+    attended = part if answer.attended is None else merge_into(part, answer.attended)
     return Answer(attended, answer.estimated, answer.read)
 
 

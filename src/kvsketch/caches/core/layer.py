@@ -29,6 +29,7 @@ from kvsketch.caches.core.shares import equal
 from kvsketch.caches.core.spans import Spans
 from kvsketch.caches.core.stream import Stream
 from kvsketch.caches.core.tokens import Columns, NewTokens, Seen, chunks, without_history
+from kvsketch.kernels.merging import merge_into
 from kvsketch.kernels.weighted_attention import causal_attention
 
 
@@ -161,7 +162,7 @@ class LayerCache(LayerState):
         among = causal_attention(
             asked.queries, new.keys, new.values, asked.scale, valid=new.valid, softcap=asked.softcap, lse=lse
         )
-        whole = merge(among, *(part for part in (answer.attended, answer.estimated) if part is not None))
+        whole = merge_into(among, *(part for part in (answer.attended, answer.estimated) if part is not None))
         begin()
         self._observe(asked, answer, whole)
         self._remember(asked, new)

@@ -12,6 +12,7 @@
 #include "looks.c"
 #include "prompt.c"
 #include "assign.c"
+#include "merge.c"
 
 void kvs_forked(void) { alone = 1; }
 

@@ -241,19 +241,6 @@ INLINE void meet(const struct prompt *in, const struct crowd *crowd, const struc
     }
 }
 
-// A row of numbers as another kind.
-static void write_row(void *to, int kind, int64_t count, const float *from) {
-    int64_t i = 0;
-    if (kind == F32) memcpy(to, from, sizeof(float) * (size_t)count), i = count;
-#if PAIRED
-    for (; kind == BF16 && i + W <= count; i += W) {
-        __m256bh some = _mm512_cvtneps_pbh((__m512)load_f32(from + i));
-        memcpy((uint16_t *)to + i, &some, sizeof some);
-    }
-#endif
-    for (; i < count; i++) write_one(to, kind, i, from[i]);
-}
-
 // What a row adds up to becomes its answer, and the log of its denominator.
 static void end_row(const struct prompt *in, const struct crowd *crowd, int64_t r, char *out, float *lse) {
     const float *mass = crowd->sums.mass + r * MASSES;

@@ -34,6 +34,19 @@ static void read_row(const void *from, int kind, int64_t at, int64_t width, floa
         for (; k < width; k++) to[k] = read_one(from, kind, at + k);
 }
 
+// A row of numbers as another kind.
+static void write_row(void *to, int kind, int64_t count, const float *from) {
+    int64_t i = 0;
+    if (kind == F32) memcpy(to, from, sizeof(float) * (size_t)count), i = count;
+#if PAIRED
+    for (; kind == BF16 && i + W <= count; i += W) {
+        __m256bh some = _mm512_cvtneps_pbh((__m512)load_f32(from + i));
+        memcpy((uint16_t *)to + i, &some, sizeof some);
+    }
+#endif
+    for (; i < count; i++) write_one(to, kind, i, from[i]);
+}
+
 // W vectors become the vectors of their first numbers, of their second ones, and so on.
 INLINE void transpose(vf *x) {
     UNROLL for (int step = 1; step < W; step *= 2) {

@@ -16,7 +16,6 @@ from kvsketch.kernels.native.weights import NO_ROOM, Noting, Weighing
 from kvsketch.kernels.routing.native import Asked, ChoiceInC, Question
 from kvsketch.kernels.sources import Entries
 
-
 Note = tuple[Noting, Weighing, bool]  # where something is noted, how, and whether that is in the window
 
 
