@@ -1,4 +1,4 @@
-"""A single token that comes as the one before it did: held and answered in one call of C, where nothing else is due.
+"""A single token that comes as the one before it did: held, answered, and its attention noted in one call of C.
 
 `LayerCache._step` is the road that every token can take. It leaves an `Again` behind where the next one may take this
 one, which does the same; what both go by is compared each time, and where anything is another there is no `Again` left.
@@ -168,7 +168,7 @@ class Again:
         return Partial(room.out, room.lse)
 
     def _is_still(self, layer: LayerState, place: int, query: Tensor, new: NewTokens) -> bool:
-        """Whether all is as it was, nothing is due, and there is room."""
+        """Whether all is as it was, nothing is to be noted of what came, and there is room."""
         stream = self.stream
         if layer.streams.only is not stream or stream.window is not self.window or _is_elsewhere(layer, self.window):
             return False

@@ -146,14 +146,19 @@ class LayerCache(LayerState):
         self.settle()
         if torch.compiler.is_compiling():
             return
-        if self.left != left:
+        same = self.left == left
+        if not same:
             self._take_long_road()
-            # To look again costs little, but where something is looked up.
-            found = None if any(stream.looks_up for stream in self.streams.all) else self.streams.look(asked)
+        if self.again is not None:
+            return
         if self.not_yet:
             self.not_yet -= 1
-        elif found is not None and not self.recording and self.notes_calls:
-            self.again = Again.of(self, asked, new, found, tuple(self._asking_now()))
+        elif not self.recording and self.notes_calls:
+            if not same:  # to look again costs little where everything is read
+                all_is_read = found is None or (found.attended is None and found.read is None)
+                found = self.streams.look(asked) if all_is_read and not self._looks_up else None
+            if found is not None:
+                self.again = Again.of(self, asked, new, found, tuple(self._asking_now()))
 
     def _call(self, asked: Query, new: NewTokens, *, lse: bool, begin: Callable[[], None]) -> Partial:
         """Answer queries from what is held and among their own tokens, and hold these."""
@@ -236,6 +241,11 @@ class LayerCache(LayerState):
         waiting = self.recording or self.keeps_all
         every = self.config.askings if self.notes_calls else ()
         return ((asking, place) for asking, place in every if not (waiting and asking.behind))
+
+    @property
+    def _looks_up(self) -> bool:
+        """Whether a query may read a part of what is held."""
+        return any(stream.looks_up for stream in self.streams.all)
 
     @property
     def keeps_all(self) -> bool:
@@ -393,7 +403,7 @@ class LayerCache(LayerState):
             whole = _whole(answer)
             assert whole is not None, "the call's tokens are held"
             self.error = relative_error(whole, before)
-            if any(stream.looks_up for stream in self.streams.all) and answer.attended is not None:
+            if self._looks_up and answer.attended is not None:
                 # Tokens that are looked up are a part of all that was seen.
                 self.recall = torch.exp(answer.attended.lse - before.lse).mean(2)
                 self._observe(asked, answer, whole)
@@ -402,7 +412,7 @@ class LayerCache(LayerState):
     def _note_no_error(self, asked: Query) -> None:
         """Nothing has left: all that a call's queries saw is read again."""
         self.error = asked.queries.new_zeros(asked.queries.shape[:2], dtype=torch.float32)
-        if any(stream.looks_up for stream in self.streams.all):
+        if self._looks_up:
             self.recall = torch.ones_like(self.error)
         self.measured_at = self.seen
 
