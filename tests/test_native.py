@@ -1048,14 +1048,15 @@ def test_two_threads_on_one_core_give_up_waiting_for_each_other():
 EVERY_KERNEL = (
     "definition or classifier or bytes or buckets_visited or chosen_when or signs_are_those or centres_are "
     "or same_bits or directions_are_those or places_are_numbered or entries_got or equal_values or not_hidden "
-    "or nobody_beside or buckets_of_keys or turn_logits"
+    "or nobody_beside or buckets_of_keys or all_bits or put_together or turn_logits"
 )
 
 
 def once_more(chosen, cache, **environment):
     """These very tests, and those of walks and of single tokens, in a process of its own; none is left out."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts="]
-    command += ["-k", chosen, str(HERE), *(str(HERE.with_name(f"test_{name}.py")) for name in ("native_walk", "again"))]
+    command += ["-k", chosen, str(HERE)]
+    command += [str(HERE.with_name(f"test_{name}.py")) for name in ("native_walk", "again", "no_memory")]
     given = os.environ | environment | {"KVSKETCH_CACHE": str(cache), AGAIN: "1"}
     done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
@@ -1073,7 +1074,7 @@ def test_sanitizers_find_nothing(tmp_path):
     runtime = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     once_more(
         f"{EVERY_KERNEL} or one_call or beyond_the_runs or no_runs or buckets or layouts or next_to_nothing "
-        "or (holds_the_same and (exact or saap))",
+        "or gets_no_memory or (holds_the_same and (saap or h2o or snapkv))",
         tmp_path,
         CC=compiler,
         CFLAGS="-O0 -g1 -fno-var-tracking -fsanitize=address,undefined -fno-sanitize-recover=all",

@@ -310,9 +310,18 @@ static void give_back(void *of_thread) {
 
 static void make_kept_key(void) { kept_by_key = !pthread_key_create(&kept_key, give_back); }
 
+static int64_t pieces_left = INT64_MAX;  // by `kvs_limit_memory`; INT64_MAX: any number
+
+// Whether a piece of memory is refused, as if there were none left: so what becomes of a call then can be tested.
+__attribute__((unused)) static int is_refused(void) {
+    if (__atomic_load_n(&pieces_left, __ATOMIC_RELAXED) == INT64_MAX) return 0;
+    return __atomic_fetch_sub(&pieces_left, 1, __ATOMIC_RELAXED) <= 0;
+}
+
 // NULL: there is none left.
 __attribute__((unused)) static void *kept_memory(int place, size_t bytes) {
     static _Thread_local struct kept kept;
+    if (is_refused()) return NULL;
     if (kept.size[place] < bytes) {
         pthread_once(&kept_once, make_kept_key);
         if (kept_by_key) pthread_setspecific(kept_key, &kept);

@@ -214,7 +214,7 @@ int kvs_k_center(const int64_t *about, const void *points, const uint8_t *valid,
     for (int64_t i = 0; i < lanes; i++) {
         // Not kept: it may be as large as the points.
         size_t numbers = (size_t)(rows * wide + rows + CANDIDATES * d);
-        double *memory = malloc(sizeof(double) * (size_t)(2 * rows) + sizeof(float) * numbers);
+        double *memory = is_refused() ? NULL : malloc(sizeof(double) * (size_t)(2 * rows) + sizeof(float) * numbers);
         if (!memory) {
             failed = 1;
             continue;

@@ -23,6 +23,11 @@ int64_t kvs_ask_far(int64_t far) {
     return asks_far();
 }
 
+// Give out so many pieces of memory, and no more; -1: as many as there are. To test what becomes of calls that get none.
+void kvs_limit_memory(int64_t pieces) {
+    __atomic_store_n(&pieces_left, pieces < 0 ? INT64_MAX : pieces, __ATOMIC_RELAXED);
+}
+
 // Multiply whole tiles by hand (1), or none (0); -1: as this processor does. To test all of it here. Whether they are.
 int64_t kvs_ask_tiles(int64_t wanted) {
     __atomic_store_n(&tiles_wanted, (int)wanted, __ATOMIC_RELAXED);

@@ -14,9 +14,13 @@ int kvs_merge(const struct merging *in, char *out, float *lse, const char *other
     PRAGMA(omp parallel for num_threads(team) schedule(static) reduction(|:failed) if (team > 1))
     for (int64_t n = 0; n < all; n++) {  // heads of a query lie together
         int64_t row = n / in->queries, query = n % in->queries;
-        float *one = kept_memory(2, sizeof(float) * 2 * wide), *two = one + wide;
-        failed |= !one;
-        for (int64_t head = 0; head < in->heads && one; head++) {
+        float *one = kept_memory(2, sizeof(float) * 2 * wide);
+        if (!one) {
+            failed = 1;
+            continue;
+        }
+        float *two = one + wide;
+        for (int64_t head = 0; head < in->heads; head++) {
             int64_t place = (row * in->heads + head) * in->queries + query;
             float a = lse[place], b = other_lse[place], most = a >= b || a != a ? a : b;
             float both = most == -INFINITY ? most : most + log1pf(expf(-fabsf(a - b)));
