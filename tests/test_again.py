@@ -9,12 +9,15 @@ import torch
 from drawn import normal
 from kvsketch.caches.core.again import Again
 from kvsketch.caches.core.layer import LayerCache
+from kvsketch.caches.core.spans import Spans
 from kvsketch.caches.core.tokens import NewTokens, Unrotated
 from kvsketch.caches.registry import parse_spec
 from kvsketch.kernels import native
+from kvsketch.kernels.native.attention import MOST_QUERIES
 from made_index import make_index
 
 HEADS, GROUP, WIDTH, SCALE = 2, 2, 16, 0.25
+MASS = "h2o(keep=0.4, window=40, weights='mass')"
 WITH_ESTIMATE = "saap(index={index!r}, probes=2, window=40, staging=32, full_layers=0, estimate=True)"
 SPECS = [
     "exact",
@@ -46,15 +49,15 @@ def served(monkeypatch):
     return taken
 
 
-def come(layer, count, rows, seed, *, apart=False, softcap=None):
+def come(layer, count, rows, seed, *, apart=False, softcap=None, group=GROUP, dtype=torch.float32, sinks=None):
     """So many tokens at once; `apart`: their heads do not lie as usual."""
-    keys, values, unrotated = (normal(rows, HEADS, count, WIDTH, seed=seed + n) for n in range(3))
-    query, asked = (normal(rows, HEADS * GROUP, count, WIDTH, seed=seed + n) for n in (3, 4))
+    keys, values, unrotated = (normal(rows, HEADS, count, WIDTH, seed=seed + n).to(dtype) for n in range(3))
+    query, asked = (normal(rows, HEADS * group, count, WIDTH, seed=seed + n).to(dtype) for n in (3, 4))
     if apart:
         keys, query = (
             x.transpose(1, 2).contiguous().transpose(1, 2).repeat(1, 1, 2, 1)[:, :, ::2] for x in (keys, query)
         )
-    return layer.read(query, NewTokens(keys, values, None, Unrotated(asked, unrotated)), SCALE, softcap)
+    return layer.read(query, NewTokens(keys, values, None, Unrotated(asked, unrotated)), SCALE, softcap, sinks=sinks)
 
 
 def happen(layer, kind, rows, seed):
@@ -83,6 +86,8 @@ def happen(layer, kind, rows, seed):
         for grown in (layer.streams.only.window.keys, layer.streams.only.window.values):
             grown.buffer.share_memory_()  # to other memory; what was there is free
         return layer, rows, come(layer, 1, rows, seed)
+    if kind == "sinks":
+        return layer, rows, come(layer, 1, rows, seed, sinks=torch.ones(HEADS * GROUP))
     if kind == "softcap":
         return layer, rows, come(layer, 1, rows, seed, softcap=2.0)
     if kind == "gradient":
@@ -101,6 +106,7 @@ def test_whatever_happens_it_answers_and_holds_the_same(spec, served, tmp_path):
     index = str(make_index(tmp_path / "index", heads=HEADS, width=WIDTH, buckets=6))
     config, draw = parse_spec(spec.format(index=index)), random.Random(0)
     kinds = ["copy", "load", "rows", "crop", "torch", "gradient", "some", "apart", "inference", "moved", "softcap"]
+    kinds.append("sinks")
     kinds = draw.sample(kinds, len(kinds)) * 2
     short, long, rows = LayerCache(config, 1), LayerCache(config, 1), 1
     with torch.no_grad():
@@ -123,6 +129,39 @@ def test_whatever_happens_it_answers_and_holds_the_same(spec, served, tmp_path):
     for name, x in mine[0].items():
         assert torch.equal(x, others[0][name]), name
     assert len(served) > 4 * len(kinds)
+
+
+@needs_c
+@torch.no_grad()
+@pytest.mark.parametrize("protected", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spec", [*(spec for spec in SPECS if "index" not in spec), MASS])
+def test_all_but_the_first_of_many_single_tokens_take_it(spec, dtype, protected, served):
+    """Also those with which something leaves the window, and those behind them; they answer and hold the same."""
+    spans = (lambda rows: [Spans(((20, 65),))] * rows) if protected and spec != "exact" else None
+    short, long = (LayerCache(parse_spec(spec), 1, spans_of=spans) for _ in range(2))
+    for number in range(-1, 96):
+        long.not_yet = 2
+        count = 150 if number < 0 else 1
+        found, expected = (come(layer, count, 1, 10 * number + 10, dtype=dtype) for layer in (short, long))
+        assert torch.equal(found.out, expected.out), number
+    assert len(served) >= 93, "but where there must be more room"
+    mine, others = short.state(), long.state()
+    assert mine[1] == others[1]
+    for name, x in mine[0].items():
+        assert torch.equal(x, others[0][name]), name
+
+
+@needs_c
+@torch.no_grad()
+def test_more_queries_than_c_answers_at_once_take_the_long_road(served):
+    layer = LayerCache(parse_spec("exact"), 1)
+    for number in range(4):
+        come(layer, 1, 1, 10 * number, group=MOST_QUERIES + 1)
+    assert not served
+    for number in range(4):
+        come(layer, 1, 1, 10 * number, group=MOST_QUERIES)
+    assert len(served) == 3
 
 
 @needs_c

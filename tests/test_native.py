@@ -519,31 +519,32 @@ def test_places_beyond_two_to_the_31(tmp_path):
 @needs_c
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_answers_put_together_in_place_are_those_of_the_definition(dtype):
-    """Where a token's heads lie together, and where they do not; some saw nothing, in one of the parts or in both."""
-    for rows, heads, queries, width in ((2, 3, 301, 40), (1, 5, 64, 129)):
+    """Where a token's heads lie together, and where they do not; some saw nothing, in one of the parts or in all."""
+    for rows, heads, queries, width in ((2, 3, 301, 40), (1, 5, 1, 129)):
         parts = []
         for turned in (False, True, False):
             out = torch.randn(rows, queries, heads, width + 2).to(dtype).transpose(1, 2)[..., :width]
-            lse = torch.randn(rows, heads, queries) * 5
+            lse = torch.randn(rows, queries, heads).transpose(1, 2) * 5  # as torch's kernel may give it
             lse[:, 0, ::3] = lse[:, len(parts), ::4] = -math.inf
             out[lse == -math.inf] = 0
-            parts.append(attention.Partial(out.contiguous() if turned else out, lse))
-        parts[0].lse[-1, -1, -1], parts[1].lse[0, 0, 0] = math.nan, 1e30
+            parts.append(attention.Partial(out.contiguous() if turned else out, lse if parts else lse.contiguous()))
+        parts[0].lse[-1, -1, -1], parts[1].lse[-1, -1, -1], parts[2].lse[-1, -1, -1] = 1.0, math.nan, -math.inf
+        parts[0].lse[-1, 1, -1], parts[1].lse[0, 1, 0] = math.nan, 1e30
         exact = attention.merge(*(attention.Partial(part.out.double(), part.lse.double()) for part in parts))
         others = [attention.Partial(part.out.clone(), part.lse.clone()) for part in parts[1:]]
         found = merging.merge_into(*parts)
         assert found is parts[0], "it was written over"
         off = (found.out.double() - exact.out).abs() / exact.out.abs().clamp_min(1)
-        assert off[~off.isnan()].max() <= 2 * torch.finfo(dtype).eps + 2e-6, "it is rounded for every part"
+        assert off[~off.isnan()].max() <= torch.finfo(dtype).eps + 4e-6, "it is rounded once"
         assert torch.equal(off.isnan(), exact.out.isnan())
         torch.testing.assert_close(found.lse, exact.lse.float(), rtol=1e-6, atol=1e-5, equal_nan=True)
         for part, before in zip(parts[1:], others, strict=True):
             assert torch.equal(part.out, before.out)
-            assert torch.equal(part.lse.nan_to_num(), before.lse.nan_to_num())
-    few = attention.Partial(torch.randn(1, 2, 3, 4).to(dtype), torch.zeros(1, 2, 3))
-    before = few.out.clone()
-    assert merging.merge_into(few, few).out is not few.out
-    assert torch.equal(few.out, before)
+            assert torch.equal(part.lse, before.lse)
+    other = attention.Partial(found.out.double(), found.lse)
+    before = found.out.clone()
+    assert merging.merge_into(found, other).out.dtype == torch.float64, "numbers of several kinds are torch's"
+    assert torch.equal(found.out.nan_to_num(), before.nan_to_num())
 
 
 # -- the router

@@ -40,7 +40,7 @@ def limit(pieces):
 
 def merged():
     first = Partial(LONG.out.clone(), LONG.lse.clone())
-    return first.out if merge.merge_into(first, LONG) else None
+    return first.out if merge.merge_into((first, LONG)) else None
 
 
 def noted():

@@ -1,7 +1,8 @@
 """A single token that comes as the one before it did: held, answered, and its attention noted in one call of C.
 
-`LayerCache._step` is the road that every token can take. It leaves an `Again` behind where the next one may take this
-one, which does the same; what both go by is compared each time, and where anything is another there is no `Again` left.
+`LayerCache._step` is the road that every token can take. `LayerCache` has an `Again` behind a token where the next one
+may take this one, which does the same; what both go by is compared each time, and where anything is another there is no
+`Again` left.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +21,8 @@ from kvsketch.caches.core.query import Answer, Query
 from kvsketch.caches.core.stream import Stream
 from kvsketch.caches.core.tokens import NewTokens, Seen
 from kvsketch.kernels import native
-from kvsketch.kernels.native.attention import can_read
+from kvsketch.kernels.native.attention import can_attend
 from kvsketch.kernels.native.step import Note, Step
-from kvsketch.kernels.native.weights import Noting
 from kvsketch.kernels.routing.native import Question, question
 from kvsketch.kernels.sources import Classifier, Entries
 
@@ -56,29 +56,38 @@ class Again:
 
     @classmethod
     def of(
-        cls, layer: LayerState, asked: Query, new: NewTokens, found: Answer, asking_now: Sequence[tuple[Asking, slice]]
+        cls,
+        layer: LayerState,
+        asked: Query,
+        new: NewTokens,
+        found: Answer | None,
+        asking_now: Sequence[tuple[Asking, slice]],
     ) -> "Again | None":
         """None where the next token may not come so.
 
-        `found`: what was still to be read, with the window; `asking_now`: who asks whom in it attention goes to.
+        `found`: what is still to be read, with the window, None where that is another by now: to look again costs
+        little, but where something is looked up. `asking_now`: who asks whom in the window attention goes to.
         """
         stream = layer.streams.only if asked.queries.is_cpu else None
         if stream is None or not _is_plain(layer, stream) or _is_to_note(stream):
             return None
         notes = _notes_of(layer, stream, asked, asking_now)
+        if notes is None or (found is None and stream.looks_up):
+            return None
+        found = layer.streams.look(asked) if found is None else found
         parts = [part for source in found.unread for part in source]
         chosen = [part.choice for part in parts if part.choice is not None]
         into = _room_in(layer, stream.window)
         if (
-            notes is None
-            or found.attended is not None
+            found.attended is not None
             or found.estimated is not None
             or len(into) < len(_written_to(layer, stream.window))
             or native.library_for(asked.queries, new.keys, new.values, into[0][1], into[1][1]) is None
-            or not all(part.segments is None and can_read(part) for part in parts)
+            or any(part.segments is not None for part in parts)
+            or not can_attend(asked.queries, parts, layer.heads)
             or len(found.unread[-1]) != 1
             or parts[-1].lanes is not None
-            or any(x.stride(3) != 1 for x in (asked.queries, new.keys, new.values))
+            or any(x.stride(3) != 1 for x in (new.keys, new.values))
             or not all(buffer.is_contiguous() for _, buffer in into)
             or (found.read is not None) != (len(chosen) == 1)
         ):
@@ -205,18 +214,23 @@ def _notes_of(
     layer: LayerState, stream: Stream, asked: Query, asking_now: Sequence[tuple[Asking, slice]]
 ) -> list[Note] | None:
     """Where it is noted whom a token's attention goes to; None where that takes the long road."""
-    window, found = stream.window, list[tuple[Noting | None, bool]]()
-    for asking, place in asking_now:
-        found.append((where_noted(asking, window.keys.view, weights(window.to_note(place))), True))
-    if stream.observes and stream.past is not None and stream.past.method.observes == {"mass"}:
-        found.append((stream.past.bundles[0].holding.noting(), False))
-    if found and (asked.sinks is not None or not asked.queries.is_contiguous()):
+    of_past = stream.past if stream.observes and stream.past is not None else None
+    of_past = of_past if of_past is not None and of_past.method.observes == {"mass"} else None
+    if not asking_now and of_past is None:
+        return []
+    if asked.sinks is not None or not asked.queries.is_contiguous():
         return None
-    notes, queries = list[Note](), asked.queries.shape[1] // layer.heads
+    window, queries = stream.window, asked.queries.shape[1] // layer.heads
+    found = [(where_noted(own, window.keys.view, weights(window.to_note(place))), True) for own, place in asking_now]
+    if of_past is not None:
+        noting = of_past.bundles[0].holding.noting()
+        if noting is None:
+            return None
+        found += [(to, False) for to in noting]
+    notes = list[Note]()
     for to, of_window in found:
-        alike = to is not None and to.keys.dtype == asked.queries.dtype
-        how = to.weighing(queries, asked.scale, asked.softcap) if to is not None and alike else None
-        if to is None or how is None:
+        how = to.weighing(queries, asked.scale, asked.softcap) if to.keys.dtype == asked.queries.dtype else None
+        if how is None:
             return None
         notes.append((to, how, of_window))
     return notes

@@ -299,13 +299,15 @@ class ChosenEntries(Holding):
             mass.view.masked_fill_(asked[:, None], 0)
         add_weights(mass.view, query, lse, tokens)
 
-    def noting(self) -> Noting | None:
-        if self.weighted is None or self.is_open:
+    def noting(self) -> Sequence[Noting] | None:
+        if self.weighted is None:
+            return ()
+        if self.is_open:
             return None
         mass, tokens = self.held[f"entry.{MASS}"], self.weighted
         mass.make_writable()
         weights = None if tokens.log_mass is None else tokens.log_mass[0]
-        return Noting(mass.view, tokens.keys[0], weights, INSTEAD if self.chooser.mass_of_last else ADDED)
+        return (Noting(mass.view, tokens.keys[0], weights, INSTEAD if self.chooser.mass_of_last else ADDED),)
 
     def count_entries(self) -> int:
         return self.held["keys"].length

@@ -154,11 +154,7 @@ class LayerCache(LayerState):
         if self.not_yet:
             self.not_yet -= 1
         elif not self.recording and self.notes_calls:
-            if not same:  # to look again costs little where everything is read
-                all_is_read = found is None or (found.attended is None and found.read is None)
-                found = self.streams.look(asked) if all_is_read and not self._looks_up else None
-            if found is not None:
-                self.again = Again.of(self, asked, new, found, tuple(self._asking_now()))
+            self.again = Again.of(self, asked, new, found if same else None, tuple(self._asking_now()))
 
     def _call(self, asked: Query, new: NewTokens, *, lse: bool, begin: Callable[[], None]) -> Partial:
         """Answer queries from what is held and among their own tokens, and hold these."""

@@ -53,8 +53,11 @@ class Holding(ABC):
         For methods that ask for it (`Method.observes`).
         """
 
-    def noting(self) -> Noting | None:
-        """Where a kernel may note what entries get of a single query's attention; None where `observe` is asked."""
+    def noting(self) -> Sequence[Noting] | None:
+        """Where a kernel is to note what entries get of a single query's attention, as `observe` would.
+
+        None where that is asked itself.
+        """
         return None
 
     @abstractmethod

@@ -1,10 +1,11 @@
-// The bucket of every key: the centroid of the largest inner product, the first of several. Some keys meet panel after panel
-// of centroids (`panels.h`), and nothing is kept but the largest product so far and whose it is. In whole tiles of pairs of
-// bfloat16 (`tiles.h`) a centroid is three of that kind, whose sum it is exactly: products are as exact as in float32.
+// The bucket of every key: the centroid of the largest inner product, the first of several. Some keys meet panel after
+// panel of centroids (`panels.h`), and nothing is kept but the largest product so far and whose it is. In whole tiles
+// of pairs of bfloat16 (`tiles.h`) a centroid is three of that kind, whose sum it is exactly: products are as near as
+// in float32.
 #include "tiles.h"  // and `attention.c` before this, for what is small
 
-#define ASSIGNED 256          // keys that stay in the second cache
-#define ASSIGNED_IN_TILES 1024
+#define ASSIGNED 256            // keys that stay in the second cache
+#define ASSIGNED_IN_TILES 1024  // the same, where laying out centroids takes longer than meeting them
 #define THIRDS 3
 
 struct assigning {  // as kernels/native/assign.py writes it; strides count numbers
@@ -43,7 +44,8 @@ static int64_t bucket_of(const struct best *best) {
 }
 
 // Keys' products with the panel of centroids from `first` on.
-INLINE void take_all(const struct assigning *in, int64_t first, vf (*products)[ABREAST], const int keys, struct best *best) {
+INLINE void take_all(const struct assigning *in, int64_t first, vf (*products)[ABREAST], const int keys,
+                     struct best *best) {
     vi bucket[ABREAST], nobodys[ABREAST];
     for (int v = 0; v < ABREAST; v++) {
         for (int i = 0; i < W; i++) bucket[v][i] = (int32_t)first + v * W + i;
@@ -64,7 +66,8 @@ static void assign(const struct assigning *in, const char *keys, const float *ce
                    float *rows, struct best *best) {
     for (int64_t j = 0; j < padded(count, ASKED); j++) {
         int64_t own = j < count ? j : count - 1;
-        read_row(keys + own * in->key_step * bytes_of((int)in->kind), (int)in->kind, 0, in->width, rows + j * in->width);
+        read_row(keys + own * in->key_step * bytes_of((int)in->kind), (int)in->kind, 0, in->width,
+                 rows + j * in->width);
     }
     for (int64_t c = 0; c < in->buckets; c += IN_PANEL) {
         lay_centroids(in, centroids, c, panel);
@@ -81,7 +84,8 @@ static void assign(const struct assigning *in, const char *keys, const float *ce
     }
 }
 
-// The numbers of a panel as three of bfloat16 each, in panels of pairs, the last third first: what is small is added first.
+// The numbers of a panel as three of bfloat16 each, in panels of pairs, the last third first: what is small is added
+// first.
 static void in_thirds(const float *panel, int64_t width, int64_t pairs, float *thirds) {
     for (int64_t i = 0; i < width; i += 2)
         UNROLL for (int v = 0; v < ABREAST; v++) {
@@ -91,7 +95,8 @@ static void in_thirds(const float *panel, int64_t width, int64_t pairs, float *t
                 vu first = (vu)rest & 0xffff0000u, second = (vu)next & 0xffff0000u;  // their first eight bits
                 store_f32(thirds + (t * pairs + i / 2) * IN_PANEL + v * W, (vf)(first >> 16 | second));
                 rest -= (vf)first, next -= (vf)second;
-                rest = choose(rest == rest, rest, SPLAT(0.0f)), next = choose(next == next, next, SPLAT(0.0f));  // of infinity
+                rest = choose(rest == rest, rest, SPLAT(0.0f));  // of infinity
+                next = choose(next == next, next, SPLAT(0.0f));
             }
         }
 }

@@ -27,14 +27,9 @@ def attend(
 
     None where C does not do it: many queries, another device, numbers that do not lie side by side, a wanted gradient.
     """
-    if not 0 < query.shape[2] * (query.shape[1] // heads) <= MOST_QUERIES or query.stride(3) != 1:
+    if not can_attend(query, parts, heads):
         return None
-    if native.library_for(query) is None or not all(map(can_read, parts)):
-        return None
-    rows, query_heads, count, width = query.shape
-    value_width = parts[0].noted[NOTED].widths[1]
-    if any(part.noted[NOTED].widths != (width, value_width) for part in parts):
-        return None  # torch says what is wrong with them
+    (rows, query_heads, count, _), value_width = query.shape, parts[0].noted[NOTED].widths[1]
     out = query.new_empty(rows, query_heads, count, value_width)
     lse = native.room(rows, query_heads, count)
     shape, sources = shape_of(query, heads, value_width, scale, softcap), sources_of(parts)
@@ -48,6 +43,16 @@ def attend(
         native.threads(),
     )
     return None if failed else Partial(out, lse)
+
+
+def can_attend(query: Float[Tensor, "b hg q d"], parts: Sequence[Entries], heads: int) -> bool:
+    """Whether C does it; if so, how the parts are read is noted."""
+    if not 0 < query.shape[2] * (query.shape[1] // heads) <= MOST_QUERIES or query.stride(3) != 1:
+        return False
+    if native.library_for(query) is None or not all(map(_can_read, parts)):
+        return False
+    widths = query.shape[3], parts[0].noted[NOTED].widths[1]
+    return all(part.noted[NOTED].widths == widths for part in parts)  # else torch says what is wrong with them
 
 
 class Shape(ctypes.Structure):
@@ -121,7 +126,7 @@ def _function() -> Callable[..., int]:
     return found
 
 
-def can_read(part: Entries) -> bool:
+def _can_read(part: Entries) -> bool:
     """Whether C can; if so, how to is noted, for what is held is read again and again."""
     if NOTED not in part.noted:
         keys, values = part.tokens.keys, part.tokens.values

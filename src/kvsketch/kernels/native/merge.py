@@ -1,37 +1,43 @@
-"""Answers put together in C, one in the place of the other: `native/merge.c`."""
+"""Answers put together in C, in the place of the first one: `native/merge.c`."""
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 
 from kvsketch.attention import Partial
 from kvsketch.kernels import native
 
-LEAST = 1 << 15  # numbers: fewer are put together in torch in less time than it takes to ask
+MOST_PARTS = 8
 
 
-class _Merging(ctypes.Structure):
-    """`struct merging` in `merge.c`."""
+class _Answer(ctypes.Structure):
+    """`struct answer` in `merge.c`."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("rows", "heads", "queries", "width", "kind", "out_row", "out_head")),
-        *((name, ctypes.c_int64) for name in ("out_step", "other_row", "other_head", "other_step")),
+        *((name, ctypes.c_void_p) for name in ("out", "lse")),
+        *((name, ctypes.c_int64) for name in ("row", "head", "step")),
     ]
 
 
-def merge_into(first: Partial, other: Partial) -> bool:
-    """Have `first` be attention over the union of the tokens; False, and nothing is changed, where C does not do it.
+def merge_into(parts: Sequence[Partial]) -> bool:
+    """Have the first be attention over the union of the parts' tokens; False, and nothing is changed, where C cannot.
 
-    Where memory runs out nobody may go on with either.
+    Where memory runs out nobody may go on with it.
     """
-    out, lse, others, other_lse = first.out, first.lse, other.out, other.lse
-    library = native.library_for(out, others) if out.numel() >= LEAST else None
-    if library is None or native.library_for(lse, other_lse, kinds=(torch.float32,)) is None:
+    library = native.library_for(*(part.out for part in parts)) if len(parts) <= MOST_PARTS else None
+    if library is None or native.library_for(*(part.lse for part in parts), kinds=(torch.float32,)) is None:
         return False
-    if out.shape != others.shape or out.stride(3) != 1 or others.stride(3) != 1 or not lse.is_contiguous():
+    shape, logs = parts[0].out.shape, [part.lse.contiguous() for part in parts]  # these live as long as the call
+    if any(part.out.shape != shape or part.out.stride(3) != 1 for part in parts) or logs[0] is not parts[0].lse:
         return False
-    merging = _Merging(*(out.shape), native.DTYPES[out.dtype], *out.stride()[:3], *others.stride()[:3])
-    at = native.addresses(out, lse, others, other_lse.contiguous())
-    if library.kvs_merge(ctypes.byref(merging), *at, ctypes.c_int64(native.threads())):
+    answers = (_Answer * len(parts))(
+        *(
+            _Answer(part.out.data_ptr(), lse.data_ptr(), *part.out.stride()[:3])
+            for part, lse in zip(parts, logs, strict=True)
+        )
+    )
+    sizes = (len(parts), *shape, native.DTYPES[parts[0].out.dtype], native.threads())
+    if library.kvs_merge(answers, *map(ctypes.c_int64, sizes)):
         raise MemoryError("no room to put answers together")
     return True
