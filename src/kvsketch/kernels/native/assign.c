@@ -20,9 +20,9 @@ struct best {  // of a key, in each of the places of a vector
 // NaN is larger than anything, as for torch.
 INLINE void take_better(struct best *best, vf product, vi bucket) {
 #if W == 16
-    __m512 most = (__m512)best->product;
-    __mmask16 better = _mm512_cmp_ps_mask((__m512)product, most, _CMP_NLE_UQ) & _mm512_cmp_ps_mask(most, most, _CMP_ORD_Q);
-    best->product = (vf)_mm512_mask_mov_ps(most, better, (__m512)product);
+    __m512 most = (__m512)best->product, own = (__m512)product;
+    __mmask16 better = _mm512_cmp_ps_mask(own, most, _CMP_NLE_UQ) & _mm512_cmp_ps_mask(most, most, _CMP_ORD_Q);
+    best->product = (vf)_mm512_mask_mov_ps(most, better, own);
     best->bucket = (vi)_mm512_mask_mov_epi32((__m512i)best->bucket, better, (__m512i)bucket);
 #else
     vi better = (product > best->product) | ((product != product) & (best->product == best->product));
