@@ -154,6 +154,24 @@ def test_all_but_the_first_of_many_single_tokens_take_it(spec, dtype, protected,
 
 @needs_c
 @torch.no_grad()
+def test_what_comes_right_behind_a_block_that_left_does_not_close_the_road(served):
+    """What was made ready there has served nobody yet, but the one before it had."""
+    layer = LayerCache(parse_spec("keydiff(keep=0.4, window=40)"), 1)
+    come(layer, 150, 1, 0)
+    left, number = layer.left, 0
+    while layer.left == left or len(served) < 2:
+        number += 1
+        come(layer, 1, 1, 10 * number)
+    with native.off():
+        come(layer, 1, 1, 0)
+    before = len(served)
+    come(layer, 1, 1, 1)
+    come(layer, 1, 1, 2)
+    assert len(served) == before + 1
+
+
+@needs_c
+@torch.no_grad()
 def test_more_queries_than_c_answers_at_once_take_the_long_road(served):
     layer = LayerCache(parse_spec("exact"), 1)
     for number in range(4):

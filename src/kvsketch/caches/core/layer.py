@@ -146,7 +146,7 @@ class LayerCache(LayerState):
         self.settle()
         if torch.compiler.is_compiling():
             return
-        same = self.left == left
+        same, before = self.left == left, self.again
         if not same:
             self._take_long_road()
         if self.again is not None:
@@ -155,6 +155,8 @@ class LayerCache(LayerState):
             self.not_yet -= 1
         elif not self.recording and self.notes_calls:
             self.again = Again.of(self, asked, new, found if same else None, tuple(self._asking_now()))
+            if self.again is not None and before is not None:  # it goes on being of use
+                self.again.served = before.served
 
     def _call(self, asked: Query, new: NewTokens, *, lse: bool, begin: Callable[[], None]) -> Partial:
         """Answer queries from what is held and among their own tokens, and hold these."""
