@@ -5,9 +5,9 @@ CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 # Tests of what another version of transformers cannot change: once is enough. Single ones are marked `once`.
-ONCE := attention balancekv balancekv_cache balancekv_theorem buckets contract file_faults fit_corpus \
+ONCE := again attention balancekv balancekv_cache balancekv_theorem buckets contract file_faults fit_corpus \
 	fit_ray fitting gpu_kcenter gpu_kernels gpu_prompts gpu_routing indexed_attention kcenter keydiff lanes lookup lsh \
-	native native_walk pictures real_keys rows saap sampling scoring selectivity selectivity_keys specs \
+	native native_walk no_memory pictures real_keys rows saap sampling scoring selectivity selectivity_keys specs \
 	structure subgen tasks training trickle uniform
 UNTYPED := -o addopts="--strict-markers -ra" # types and shapes of every call are checked by `make test`: once is enough
 AGAIN := -m "not once" $(UNTYPED)

@@ -289,6 +289,25 @@ def test_everything_that_a_query_reads_is_read_in_one_call(queries, lists):
 
 
 @needs_c
+@pytest.mark.parametrize("queries", [1, 2, 5])
+def test_a_few_queries_of_large_groups_are_many_where_there_are_tiles(queries, numbers, monkeypatch):
+    """A window and entries with weights, few and many of them: as one set by the definition, whoever reads them."""
+    heads, group, width, taken, attend = 2, 4, 32, [], prompt.attend
+    monkeypatch.setattr(prompt, "attend", lambda *given, **more: taken.append(attend(*given, **more)) or taken[-1])
+    query = torch.randn(1, heads * group, queries, width).to(numbers)
+    for counts in ((70,), (30, 5000), (30, 90)):
+        keys, values = (torch.randn(1, heads, sum(counts), width).to(numbers) for _ in range(2))
+        whole = WeightedTokens(keys, values, torch.randn(1, heads, sum(counts)))
+        each = zip(*(x.split(counts, 2) for x in (keys, values, whole.log_mass)), strict=True)
+        parts = [WeightedTokens(*part) for part in each]
+        taken.clear()
+        found = read(query, [(Entries(part),) for part in parts], heads, width**-0.5)
+        as_exact_as_torch(query, whole, found)
+        tiled = prompt.in_tiles(numbers) and queries == 5 and counts != (30, 90)
+        assert len([x for x in taken if x is not None]) == (len(counts) if tiled else 0)
+
+
+@needs_c
 def test_no_runs_at_all_are_nothing_to_read_and_not_everything():
     query, tokens = torch.randn(1, 4, 2, 16), WeightedTokens(*torch.randn(2, 1, 2, 30, 16).unbind())
     window = Entries(WeightedTokens(*torch.randn(2, 1, 2, 5, 16).unbind()))
@@ -1075,7 +1094,7 @@ def test_sanitizers_find_nothing(tmp_path):
     runtime = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     once_more(
         f"{EVERY_KERNEL} or one_call or beyond_the_runs or no_runs or buckets or layouts or next_to_nothing "
-        "or gets_no_memory or (holds_the_same and (saap or h2o or snapkv))",
+        "or gets_no_memory or few_queries or (holds_the_same and (estimate or snapkv))",
         tmp_path,
         CC=compiler,
         CFLAGS="-O0 -g1 -fno-var-tracking -fsanitize=address,undefined -fno-sanitize-recover=all",

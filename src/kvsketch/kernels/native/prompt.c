@@ -277,6 +277,9 @@ int64_t kvs_prompt_pays(int64_t kind) {
     return W > 4 && (kind != BF16 || !processor_is(AMX_BF16) || form_of(BF16) == IN_TILES);
 }
 
+// Whether numbers of a kind are multiplied in whole tiles.
+int64_t kvs_in_tiles(int64_t kind) { return form_of((int)kind) == IN_TILES; }
+
 // Rows of a head: where queries see other entries, those that meet them together are of one head, so that none meets what
 // comes long after it.
 INLINE int64_t each_of(const struct prompt *in, int64_t own, int64_t block) {

@@ -84,8 +84,18 @@ def attend(
     return None if failed else Partial(out, lse)
 
 
+def in_tiles(dtype: torch.dtype) -> bool:
+    """Whether C multiplies whole tiles of numbers of this kind: then a block of a few queries takes as long as one."""
+    library = native.library()
+    return dtype in native.DTYPES and library is not None and bool(library.kvs_in_tiles(_kind(dtype)))
+
+
+def _kind(dtype: torch.dtype) -> ctypes.c_int64:
+    return ctypes.c_int64(native.DTYPES[dtype])
+
+
 def pays(dtype: torch.dtype) -> bool:
     """Whether C is faster than torch at numbers of this kind on this processor."""
     library = native.library()
     assert library is not None, "there is something to ask"
-    return bool(library.kvs_prompt_pays(ctypes.c_int64(native.DTYPES[dtype])))
+    return bool(library.kvs_prompt_pays(_kind(dtype)))
