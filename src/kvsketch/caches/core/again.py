@@ -214,16 +214,16 @@ def _notes_of(
     layer: LayerState, stream: Stream, asked: Query, asking_now: Sequence[tuple[Asking, slice]]
 ) -> list[Note] | None:
     """Where it is noted whom a token's attention goes to; None where that takes the long road."""
-    of_past = stream.past if stream.observes and stream.past is not None else None
-    of_past = of_past if of_past is not None and of_past.method.observes == {"mass"} else None
-    if not asking_now and of_past is None:
+    past = stream.past
+    bundles = past.bundles if past is not None and stream.observes and "mass" in past.method.observes else []
+    if not asking_now and not bundles:
         return []
     if asked.sinks is not None or not asked.queries.is_contiguous():
         return None
     window, queries = stream.window, asked.queries.shape[1] // layer.heads
     found = [(where_noted(own, window.keys.view, weights(window.to_note(place))), True) for own, place in asking_now]
-    if of_past is not None:
-        noting = of_past.bundles[0].holding.noting()
+    for bundle in bundles:
+        noting = bundle.holding.noting()
         if noting is None:
             return None
         found += [(to, False) for to in noting]
