@@ -23,7 +23,8 @@ from kvsketch.attention import WeightedTokens
 from kvsketch.caches.core import asking
 from kvsketch.caches.core.query import Query
 from kvsketch.kernels import buckets as buckets_of_heads
-from kvsketch.kernels import merging, native
+from kvsketch.kernels import finite, merging, native
+from kvsketch.kernels import places as all_places
 from kvsketch.kernels.directions import native as directions
 from kvsketch.kernels.directions import reference as directions_in_torch
 from kvsketch.kernels.native import assign as assigning
@@ -791,7 +792,7 @@ def test_buckets_go_by_all_bits_of_centroids(numbers):
 
 @needs_c
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_directions_are_those_of_torch(dtype):
+def test_directions_are_those_of_torch(dtype, monkeypatch):
     for width in (64, 7):
         keys = torch.randn(3, 1030, width + 5).to(dtype)[:, :, 3 : 3 + width]
         keys[0, 5], keys[1, 7] = 0, math.nan
@@ -799,7 +800,32 @@ def test_directions_are_those_of_torch(dtype):
         for some in (keys, keys[:, ::3], keys[:, :0]):
             right = directions_in_torch.towards(some, mean)
             torch.testing.assert_close(directions.towards(some, mean), right, rtol=1e-12, atol=1e-12, equal_nan=True)
+        for some in (keys, keys[:, ::3], keys[:, :1]):
+            right = directions_in_torch.sum_of_directions(some)
+            found = directions.sum_of_directions(some)
+            torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12, equal_nan=True)
+            with monkeypatch.context() as alone:
+                alone.setattr(native, "threads", lambda: 1)
+                torch.testing.assert_close(directions.sum_of_directions(some), found, rtol=0, atol=0, equal_nan=True)
     assert directions.towards(keys, mean.float()) is None, "sums of fewer bits are not what was asked for"
+
+
+@needs_c
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_one_that_is_no_number_is_found(dtype):
+    buffer = torch.randn(2, 3000, 3, 41).to(dtype)
+    keys, values = buffer[..., 3:33].transpose(1, 2), buffer[..., 33:].transpose(1, 2)
+    buffer[..., :3] = math.nan  # beside them
+    buffer[0, 5, 1, 3], buffer[0, 6, 1, 3] = torch.finfo(dtype).max, torch.finfo(dtype).min
+    assert finite.are_numbers((keys, values)).tolist() == [True, True]
+    for x, at in ((keys, (0, 0, 0, 0)), (keys, (1, 2, 2999, 29)), (values, (1, 0, 1717, 7)), (values, (0, 2, 7, 0))):
+        for wrong in (math.nan, math.inf, -math.inf):
+            was, x[at] = x[at].clone(), wrong
+            assert finite.are_numbers((keys, values)).tolist() == [x is not keys, x is not values]
+            with native.off():
+                assert finite.are_numbers((keys, values)).tolist() == [x is not keys, x is not values]
+            x[at] = was
+    assert finite.are_numbers((keys[:, :, :0], values[:, :, :0])).tolist() == [True, True]
 
 
 @needs_c
@@ -813,8 +839,31 @@ def test_places_are_numbered_as_by_torch():
             assert torch.equal(places.least_in_front(some, most), right), most
     for there in (x > 0.5, (x > 0.5)[:, ::2], (x > 0.5).T, (x > 0.5).view(5, 3, 200), x != x, x[:, :0] > 0):
         assert torch.equal(places.in_front(there), places_in_torch.in_front(there))
+        for parts in ([(some.shape[1], most)], [(7, 7), (some.shape[1] - 9, most), (0, 3), (2, 5)]):
+            parts, start = (parts, 0) if len(parts) == 1 or some.shape[1] > 9 else ([(0, 0)], some.shape[1])
+            for bits in (16, 24):
+                with native.off():
+                    right = all_places.best(some, start, parts, bits)
+                assert torch.equal(places.best(some, start, parts, bits), right), parts
     assert places.least_in_front(x.float(), 1) is None
     assert places.in_front(x) is None
+    assert places.best(x, 1, [(x.shape[1], 2)], 24) is None, "a part that goes on behind the end"
+
+
+@needs_c
+def test_places_are_copied_as_by_torch():
+    rows = torch.randn(4, 900, 2, 33)
+    index = torch.randint(900, (4, 700))
+    each = [rows[:, :, 0], rows[:, :, 1].half(), rows.bfloat16()[:, :, 1, 3:], rows[:1, :, 0, :8].expand(4, -1, -1)]
+    each.append(torch.randint(99, (4, 900, 2)))
+    for some in (index, index[:, ::50], index[:, :0], index[:, :1].expand(-1, 90)):
+        found = places.chosen_of(each, some)
+        assert all(map(torch.equal, found, places_in_torch.chosen_of(each, some)))
+        assert [x.dtype for x in found] == [x.dtype for x in each]
+    index[3, 5] = 900
+    assert places.chosen_of(each, index) is None, "there is no such place: torch says so"
+    with pytest.raises(IndexError):
+        all_places.chosen_of(each, index)
 
 
 @needs_c
@@ -1067,7 +1116,7 @@ def test_two_threads_on_one_core_give_up_waiting_for_each_other():
 
 EVERY_KERNEL = (
     "definition or classifier or bytes or buckets_visited or chosen_when or signs_are_those or centres_are "
-    "or same_bits or directions_are_those or places_are_numbered or entries_got or equal_values or not_hidden "
+    "or same_bits or directions_are_those or places_are or no_number or entries_got or equal_values or not_hidden "
     "or nobody_beside or buckets_of_keys or all_bits or put_together or turn_logits"
 )
 

@@ -80,6 +80,7 @@ CALLS = {
     "parts": merged,
     "buckets": lambda: assign.assign(KEYS[0], normal(HEADS, 40, WIDTH)),
     "the least": lambda: places.least_in_front(normal(HEADS, 50, 1)[..., 0].double(), 20),
+    "the best": lambda: places.best(normal(HEADS, 50, 1)[..., 0].double(), 5, [(30, 9), (15, 2)], 24),
     "a walk": halved,
     "k-center": clustered,
 }

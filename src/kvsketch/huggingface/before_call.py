@@ -18,6 +18,7 @@ from kvsketch.huggingface.layer import SketchLayer
 from kvsketch.huggingface.layers import LayerStack
 from kvsketch.huggingface.modules import attention_modules
 from kvsketch.huggingface.weights import device_of
+from kvsketch.kernels.finite import are_numbers
 
 STORED_NONE = "; it has stored none of them"
 # The property's name up to transformers 5.17, and the one since.
@@ -113,8 +114,7 @@ class Finite:
         good as before. With `late` a layer on a GPU goes on, with zeros for what is to be refused: a call that has
         begun has failed half-way in any case.
         """
-        extremes = [torch.stack(torch.aminmax(x.detach())) for x in (keys, values)]  # NaN wins; no copy of a prompt
-        there = torch.stack(extremes).isfinite().all(1)
+        there = are_numbers((keys, values))
         refuse = partial(_refuse, index, fetched(there))
         self.hear()
         if not isinstance(layer, SketchLayer) or layer.held.config.before_rotation:  # which is compared, and so waits

@@ -29,6 +29,7 @@ PLACES = _NUMBERS.mul((math.sqrt(5) - 1) / 2).frac() + _NUMBERS
 TINY = torch.finfo(torch.float16).tiny  # float16 has fewer bits for what is smaller than bfloat16 has
 _PLAIN = nn.Module._save_to_state_dict
 NO_MATTER = ("path", "dropout", "init", "inference_mode", "task_type", "revision", "version", "mapping")  # in a config
+Modules = Sequence[tuple[str, nn.Module]]  # all of a model, by name
 ADAPTER = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")  # what a peft layer computes by
 
 
@@ -63,7 +64,8 @@ class SampledWeights:
 
 def sample_weights(model: PreTrainedModel) -> SampledWeights:
     """Of the model as it is now. This does not wait for a GPU that has all weights."""
-    weights, samples = dict(_weights(model)), dict[str, Tensor]()
+    modules = tuple(model.named_modules())
+    weights, samples = dict(_weights(model, modules)), dict[str, Tensor]()
     places = dict[tuple[int, torch.device], Tensor]()
     for name, tensor in weights.items():
         count, device = tensor.numel(), tensor.device
@@ -72,13 +74,13 @@ def sample_weights(model: PreTrainedModel) -> SampledWeights:
             places[count, device] = at if is_divided(tensor) else sent_to(device, at)
         samples[name] = numbers_at(tensor, places.get((count, device))).contiguous()
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    return SampledWeights(shapes, _coming(samples, groups_of(weights.values())), _adapters(model))
+    return SampledWeights(shapes, _coming(samples, groups_of(weights.values())), _adapters(model, modules))
 
 
-def _adapters(model: PreTrainedModel) -> list[str]:
+def _adapters(model: PreTrainedModel, modules: Modules) -> list[str]:
     """Which there are, and what they do."""
     found = list[str]()
-    for name, module in model.named_modules():
+    for name, module in modules:
         if isinstance(getattr(type(module), "active_adapters", None), property):  # models have methods of that name
             _refuse_adapters_by_row(name, module)
             found.append(f"{name} {[repr(getattr(module, what, None)) for what in ADAPTER]}")
@@ -137,15 +139,14 @@ def _coming(samples: dict[str, Tensor], groups: Sequence[Any]) -> Callable[[], d
     return arrived
 
 
-def _weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+def _weights(model: PreTrainedModel, modules: Modules) -> Iterator[tuple[str, Tensor]]:
     """All parameters, and what else is saved with a model, by name; those that are offloaded from where they lie."""
-    offloaded = {name: (weights, key) for name, weights, key in _offloaded(model)}
-    for prefix, module in model.named_modules():
+    offloaded = {name: (weights, key) for name, weights, key in _offloaded(modules)}
+    for prefix, module in modules:
         passing = module._non_persistent_buffers_set
-        here = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        for key, tensor in here:
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             name = f"{prefix}.{key}" if prefix else key
-            if key in passing:
+            if tensor is None or key in passing:
                 continue
             if tensor.device.type != "meta":
                 yield name, tensor
@@ -157,15 +158,15 @@ def _weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
                 )
             weights, place = offloaded[name]
             yield name, weights[place].to(tensor.dtype)  # as accelerate brings it
-    yield from _packed(model)
+    yield from _packed(modules)
 
 
-def _packed(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+def _packed(modules: Modules) -> Iterator[tuple[str, Tensor]]:
     """What is saved with a model beside its parameters and buffers, as some quantized layers have it."""
-    for prefix, module in model.named_modules():
-        known = {**module._parameters, **module._buffers}
+    for prefix, module in modules:
         if type(module)._save_to_state_dict is _PLAIN:
             continue
+        known = {**module._parameters, **module._buffers}
         kept = dict[str, Any]()
         module._save_to_state_dict(kept, "", True)
         for key, value in kept.items():
@@ -184,9 +185,9 @@ def _tensors_in(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
         raise ValueError(f"{name} is a {type(value).__name__}, so it cannot be known which weights these are")
 
 
-def _offloaded(model: PreTrainedModel) -> Iterator[tuple[str, Any, str]]:
+def _offloaded(modules: Modules) -> Iterator[tuple[str, Any, str]]:
     """Weights that accelerate keeps elsewhere: the name, and the mapping that has it under which key."""
-    for prefix, module in model.named_modules():
+    for prefix, module in modules:
         for hook in _hooks(module):
             weights = getattr(hook, "weights_map", None)
             if weights is None:

@@ -31,5 +31,10 @@ def squared_distances(
 
 def rounded(x: Tensor, bits: int = BITS) -> Tensor:
     """Numbers of float64 with so many bits, whatever their size (Veltkamp 1968)."""
-    split = x * (2.0 ** (53 - bits) + 1)
+    split = x * splitting_at(bits)
     return split.sub_(split - x)
+
+
+def splitting_at(bits: int) -> float:
+    """What a number is multiplied with for that."""
+    return 2.0 ** (53 - bits) + 1

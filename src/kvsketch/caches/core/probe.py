@@ -24,4 +24,5 @@ def exact_probe(asked: Query, new: NewTokens) -> Partial | None:
 def relative_error(answer: Partial, exact: Partial) -> Float[Tensor, "b hg"]:
     """‖answer - exact answer‖ / ‖exact answer‖, per row and query head."""
     expected = exact.out.float()
-    return (answer.out.float() - expected).norm(dim=(2, 3)) / expected.norm(dim=(2, 3)).clamp_min(1e-30)
+    length = torch.linalg.vector_norm
+    return length(answer.out.float() - expected, dim=(2, 3)) / length(expected, dim=(2, 3)).clamp_min_(1e-30)

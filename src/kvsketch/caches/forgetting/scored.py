@@ -19,8 +19,7 @@ from kvsketch.caches.core.config import WindowedConfig
 from kvsketch.caches.core.tokens import Arriving
 from kvsketch.caches.forgetting.dropped import NEAREST, NONE, SPREAD, STANDS, places_of_dropped, with_weights_left
 from kvsketch.caches.forgetting.residual import FIRST, TOKENS, check_means, joined, means_kept, means_of, tokens_kept
-from kvsketch.kernels.distances import rounded
-from kvsketch.kernels.places import least_in_front
+from kvsketch.kernels.places import best
 
 LATEST, MOST_LATEST = 16, 0.5  # the least window, and the most, where it is a part of the budget
 FREED = 64  # one part in so many of a large room
@@ -174,7 +173,7 @@ class Best(Chooser):
             if self.config.residual:
                 per_lane[TOKENS] = new.keys.new_zeros(len(new.keys), 0, dtype=torch.float32)
             return Kept(None, held.count, per_lane=per_lane, per_entry=about)
-        index = self._best(self.scores(pool, per_lane, new), start, rooms)
+        index = best(self.scores(pool, per_lane, new), start, rooms, self.bits)
         if self.config.residual:
             found = self._with_means(pool, start, index, left, self.room(held, new, budget)[1])
             return replace(found, per_lane=per_lane | found.per_lane)
@@ -196,15 +195,6 @@ class Best(Chooser):
         about |= {FIRST: both.first}
         made, per_lane = (both.keys, both.values), {TOKENS: means.tokens}
         return Kept(None, start, both.tokens.log(), made=made, per_entry=about, per_lane=per_lane)
-
-    def _best(self, scores: Float[Tensor, "l n"], start: int, rooms: Sequence[tuple[int, int]]) -> Int64[Tensor, "l k"]:
-        """The places of the best from `start` on, so many of every part."""
-        worst_last, parts = -rounded(scores, self.bits), list[Tensor]()
-        for count, room in rooms:
-            own = worst_last[:, start : start + count].contiguous()
-            parts.append(start + least_in_front(own, room)[:, :room])
-            start += count
-        return torch.cat(parts, 1)
 
     def check(self, held: Held, count: int, budget: Budget) -> None:
         most = min(count, self.config.room(budget, count))

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvsketch.kernels.directions import in_triton, native, reference
-from kvsketch.kernels.directions.reference import lengths, sum_of_directions
+from kvsketch.kernels.directions.reference import lengths
 
 
 def towards(keys: Float[Tensor, "l n d"], mean: Float[Tensor, "l d"]) -> Float[Tensor, "l n"]:
@@ -17,6 +17,12 @@ def towards(keys: Float[Tensor, "l n d"], mean: Float[Tensor, "l d"]) -> Float[T
         if (found := form.towards(keys, mean)) is not None:
             return found
     return reference.towards(keys, mean)
+
+
+def sum_of_directions(keys: Float[Tensor, "l n d"]) -> Float[Tensor, "l d"]:
+    """The sum of all keys, each of length 1."""
+    found = native.sum_of_directions(keys)
+    return reference.sum_of_directions(keys) if found is None else found
 
 
 def total(keys: Float[Tensor, "l n d"]) -> Float[Tensor, "l d"]:

@@ -11,6 +11,7 @@ from kvsketch.kernels import native
 from kvsketch.kernels.directions.reference import LEAST
 
 WHOLE = 16  # numbers: a multiple of what any machine's vectors have
+SUMMED = 1024  # keys whose sum is a number of its own
 
 
 def towards(keys: Float[Tensor, "l n d"], mean: Float[Tensor, "l d"]) -> Float[Tensor, "l n"] | None:
@@ -27,3 +28,17 @@ def towards(keys: Float[Tensor, "l n d"], mean: Float[Tensor, "l d"]) -> Float[T
         native.numbers(about), *native.addresses(keys, mean), ctypes.c_double(LEAST), *native.addresses(found)
     )
     return found
+
+
+def sum_of_directions(keys: Float[Tensor, "l n d"]) -> Float[Tensor, "l d"] | None:
+    """See `reference.py`."""
+    library = native.library_for(keys)
+    if library is None or keys.stride(2) != 1 or not keys.numel():
+        return None
+    (lanes, count, width), pieces = keys.shape, -(-keys.shape[1] // SUMMED)
+    parts = native.room(pieces, lanes, width + -width % WHOLE, dtype=torch.float64)
+    about = [*keys.shape, native.DTYPES[keys.dtype], native.threads(), *keys.stride()[:2], parts.shape[2], pieces]
+    library.kvs_sum_of_directions(
+        native.numbers(about), *native.addresses(keys), ctypes.c_double(LEAST), *native.addresses(parts)
+    )
+    return parts[0, :, :width].clone()

@@ -94,10 +94,14 @@ INLINE struct sums behind(struct sums sums, int64_t rows, const struct shape *of
     return (struct sums){sums.most + rows, sums.mass + rows * MASSES, sums.out + rows * of->value_width};
 }
 
+INLINE float largest_above(vf x, float least) {
+    for (int i = 0; i < W; i++) least = x[i] > least ? x[i] : least;
+    return least;
+}
+
 // There is a larger logit among these: scale down what was summed up so far.
 static __attribute__((noinline)) void reach(vf top, const struct shape *of, float *most, float *mass, float *out) {
-    float largest = *most;
-    for (int i = 0; i < W; i++) largest = top[i] > largest ? top[i] : largest;
+    float largest = largest_above(top, *most);
     float less = *most == NOWHERE ? 0.0f : expf(*most - largest);
     for (int64_t i = 0; i < MASSES; i += W) store_f32(mass + i, load_f32(mass + i) * SPLAT(less));
     for (int64_t i = 0; i < of->value_width; i += W) store_f32(out + i, load_f32(out + i) * SPLAT(less));

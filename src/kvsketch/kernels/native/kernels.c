@@ -13,6 +13,7 @@
 #include "prompt.c"
 #include "assign.c"
 #include "merge.c"
+#include "finite.c"
 
 void kvs_forked(void) { alone = 1; }
 

@@ -1,4 +1,5 @@
-// Numbers of places, see kernels/places/reference.py: those that hold something first, or the least ones.
+// Places of lanes, see kernels/places/reference.py: their numbers, those that hold something first, or the least ones, or the
+// best ones; and copies of places with given numbers.
 #include "common.h"
 
 #define DIGIT 11  // bits that are counted together
@@ -21,22 +22,21 @@ INLINE uint64_t ordered(double x) {
     return bits >> 63 ? ~bits : bits | (uint64_t)1 << 63;
 }
 
-// The largest of the `most` least of a lane, and how many of those that are as large are among these: digit by digit, and
-// only numbers that have all digits so far are looked at again. `room` is for as many as there are.
-static uint64_t largest_kept(const double *x, int64_t count, int64_t most, uint64_t *room, int64_t *alike) {
+// The largest of the `most` least of these, and how many of those that are as large are among them: digit by digit, and only
+// numbers that have all digits so far are looked at again. Nothing is left of `bits`.
+static uint64_t largest_kept(uint64_t *bits, int64_t count, int64_t most, int64_t *alike) {
     uint64_t known = 0;
-    for (int64_t i = 0; i < count; i++) room[i] = ordered(x[i]);
     for (int digit = DIGITS - 1; digit >= 0; digit--) {
         int shift = digit * DIGIT;
         int64_t counts[1 << DIGIT] = {0}, left = 0;
-        for (int64_t i = 0; i < count; i++) counts[room[i] >> shift & ((1 << DIGIT) - 1)]++;
+        for (int64_t i = 0; i < count; i++) counts[bits[i] >> shift & ((1 << DIGIT) - 1)]++;
         uint64_t next = 0;
         while (most > counts[next]) most -= counts[next++];
         known |= next << shift;
         for (int64_t i = 0; i < count; i++) {
-            uint64_t bits = room[i];
-            room[left] = bits;
-            left += (bits >> shift & ((1 << DIGIT) - 1)) == next;
+            uint64_t own = bits[i];
+            bits[left] = own;
+            left += (own >> shift & ((1 << DIGIT) - 1)) == next;
         }
         count = left;
     }
@@ -44,24 +44,87 @@ static uint64_t largest_kept(const double *x, int64_t count, int64_t most, uint6
     return known;
 }
 
-// Numbers of the places of the `most` least of every lane, in their order, and then of the others. Of equal ones the
-// first come first. Not 0: there was no memory.
+// Numbers of the places of the `most` least of these, in their order, and counted from `first` on; `others` are behind them,
+// if they are wanted. Of equal ones the first come first. `room` is for as many as there are.
+static void number_least(const uint64_t *bits, int64_t count, int64_t most, uint64_t *room, int64_t first, int others,
+                         int64_t *to) {
+    int64_t front = 0, alike = 0;
+    memcpy(room, bits, sizeof *bits * (size_t)count);
+    uint64_t largest = most ? largest_kept(room, count, most, &alike) : 0;
+    for (int64_t i = 0; i < count; i++) {
+        int taken = most && (bits[i] < largest || (bits[i] == largest && alike-- > 0));
+        if (taken) to[front++] = first + i;
+        else if (others) to[most + i - front] = first + i;
+    }
+}
+
+// Numbers of the places of the `most` least of every lane, in their order, and then of the others. Not 0: there was no memory.
 int64_t kvs_least_in_front(int64_t lanes, int64_t count, int64_t most, const double *x, int64_t threads, int64_t *to) {
     int64_t failed = 0;
     PRAGMA(omp parallel for num_threads(use_threads(threads, lanes)) schedule(static) reduction(|:failed) \
            if (use_threads(threads, lanes) > 1))
     for (int64_t lane = 0; lane < lanes; lane++) {
-        const double *own = x + lane * count;
-        int64_t *places = to + lane * count, front = 0, alike = 0;
-        uint64_t *room = kept_memory(0, sizeof(uint64_t) * (size_t)count);
-        failed |= !room;
-        if (!room) continue;
-        uint64_t largest = most ? largest_kept(own, count, most, room, &alike) : 0;
-        for (int64_t i = 0; i < count; i++) {
-            uint64_t bits = ordered(own[i]);
-            int taken = most && (bits < largest || (bits == largest && alike-- > 0));
-            places[taken ? front++ : most + i - front] = i;
+        uint64_t *bits = kept_memory(0, 2 * sizeof *bits * (size_t)count);
+        failed |= !bits;
+        if (!bits) continue;
+        for (int64_t i = 0; i < count; i++) bits[i] = ordered(x[lane * count + i]);
+        number_least(bits, count, most, bits + count, 0, 1, to + lane * count);
+    }
+    return failed;
+}
+
+// The best of every part of a lane, that is of the next `counts[part]` places from `first` on: numbers of the places of the
+// `rooms[part]` largest, in their order. They are compared as kernels/distances.py rounds them; `split` says to how many bits.
+// volatile: nothing may be fused with that. Not 0: there was no memory.
+int64_t kvs_best(const int64_t *about, const double *x, double split, int64_t *to) {
+    int64_t lanes = about[0], row = about[1], first = about[2], threads = about[3], parts = about[4], failed = 0;
+    const int64_t *counts = about + 5, *rooms = counts + parts;
+    int64_t most = 0, all = 0;
+    for (int64_t part = 0; part < parts; part++) most = counts[part] > most ? counts[part] : most, all += rooms[part];
+    PRAGMA(omp parallel for num_threads(use_threads(threads, lanes)) schedule(static) reduction(|:failed) \
+           if (use_threads(threads, lanes) > 1))
+    for (int64_t lane = 0; lane < lanes; lane++) {
+        uint64_t *bits = kept_memory(0, 2 * sizeof *bits * (size_t)most);
+        failed |= !bits;
+        if (!bits) continue;
+        int64_t at = first, *own = to + lane * all;
+        for (int64_t part = 0; part < parts; own += rooms[part], at += counts[part], part++) {
+            for (int64_t i = 0; i < counts[part]; i++) {
+                double score = x[lane * row + at + i];
+                volatile double high = score * split;
+                volatile double low = high - score;
+                bits[i] = ordered(-(high - low));
+            }
+            number_least(bits, counts[part], rooms[part], bits + most, at, 0, own);
         }
     }
     return failed;
+}
+
+#define COPIED 65536  // bytes that a thread takes
+
+// Copies of places with the numbers of `index` [lanes, wanted] out of several tensors: `about` says of each how far lanes and
+// places lie apart, and how long a place is, in bytes; `of` where they are and where the copies go. Not 0: there is no such
+// place.
+int64_t kvs_copy_places(const int64_t *about, const int64_t *index, void *const *of) {
+    int64_t lanes = about[0], wanted = about[1], there = about[2], threads = about[3], tensors = about[4], bytes = 0, wrong = 0;
+    const int64_t *steps = about + 5;
+    for (int64_t x = 0; x < tensors; x++) bytes += steps[3 * x + 2];
+    int64_t at_once = COPIED / (bytes + 1) + 1, pieces = (wanted + at_once - 1) / at_once;
+    for (int64_t i = 0; i < lanes * wanted; i++) wrong |= index[i] < 0 || index[i] >= there;
+    if (wrong) return 1;
+    PRAGMA(omp parallel for num_threads(use_threads(threads, lanes * pieces)) schedule(static) \
+           if (use_threads(threads, lanes * pieces) > 1))
+    for (int64_t piece = 0; piece < lanes * pieces; piece++) {
+        int64_t lane = piece / pieces, start = piece % pieces * at_once;
+        int64_t stop = start + at_once < wanted ? start + at_once : wanted;
+        for (int64_t x = 0; x < tensors; x++) {
+            int64_t place = steps[3 * x + 1], width = steps[3 * x + 2];
+            const char *from = (const char *)of[2 * x] + lane * steps[3 * x];
+            char *to = (char *)of[2 * x + 1] + lane * wanted * width;
+            for (int64_t i = start; i < stop; i++)
+                memcpy(to + i * width, from + index[lane * wanted + i] * place, (size_t)width);
+        }
+    }
+    return 0;
 }

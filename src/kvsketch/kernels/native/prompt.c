@@ -86,7 +86,7 @@ static void lay_out_entries(const struct prompt *in, const struct tensors *at, c
     const char *valid = at->valid ? at->valid + crowd->row * in->valid_row + first : NULL;
     char there[TALL_ENTRIES];
     met->first = first, met->count = count, met->apart = extra != NULL;
-    met->biased = mass || extra || valid || count < crowd->entries;
+    met->biased = mass || extra || valid || (!in->causal && count < crowd->entries);  // else rows end before these do
     for (int64_t j = 0; met->biased && j < padded(count, IN_PANEL); j++) {
         met->mass[j] = j >= count || (valid && !valid[j]) ? -INFINITY : mass ? mass[j] : 0.0f;
         met->value[j] = j >= count ? -INFINITY : extra ? extra[j] : 0.0f;
@@ -126,13 +126,11 @@ INLINE int is_weighted(const struct prompt *in, const struct tensors *at) {
 INLINE vf logits_of_row(const struct prompt *in, const struct met *met, float *logits, float *of_values, int64_t all,
                         int64_t own, vf top, const int weighted) {
     const int cut = own < all - 1;
-    if (!weighted && !met->biased && !cut) {
-        for (int64_t c = 0; c < all; c += W) top = larger(load_f32(logits + c), top);
-        return top;
-    }
+    int64_t c = 0, plain = weighted || met->biased || own < 0 ? 0 : cut ? (own + 1) / W * W : all;
+    for (; c < plain; c += W) top = larger(load_f32(logits + c), top);
     vi place;
-    for (int i = 0; i < W; i++) place[i] = i;
-    for (int64_t c = 0; c < all; c += W, place += W) {
+    for (int i = 0; i < W; i++) place[i] = (int32_t)plain + i;
+    for (; c < all; c += W, place += W) {
         vf x = weighted ? load_f32(logits + c) * SPLAT(in->scale) : load_f32(logits + c);
         if (weighted && in->softcap > 0) x = bent(x, in->softcap);
         if (weighted && met->apart) {  // then all see all
@@ -200,7 +198,8 @@ INLINE void share_out(const struct prompt *in, const struct crowd *crowd, const 
     float *most = crowd->sums.most + r, *mass = crowd->sums.mass + r * MASSES;
     vf top = logits_of_row(in, met, logits, of_values, all, own, SPLAT(weighted ? *most : -INFINITY), weighted);
     if (!weighted) top *= SPLAT(in->scale);
-    if (any_above(top, *most)) reach(top, &crowd->of, most, mass, crowd->sums.out + r * crowd->of.value_width);
+    if (!met->first) *most = largest_above(top, NOWHERE);  // nothing was summed up so far
+    else if (any_above(top, *most)) reach(top, &crowd->of, most, mass, crowd->sums.out + r * crowd->of.value_width);
     shares_of_row(met, logits, of_values, all, in->scale, *most, mass, in_pairs, weighted);
 }
 
@@ -236,8 +235,9 @@ INLINE void meet(const struct prompt *in, const struct crowd *crowd, const struc
     for (int64_t c = 0; c < wide; c += IN_PANEL) {
         const float *panel = crowd->values + c;
         float *out = crowd->sums.out + r * wide + c;
-        if (tiled) times_panel(logits, apart, panel, wide, steps_of(entries, 1), out, wide, 1);
-        else times_block(shares, panel, wide, steps_of(entries, in_pairs), out, wide, 1, in_pairs);
+        const int add = met->first > 0;
+        if (tiled) times_panel(logits, apart, panel, wide, steps_of(entries, 1), out, wide, add);
+        else times_block(shares, panel, wide, steps_of(entries, in_pairs), out, wide, add, in_pairs);
     }
 }
 
@@ -268,7 +268,6 @@ static void take_queries(const struct prompt *in, const struct tensors *at, stru
         crowd->sums.most[r] = NOWHERE;
     }
     memset(crowd->sums.mass, 0, sizeof(float) * crowd->whole * MASSES);
-    memset(crowd->sums.out, 0, sizeof(float) * crowd->whole * crowd->of.value_width);
 }
 
 // Whether numbers of a kind are answered faster here than by torch: not where it multiplies whole tiles of them and we do

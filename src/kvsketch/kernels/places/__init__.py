@@ -6,9 +6,11 @@ kept; `native.py` is in C, `in_triton.py` for GPUs.
 
 from collections.abc import Sequence
 
+import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from kvsketch.kernels.distances import rounded
 from kvsketch.kernels.places import in_triton, native, reference
 
 
@@ -19,8 +21,10 @@ def chosen(x: Tensor, index: Int64[Tensor, "l m"]) -> Tensor:
 
 def chosen_of(each: Sequence[Tensor], index: Int64[Tensor, "l m"]) -> list[Tensor]:
     """The same of several."""
-    found = in_triton.chosen_of(each, index)
-    return reference.chosen_of(each, index) if found is None else found
+    for form in (native, in_triton):
+        if (found := form.chosen_of(each, index)) is not None:
+            return found
+    return reference.chosen_of(each, index)
 
 
 def in_front(there: Bool[Tensor, "*lanes n"]) -> Int64[Tensor, "*lanes n"]:
@@ -42,4 +46,22 @@ def least_in_front(x: Float[Tensor, "l n"], most: int) -> Int64[Tensor, "l n"]:
     return reference.least_in_front(x, most)
 
 
-__all__ = ["chosen", "chosen_of", "in_front", "least_in_front"]
+def best(
+    scores: Float[Tensor, "l n"], start: int, parts: Sequence[tuple[int, int]], bits: int
+) -> Int64[Tensor, "l k"]:
+    """Numbers of the places of the largest of every part of a lane, in their order.
+
+    A part is a number of places, the first from `start` on, and how many of them are wanted. What has the same first
+    `bits` bits is equal, and of equal ones the first come first.
+    """
+    if (found := native.best(scores, start, parts, bits)) is not None:
+        return found
+    worst_last, of_parts = -rounded(scores, bits), list[Tensor]()
+    for count, room in parts:
+        own = worst_last[:, start : start + count].contiguous()
+        of_parts.append(start + least_in_front(own, room)[:, :room])
+        start += count
+    return torch.cat(of_parts, 1)
+
+
+__all__ = ["best", "chosen", "chosen_of", "in_front", "least_in_front"]

@@ -1,12 +1,33 @@
 """Numbers of places in C, `kernels/native/places.c`: None where C cannot be used."""
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from kvsketch.kernels import native
+from kvsketch.kernels.distances import splitting_at
+
+_KINDS = (*native.DTYPES, torch.float64, torch.int64)  # of places that are copied
+
+
+def chosen_of(each: Sequence[Tensor], index: Int64[Tensor, "l m"]) -> list[Tensor] | None:
+    """See `reference.py`."""
+    library = native.library_for(index, kinds=(torch.int64,))
+    if library is None or not each or any(native.library_for(x, kinds=_KINDS) is None for x in each):
+        return None
+    first, index = each[0], index.contiguous()
+    if any(x.ndim != 3 or x.stride(2) != 1 or x.shape[:2] != first.shape[:2] or len(x) != len(index) for x in each):
+        return None
+    found = [native.room(*index.shape, x.shape[2], dtype=x.dtype) for x in each]
+    about = [*index.shape, first.shape[1], native.threads(), len(each)]
+    for x in each:
+        about += [size * x.element_size() for size in (x.stride(0), x.stride(1), x.shape[2])]
+    of = [place for both in zip(each, found, strict=True) for place in native.addresses(*both)]
+    wrong = library.kvs_copy_places(native.numbers(about), *native.addresses(index), (ctypes.c_void_p * len(of))(*of))
+    return None if wrong else found
 
 
 def in_front(there: Bool[Tensor, "*lanes n"]) -> Int64[Tensor, "*lanes n"] | None:
@@ -31,4 +52,20 @@ def least_in_front(x: Float[Tensor, "l n"], most: int) -> Int64[Tensor, "l n"] |
     sizes = map(ctypes.c_int64, (*x.shape, most))
     places = native.addresses(x, found)
     failed = library.kvs_least_in_front(*sizes, places[0], ctypes.c_int64(native.threads()), places[1])
+    return None if failed else found
+
+
+def best(
+    scores: Float[Tensor, "l n"], start: int, parts: Sequence[tuple[int, int]], bits: int
+) -> Int64[Tensor, "l k"] | None:
+    """See `reference.py`."""
+    library = native.library_for(scores, kinds=(torch.float64,))
+    counts = [count for count, _ in parts]
+    rooms = [min(both) for both in parts]
+    if library is None or min(start, *rooms) < 0 or start + sum(counts) > scores.shape[1]:
+        return None
+    scores, found = scores.contiguous(), native.room(len(scores), sum(rooms), dtype=torch.int64)
+    about = native.numbers([*scores.shape, start, native.threads(), len(parts), *counts, *rooms])
+    places = native.addresses(scores, found)
+    failed = library.kvs_best(about, places[0], ctypes.c_double(splitting_at(bits)), places[1])
     return None if failed else found

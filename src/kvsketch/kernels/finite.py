@@ -1,0 +1,33 @@
+"""Whether tensors have numbers, and no NaN or infinite ones, without a copy of them."""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from kvsketch.kernels import native
+
+
+def are_numbers(each: Sequence[Float[Tensor, "b h n _"]]) -> Bool[Tensor, " x"]:
+    """Of each of them, on their device: no GPU is waited for."""
+    found = _in_c([x.detach() for x in each])
+    if found is not None:
+        return found
+    extremes = [torch.stack(torch.aminmax(x.detach())) for x in each]  # NaN wins
+    return torch.stack(extremes).isfinite().all(1)
+
+
+def _in_c(each: Sequence[Float[Tensor, "b h n _"]]) -> Bool[Tensor, " x"] | None:
+    """See `native/finite.c`."""
+    library, sizes = native.library_for(*each), each[0].shape[:3]
+    if library is None or any(x.stride(3) != 1 or x.shape[:3] != sizes for x in each):
+        return None
+    about = [*sizes, native.DTYPES[each[0].dtype], native.threads(), len(each)]
+    for x in each:
+        about += [x.shape[3], *x.stride()[:3]]
+    found = native.room(len(each), dtype=torch.bool)
+    of = (ctypes.c_void_p * len(each))(*native.addresses(*each))
+    library.kvs_are_numbers(native.numbers(about), of, *native.addresses(found))
+    return found
