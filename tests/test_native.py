@@ -801,12 +801,13 @@ def test_directions_are_those_of_torch(dtype, monkeypatch):
             right = directions_in_torch.towards(some, mean)
             torch.testing.assert_close(directions.towards(some, mean), right, rtol=1e-12, atol=1e-12, equal_nan=True)
         for some in (keys, keys[:, ::3], keys[:, :1]):
-            right = directions_in_torch.sum_of_directions(some)
-            found = directions.sum_of_directions(some)
-            torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12, equal_nan=True)
-            with monkeypatch.context() as alone:
-                alone.setattr(native, "threads", lambda: 1)
-                torch.testing.assert_close(directions.sum_of_directions(some), found, rtol=0, atol=0, equal_nan=True)
+            for name in ("sum_of_directions", "total"):
+                right, summed = getattr(directions_in_torch, name)(some), getattr(directions, name)
+                found = summed(some)
+                torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12, equal_nan=True)
+                with monkeypatch.context() as alone:
+                    alone.setattr(native, "threads", lambda: 1)
+                    torch.testing.assert_close(summed(some), found, rtol=0, atol=0, equal_nan=True)
     assert directions.towards(keys, mean.float()) is None, "sums of fewer bits are not what was asked for"
 
 

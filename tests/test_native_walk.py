@@ -66,6 +66,20 @@ def test_signs_are_those_of_torch_but_where_rounding_decides(numbers, d, e, apar
 
 
 @needs_compiler
+def test_blocks_of_numbered_tokens_are_halved_where_they_lie(numbers):
+    keys, values = normal(3, 400, 40).to(numbers), normal(3, 400, 24, seed=1).to(numbers)
+    index = torch.rand(3, 400, generator=torch.Generator().manual_seed(2)).argsort(1)[:, :330]
+    u, sizes = chances(3, 3, 130), torch.tensor([[130, 130, 70], [130, 130, 70], [130, 64, 2]])
+    kept = walk.keep_half_of(keys, values, index, u, sizes, 0.2, GREEDY)
+    copied = balanced_walk.gathered(keys, values, index, 3, 130)
+    assert torch.equal(kept, walk.keep_half(*copied, u.flatten(0, 1), sizes.flatten(), 0.2, GREEDY))
+    assert torch.equal(kept.sum(1), sizes.flatten() // 2)
+    index[2, 5] = 400
+    assert walk.keep_half_of(keys, values, index, u, sizes, 0.2, GREEDY) is None, "there is no such token"
+    assert walk.keep_half_of(keys, values, index[:, :320], u, sizes, 0.2, GREEDY) is None, "more than are numbered"
+
+
+@needs_compiler
 @pytest.mark.parametrize("gain", [0.0, 0.3])
 def test_signs_of_a_fair_walk_are_all_torchs(gain):
     keys, values, u = normal(40, 130, 16), normal(40, 130, 16, seed=1), chances(40, 130)

@@ -13,7 +13,6 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from kvsketch.kernels.balanced_walk import native, reference, strips, walk_in_triton
-from kvsketch.kernels.native import library_for
 from kvsketch.kernels.places import chosen_of
 
 AT_ONCE = 1 << 24  # products held together: 64 MiB of float32
@@ -49,10 +48,9 @@ def keep_half_of(
     gain: float,
 ) -> Bool[Tensor, "lc m"]:
     """The same of `c` blocks of every lane: `index` numbers their tokens, `m` for each, the last may have fewer."""
-    if library_for(keys, values) is None:
-        found = walk_in_triton.keep_half_of(keys, values, index, uniforms, sizes, scale, gain)
-        if found is not None:
-            return found
+    for form in (native, walk_in_triton):
+        if (kept := form.keep_half_of(keys, values, index, uniforms, sizes, scale, gain)) is not None:
+            return kept
     keys, values = gathered(keys, values, index, *uniforms.shape[1:])
     return keep_half(keys, values, uniforms.flatten(0, 1), sizes.flatten(), scale, gain)
 

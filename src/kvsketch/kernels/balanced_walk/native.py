@@ -18,13 +18,39 @@ def keep_half(
     gain: float,
 ) -> Bool[Tensor, "l n"] | None:
     """Which half to keep; see `strips.halving_signs`."""
+    return _keep_half(keys, values, None, uniforms, sizes, scale, gain)
+
+
+def keep_half_of(
+    keys: Float[Tensor, "l n d"],
+    values: Float[Tensor, "l n e"],
+    index: Int64[Tensor, "l w"],
+    uniforms: Float[Tensor, "l c m"],
+    sizes: Int64[Tensor, "l c"],
+    scale: float,
+    gain: float,
+) -> Bool[Tensor, "lc m"] | None:
+    """The same of blocks whose tokens are numbered, where they lie."""
+    return _keep_half(keys, values, index, uniforms, sizes, scale, gain)
+
+
+def _keep_half(
+    keys: Tensor, values: Tensor, index: Tensor | None, uniforms: Tensor, sizes: Tensor, scale: float, gain: float
+) -> Tensor | None:
     library = native.library_for(keys, values)
     if library is None:
         return None
-    kept = native.room(*keys.shape[:2], dtype=torch.bool)
+    of_lane, uniforms = uniforms.shape[1], uniforms.flatten(0, -2)
+    kept = native.room(*uniforms.shape, dtype=torch.bool)
     about, tensors = _given(keys, values, uniforms)
     sizes, scalars = sizes.contiguous(), (ctypes.c_double(scale), ctypes.c_double(gain))
-    failed = library.kvs_keep_half(about, *native.addresses(*tensors, sizes), *scalars, *native.addresses(kept))
+    numbered = ctypes.c_void_p(None)
+    if index is not None:
+        index = index.contiguous()
+        about += [of_lane, index.shape[1], keys.shape[1]]
+        [numbered] = native.addresses(index)
+    at = native.addresses(*tensors), native.addresses(sizes), native.addresses(kept)
+    failed = library.kvs_keep_half(native.numbers(about), *at[0], numbered, *at[1], *scalars, *at[2])
     return None if failed else kept
 
 
@@ -44,14 +70,16 @@ def keep_smaller(
     about, tensors = _given(keys, values, uniforms)
     real, bounds = real.contiguous(), bounds.float().contiguous()
     failed = library.kvs_keep_smaller(
-        about, *native.addresses(*tensors, real), ctypes.c_double(scale), *native.addresses(bounds, kept, lost)
+        native.numbers(about),
+        *native.addresses(*tensors, real),
+        ctypes.c_double(scale),
+        *native.addresses(bounds, kept, lost),
     )
     return None if failed else (kept, lost)
 
 
-def _given(keys: Tensor, values: Tensor, uniforms: Tensor) -> tuple[ctypes.Array[ctypes.c_int64], tuple[Tensor, ...]]:
+def _given(keys: Tensor, values: Tensor, uniforms: Tensor) -> tuple[list[int], tuple[Tensor, ...]]:
     """Sizes, kinds and strides as C takes them, and the tensors that they are of."""
     keys, values = (x if x.stride(2) == 1 else x.contiguous() for x in (keys, values))
-    about = [*keys.shape, values.shape[2], native.DTYPES[keys.dtype], native.threads()]
-    strides = [*keys.stride()[:2], *values.stride()[:2]]
-    return native.numbers(about + strides), (keys, values, uniforms.double().contiguous())
+    sizes = [*uniforms.shape, keys.shape[2], values.shape[2], native.DTYPES[keys.dtype], native.threads()]
+    return [*sizes, *keys.stride()[:2], *values.stride()[:2]], (keys, values, uniforms.double().contiguous())

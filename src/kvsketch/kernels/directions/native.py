@@ -32,13 +32,22 @@ def towards(keys: Float[Tensor, "l n d"], mean: Float[Tensor, "l d"]) -> Float[T
 
 def sum_of_directions(keys: Float[Tensor, "l n d"]) -> Float[Tensor, "l d"] | None:
     """See `reference.py`."""
+    return _sum(keys, directions=True)
+
+
+def total(keys: Float[Tensor, "l n d"]) -> Float[Tensor, "l d"] | None:
+    """See `reference.py`."""
+    return _sum(keys, directions=False)
+
+
+def _sum(keys: Float[Tensor, "l n d"], *, directions: bool) -> Float[Tensor, "l d"] | None:
     library = native.library_for(keys)
     if library is None or keys.stride(2) != 1 or not keys.numel():
         return None
     (lanes, count, width), pieces = keys.shape, -(-keys.shape[1] // SUMMED)
     parts = native.room(pieces, lanes, width + -width % WHOLE, dtype=torch.float64)
     about = [*keys.shape, native.DTYPES[keys.dtype], native.threads(), *keys.stride()[:2], parts.shape[2], pieces]
-    library.kvs_sum_of_directions(
-        native.numbers(about), *native.addresses(keys), ctypes.c_double(LEAST), *native.addresses(parts)
+    library.kvs_sum_of_keys(
+        native.numbers([*about, directions]), *native.addresses(keys), ctypes.c_double(LEAST), *native.addresses(parts)
     )
     return parts[0, :, :width].clone()

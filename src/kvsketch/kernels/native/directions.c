@@ -59,39 +59,54 @@ void kvs_towards(const int64_t *about, const void *keys, const double *means, do
     }
 }
 
-// A key, of length 1, is added to a sum, which has room for whole vectors. `kind` is known when compiled.
-INLINE void add_direction(const void *keys, const int kind, int64_t at, int64_t width, double least, double *sum) {
+// What a key is divided by to be of length 1.
+INLINE double length_of(const void *keys, const int kind, int64_t at, int64_t width, double least) {
     v_double own[2] = {{0}, {0}};
-    for (int pass = 0; pass < 2; pass++) {
-        double squares = 0;
-        for (int i = 0; pass && i < W / 2; i++) squares += own[0][i] + own[1][i];
-        double length = sqrt(squares), share = 1 / (length > least ? length : least);
-        for (int64_t k = 0; k < width; k += W) {
-            float numbers[W];
-            part_of_key(keys, kind, at, k, width, numbers);
-            UNROLL for (int half = 0; half < 2; half++) {
-                v_half part;
-                v_double so_far;
-                memcpy(&part, numbers + half * (W / 2), sizeof part);
-                v_double x = __builtin_convertvector(part, v_double);
-                if (!pass) {
-                    own[half] += x * x;
-                    continue;
-                }
-                memcpy(&so_far, sum + k + half * (W / 2), sizeof so_far);
-                so_far += x * share;
-                memcpy(sum + k + half * (W / 2), &so_far, sizeof so_far);
-            }
+    double squares = 0;
+    for (int64_t k = 0; k < width; k += W) {
+        float numbers[W];
+        part_of_key(keys, kind, at, k, width, numbers);
+        UNROLL for (int half = 0; half < 2; half++) {
+            v_half part;
+            memcpy(&part, numbers + half * (W / 2), sizeof part);
+            v_double x = __builtin_convertvector(part, v_double);
+            own[half] += x * x;
+        }
+    }
+    for (int i = 0; i < W / 2; i++) squares += own[0][i] + own[1][i];
+    double length = sqrt(squares);
+    return length != length || length > least ? length : least;
+}
+
+// A key times its share is added to a sum, which has room for whole vectors.
+INLINE void add_key(const void *keys, const int kind, int64_t at, int64_t width, double share, double *sum) {
+    for (int64_t k = 0; k < width; k += W) {
+        float numbers[W];
+        part_of_key(keys, kind, at, k, width, numbers);
+        UNROLL for (int half = 0; half < 2; half++) {
+            v_half part;
+            v_double so_far;
+            memcpy(&part, numbers + half * (W / 2), sizeof part);
+            memcpy(&so_far, sum + k + half * (W / 2), sizeof so_far);
+            so_far += __builtin_convertvector(part, v_double) * share;
+            memcpy(sum + k + half * (W / 2), &so_far, sizeof so_far);
         }
     }
 }
 
-// The sum of all keys [lanes, count, width], each of length 1: some keys at a time, whatever the
-// threads. `parts` [pieces, lanes, wide] has room for what each of these come to; the sum is in the first of them.
-void kvs_sum_of_directions(const int64_t *about, const void *keys, double least, double *parts) {
+// `kind` is known when compiled.
+INLINE void add_direction(const void *keys, const int kind, int64_t at, int64_t width, int directions, double least,
+                          double *sum) {
+    double share = directions ? 1 / length_of(keys, kind, at, width, least) : 1;
+    add_key(keys, kind, at, width, share, sum);
+}
+
+// The sum of all keys [lanes, count, width], each of length 1 or as it is: some keys at a time, whatever the threads. `parts`
+// [pieces, lanes, wide] has room for what each of these come to; the sum is in the first of them.
+void kvs_sum_of_keys(const int64_t *about, const void *keys, double least, double *parts) {
     int64_t lanes = about[0], count = about[1], width = about[2], threads = about[4], lane = about[5], step = about[6];
     int64_t wide = about[7], pieces = about[8], all = lanes * pieces, each = (count + pieces - 1) / pieces;
-    int kind = (int)about[3];
+    int kind = (int)about[3], directions = (int)about[9];
     PRAGMA(omp parallel for num_threads(use_threads(threads, all)) schedule(static) if (use_threads(threads, all) > 1))
     for (int64_t part = 0; part < all; part++) {
         int64_t own = part % lanes, first = part / lanes * each, last = first + each < count ? first + each : count;
@@ -99,9 +114,9 @@ void kvs_sum_of_directions(const int64_t *about, const void *keys, double least,
         memset(sum, 0, sizeof *sum * (size_t)wide);
         for (int64_t i = first; i < last; i++) {
             int64_t at = own * lane + i * step;
-            if (kind == F32) add_direction(keys, F32, at, width, least, sum);
-            else if (kind == BF16) add_direction(keys, BF16, at, width, least, sum);
-            else add_direction(keys, F16, at, width, least, sum);
+            if (kind == F32) add_direction(keys, F32, at, width, directions, least, sum);
+            else if (kind == BF16) add_direction(keys, BF16, at, width, directions, least, sum);
+            else add_direction(keys, F16, at, width, directions, least, sum);
         }
     }
     for (int64_t piece = 1; piece < pieces; piece++)

@@ -19,6 +19,8 @@ typedef struct {
     const void *keys, *values;
     const double *uniforms;
     float scale;
+    const int64_t *index;  // NULL, or numbers of tokens [lanes, numbered], one block of a lane behind the other
+    int64_t of_lane, numbered;
 } walks;
 
 // One block: its tokens' places, keys and values in panels, and the signs so far. Where whole tiles are multiplied, keys and
@@ -132,7 +134,7 @@ static void prepare_tiles(const walks *all, int64_t key_at, int64_t value_at, bl
 }
 
 static void prepare(const walks *all, int64_t number, block *b, int centred) {
-    int64_t key_at = number * all->key_block, value_at = number * all->value_block;
+    int64_t key_at = number / all->of_lane * all->key_block, value_at = number / all->of_lane * all->value_block;
     if (centred) mean_of_keys(all, key_at, b);
     const float *mean = centred ? b->mean : NULL;
     b->factor = 1;
@@ -292,14 +294,24 @@ static uint8_t keep_fewer(const walks *all, int64_t number, block *b, float boun
 
 static walks read_about(const int64_t *x, const void *keys, const void *values, const double *numbers, double scale) {
     return (walks){x[0], x[1], x[2], x[3], (int)x[4], (int)x[5], x[6], x[7], x[8],
-                   x[9], keys, values, numbers, (float)scale};
+                   x[9], keys, values, numbers, (float)scale, NULL, 1, 0};
 }
 
-// kept[blocks, n]: half of the first sizes[i] tokens of block i. Returns 1 if there was no memory.
-int kvs_keep_half(const int64_t *about, const void *keys, const void *values, const double *uniforms,
+// Whether a block's tokens lie where its index says, among so many.
+static int take_places(const walks *all, int64_t number, int64_t there, block *b) {
+    int64_t first = number % all->of_lane * all->n, wrong = b->count > all->n || first + b->count > all->numbered;
+    const int64_t *index = all->index + number / all->of_lane * all->numbered + first;
+    for (int64_t j = 0; !wrong && j < b->count; j++) wrong = index[j] < 0 || index[j] >= there, b->places[j] = index[j];
+    return !wrong;
+}
+
+// kept[blocks, n]: half of the first sizes[i] tokens of block i; of those that the index numbers, if there is one. Returns 1
+// if there was no memory, or no such token.
+int kvs_keep_half(const int64_t *about, const void *keys, const void *values, const double *uniforms, const int64_t *index,
                   const int64_t *sizes, double scale, double gain, uint8_t *kept) {
     walks all = read_about(about, keys, values, uniforms, scale);
     int failed = 0;
+    if (index) all.index = index, all.of_lane = about[10], all.numbered = about[11];
 #pragma omp parallel for schedule(dynamic) num_threads(use_threads(all.threads, all.blocks)) reduction(| : failed)
     for (int64_t i = 0; i < all.blocks; i++) {
         block b = {.count = sizes[i]};
@@ -308,7 +320,11 @@ int kvs_keep_half(const int64_t *about, const void *keys, const void *values, co
             failed = 1;
             continue;
         }
-        for (int64_t j = 0; j < b.count; j++) b.places[j] = j;
+        for (int64_t j = 0; !index && j < b.count; j++) b.places[j] = j;
+        if (index && !take_places(&all, i, about[12], &b)) {
+            failed = 1;
+            continue;
+        }
         struct tile_state before;
         if (b.tiled) begin_tiles(&before);
         halve(&all, i, &b, (float)gain, kept + i * all.n);

@@ -46,9 +46,7 @@ def least_in_front(x: Float[Tensor, "l n"], most: int) -> Int64[Tensor, "l n"]:
     return reference.least_in_front(x, most)
 
 
-def best(
-    scores: Float[Tensor, "l n"], start: int, parts: Sequence[tuple[int, int]], bits: int
-) -> Int64[Tensor, "l k"]:
+def best(scores: Float[Tensor, "l n"], start: int, parts: Sequence[tuple[int, int]], bits: int) -> Int64[Tensor, "l k"]:
     """Numbers of the places of the largest of every part of a lane, in their order.
 
     A part is a number of places, the first from `start` on, and how many of them are wanted. What has the same first
