@@ -44,7 +44,7 @@ def _sum(keys: Float[Tensor, "l n d"], *, directions: bool) -> Float[Tensor, "l 
     library = native.library_for(keys)
     if library is None or keys.stride(2) != 1 or not keys.numel():
         return None
-    (lanes, count, width), pieces = keys.shape, -(-keys.shape[1] // SUMMED)
+    (lanes, _, width), pieces = keys.shape, -(-keys.shape[1] // SUMMED)
     parts = native.room(pieces, lanes, width + -width % WHOLE, dtype=torch.float64)
     about = [*keys.shape, native.DTYPES[keys.dtype], native.threads(), *keys.stride()[:2], parts.shape[2], pieces]
     library.kvs_sum_of_keys(
