@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -55,8 +56,9 @@ class SampledWeights:
         digest = hashlib.sha256()
         for name, shape in self.shapes.items():
             digest.update(f"{name} {shape} {'' if rounded else self.numbers[name].dtype}".encode())
-        for sample in self.numbers.values():
-            digest.update(_bytes_of(_rounded(sample) if rounded else sample).numpy().tobytes())
+        for dtype, alike in groupby(self.numbers.values(), key=lambda sample: sample.dtype):
+            some = torch.cat([_bytes_of(sample) for sample in alike])
+            digest.update((_bytes_of(_rounded(some.view(dtype))) if rounded else some).numpy().tobytes())
         for said in self.adapters:
             digest.update(said.encode())
         return digest.hexdigest()
