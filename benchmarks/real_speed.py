@@ -1,7 +1,8 @@
 """Prompt and decode speed on smollm2 beside stock transformers, in turns: `python benchmarks/real_speed.py TEXT`.
 
 Every way reads the first tokens of TEXT again and again; then each decodes the same tokens after its prompt, one step
-each in turn, so that a busy moment hits all. A wrong answer of `exact` ends it before a time is printed. With
+each in turn, so that a busy moment hits all. Beside the median of what turns say stands what all of them took together:
+where tokens leave a window only every so often, a median does not show what that takes. A wrong answer of `exact` ends it before a time is printed. With
 `--reread` the second reading alone, that `kvzip` goes by, beside the first. Writes docs/results/real-speed.jsonl.
 """
 
@@ -69,11 +70,12 @@ def steps(model, tokens: torch.Tensor, caches: dict[str, Cache]) -> dict[str, li
 
 
 def said(part: str, times: dict[str, list[float]], tokens: int) -> list[dict]:
-    """A row for each way: tokens a second, and times of stock's speed as the median of what each turn says."""
+    """A row for each way: tokens a second, and times of stock's speed, the median of what turns say and of all of them."""
     rows = []
     for way, taken in times.items():
         low, middle, high = quantiles([base / mine for base, mine in zip(times["stock"], taken, strict=True)], n=4)
         row = {"part": part, "method": way, "tokens_per_second": tokens / median(taken), "times_stock": middle}
+        row["times_stock_in_all"] = sum(times["stock"]) / sum(taken)
         rows.append(row | {"quartiles": [low, high], "turns": len(taken)})
     return rows
 

@@ -868,6 +868,37 @@ def test_places_are_copied_as_by_torch():
 
 
 @needs_c
+@pytest.mark.parametrize("kept", [700, 500, 3, 0])
+def test_places_move_to_the_front_of_what_there_is(kept):
+    """Those that are held and new ones: as if they were copied out of both, and nothing behind them has changed."""
+    new = torch.randn(4, 3, 200, 40).transpose(1, 2)
+    index = torch.rand(4, 700, generator=torch.Generator().manual_seed(1)).argsort(1)[:, :kept].sort(1).values
+    if kept == 3:
+        index = torch.tensor([[0, 1, 2], [4, 499, 500], [500, 501, 699], [1, 3, 500]])
+    keys, values, scores = torch.randn(4, 900, 40), torch.randn(4, 900, 2, 48).bfloat16(), torch.randn(4, 900).double()
+    each = [keys, values[:, :, 1, :40], scores]
+    more = [new[:, :, 0], new[:, :, 1].bfloat16(), new[:, :, 0, 0].double()]
+    both = [torch.cat([x[:, :500], y], 1) for x, y in zip(each, more, strict=True)]
+    behind, beside = [x[:, 700:].clone() for x in each], values[:, :, 0].clone()
+    lanes = torch.arange(4)[:, None]
+    assert places.keep_in_place(index, 500, each, more)
+    for x, whole, last in zip(each, both, behind, strict=True):
+        assert torch.equal(x[:, :kept], whole[lanes, index])
+        assert torch.equal(x[:, 700:], last)
+    assert torch.equal(values[:, :, 0], beside)
+
+
+@needs_c
+def test_places_that_do_not_move_forward_stay():
+    x, new = torch.randn(2, 30, 4), torch.randn(2, 5, 4)
+    before = x.clone()
+    for wrong in ([[0, 2, 1], [0, 1, 2]], [[0, 1, 2], [0, 1, 1]], [[0, 1, 2], [0, 1, 15]], [[-1, 1, 2], [0, 1, 2]]):
+        assert not places.keep_in_place(torch.tensor(wrong), 10, [x], [new])
+    assert not places.keep_in_place(torch.arange(12).expand(2, -1), 10, [x[:, :11]], [new]), "no room"
+    assert torch.equal(x, before)
+
+
+@needs_c
 def test_the_report_names_what_computes_a_step():
     ids = zoo.tokens(1, 20)
     for dtype, off, wanted in (

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvsketch.attention import WeightedTokens, log_mass_of
 from kvsketch.caches.core.storage import storage_bytes
 from kvsketch.caches.core.tokens import Columns
-from kvsketch.kernels.places import in_front
+from kvsketch.kernels.places import in_front, keep_in_place
 
 ROOM = 256  # while steps are recorded there is room for so many places more at a time, at least
 MOST_IDLE = 4  # and for no more than so many times that
@@ -43,12 +43,19 @@ class Growing:
         assert self.buffer is not None, "nothing was stored yet"
         return self.buffer.narrow(self.dim, 0, self.length)
 
+    @property
+    def lanes(self) -> int:
+        """The size of the first dimension."""
+        assert self.buffer is not None, "nothing was stored yet"
+        return len(self.buffer)
+
     def resize(self, length: int, like: Tensor, most: int | None = None) -> None:
         """Have `length` places shaped as those of `like`; new ones are not filled. Room is never made beyond `most`."""
-        self._make_room(length, like, most)
+        self.make_room(length, like, most)
         self.length = length
 
-    def _make_room(self, length: int, like: Tensor, most: int | None = None) -> None:
+    def make_room(self, length: int, like: Tensor, most: int | None = None) -> None:
+        """Have room for so many places, and those that are in use where they may be changed."""
         if self.buffer is None or length > self.buffer.shape[self.dim]:
             room = max(self.least, length + self._spare(length))
             shape = list(like.shape)
@@ -66,16 +73,21 @@ class Growing:
         """
         self.least = room
         if self.view.shape[self.dim] < room:
-            self._make_room(room, self.view, room)
+            self.make_room(room, self.view, room)
         self.make_writable()
         assert self.buffer is not None, "there is room"
         self.buffer.narrow(self.dim, self.length, room - self.length).fill_(rest)
         return self.buffer.narrow(self.dim, 0, room)
 
+    def behind(self, start: int) -> Tensor:
+        """The places from this one on, those that are not in use too."""
+        assert self.buffer is not None, "nothing was stored yet"
+        return self.buffer.narrow(self.dim, start, self.buffer.shape[self.dim] - start)
+
     def append(self, new: Tensor) -> None:
         """Add places at the end; an interruption leaves none that are not filled."""
         start, stop = self.length, self.length + new.shape[self.dim]
-        self._make_room(stop, new)
+        self.make_room(stop, new)
         assert self.buffer is not None, "there is room"
         self.buffer.narrow(self.dim, start, stop - start).copy_(new)
         self.length = stop
@@ -150,6 +162,21 @@ class Growing:
 
     def _spare(self, length: int) -> int:
         return max(self.spare, length // SPARE)
+
+
+def rearrange(
+    each: Sequence[Growing], start: int, index: Int64[Tensor, "l m"], new: Sequence[Tensor], most: int | None = None
+) -> bool:
+    """`Growing.rearrange` of several at once, if places move forward; False where C cannot, and nothing has moved."""
+    before, stop = each[0].length - start, start + index.shape[1]
+    for grown, x in zip(each, new, strict=True):
+        grown.make_room(max(stop, grown.length), x, most)
+    if not keep_in_place(index, before, [grown.behind(start) for grown in each], new):
+        return False
+    for grown in each:
+        grown.length = stop
+        grown.give_back()
+    return True
 
 
 class Window:

@@ -5,9 +5,11 @@ its own making. Whatever else it needs to know about an entry, a lane or all of 
 beams, copies and reports follow from that.
 """
 
+import copy
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 from kvsketch.attention import NO_MASS, WeightedTokens
 from kvsketch.caches.core.asking import add_weights
 from kvsketch.caches.core.budget import MOST, Budget
-from kvsketch.caches.core.buffers import Growing, marks_of, roomy, written
+from kvsketch.caches.core.buffers import Growing, marks_of, rearrange, roomy, written
 from kvsketch.caches.core.method import Holding, Method
 from kvsketch.caches.core.query import Query
 from kvsketch.caches.core.storage import storage_bytes, with_prefix
@@ -54,9 +56,12 @@ class Held:
         keys, values = chosen_of((self.keys, self.values), index)
         return keys, values
 
-    def with_new(self, new: Arriving, start: int = 0) -> "Pool":
-        """Those from `start` on and the new tokens: what there is to choose from. Numbers about new ones are 0."""
-        return Pool(self, new, start)
+    def with_new(self, new: Arriving, start: int = 0, about: Mapping[str, Tensor] = MappingProxyType({})) -> "Pool":
+        """Those from `start` on and the new tokens: what there is to choose from.
+
+        `about` is what is declared about new ones; the rest is 0.
+        """
+        return Pool(self, new, start, about)
 
 
 class Pool:
@@ -65,11 +70,20 @@ class Pool:
     Their keys and values are put together when they are asked for: where all have room nobody does.
     """
 
-    def __init__(self, held: Held, new: Arriving, start: int = 0) -> None:
+    def __init__(self, held: Held, new: Arriving, start: int, about: Mapping[str, Tensor]) -> None:
         self.held, self.new, self.start = held, new, start
-        none = {name: x.new_zeros(len(x), new.count) for name, x in held.per_entry.items()}
-        self.per_entry = {name: torch.cat([x[:, start:], none[name]], 1) for name, x in held.per_entry.items()}
+        self.per_entry = dict[str, Tensor]()
+        for name, x in held.per_entry.items():
+            own = about[name].to(x.dtype) if name in about else x.new_zeros(len(x), new.count)
+            self.per_entry[name] = torch.cat([x[:, start:], own], 1)
         self.joined: tuple[Tensor, Tensor] | None = None
+
+    def behind(self, start: int) -> "Pool":
+        """Those from number `start` on."""
+        rest = copy.copy(self)
+        rest.start, rest.per_entry = self.start + start, {name: x[:, start:] for name, x in self.per_entry.items()}
+        rest.joined = None if self.joined is None else (self.joined[0][:, start:], self.joined[1][:, start:])
+        return rest
 
     @property
     def count(self) -> int:
@@ -105,6 +119,12 @@ class Pool:
             return *self._joined(), index
         return *self.at(index), torch.arange(index.shape[1], device=index.device).expand(len(index), -1)
 
+    def of_keys(self, what: Callable[[Float[Tensor, "l n d"]], Float[Tensor, "l n"]]) -> Float[Tensor, "l m"]:
+        """What is said of every key alone, of those that are held and of new ones."""
+        if not self.stays_apart(self.new.keys):
+            return what(self.keys)
+        return torch.cat([what(self.held.keys[:, self.start :]), what(self.new.keys)], 1)
+
     def stays_apart(self, index: Tensor) -> bool:
         """Whether what is held and what is new lie apart, and are read so."""
         there = self.joined is None and self.held.count > self.start
@@ -131,7 +151,7 @@ class Kept:
     start: int = 0
     log_mass: Float[Tensor, "#l k"] | None = None  # log of how many tokens each stands for; None: 1
     made: tuple[Float[Tensor, "l k d"], Float[Tensor, "l k e"]] | None = None
-    pool: Held | Pool | None = None  # what `index` counts in, where the chooser has put it together already
+    pool: Pool | None = None  # what `index` counts in, from `start` on, where the chooser has it already
     per_entry: dict[str, Tensor] = field(default_factory=dict)
     per_lane: dict[str, Tensor] = field(default_factory=dict)
     numbers: dict[str, Any] = field(default_factory=dict)
@@ -183,25 +203,24 @@ class ChosenEntries(Holding):
         return Held(like.keys[:, :0], like.values[:, :0], none)
 
     def write(self, new: Arriving) -> None:
-        self.keep(self.chooser.choose(self.entries(new), new, self.budget), new)
+        held = self.entries(new)
+        self.keep(self.chooser.choose(held, new, self.budget), held, new)
 
-    def keep(self, kept: Kept, new: Arriving) -> None:
-        """Hold what was chosen."""
-        held, start = self.entries(new), kept.start
+    def keep(self, kept: Kept, held: Held, new: Arriving) -> None:
+        """Hold what was chosen of what is held and these."""
+        start = kept.start
         fresh = True  # nobody else has these parts
+        pool, moved = kept.pool, frozenset[str]()  # what lies where it is to lie
         parts: tuple[Tensor, Tensor] | None
         if kept.made is not None:
             parts = kept.made
         elif kept.index is not None:
-            pool = held.with_new(new, start) if kept.pool is None else kept.pool
-            parts = None if self._stays(pool, kept.index) else pool.at(kept.index)
+            pool = held.with_new(new, start) if pool is None else pool
+            moved = self._rearranged(pool, kept.index, new, kept.per_entry)
+            parts = None if moved else pool.at(kept.index)
         else:  # what is there stays where it lies
             parts, start, fresh = (new.keys, new.values), held.count, False
-        if parts is None:
-            assert kept.index is not None, "there are numbers"
-            for name, x in (("keys", new.keys), ("values", new.values)):
-                self.held[name].rearrange(start, kept.index, x, self.budget.capacity)
-        else:
+        if parts is not None:
             for name, x in zip(("keys", "values"), parts, strict=True):
                 self._replace(name, start, x, fresh=fresh)
         lanes, count = len(new.keys), self.held["keys"].length
@@ -211,23 +230,37 @@ class ChosenEntries(Holding):
         if log_mass is not None:
             self._replace("log_mass", kept.start, log_mass)
         about = kept.per_entry
-        if about.keys() < self.chooser.per_entry.keys():  # what is known about each entry goes with it
-            known = held.with_new(new, kept.start).per_entry
-            about = {n: x if kept.index is None else x.gather(1, kept.index) for n, x in known.items()} | about
-        for name, kind in self.chooser.per_entry.items():
-            self._replace(f"entry.{name}", kept.start, about[name].to(kind))
+        missing = [name for name in self.chooser.per_entry if name not in about and f"entry.{name}" not in moved]
+        if missing:  # what is known about each entry goes with it
+            known = (held.with_new(new, kept.start) if pool is None else pool).per_entry
+            about = {n: known[n] if kept.index is None else known[n].gather(1, kept.index) for n in missing} | about
+        for name, x in about.items():
+            self._replace(f"entry.{name}", kept.start, x.to(self.chooser.per_entry[name]))
         self.per_lane = {**self.per_lane, **kept.per_lane}
         self.host = kept.numbers
-        assert all(len(x.view) in (1, lanes) and x.length == count for x in self.held.values())
+        assert all(x.lanes in (1, lanes) and x.length == count for x in self.held.values())
         self._weigh()
 
-    def _stays(self, pool: Held | Pool, index: Int64[Tensor, "l k"]) -> bool:
-        """Whether what these numbers count in is held here, and large, and not put together elsewhere already."""
-        if not isinstance(pool, Pool) or not pool.stays_apart(index):
-            return False
-        keys, mine = pool.held.keys, self.held["keys"].buffer
-        large = index.numel() * keys.shape[2] * keys.element_size() >= LARGE
-        return large and mine is not None and keys.data_ptr() == mine.data_ptr()
+    def _rearranged(
+        self, pool: Pool, index: Int64[Tensor, "l k"], new: Arriving, about: Mapping[str, Tensor]
+    ) -> frozenset[str]:
+        """What was rearranged where it lies, as these numbers say; of what is not said `about` entries, too.
+
+        Nothing, if what they count in is not held here, or was put together already; and little is copied sooner.
+        """
+        keys, mine = pool.held.keys, self.held["keys"].buffer if self.held else None
+        if mine is None or not pool.stays_apart(index) or keys.data_ptr() != mine.data_ptr():
+            return frozenset()
+        start, before = pool.start, pool.held.count - pool.start
+        both = {"keys": new.keys, "values": new.values}
+        every = both | {f"entry.{name}": x[:, before:] for name, x in pool.per_entry.items() if name not in about}
+        if rearrange([self.held[name] for name in every], start, index, list(every.values()), self.budget.capacity):
+            return frozenset(every)
+        if index.numel() * keys.shape[2] * keys.element_size() < LARGE:
+            return frozenset()
+        for name, x in both.items():
+            self.held[name].rearrange(start, index, x, self.budget.capacity)
+        return frozenset(both)
 
     def _replace(self, name: str, start: int, x: Tensor, *, fresh: bool = True) -> None:
         """Have `x` from `start` on; `fresh`: nobody else has it."""
@@ -235,12 +268,12 @@ class ChosenEntries(Holding):
         if not start and fresh and self.budget.fixed is None and not self.room:
             self.held[name] = Growing(1, x)  # no copy, and no room to spare
             return
-        if not start and (grown is None or len(grown.view) != len(x)):
+        if not start and (grown is None or grown.lanes != len(x)):
             grown = Growing(dim=1)
         elif grown is None:
             grown = Growing(1, x.new_zeros(len(x), start))  # nothing was said of those before: they had the weight 1
-        elif len(grown.view) != len(x):  # what lanes shared differs from now on, or the other way round
-            lanes = max(len(grown.view), len(x))
+        elif grown.lanes != len(x):  # what lanes shared differs from now on, or the other way round
+            lanes = max(grown.lanes, len(x))
             x, grown = x.expand(lanes, -1), Growing(1, grown.view.expand(lanes, -1).clone())
         self.held[name] = grown
         grown.replace_from(start, x, self.budget.capacity)

@@ -35,7 +35,7 @@ class LeastAlike(Best):
         return {"direction": sum_of_directions(new.keys) + held.per_lane.get("direction", 0)}
 
     def scores(self, pool: Pool, per_lane: dict[str, Tensor], new: Arriving) -> Float[Tensor, "l n"]:
-        return -towards(pool.keys, per_lane["direction"])
+        return -pool.of_keys(lambda keys: towards(keys, per_lane["direction"]))
 
     def check(self, held: Held, count: int, budget: Budget) -> None:
         super().check(held, count, budget)

@@ -90,11 +90,9 @@ class ByAttention(Best):
     def scores(self, pool: Pool, per_lane: dict[str, Tensor], new: Arriving) -> Float[Tensor, "l n"]:
         return pool.per_entry[self.column].double()
 
-    def pool(self, held: Held, new: Arriving) -> Pool:
-        pool = super().pool(held, new)
+    def about_new(self, new: Arriving) -> dict[str, Tensor]:
         assert new.notes is not None, "tokens come with notes"
-        pool.per_entry[self.column][:, held.count :] = self.arriving(new.notes)
-        return pool
+        return {**super().about_new(new), self.column: self.arriving(new.notes)}
 
     def check(self, held: Held, count: int, budget: Budget) -> None:
         super().check(held, count, budget)

@@ -129,14 +129,14 @@ class Best(Chooser):
         """What is known of each lane once these tokens have come."""
         return {}
 
-    def pool(self, held: Held, new: Arriving) -> Pool:
-        """What there is to choose from: each new token stands for itself."""
-        pool = held.with_new(new)
-        if STANDS in pool.per_entry:
-            pool.per_entry[STANDS][:, held.count :] = 1
-        if FIRST in pool.per_entry:
-            pool.per_entry[FIRST][:, held.count :] = new.ranks
-        return pool
+    def about_new(self, new: Arriving) -> dict[str, Tensor]:
+        """What is declared about entries, of new tokens: each stands for itself."""
+        found = dict[str, Tensor]()
+        if STANDS in self.per_entry:
+            found[STANDS] = torch.ones(new.keys.shape[:2], dtype=torch.float32, device=new.keys.device)
+        if FIRST in self.per_entry:
+            found[FIRST] = new.ranks.expand(len(new.keys), -1)
+        return found
 
     def room(self, held: Held, new: Arriving, budget: Budget) -> tuple[int, int]:
         """How many tokens may be kept of all that came, and how many means of the others.
@@ -164,26 +164,24 @@ class Best(Chooser):
         """`parts` of the tokens, one after another: how many each has, and how many of them may be kept."""
         tokens = tokens_kept(held)
         held, left = held.part(0, tokens), held.part(tokens, held.count)
-        pool, per_lane, rooms = self.pool(held, new), self.lanes_after(held, new), list(parts)
+        about, per_lane, rooms = self.about_new(new), self.lanes_after(held, new), list(parts)
         start = 0  # parts that keep all they have stay where they lie
         while rooms and rooms[0][0] <= rooms[0][1] and start + rooms[0][0] <= held.count:
             start += rooms.pop(0)[0]
         if all(count <= room for count, room in rooms) and not left.count:
-            about = {name: x[:, held.count :] for name, x in pool.per_entry.items()}
             if self.config.residual:
                 per_lane[TOKENS] = new.keys.new_zeros(len(new.keys), 0, dtype=torch.float32)
             return Kept(None, held.count, per_lane=per_lane, per_entry=about)
+        pool = held.with_new(new, about=about)
         index = best(self.scores(pool, per_lane, new), start, rooms, self.bits)
         if self.config.residual:
             found = self._with_means(pool, start, index, left, self.room(held, new, budget)[1])
             return replace(found, per_lane=per_lane | found.per_lane)
-        about = {name: x.gather(1, index) for name, x in pool.per_entry.items()}
-        log_mass = None
+        log_mass, stands = None, dict[str, Tensor]()
         if STANDS in about:
-            about[STANDS] = with_weights_left(self.config.weights, pool, start, index)
-            log_mass = about[STANDS].log()
-        rest = Held(pool.keys[:, start:], pool.values[:, start:])
-        return Kept(index - start, start, log_mass, pool=rest, per_lane=per_lane, per_entry=about)
+            stands[STANDS] = with_weights_left(self.config.weights, pool, start, index)
+            log_mass = stands[STANDS].log()
+        return Kept(index - start, start, log_mass, pool=pool.behind(start), per_lane=per_lane, per_entry=stands)
 
     def _with_means(self, pool: Pool, start: int, index: Int64[Tensor, "l k"], left: Held, room: int) -> Kept:
         """What was chosen from `start` on, and behind it means of all that is dropped, now and before."""

@@ -128,3 +128,47 @@ int64_t kvs_copy_places(const int64_t *about, const int64_t *index, void *const 
     }
     return 0;
 }
+
+#define ALONE 262144  // bytes: to move so many takes no second thread
+
+// Whether places only move forward, and where there are such: `held`, and `more` behind them.
+static int move_forward(const int64_t *index, int64_t kept, int64_t held, int64_t more) {
+    for (int64_t i = 0; i < kept; i++)
+        if (index[i] < i || index[i] >= held + more || (i && index[i] <= index[i - 1])) return 0;
+    return 1;
+}
+
+// Have in front, in several tensors, the places with the numbers of `index` [lanes, kept], which count the `held` places there
+// and then new ones, and grow: `about` says of each tensor how far lanes and places lie apart in it and in the new ones, and
+// how long a place is, in bytes. Not 0: they do not, and nothing has moved.
+int64_t kvs_keep_in_place(const int64_t *about, const int64_t *index, void *const *of) {
+    int64_t lanes = about[0], kept = about[1], held = about[2], more = about[3], threads = about[4], tensors = about[5];
+    const int64_t *each = about + 6;
+    int64_t bytes = 0;
+    for (int64_t x = 0; x < tensors; x++) bytes += each[5 * x + 4];
+    for (int64_t lane = 0; lane < lanes; lane++)
+        if (!move_forward(index + lane * kept, kept, held, more)) return 1;
+    int team = use_threads(threads, lanes * kept * bytes < ALONE ? 1 : lanes);
+    PRAGMA(omp parallel for num_threads(team) schedule(static) if (team > 1))
+    for (int64_t lane = 0; lane < lanes; lane++) {
+        const int64_t *own = index + lane * kept;
+        int64_t stay = 0, last = kept;
+        while (stay < kept && own[stay] == stay && stay < held) stay++;
+        while (last > stay && own[last - 1] >= held) last--;
+        for (int64_t x = 0; x < tensors; x++) {
+            const int64_t *step = each + 5 * x;
+            char *to = (char *)of[2 * x] + lane * step[0];
+            const char *from = (const char *)of[2 * x + 1] + lane * step[2];
+            for (int64_t i = stay, run; i < last; i += run) {
+                for (run = 1; i + run < last && own[i + run] == own[i] + run; run++) {}
+                if (step[1] == step[4]) memmove(to + i * step[1], to + own[i] * step[1], (size_t)(run * step[4]));
+                else
+                    for (int64_t k = 0; k < run; k++)
+                        memmove(to + (i + k) * step[1], to + (own[i] + k) * step[1], (size_t)step[4]);
+            }
+            for (int64_t i = last; i < kept; i++)
+                memcpy(to + i * step[1], from + (own[i] - held) * step[3], (size_t)step[4]);
+        }
+    }
+    return 0;
+}

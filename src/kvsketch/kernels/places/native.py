@@ -1,6 +1,7 @@
 """Numbers of places in C, `kernels/native/places.c`: None where C cannot be used."""
 
 import ctypes
+import math
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from kvsketch.kernels import native
 from kvsketch.kernels.distances import splitting_at
 
-_KINDS = (*native.DTYPES, torch.float64, torch.int64)  # of places that are copied
+_KINDS = (*native.DTYPES, torch.float64, torch.int64, torch.int32)  # of places that are copied
 
 
 def chosen_of(each: Sequence[Tensor], index: Int64[Tensor, "l m"]) -> list[Tensor] | None:
@@ -69,3 +70,25 @@ def best(
     places = native.addresses(scores, found)
     failed = library.kvs_best(about, places[0], ctypes.c_double(splitting_at(bits)), places[1])
     return None if failed else found
+
+
+def keep_in_place(index: Int64[Tensor, "l k"], held: int, each: Sequence[Tensor], new: Sequence[Tensor]) -> bool:
+    """See `__init__.py`."""
+    library = native.library_for(index, kinds=(torch.int64,))
+    if library is None:
+        return False
+    about = [*index.shape, held, new[0].shape[1], native.threads(), len(each)]
+    for x, more in zip(each, new, strict=True):
+        if native.library_for(x, more, kinds=_KINDS) is None or x.shape[1] < index.shape[1] or len(x) != len(index):
+            return False
+        if len(more) != len(x) or more.shape[1:] != (new[0].shape[1], *x.shape[2:]):
+            return False
+        if x.ndim == 3 and (x.stride(2) != 1 or more.stride(2) != 1):
+            return False
+        size, width = x.element_size(), math.prod(x.shape[2:])
+        about += [size * number for number in (*x.stride()[:2], *more.stride()[:2], width)]
+    index = index.contiguous()
+    of = [place for both in zip(each, new, strict=True) for place in native.addresses(*both)]
+    return not library.kvs_keep_in_place(
+        native.numbers(about), *native.addresses(index), (ctypes.c_void_p * len(of))(*of)
+    )

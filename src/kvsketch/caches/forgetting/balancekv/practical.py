@@ -66,22 +66,23 @@ class Halves(Chooser):
 
     def write(self, holdings: Sequence[tuple[Holding, Arriving]]) -> None:
         """Halve the blocks of all bundles in one walk: it has as many steps as a block has tokens."""
-        going = list[tuple[ChosenEntries, Arriving, Steps, Blocks]]()
+        going = list[tuple[ChosenEntries, Held, Arriving, Steps, Blocks]]()
 
-        def go_on(holding: ChosenEntries, new: Arriving, steps: Steps, kept: Tensor | None) -> None:
+        def go_on(holding: ChosenEntries, held: Held, new: Arriving, steps: Steps, kept: Tensor | None) -> None:
             try:
-                going.append((holding, new, steps, next(steps) if kept is None else steps.send(kept)))
+                going.append((holding, held, new, steps, next(steps) if kept is None else steps.send(kept)))
             except StopIteration as end:
-                holding.keep(end.value, new)
+                holding.keep(end.value, held, new)
 
         for holding, new in holdings:
             assert isinstance(holding, ChosenEntries), "a chooser has no others"
-            go_on(holding, new, self.steps(holding.entries(new), new, holding.budget), None)
+            held = holding.entries(new)
+            go_on(holding, held, new, self.steps(held, new, holding.budget), None)
         while going:
             now, going[:] = list(going), []
             halves = self._halve([blocks for *_, blocks in now])
-            for (holding, new, steps, _), kept in zip(now, halves, strict=True):
-                go_on(holding, new, steps, kept)
+            for (holding, held, new, steps, _), kept in zip(now, halves, strict=True):
+                go_on(holding, held, new, steps, kept)
 
     def choose(self, held: Held, new: Arriving, budget: Budget) -> Kept:
         """Take the tokens and halve what does not fit any more."""
