@@ -1,8 +1,8 @@
 """Prompt and decode speed on smollm2 beside stock transformers, in turns: `python benchmarks/real_speed.py TEXT`.
 
 Every way reads the first tokens of TEXT again and again; then each decodes the same tokens after its prompt, one step
-each in turn, so that a busy moment hits all. Beside the median of what turns say stands what all of them took together:
-where tokens leave a window only every so often, a median does not show what that takes. A wrong answer of `exact` ends it before a time is printed. With
+each in turn, so that a busy moment hits all. Beside the median of what turns say stands what all steps took together: a
+median does not show what is done only every so often. A wrong answer of `exact` ends it before a time is printed. With
 `--reread` the second reading alone, that `kvzip` goes by, beside the first. Writes docs/results/real-speed.jsonl.
 """
 
@@ -70,7 +70,7 @@ def steps(model, tokens: torch.Tensor, caches: dict[str, Cache]) -> dict[str, li
 
 
 def said(part: str, times: dict[str, list[float]], tokens: int) -> list[dict]:
-    """A row for each way: tokens a second, and times of stock's speed, the median of what turns say and of all of them."""
+    """A row for each way: tokens a second, and times of stock's speed, as turns say in the median, and all in all."""
     rows = []
     for way, taken in times.items():
         low, middle, high = quantiles([base / mine for base, mine in zip(times["stock"], taken, strict=True)], n=4)
@@ -123,7 +123,7 @@ if __name__ == "__main__":
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--index", help="a fitted index of smollm2, for saap")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--reread", action="store_true", help="time the second reading instead")
     given = parser.parse_args()
     for dtype in given.dtype:

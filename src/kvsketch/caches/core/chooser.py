@@ -70,7 +70,9 @@ class Pool:
     Their keys and values are put together when they are asked for: where all have room nobody does.
     """
 
-    def __init__(self, held: Held, new: Arriving, start: int, about: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, held: Held, new: Arriving, start: int = 0, about: Mapping[str, Tensor] = MappingProxyType({})
+    ) -> None:
         self.held, self.new, self.start = held, new, start
         self.per_entry = dict[str, Tensor]()
         for name, x in held.per_entry.items():
