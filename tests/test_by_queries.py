@@ -944,3 +944,16 @@ def test_many_queries_ask_in_strips(dtype, softcap, monkeypatch):
     assert [logs.shape[3] for logs in found] == [16, 16, 8]
     tolerance = 1e-9 if dtype == torch.float64 else 2e-5
     torch.testing.assert_close(torch.cat(found, 3).double(), logits - lse[..., None], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("spec", ["h2o(keep=1.0)", "tova(keep=1.0)", "snapkv(keep=1.0)", "keydiff(keep=1.0)"])
+def test_what_leaves_the_window_is_no_part_of_it_any_more(spec):
+    """Not of its memory either, where a single head's numbers lie side by side: the window goes on to be written to."""
+    cache = LayerCache(parse_spec(spec), 1)
+    query, keys, values = normal(1, GROUP, 60, WIDTH), normal(1, 1, 60, WIDTH, seed=1), normal(1, 1, 60, WIDTH, seed=2)
+    for n in range(60):
+        here = slice(n, n + 1)
+        cache.read(query[:, :, here], NewTokens(keys[:, :, here], values[:, :, here]), SCALE)
+        places = [x.untyped_storage().data_ptr() for x in cache.state()[0].values() if x.numel()]
+        assert len(places) == len(set(places)), n
+    assert cache.past.counts == [cache.left[0]] != [0]

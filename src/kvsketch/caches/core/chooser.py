@@ -237,7 +237,7 @@ class ChosenEntries(Holding):
             known = (held.with_new(new, kept.start) if pool is None else pool).per_entry
             about = {n: known[n] if kept.index is None else known[n].gather(1, kept.index) for n in missing} | about
         for name, x in about.items():
-            self._replace(f"entry.{name}", kept.start, x.to(self.chooser.per_entry[name]))
+            self._replace(f"entry.{name}", kept.start, x.to(self.chooser.per_entry[name]), fresh=fresh)
         self.per_lane = {**self.per_lane, **kept.per_lane}
         self.host = kept.numbers
         assert all(x.lanes in (1, lanes) and x.length == count for x in self.held.values())
