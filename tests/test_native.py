@@ -17,7 +17,6 @@ import pytest
 import torch
 
 import kvsketch
-import zoo
 from kvsketch import attention
 from kvsketch.attention import WeightedTokens
 from kvsketch.caches.core import asking
@@ -39,6 +38,7 @@ from kvsketch.kernels.routing import reference as routing_in_torch
 from kvsketch.kernels.routing import rounded
 from kvsketch.kernels.sources import Choice, Classifier, Entries, Limits, Segments, Staged
 from kvsketch.kernels.weighted_attention import causal_attention, weighted_attention
+from repeated import AGAIN, ONCE_MORE
 
 HERE = Path(__file__)
 ROOT = HERE.parent.parent
@@ -54,7 +54,6 @@ SHAPES = [  # rows, heads, group, queries, entries, width of keys, of values
     (1, 2, 4, 8, 75, 64, 64),
 ]
 
-AGAIN = "KVSKETCH_TESTED_ONCE_MORE"
 needs_c = pytest.mark.skipif(native.library() is None, reason="there is no C compiler")
 only_root = pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="gives a file away")
 
@@ -118,8 +117,8 @@ def test_attention_is_that_of_the_definition(shape, dtype):
 
 
 PROMPTS = [  # rows, heads, group, queries, width of keys, of values
-    (2, 2, 3, 150, 64, 64),
-    (1, 1, 2, 290, 128, 96),
+    (2, 2, 3, 80, 32, 32) if ONCE_MORE else (2, 2, 3, 150, 64, 64),
+    (1, 1, 2, 290, 48, 32) if ONCE_MORE else (1, 1, 2, 290, 128, 96),  # more entries than meet queries at once
     (1, 1, 7, 70, 20, 33),
     (2, 1, 1, 33, 5, 130),
     (1, 1, 40, 9, 48, 32),
@@ -141,7 +140,7 @@ def test_attention_of_many_queries_is_that_of_the_definition(shape, numbers, mon
     valid = torch.rand(rows, queries) > 0.3
     before = torch.ones(queries, queries, dtype=torch.bool).tril()
     least = 4e-6  # logits go up to 10 and are summed up one product after the other
-    for softcap in (None, 5.0, 1000.0):
+    for softcap in (None, 5.0) if ONCE_MORE else (None, 5.0, 1000.0):
         for there, visible in ((None, before), (valid, before & valid[:, None] | torch.eye(queries, dtype=torch.bool))):
             tokens = WeightedTokens(keys, values)
             found = prompt.attend(query, tokens, width**-0.5, softcap, causal=True, valid=there)
@@ -211,7 +210,8 @@ def test_what_entries_got_of_many_queries_is_what_torch_says(noted, numbers, mon
     taken, add = [], asking.in_c.add_many
     monkeypatch.setattr(asking.in_c, "add_many", lambda *given, **more: taken.append(add(*given, **more)) or taken[-1])
     monkeypatch.setattr(asking, "ASKED_AT_ONCE", 128)
-    for rows, heads, group, queries, count, width in ((2, 2, 3, 47, 60, 40), (2, 3, 1, 257, 700, 64)):
+    many = (1, 2, 1, 257, 300, 64) if ONCE_MORE else (2, 3, 1, 257, 700, 64)
+    for rows, heads, group, queries, count, width in ((2, 2, 3, 47, 60, 40), many):
         buffer = torch.full((rows, count + 3, heads, width), math.nan, dtype=numbers)  # as models lay keys out
         buffer[:, :count] = torch.randn(rows, count, heads, width).to(numbers)
         keys, query = buffer[:, :count].transpose(1, 2), torch.randn(rows, heads * group, queries, width).to(numbers)
@@ -221,7 +221,7 @@ def test_what_entries_got_of_many_queries_is_what_torch_says(noted, numbers, mon
         lse[:, 1] = math.inf
         about = asking.Asking(asking.CONTEXT, noted)
         for ranks in (None, held):
-            for wanted in (None, torch.rand(rows, queries) < torch.tensor([[0.7], [0.0]])):
+            for wanted in (None, torch.rand(rows, queries) < torch.tensor([[0.7], [0.0]])[:rows]):
                 got = asking.attention_got(about, asked, lse, keys, ranks, wanted)
                 with native.off():
                     torchs = asking.attention_got(about, asked, lse, keys, ranks, wanted)
@@ -447,7 +447,9 @@ def test_threads_change_nothing(monkeypatch):
 def test_what_a_query_of_a_prompt_gets_depends_on_nobody_beside_it(numbers, monkeypatch):
     """Not on threads, on how many ask, nor on what comes later: the same bits."""
     monkeypatch.setattr(prompt, "pays", lambda dtype: True)
-    query, (keys, values) = torch.randn(1, 6, 300, 48).to(numbers), torch.randn(2, 1, 2, 300, 48).to(numbers).unbind()
+    width = 16 if ONCE_MORE else 48
+    query = torch.randn(1, 6, 300, width).to(numbers)
+    keys, values = torch.randn(2, 1, 2, 300, width).to(numbers).unbind()
     tokens = WeightedTokens(keys, values)
     causal, among = prompt.attend(query, tokens, 0.2, causal=True), prompt.attend(query, tokens, 0.2)
     for threads in (1, 3, 8):
@@ -900,6 +902,8 @@ def test_places_that_do_not_move_forward_stay():
 
 @needs_c
 def test_the_report_names_what_computes_a_step():
+    import zoo  # and transformers, for which the other tests need not wait when they run once more
+
     ids = zoo.tokens(1, 20)
     for dtype, off, wanted in (
         (torch.float32, False, "C ("),
@@ -1166,7 +1170,7 @@ def once_more(chosen, cache, **environment):
 
 @needs_c
 @pytest.mark.slow
-@pytest.mark.skipif(AGAIN in os.environ, reason="once is enough")
+@pytest.mark.skipif(ONCE_MORE, reason="once is enough")
 def test_sanitizers_find_nothing(tmp_path):
     """With every access to memory and all arithmetic watched."""
     compiler = shutil.which("gcc")
@@ -1186,9 +1190,7 @@ def test_sanitizers_find_nothing(tmp_path):
 
 @needs_c
 @pytest.mark.slow
-@pytest.mark.skipif(
-    platform.machine() != "x86_64" or AGAIN in os.environ, reason="levels of x86-64; and once is enough"
-)
+@pytest.mark.skipif(platform.machine() != "x86_64" or ONCE_MORE, reason="levels of x86-64; and once is enough")
 @pytest.mark.parametrize("level", ["v3", "any"])
 def test_processors_without_newer_instructions_compute_the_same(tmp_path, level):
     (place,) = (place for place in build.places() if place.endswith(f"-{level}"))

@@ -15,6 +15,7 @@ from kvsketch.kernels.draws import native as native_draws
 from kvsketch.kernels.draws import uniforms
 from kvsketch.kernels.kcenter import native as native_kcenter
 from kvsketch.kernels.kcenter import reference as plain_kcenter
+from repeated import ONCE_MORE
 from test_kcenter import KINDS, points
 
 GREEDY = WALKS["greedy"]
@@ -53,16 +54,17 @@ def signs_in_float64(keys, values, uniforms, sizes, scale, gain):
 @pytest.mark.parametrize(("d", "e", "apart"), [(6, 6, 0), (33, 70, 0), (128, 1, 0), (64, 64, 8)])
 def test_signs_are_those_of_torch_but_where_rounding_decides(numbers, d, e, apart):
     """As often as those of the form in strips are: of 64 blocks, at most a few have a near tie."""
-    sizes = torch.tensor([256, 2, 64, 66, 130, 200, 254, 128] * 8)
-    keys, values = normal(64, 256, d) + apart * normal(64, 1, d, seed=2), normal(64, 256, e, seed=1)
-    keys, values, u = keys.to(numbers), values.to(numbers), chances(64, 256)
+    sizes = torch.tensor([256, 2, 64, 66, 130, 200, 254, 128] * (2 if ONCE_MORE else 8))
+    blocks = len(sizes)
+    keys, values = normal(blocks, 256, d) + apart * normal(blocks, 1, d, seed=2), normal(blocks, 256, e, seed=1)
+    keys, values, u = keys.to(numbers), values.to(numbers), chances(blocks, 256)
     exact = signs_in_float64(keys, values, u, sizes, d**-0.5, GREEDY)
     single = strips.halving_signs(keys, values, u, sizes, d**-0.5, GREEDY)
     kept = walk.keep_half(keys, values, u, sizes, d**-0.5, GREEDY)
     assert torch.equal(kept.sum(1), sizes // 2)
     assert not (kept & (torch.arange(256) >= sizes[:, None])).any()
     differ, strips_differ = ((x != (exact > 0)).any(1).sum() for x in (kept, single > 0))
-    assert differ <= 3 + 2 * strips_differ
+    assert differ <= 1 + blocks // 32 + 2 * strips_differ
 
 
 @needs_compiler
@@ -186,16 +188,17 @@ def test_numbers_that_are_none_still_halve_exactly(bad):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [*KINDS, "repeated", "far away"])
 def test_centres_are_those_of_the_reference(kind, dtype):
-    keys = points({"repeated": "gauss", "far away": "gauss"}.get(kind, kind), 1501, width=36)
+    count, most = (501, 100) if ONCE_MORE else (1501, 300)
+    keys = points({"repeated": "gauss", "far away": "gauss"}.get(kind, kind), count, width=36)
     if kind == "repeated":
-        keys = keys[torch.randint(150, (1501,), generator=torch.Generator().manual_seed(1))]
+        keys = keys[torch.randint(most // 2, (count,), generator=torch.Generator().manual_seed(1))]
     keys = (keys + 500 * (kind == "far away")).to(dtype).expand(4, -1, -1).clone()
     keys[3] *= 50
-    valid = torch.ones(4, 1501, dtype=torch.bool)
+    valid = torch.ones(4, count, dtype=torch.bool)
     valid[1, :250] = valid[2, ::3] = valid[3, 7:] = False
     keys[2, ::3] = math.nan  # what is not valid is not read
-    wanted = torch.tensor([300, 200, 1, 7])
-    found = native_kcenter.k_center(keys, wanted, valid, 300)
+    wanted = torch.tensor([most, 2 * most // 3, 1, 7])
+    found = native_kcenter.k_center(keys, wanted, valid, most)
     expected = plain_kcenter.k_center(keys.double().masked_fill(~valid[..., None], 0), wanted, valid)
     assert torch.equal(found.centres, expected.centres)
     assert torch.equal(found.nearest.masked_fill(~valid, 0), expected.nearest.masked_fill(~valid, 0))
