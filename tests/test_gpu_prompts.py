@@ -11,7 +11,7 @@ from kvsketch.kernels import gpu
 from kvsketch.kernels import weighted_attention as front
 from kvsketch.kernels.gpu import flash, many_queries
 from kvsketch.kernels.weighted_attention import causal_attention, fused
-from test_gpu_kernels import DEVICE, entries, interpreted  # noqa: F401 (a fixture that all tests here use)
+from test_gpu_kernels import DEVICE, SLOW, entries, interpreted  # noqa: F401 (a fixture that all tests here use)
 
 
 def doubled(tokens):
@@ -131,7 +131,7 @@ def test_torchs_operators_say_what_the_definition_says(name, dtype, monkeypatch)
 
 
 CASES = {  # rows, KV heads, group, queries, entries, widths; kind, softcap, weights
-    "two blocks of queries": ((1, 2, 2, 140, 70, 64, 64), torch.float32, None, {}),
+    "blocks of queries": ((1, 2, 2, 40 if SLOW else 140, 70, 64, 64), torch.float32, None, {}),
     "weights": ((2, 2, 1, 40, 150, 32, 32), torch.float32, None, {"mass": True}),
     "two weights, half precision": ((1, 1, 3, 33, 90, 64, 64), torch.float16, None, {"mass": True, "extra": True}),
     "odd widths and a softcap": ((1, 2, 2, 17, 65, 40, 24), torch.float32, 5.0, {"mass": "shared"}),
@@ -158,7 +158,9 @@ def test_it_says_what_the_definition_says(case):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize(("queries", "dtype"), [(150, torch.float32), (64, torch.float16), (5, torch.float32)])
+@pytest.mark.parametrize(
+    ("queries", "dtype"), [(70 if SLOW else 150, torch.float32), (64, torch.float16), (5, torch.float32)]
+)
 def test_new_tokens_see_themselves_and_what_is_before(queries, dtype, padded):
     draw = torch.Generator().manual_seed(1)
     keys, values = (torch.randn(2, 2, queries, 32, generator=draw).to(DEVICE, dtype) for _ in range(2))
@@ -174,8 +176,9 @@ def test_new_tokens_see_themselves_and_what_is_before(queries, dtype, padded):
     close = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 3e-3, "atol": 1e-3}
     torch.testing.assert_close(found.out.double(), right.out, **close)
     torch.testing.assert_close(found.lse.double(), right.lse, rtol=1e-5, atol=1e-4)
-    again = many_queries.attend(query, WeightedTokens(keys, values), 0.2, causal=True, valid=valid)
-    assert torch.equal(found.out, again.out)
+    if not SLOW:  # nothing is done at once there
+        again = many_queries.attend(query, WeightedTokens(keys, values), 0.2, causal=True, valid=valid)
+        assert torch.equal(found.out, again.out)
 
 
 @pytest.mark.parametrize("whole", [True, False])

@@ -8,13 +8,15 @@ import torch
 from kvsketch.kernels.routing import expect, reference, rounded
 from kvsketch.kernels.routing import in_triton as routing
 from kvsketch.kernels.sources import Classifier, Limits, Staged
-from test_gpu_kernels import DEVICE, interpreted  # noqa: F401 (a fixture that all tests here use)
+from test_gpu_kernels import DEVICE, SLOW, interpreted  # noqa: F401 (a fixture that all tests here use)
 from test_native import SOME_LIMITS, as_doubles, check_visits, move
+
+LANES = 2 if SLOW else 6
 
 
 @pytest.mark.parametrize("limits", [one for one in SOME_LIMITS if one.probes], ids=str)
 def test_the_buckets_visited_are_those_of_torch(limits):
-    check_visits(routing.visit, limits, DEVICE)
+    check_visits(routing.visit, limits, DEVICE, lanes=LANES)
 
 
 def test_of_buckets_worth_the_same_the_earlier_come_first():
@@ -75,7 +77,7 @@ def test_buckets_are_chosen_by_logits_as_by_the_probabilities_they_mean(limits, 
         assert torch.equal(found[1], right[1])
         return routing.visit(scores, *given, **options)
 
-    check_visits(by_logits, limits, DEVICE)
+    check_visits(by_logits, limits, DEVICE, lanes=LANES)
 
 
 @pytest.fixture

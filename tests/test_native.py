@@ -722,9 +722,9 @@ def test_runs_that_are_chosen_when_they_are_read_are_those_that_are_chosen_befor
     assert all(map(torch.equal, counted, wanted))
 
 
-def some_buckets(limits, buckets=50):
+def some_buckets(limits, buckets=50, lanes=6):
     """Scores of buckets, their sizes, and where they begin in three runs; how many rows there are."""
-    lanes, queries, runs, rows = 6, 2, 3, 40 * buckets
+    queries, runs, rows = 2, 3, 40 * buckets
     scores = 2 * torch.randn(lanes, queries, buckets)  # as products are; or probabilities
     scores = torch.softmax(scores, 2) if limits.mass or limits.per_token else scores
     lengths = torch.randint(0, 12, (lanes, runs, buckets))
@@ -733,9 +733,9 @@ def some_buckets(limits, buckets=50):
     return scores, lengths.sum(1), edges, rows
 
 
-def check_visits(visit, limits, device):
+def check_visits(visit, limits, device, lanes=6):
     """A kernel visits the buckets that torch does."""
-    scores, sizes, edges, rows = some_buckets(limits)
+    scores, sizes, edges, rows = some_buckets(limits, lanes=lanes)
     given = (x.to(device) for x in (scores, sizes, edges))
     segments, count, left = visit(*given, limits, Staged.on(torch.device(device), rows - 7, 7), left=True)
     segments = segments.made() if isinstance(segments, Choice) else segments
