@@ -158,7 +158,7 @@ def trains(folder, times):
 
 def main():
     torch.set_num_threads(1)
-    parts = {"save": (saves, 24), "fit": (fits, 10), "bench": (benches, 10), "train": (trains, 6)}
+    parts = {"save": (saves, 12), "fit": (fits, 5), "bench": (benches, 5), "train": (trains, 3)}
     folder = Path(sys.argv[1])
     found = {}
     for name, (work, times) in parts.items():

@@ -52,7 +52,7 @@ from kvsketch.evaluation.tasks.haystack import Sentences
 from kvsketch.files import UNFINISHED, read_json, write_json, write_tensors
 
 TOKENIZER = build_tokenizer()
-SMALL = {"tokens": 2_000, "batch": 256, "finish": 2.0}
+SMALL = {"tokens": 1_500, "batch": 256, "finish": 1.5}
 
 
 def new_model(**shape):
@@ -484,7 +484,7 @@ def test_the_end_is_of_what_is_hardest_at_several_lengths():
 @pytest.mark.slow
 def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path, monkeypatch):
     module = importlib.import_module("kvsketch.evaluation.embedded.training.train")
-    monkeypatch.setattr(module, "FINISHED_AT", (300, 500))  # long documents would take most of the time
+    monkeypatch.setattr(module, "FINISHED_AT", (250, 350))  # long documents would take most of the time
     recipe = Recipe(**SMALL)
     steps = []
     whole = train(tmp_path / "whole", recipe, show=steps.append)
