@@ -58,6 +58,7 @@ for spec in sys.argv[1:]:
     cache = kvsketch.prefill(model, zoo.tokens(1, 200), kvsketch.make_cache(model, spec))
     twin, before = cache.fork(), cache.sketch_layers[0].held.left
     step = compiled(model)
+    torch._dynamo.utils.counters.clear()
     with torch.no_grad():
         for token in zoo.tokens(1, 14, seed=5).split(1, 1):
             expected = model(token, past_key_values=cache).logits
@@ -65,6 +66,8 @@ for spec in sys.argv[1:]:
     layers = [cache.sketch_layers[0].held, twin.sketch_layers[0].held]
     assert layers[0].left == layers[1].left
     assert layers[0].left > before or spec == "exact", "no block left the window: choose other counts"
+    # With a block the compiler breaks off once, at the end of the call, and not in the midst of a layer.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 8
 """
 pytestmark = pytest.mark.slow
 
@@ -90,5 +93,4 @@ def test_a_decode_step_has_no_graph_break_with_a_padding_mask_or_without():
 
 @pytest.mark.once
 def test_compiled_decoding_equals_eager_across_a_block():
-    """The step in which a block leaves the window takes torch half a minute: one method must do."""
-    run(DECODE, "exact", "uniform(keep=0.5, window=16)")
+    run(DECODE, "exact", "keydiff(keep=0.5)", "kvzip(keep=160)")

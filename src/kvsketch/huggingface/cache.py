@@ -89,6 +89,8 @@ class SketchCache(Cache):
         for layer in self.stack.summing:
             stock.make_writable(layer)
         self.underway = True
+        if torch.compiler.is_compiling():
+            self._leave_due(later=True)
         self.prompt.note(module, given)
 
     def end_call(self, *, failed: bool = False) -> None:
@@ -109,7 +111,20 @@ class SketchCache(Cache):
             for layer in self.stack.summing:
                 stock.release_history(layer)
             self.stack.touched = self.asked_for_length = False
+            if torch.compiler.is_compiling():
+                self._settle_compiled()
         self.prompt.call_ended(self, begun=begun, failed=failed)
+
+    def _leave_due(self, *, later: bool) -> None:
+        """Have layers leave what is due to the end of the call, or do it themselves again."""
+        for layer in self._stack.sketch:
+            layer.held.settles_later = later
+
+    def _settle_compiled(self) -> None:
+        """Have done at the end of a compiled call what layers do themselves in any other."""
+        self._leave_due(later=False)
+        if True in [layer.held.leaves for layer in self._stack.sketch]:
+            _settle(self._stack)
 
     def _check_call(self, rows: int, count: int) -> None:
         """Refuse tokens that cannot follow those that were read."""
@@ -389,3 +404,11 @@ class SketchCache(Cache):
         self.stack.check_whole()
         if self.recording:
             self.end_recording()
+
+
+@torch.compiler.disable  # a compiler would break off in the midst of every layer, and compile all around it in pieces
+def _settle(stack: LayerStack) -> None:
+    with stack.changing():  # layers that have forgotten do not go with others that have not
+        for layer in stack.sketch:
+            if not layer.held.recording:
+                layer.settle(recording=False)

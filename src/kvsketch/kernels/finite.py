@@ -15,14 +15,14 @@ def are_numbers(each: Sequence[Float[Tensor, "b h n _"]]) -> Bool[Tensor, " x"]:
     found = _in_c([x.detach() for x in each])
     if found is not None:
         return found
-    extremes = [torch.stack(torch.aminmax(x.detach())) for x in each]  # NaN wins
-    return torch.stack(extremes).isfinite().all(1)
+    some = [x.detach() if x.numel() else x.new_zeros(1) for x in each]
+    return torch.stack([torch.stack(torch.aminmax(x)) for x in some]).isfinite().all(1)  # NaN wins
 
 
 def _in_c(each: Sequence[Float[Tensor, "b h n _"]]) -> Bool[Tensor, " x"] | None:
     """See `native/finite.c`."""
     library, sizes = native.library_for(*each), each[0].shape[:3]
-    if library is None or any(x.stride(3) != 1 or x.shape[:3] != sizes for x in each):
+    if library is None or any(x.ndim != 4 or x.stride(3) != 1 or x.shape[:3] != sizes for x in each):
         return None
     about = [*sizes, native.DTYPES[each[0].dtype], native.threads(), len(each)]
     for x in each:

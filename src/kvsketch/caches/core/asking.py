@@ -251,7 +251,8 @@ def log_weights(
     What one strip gives is overwritten by the next.
     """
     count = query.queries.shape[2]
-    strip = _strip(len(keys) * query.queries.shape[1] * keys.shape[2], keys.device)
+    # A single one is a strip whatever its length: compiled code must not depend on that.
+    strip = 1 if count == 1 else _strip(len(keys) * query.queries.shape[1] * keys.shape[2], keys.device)
     rows = min(strip, count) * query.queries.shape[1] // keys.shape[1]
     plain = query.softcap is not None or count < FEW or keys.device.type != "cpu"
     product = None if plain else _Product(keys, log_mass, rows)

@@ -24,6 +24,7 @@ from kvsketch.caches.core.method import Holding, Method
 from kvsketch.caches.core.query import Query
 from kvsketch.caches.core.storage import storage_bytes, with_prefix
 from kvsketch.caches.core.tokens import Arriving
+from kvsketch.kernels import native
 from kvsketch.kernels.native.weights import ADDED, INSTEAD, Noting
 from kvsketch.kernels.places import chosen_of
 
@@ -130,7 +131,8 @@ class Pool:
     def stays_apart(self, index: Tensor) -> bool:
         """Whether what is held and what is new lie apart, and are read so."""
         there = self.joined is None and self.held.count > self.start
-        return there and index.device.type == "cpu" and not torch.compiler.is_compiling()
+        on_cpu = type(index) is Tensor and index.device.type == "cpu"
+        return there and on_cpu and not torch.compiler.is_compiling()
 
     def _joined(self) -> tuple[Tensor, Tensor]:
         if self.joined is None:
@@ -157,6 +159,7 @@ class Kept:
     per_entry: dict[str, Tensor] = field(default_factory=dict)
     per_lane: dict[str, Tensor] = field(default_factory=dict)
     numbers: dict[str, Any] = field(default_factory=dict)
+    in_order: bool = False  # whether `index` ascends in every lane, so that places only move forward
 
 
 class Chooser(Method):
@@ -218,7 +221,7 @@ class ChosenEntries(Holding):
             parts = kept.made
         elif kept.index is not None:
             pool = held.with_new(new, start) if pool is None else pool
-            moved = self._rearranged(pool, kept.index, new, kept.per_entry)
+            moved = self._rearranged(pool, kept, new)
             parts = None if moved else pool.at(kept.index)
         else:  # what is there stays where it lies
             parts, start, fresh = (new.keys, new.values), held.count, False
@@ -243,21 +246,24 @@ class ChosenEntries(Holding):
         assert all(x.lanes in (1, lanes) and x.length == count for x in self.held.values())
         self._weigh()
 
-    def _rearranged(
-        self, pool: Pool, index: Int64[Tensor, "l k"], new: Arriving, about: Mapping[str, Tensor]
-    ) -> frozenset[str]:
-        """What was rearranged where it lies, as these numbers say; of what is not said `about` entries, too.
+    def _rearranged(self, pool: Pool, kept: Kept, new: Arriving) -> frozenset[str]:
+        """What was rearranged where it lies, as numbers say; of what is not said about entries, too.
 
         Nothing, if what they count in is not held here, or was put together already; and little is copied sooner.
         """
-        keys, mine = pool.held.keys, self.held["keys"].buffer if self.held else None
+        index, keys, mine = kept.index, pool.held.keys, self.held["keys"].buffer if self.held else None
+        assert index is not None, "there are numbers"
         if mine is None or not pool.stays_apart(index) or keys.data_ptr() != mine.data_ptr():
             return frozenset()
         start, before = pool.start, pool.held.count - pool.start
         both = {"keys": new.keys, "values": new.values}
-        every = both | {f"entry.{name}": x[:, before:] for name, x in pool.per_entry.items() if name not in about}
-        if rearrange([self.held[name] for name in every], start, index, list(every.values()), self.budget.capacity):
-            return frozenset(every)
+        if kept.in_order and native.library() is not None:
+            about = {name: x[:, before:] for name, x in pool.per_entry.items() if name not in kept.per_entry}
+            every = both | {f"entry.{name}": x for name, x in about.items()}
+            spare = self.budget.fixed is not None or self.room > 0
+            most = self.budget.capacity if spare else start + index.shape[1]
+            if rearrange([self.held[name] for name in every], start, index, list(every.values()), most):
+                return frozenset(every)
         if index.numel() * keys.shape[2] * keys.element_size() < LARGE:
             return frozenset()
         for name, x in both.items():

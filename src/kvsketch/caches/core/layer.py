@@ -59,6 +59,7 @@ class LayerCache(LayerState):
         super().reset()
         self.again: Again | None = None  # the shorter road for the next token, if there may be one
         self.not_yet = 0  # for so many steps none is made ready
+        self.settles_later = False  # whether compiled code leaves what is due to the end of the call
 
     def map_rows(self, rows: list[int]) -> None:
         self._take_long_road()
@@ -142,10 +143,12 @@ class LayerCache(LayerState):
 
         `found`: what was still to be read, as the token came; None: it took that road.
         """
+        if torch.compiler.is_compiling():
+            if not self.settles_later or all(stream.past is None for stream in self.streams.all):  # then it is traced
+                self.settle()
+            return
         left = self.left
         self.settle()
-        if torch.compiler.is_compiling():
-            return
         same, before = self.left == left, self.again
         if not same:
             self._take_long_road()
@@ -270,6 +273,12 @@ class LayerCache(LayerState):
         columns = Columns(without_history(new.keys), without_history(new.values), ranks)
         seen = Seen.of(new, ranks, ahead=self.config.looks_ahead)
         return self.streams.divided(columns, seen)
+
+    @property
+    def leaves(self) -> bool:
+        """Whether anything is due to leave a window."""
+        found = [stream.leaves(self.lengths) for stream in self.streams.all]
+        return True in found and not self.recording
 
     def settle(self) -> None:
         """Write to the past what is due to leave the window."""

@@ -25,4 +25,4 @@ def relative_error(answer: Partial, exact: Partial) -> Float[Tensor, "b hg"]:
     """‖answer - exact answer‖ / ‖exact answer‖, per row and query head."""
     expected = exact.out.float()
     length = torch.linalg.vector_norm
-    return length(answer.out.float() - expected, dim=(2, 3)) / length(expected, dim=(2, 3)).clamp_min_(1e-30)
+    return length(answer.out.float() - expected, dim=(2, 3)) / length(expected, dim=(2, 3)).clamp_min(1e-30)

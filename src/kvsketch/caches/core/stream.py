@@ -203,6 +203,13 @@ class Stream:
         else:
             self._leave_window(due[0] - self.left[0])
 
+    def leaves(self, lengths: Sequence[int]) -> bool:
+        """Whether anything is due to leave the window: then `settle` writes it to the past."""
+        if not self.is_due or self.due(lengths) == self.left:
+            return False
+        self.may_come = 0  # until that is done
+        return True
+
     def due(self, lengths: Sequence[int]) -> list[int]:
         """How many tokens of each row should have left by now: a whole number of blocks."""
         due: list[int] = []  # `list[int]()` is more than the compiler can read

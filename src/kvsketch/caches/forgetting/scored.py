@@ -181,7 +181,10 @@ class Best(Chooser):
         if STANDS in about:
             stands[STANDS] = with_weights_left(self.config.weights, pool, start, index)
             log_mass = stands[STANDS].log()
-        return Kept(index - start, start, log_mass, pool=pool.behind(start), per_lane=per_lane, per_entry=stands)
+        return Kept(
+            index - start, start, in_order=True,
+            log_mass=log_mass, pool=pool.behind(start), per_lane=per_lane, per_entry=stands,
+        )  # fmt: skip
 
     def _with_means(self, pool: Pool, start: int, index: Int64[Tensor, "l k"], left: Held, room: int) -> Kept:
         """What was chosen from `start` on, and behind it means of all that is dropped, now and before."""

@@ -120,6 +120,7 @@ int64_t kvs_copy_places(const int64_t *about, const int64_t *index, void *const 
         int64_t stop = start + at_once < wanted ? start + at_once : wanted;
         for (int64_t x = 0; x < tensors; x++) {
             int64_t place = steps[3 * x + 1], width = steps[3 * x + 2];
+            if (!width) continue;
             const char *from = (const char *)of[2 * x] + lane * steps[3 * x];
             char *to = (char *)of[2 * x + 1] + lane * wanted * width;
             for (int64_t i = start; i < stop; i++)
@@ -157,6 +158,7 @@ int64_t kvs_keep_in_place(const int64_t *about, const int64_t *index, void *cons
         while (last > stay && own[last - 1] >= held) last--;
         for (int64_t x = 0; x < tensors; x++) {
             const int64_t *step = each + 5 * x;
+            if (!step[4]) continue;
             char *to = (char *)of[2 * x] + lane * step[0];
             const char *from = (const char *)of[2 * x + 1] + lane * step[2];
             for (int64_t i = stay, run; i < last; i += run) {

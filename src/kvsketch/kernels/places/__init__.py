@@ -6,11 +6,9 @@ kept; `native.py` is in C, `in_triton.py` for GPUs.
 
 from collections.abc import Sequence
 
-import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from kvsketch.kernels.distances import rounded
 from kvsketch.kernels.places import in_triton, native, reference
 
 
@@ -52,14 +50,8 @@ def best(scores: Float[Tensor, "l n"], start: int, parts: Sequence[tuple[int, in
     A part is a number of places, the first from `start` on, and how many of them are wanted. What has the same first
     `bits` bits is equal, and of equal ones the first come first.
     """
-    if (found := native.best(scores, start, parts, bits)) is not None:
-        return found
-    worst_last, of_parts = -rounded(scores, bits), list[Tensor]()
-    for count, room in parts:
-        own = worst_last[:, start : start + count].contiguous()
-        of_parts.append(start + least_in_front(own, room)[:, :room])
-        start += count
-    return torch.cat(of_parts, 1)
+    found = native.best(scores, start, parts, bits)
+    return reference.best(scores, start, parts, bits, least_in_front) if found is None else found
 
 
 def keep_in_place(index: Int64[Tensor, "l k"], held: int, each: Sequence[Tensor], new: Sequence[Tensor]) -> bool:

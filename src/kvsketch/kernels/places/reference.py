@@ -1,11 +1,13 @@
 """Places with given numbers, and those that hold something first: in torch."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
+
+from kvsketch.kernels.distances import rounded
 
 
 def chosen_of(each: Sequence[Tensor], index: Int64[Tensor, "l m"]) -> list[Tensor]:
@@ -38,3 +40,19 @@ def least_in_front(x: Float[Tensor, "l n"], most: int) -> Int64[Tensor, "l n"]:
     """Numbers of the places of the `most` least of every lane, in their order, and then of the others."""
     order = x.sort(dim=1, stable=True).indices
     return in_front(torch.zeros_like(x, dtype=torch.bool).scatter_(1, order[:, :most], True))
+
+
+def best(
+    scores: Float[Tensor, "l n"],
+    start: int,
+    parts: Sequence[tuple[int, int]],
+    bits: int,
+    least: Callable[[Float[Tensor, "l n"], int], Int64[Tensor, "l n"]] = least_in_front,
+) -> Int64[Tensor, "l k"]:
+    """Numbers of the places of the largest of every part of a lane, in their order; `least` finds those in front."""
+    worst_last, found = -rounded(scores, bits), list[Tensor]()
+    for count, room in parts:
+        own = worst_last[:, start : start + count].contiguous()
+        found.append(start + least(own, room)[:, :room])
+        start += count
+    return torch.cat(found, 1)
