@@ -48,6 +48,7 @@ class SketchCache(Cache):
     def reset(self) -> None:
         """Forget everything, a call that failed half-way included."""
         self.underway, self.seen_before = False, 0  # a call has begun, with so many tokens seen
+        self.settles_later = False  # whether its layers leave to its end what is due, as compiled ones do
         self.finite = Finite()  # what its layers are given
         # The model whose keys are held, as it was when the first came; of a file its fingerprint.
         self.read_by: Identity | str | None = None
@@ -89,8 +90,7 @@ class SketchCache(Cache):
         for layer in self.stack.summing:
             stock.make_writable(layer)
         self.underway = True
-        if torch.compiler.is_compiling():
-            self._leave_due(later=True)
+        self._leave_due(later=torch.compiler.is_compiling())
         self.prompt.note(module, given)
 
     def end_call(self, *, failed: bool = False) -> None:
@@ -98,6 +98,8 @@ class SketchCache(Cache):
         if self.in_recorded_step:
             return
         begun, self.underway = self.underway, False
+        late = self.settles_later
+        self._leave_due(later=False)
         if failed:
             self.finite.forget()
             if begun:
@@ -111,20 +113,16 @@ class SketchCache(Cache):
             for layer in self.stack.summing:
                 stock.release_history(layer)
             self.stack.touched = self.asked_for_length = False
-            if torch.compiler.is_compiling():
-                self._settle_compiled()
+            if late and True in [layer.held.leaves for layer in self._stack.sketch]:
+                _settle(self._stack)
         self.prompt.call_ended(self, begun=begun, failed=failed)
 
     def _leave_due(self, *, later: bool) -> None:
-        """Have layers leave what is due to the end of the call, or do it themselves again."""
-        for layer in self._stack.sketch:
-            layer.held.settles_later = later
-
-    def _settle_compiled(self) -> None:
-        """Have done at the end of a compiled call what layers do themselves in any other."""
-        self._leave_due(later=False)
-        if True in [layer.held.leaves for layer in self._stack.sketch]:
-            _settle(self._stack)
+        """Have layers leave what is due to the end of the call, where it is compiled, or do it themselves again."""
+        if self.settles_later != later:
+            self.settles_later = later
+            for layer in self._stack.sketch:
+                layer.held.settles_later = later
 
     def _check_call(self, rows: int, count: int) -> None:
         """Refuse tokens that cannot follow those that were read."""

@@ -103,9 +103,12 @@ class Pool:
         """Those of all."""
         return self._joined()[1]
 
-    def at(self, index: Int64[Tensor, "l k"]) -> tuple[Tensor, Tensor]:
-        """Keys and values of those with these numbers; on a GPU a copy of all is less than a few launches more."""
-        if not self.stays_apart(index):
+    def at(self, index: Int64[Tensor, "l k"], *, together: bool = False) -> tuple[Tensor, Tensor]:
+        """Keys and values of those with these numbers, out of a copy of all if `together`.
+
+        On a GPU such a copy is less than a few launches more.
+        """
+        if together or not self.stays_apart(index):
             keys, values = chosen_of(self._joined(), index)
             return keys, values
         count = self.held.count - self.start
@@ -222,7 +225,7 @@ class ChosenEntries(Holding):
         elif kept.index is not None:
             pool = held.with_new(new, start) if pool is None else pool
             moved = self._rearranged(pool, kept, new)
-            parts = None if moved else pool.at(kept.index)
+            parts = None if moved else pool.at(kept.index, together=kept.in_order)
         else:  # what is there stays where it lies
             parts, start, fresh = (new.keys, new.values), held.count, False
         if parts is not None:
