@@ -141,6 +141,8 @@ class LayerCache(LayerState):
     def _settle_after(self, asked: Query, new: NewTokens, found: Answer | None) -> None:
         """Write to the past what is due after a single token, and have the shorter road for the next one if that pays.
 
+        In a compiled call it is due at the end of that, where there is an end: see `SketchCache.end_call`.
+
         `found`: what was still to be read, as the token came; None: it took that road.
         """
         if torch.compiler.is_compiling():
