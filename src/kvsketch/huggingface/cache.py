@@ -113,7 +113,7 @@ class SketchCache(Cache):
             for layer in self.stack.summing:
                 stock.release_history(layer)
             self.stack.touched = self.asked_for_length = False
-            if late and True in [layer.held.leaves for layer in self._stack.sketch]:
+            if late and True in [layer.held.leaves() for layer in self._stack.sketch]:
                 _settle(self._stack)
         self.prompt.call_ended(self, begun=begun, failed=failed)
 

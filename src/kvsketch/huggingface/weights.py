@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -146,7 +146,7 @@ def _weights(model: PreTrainedModel, modules: Modules) -> Iterator[tuple[str, Te
     offloaded = {name: (weights, key) for name, weights, key in _offloaded(modules)}
     for prefix, module in modules:
         passing = module._non_persistent_buffers_set
-        for key, tensor in (*_once(module._parameters), *_once(module._buffers)):
+        for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             name = f"{prefix}.{key}" if prefix else key
             if key in passing:
                 continue
@@ -161,12 +161,6 @@ def _weights(model: PreTrainedModel, modules: Modules) -> Iterator[tuple[str, Te
             weights, place = offloaded[name]
             yield name, weights[place].to(tensor.dtype)  # as accelerate brings it
     yield from _packed(modules)
-
-
-def _once(tensors: Mapping[str, Tensor | None]) -> Iterable[tuple[str, Tensor]]:
-    """Those that there are, each by its first name."""
-    first = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
-    return [(name, tensor) for name, tensor in tensors.items() if tensor is not None and first[id(tensor)] == name]
 
 
 def _packed(modules: Modules) -> Iterator[tuple[str, Tensor]]:

@@ -1,6 +1,5 @@
 """Whether tensors have numbers, and no NaN or infinite ones, without a copy of them."""
 
-import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -12,10 +11,10 @@ from kvsketch.kernels import native
 
 def are_numbers(each: Sequence[Float[Tensor, "b h n _"]]) -> Bool[Tensor, " x"]:
     """Of each of them, on their device: no GPU is waited for."""
-    found = _in_c([x.detach() for x in each])
-    if found is not None:
+    each = [x.detach() for x in each]
+    if (found := _in_c(each)) is not None:
         return found
-    some = [x.detach() if x.numel() else x.new_zeros(1) for x in each]
+    some = [x if x.numel() else x.new_zeros(1) for x in each]
     return torch.stack([torch.stack(torch.aminmax(x)) for x in some]).isfinite().all(1)  # NaN wins
 
 
@@ -28,6 +27,5 @@ def _in_c(each: Sequence[Float[Tensor, "b h n _"]]) -> Bool[Tensor, " x"] | None
     for x in each:
         about += [x.shape[3], *x.stride()[:3]]
     found = native.room(len(each), dtype=torch.bool)
-    of = (ctypes.c_void_p * len(each))(*native.addresses(*each))
-    library.kvs_are_numbers(native.numbers(about), of, *native.addresses(found))
+    library.kvs_are_numbers(native.numbers(about), native.pointers(*each), *native.addresses(found))
     return found

@@ -29,6 +29,7 @@ from kvsketch.kernels.native.weights import ADDED, INSTEAD, Noting
 from kvsketch.kernels.places import chosen_of
 
 MASS = "mass"  # what an entry got of the attention of all queries so far, where a method declares it
+NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 LARGE = 1 << 22  # bytes of keys: so many are rearranged where they lie
 
 
@@ -57,7 +58,7 @@ class Held:
         keys, values = chosen_of((self.keys, self.values), index)
         return keys, values
 
-    def with_new(self, new: Arriving, start: int = 0, about: Mapping[str, Tensor] = MappingProxyType({})) -> "Pool":
+    def with_new(self, new: Arriving, start: int = 0, about: Mapping[str, Tensor] = NOTHING) -> "Pool":
         """Those from `start` on and the new tokens: what there is to choose from.
 
         `about` is what is declared about new ones; the rest is 0.
@@ -71,9 +72,7 @@ class Pool:
     Their keys and values are put together when they are asked for: where all have room nobody does.
     """
 
-    def __init__(
-        self, held: Held, new: Arriving, start: int = 0, about: Mapping[str, Tensor] = MappingProxyType({})
-    ) -> None:
+    def __init__(self, held: Held, new: Arriving, start: int = 0, about: Mapping[str, Tensor] = NOTHING) -> None:
         self.held, self.new, self.start = held, new, start
         self.per_entry = dict[str, Tensor]()
         for name, x in held.per_entry.items():
@@ -263,8 +262,7 @@ class ChosenEntries(Holding):
         if kept.in_order and native.library() is not None:
             about = {name: x[:, before:] for name, x in pool.per_entry.items() if name not in kept.per_entry}
             every = both | {f"entry.{name}": x for name, x in about.items()}
-            spare = self.budget.fixed is not None or self.room > 0
-            most = self.budget.capacity if spare else start + index.shape[1]
+            most = start + index.shape[1] if self._fits_exactly else self.budget.capacity
             if rearrange([self.held[name] for name in every], start, index, list(every.values()), most):
                 return frozenset(every)
         if index.numel() * keys.shape[2] * keys.element_size() < LARGE:
@@ -273,10 +271,15 @@ class ChosenEntries(Holding):
             self.held[name].rearrange(start, index, x, self.budget.capacity)
         return frozenset(both)
 
+    @property
+    def _fits_exactly(self) -> bool:
+        """Whether what is chosen has no room to spare."""
+        return self.budget.fixed is None and not self.room
+
     def _replace(self, name: str, start: int, x: Tensor, *, fresh: bool = True) -> None:
         """Have `x` from `start` on; `fresh`: nobody else has it."""
         grown = self.held.get(name)
-        if not start and fresh and self.budget.fixed is None and not self.room:
+        if not start and fresh and self._fits_exactly:
             self.held[name] = Growing(1, x)  # no copy, and no room to spare
             return
         if not start and (grown is None or grown.lanes != len(x)):

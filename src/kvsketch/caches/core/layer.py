@@ -276,9 +276,8 @@ class LayerCache(LayerState):
         seen = Seen.of(new, ranks, ahead=self.config.looks_ahead)
         return self.streams.divided(columns, seen)
 
-    @property
     def leaves(self) -> bool:
-        """Whether anything is due to leave a window."""
+        """Whether anything is due to leave a window: then `settle` is to be called."""
         found = [stream.leaves(self.lengths) for stream in self.streams.all]
         return True in found and not self.recording
 

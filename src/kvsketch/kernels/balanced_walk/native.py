@@ -18,25 +18,19 @@ def keep_half(
     gain: float,
 ) -> Bool[Tensor, "l n"] | None:
     """Which half to keep; see `strips.halving_signs`."""
-    return _keep_half(keys, values, None, uniforms, sizes, scale, gain)
+    return keep_half_of(keys, values, None, uniforms[:, None], sizes[:, None], scale, gain)
 
 
 def keep_half_of(
     keys: Float[Tensor, "l n d"],
     values: Float[Tensor, "l n e"],
-    index: Int64[Tensor, "l w"],
+    index: Int64[Tensor, "l w"] | None,
     uniforms: Float[Tensor, "l c m"],
     sizes: Int64[Tensor, "l c"],
     scale: float,
     gain: float,
 ) -> Bool[Tensor, "lc m"] | None:
-    """The same of blocks whose tokens are numbered, where they lie."""
-    return _keep_half(keys, values, index, uniforms, sizes, scale, gain)
-
-
-def _keep_half(
-    keys: Tensor, values: Tensor, index: Tensor | None, uniforms: Tensor, sizes: Tensor, scale: float, gain: float
-) -> Tensor | None:
+    """The same of blocks whose tokens are numbered, where they lie; None: a lane is a block."""
     library = native.library_for(keys, values)
     if library is None:
         return None

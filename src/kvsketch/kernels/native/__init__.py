@@ -89,6 +89,11 @@ def addresses(*tensors: Tensor) -> list[ctypes.c_void_p]:
     return [ctypes.c_void_p(x.data_ptr()) for x in tensors]
 
 
+def pointers(*tensors: Tensor) -> "ctypes.Array[ctypes.c_void_p]":
+    """The same one behind the other, for kernels that read any number of tensors."""
+    return (ctypes.c_void_p * len(tensors))(*addresses(*tensors))
+
+
 def numbers(values: Sequence[int]) -> "ctypes.Array[ctypes.c_int64]":
     """Integers as C takes them."""
     return (ctypes.c_int64 * len(values))(*values)
@@ -99,4 +104,15 @@ def threads() -> int:
     return torch.get_num_threads()
 
 
-__all__ = ["CannotBuildError", "addresses", "library", "library_for", "name", "numbers", "off", "room", "threads"]
+__all__ = [
+    "CannotBuildError",
+    "addresses",
+    "library",
+    "library_for",
+    "name",
+    "numbers",
+    "off",
+    "pointers",
+    "room",
+    "threads",
+]

@@ -59,6 +59,12 @@ INLINE vf load_f32(const float *at) {
 
 INLINE void store_f32(float *at, vf x) { memcpy(at, &x, sizeof x); }
 
+INLINE v_double load_double(const float *at) {
+    v_half x;
+    memcpy(&x, at, sizeof x);
+    return __builtin_convertvector(x, v_double);
+}
+
 INLINE vf load_bf16(const uint16_t *at) {
     vh x;
     memcpy(&x, at, sizeof x);

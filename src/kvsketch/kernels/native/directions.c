@@ -21,11 +21,9 @@ INLINE void key_towards(const void *keys, const int kind, int64_t at, int64_t wi
         float numbers[W];
         part_of_key(keys, kind, at, k, width, numbers);
         UNROLL for (int half = 0; half < 2; half++) {
-            v_half part;
             v_double other;
-            memcpy(&part, numbers + half * (W / 2), sizeof part);
             memcpy(&other, mean + k + half * (W / 2), sizeof other);
-            v_double x = __builtin_convertvector(part, v_double);
+            v_double x = load_double(numbers + half * (W / 2));
             along[half] += x * other;
             own[half] += x * x;
         }
@@ -67,9 +65,7 @@ INLINE double length_of(const void *keys, const int kind, int64_t at, int64_t wi
         float numbers[W];
         part_of_key(keys, kind, at, k, width, numbers);
         UNROLL for (int half = 0; half < 2; half++) {
-            v_half part;
-            memcpy(&part, numbers + half * (W / 2), sizeof part);
-            v_double x = __builtin_convertvector(part, v_double);
+            v_double x = load_double(numbers + half * (W / 2));
             own[half] += x * x;
         }
     }
@@ -84,11 +80,9 @@ INLINE void add_key(const void *keys, const int kind, int64_t at, int64_t width,
         float numbers[W];
         part_of_key(keys, kind, at, k, width, numbers);
         UNROLL for (int half = 0; half < 2; half++) {
-            v_half part;
             v_double so_far;
-            memcpy(&part, numbers + half * (W / 2), sizeof part);
             memcpy(&so_far, sum + k + half * (W / 2), sizeof so_far);
-            so_far += __builtin_convertvector(part, v_double) * share;
+            so_far += load_double(numbers + half * (W / 2)) * share;
             memcpy(sum + k + half * (W / 2), &so_far, sizeof so_far);
         }
     }

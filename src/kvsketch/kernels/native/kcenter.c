@@ -35,12 +35,8 @@ typedef struct {
 static double product(const float *x, const float *y, int64_t wide) {
     v_double sums[2] = {{0}, {0}};
     for (int64_t k = 0; k < wide; k += W)
-        UNROLL for (int half = 0; half < 2; half++) {
-            v_half a, b;
-            memcpy(&a, x + k + half * (W / 2), sizeof a);
-            memcpy(&b, y + k + half * (W / 2), sizeof b);
-            sums[half] += __builtin_convertvector(a, v_double) * __builtin_convertvector(b, v_double);
-        }
+        UNROLL for (int half = 0; half < 2; half++)
+            sums[half] += load_double(x + k + half * (W / 2)) * load_double(y + k + half * (W / 2));
     v_double all = sums[0] + sums[1];
     double sum = 0;
     for (int i = 0; i < W / 2; i++) sum += all[i];

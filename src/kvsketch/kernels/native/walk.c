@@ -297,8 +297,10 @@ static walks read_about(const int64_t *x, const void *keys, const void *values, 
                    x[9], keys, values, numbers, (float)scale, NULL, 1, 0};
 }
 
-// Whether a block's tokens lie where its index says, among so many.
+// Where a block's tokens lie: one behind the other, or where its index says. Whether that is among so many.
 static int take_places(const walks *all, int64_t number, int64_t there, block *b) {
+    for (int64_t j = 0; !all->index && j < b->count; j++) b->places[j] = j;
+    if (!all->index) return 1;
     int64_t first = number % all->of_lane * all->n, wrong = b->count > all->n || first + b->count > all->numbered;
     const int64_t *index = all->index + number / all->of_lane * all->numbered + first;
     for (int64_t j = 0; !wrong && j < b->count; j++) wrong = index[j] < 0 || index[j] >= there, b->places[j] = index[j];
@@ -310,18 +312,14 @@ static int take_places(const walks *all, int64_t number, int64_t there, block *b
 int kvs_keep_half(const int64_t *about, const void *keys, const void *values, const double *uniforms, const int64_t *index,
                   const int64_t *sizes, double scale, double gain, uint8_t *kept) {
     walks all = read_about(about, keys, values, uniforms, scale);
+    int64_t there = 0;
     int failed = 0;
-    if (index) all.index = index, all.of_lane = about[10], all.numbered = about[11];
+    if (index) all.index = index, all.of_lane = about[10], all.numbered = about[11], there = about[12];
 #pragma omp parallel for schedule(dynamic) num_threads(use_threads(all.threads, all.blocks)) reduction(| : failed)
     for (int64_t i = 0; i < all.blocks; i++) {
         block b = {.count = sizes[i]};
         if (all.n) memset(kept + i * all.n, 0, (size_t)all.n);
-        if (!make_room(&b, &all)) {
-            failed = 1;
-            continue;
-        }
-        for (int64_t j = 0; !index && j < b.count; j++) b.places[j] = j;
-        if (index && !take_places(&all, i, about[12], &b)) {
+        if (!make_room(&b, &all) || !take_places(&all, i, there, &b)) {
             failed = 1;
             continue;
         }

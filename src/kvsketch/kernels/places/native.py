@@ -3,6 +3,7 @@
 import ctypes
 import math
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -26,8 +27,8 @@ def chosen_of(each: Sequence[Tensor], index: Int64[Tensor, "l m"]) -> list[Tenso
     about = [*index.shape, first.shape[1], native.threads(), len(each)]
     for x in each:
         about += [size * x.element_size() for size in (x.stride(0), x.stride(1), x.shape[2])]
-    of = [place for both in zip(each, found, strict=True) for place in native.addresses(*both)]
-    wrong = library.kvs_copy_places(native.numbers(about), *native.addresses(index), (ctypes.c_void_p * len(of))(*of))
+    of = native.pointers(*chain(*zip(each, found, strict=True)))
+    wrong = library.kvs_copy_places(native.numbers(about), *native.addresses(index), of)
     return None if wrong else found
 
 
@@ -87,8 +88,5 @@ def keep_in_place(index: Int64[Tensor, "l k"], held: int, each: Sequence[Tensor]
             return False
         size, width = x.element_size(), math.prod(x.shape[2:])
         about += [size * number for number in (*x.stride()[:2], *more.stride()[:2], width)]
-    index = index.contiguous()
-    of = [place for both in zip(each, new, strict=True) for place in native.addresses(*both)]
-    return not library.kvs_keep_in_place(
-        native.numbers(about), *native.addresses(index), (ctypes.c_void_p * len(of))(*of)
-    )
+    index, of = index.contiguous(), native.pointers(*chain(*zip(each, new, strict=True)))
+    return not library.kvs_keep_in_place(native.numbers(about), *native.addresses(index), of)
