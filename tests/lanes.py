@@ -85,4 +85,4 @@ def holding_of(lanes):
 def arriving(keys, values, before=0):
     """Tokens [b, h, n, ·] as they reach the lanes of a bundle."""
     heads = torch.arange(keys.shape[1]).repeat(len(keys))
-    return Arriving(keys.flatten(0, 1), values.flatten(0, 1), before, heads)
+    return Arriving(keys.flatten(0, 1), values.flatten(0, 1), before, lambda _: heads)

@@ -49,7 +49,7 @@ def test_blocks_have_the_tokens_of_a_level_in_their_order(sizes):
     keys, here = normal(2, 40, 3), torch.stack([torch.arange(20), torch.arange(20, 40)]) % 37
     halves = Halves(Halving(6, "greedy", 1, 0.0, 0, 0), lambda budget, count: count)
     held, came = keys.split([29, 11], 1)
-    pool = Pool(Held(held, held), Arriving(came, came, 29, torch.arange(2)))
+    pool = Pool(Held(held, held), Arriving(came, came, 29, lambda _: torch.arange(2)))
     blocks, places = halves._blocks(pool, here, sizes, 0, 5, torch.arange(2), torch.arange(46))
     found, _ = gathered(blocks.keys, blocks.values, blocks.index, len(sizes), max(sizes))
     real = torch.arange(max(sizes)) < torch.tensor(sizes * 2)[:, None]

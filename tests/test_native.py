@@ -871,6 +871,32 @@ def test_places_are_copied_as_by_torch():
 
 
 @needs_c
+def test_a_few_numbers_of_many_tensors_are_those_at_the_places_asked_for():
+    """Bit for bit, of kinds of every size, and none of a tensor that lies otherwise."""
+    kinds = (
+        torch.float32,
+        torch.bfloat16,
+        torch.float64,
+        torch.uint8,
+        torch.complex128,
+        torch.float8_e4m3fn,
+        torch.bool,
+    )
+    parts = torch.tensor([0.0, 0.5, 1.999, 2.3, 4.9999999999], dtype=torch.float64)
+    each = [
+        torch.randn(count, dtype=torch.float64).mul(50).to(kind) for kind in kinds for count in (0, 1, 5, 6, 1000003)
+    ] + [torch.tensor(3.0), torch.randn(70, 90)[10:40]]
+    found = places.few_of_each(each, parts).split([min(x.numel(), 5) * x.element_size() for x in each])
+    for x, some in zip(each, found, strict=True):
+        at = (parts * (x.numel() / 5)).long() if x.numel() > 5 else torch.arange(x.numel())
+        assert torch.equal(some, x.reshape(-1)[at].contiguous().view(torch.uint8) if x.numel() else some[:0])
+    gone = torch.randn(100)
+    gone.untyped_storage().resize_(0)
+    for other in (torch.randn(9, 9).T, torch.randn(9, 9)[:, 2:], gone, torch.nn.Parameter(torch.randn(9))):
+        assert places.few_of_each([each[3], other], parts) is None
+
+
+@needs_c
 @pytest.mark.parametrize("kept", [700, 500, 3, 0])
 def test_places_move_to_the_front_of_what_there_is(kept):
     """Those that are held and new ones: as if they were copied out of both, and nothing behind them has changed."""

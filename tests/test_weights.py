@@ -12,6 +12,7 @@ import kvsketch
 import zoo
 from kvsketch.huggingface.identity import describe_model
 from kvsketch.huggingface.weights import devices_of_layers, sample_weights
+from kvsketch.kernels import native
 from made_index import make_index
 
 pytestmark = [
@@ -60,6 +61,18 @@ def test_offloaded_weights_count_in_a_fingerprint(away):
     assert sample_weights(away(other)).fingerprint(rounded=True) != sample_weights(zoo.build("llama")).fingerprint(
         rounded=True
     )
+
+
+def test_a_fingerprint_is_the_same_without_c():
+    """A file that was made where there is a compiler is loaded where there is none."""
+    model = zoo.build("llama").to(torch.bfloat16)
+    model.model.norm.weight.data = model.model.norm.weight.data.float()
+    with native.off():
+        expected = sample_weights(model)
+    found = sample_weights(model)
+    assert found.shapes == expected.shapes
+    assert all(torch.equal(found.numbers[name], x) for name, x in expected.numbers.items())
+    assert found.fingerprint(rounded=False) == expected.fingerprint(rounded=False)
 
 
 @pytest.mark.parametrize("rounded", [True, False])

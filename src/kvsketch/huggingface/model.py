@@ -2,6 +2,7 @@
 
 import weakref
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -45,13 +46,17 @@ class ModelLink:
 
     def part_of(self, layer: int, heads: int) -> HeadPart:
         """Which of a layer's KV heads are here, where keys of so many came."""
-        return part_of(self.divisions, layer, heads, of_layer(heads_of(self.config)[0], layer))
+        return part_of(self.divisions, layer, heads, of_layer(self.heads, layer))
+
+    @cached_property
+    def heads(self) -> Any:
+        """KV heads; a list of them, where layers differ. Layers ask at their beginning, and a config takes its time."""
+        return heads_of(self.config)[0]
 
     @property
     def group(self) -> int:
         """Query heads of a KV head; the most, where layers differ."""
-        every = heads_of(self.config)[0]
-        least = min(heads for heads in every if heads) if isinstance(every, list) else every
+        least = min(heads for heads in self.heads if heads) if isinstance(self.heads, list) else self.heads
         return int(self.config.num_attention_heads // least)
 
     @property

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from kvsketch.caches.core.storage import fetched, sent_to
 from kvsketch.huggingface.modules import attention_modules
 from kvsketch.huggingface.spread import combined, groups_of, is_divided, numbers_at
+from kvsketch.kernels.places import few_of_each
 
 SAMPLED = 64  # numbers of every tensor that go into a fingerprint
 # One in each of 64 equal parts of it, at the multiples of the golden ratio, so that no two are of one column where a
@@ -67,16 +68,9 @@ class SampledWeights:
 def sample_weights(model: PreTrainedModel) -> SampledWeights:
     """Of the model as it is now. This does not wait for a GPU that has all weights."""
     modules = tuple(model.named_modules())
-    weights, samples = dict(_weights(model, modules)), dict[str, Tensor]()
-    places = dict[tuple[int, torch.device], Tensor]()
-    for name, tensor in weights.items():
-        count, device = tensor.numel(), tensor.device
-        if count > SAMPLED and (count, device) not in places:  # of tensors of one size they are sent once
-            at = (PLACES * (count / SAMPLED)).long()
-            places[count, device] = at if is_divided(tensor) else sent_to(device, at)
-        samples[name] = numbers_at(tensor, places.get((count, device))).contiguous()
+    weights = dict(_weights(model, modules))
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    return SampledWeights(shapes, _coming(samples, groups_of(weights.values())), _adapters(model, modules))
+    return SampledWeights(shapes, _coming(weights), _adapters(model, modules))
 
 
 def _adapters(model: PreTrainedModel, modules: Modules) -> list[str]:
@@ -120,14 +114,14 @@ def _bytes_of(sample: Tensor) -> Tensor:
     return sample.view(torch.uint8)
 
 
-def _coming(samples: dict[str, Tensor], groups: Sequence[Any]) -> Callable[[], dict[str, Tensor]]:
+def _coming(weights: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
     """Numbers of all tensors, sent by each device at once, and by the processes that have parts of them."""
-    by_device = defaultdict[torch.device, list[str]](list)
-    for name, sample in samples.items():
-        by_device[sample.device].append(name)
-    kinds = {name: (_bytes_of(sample).numel(), sample.dtype) for name, sample in samples.items()}
+    by_device, groups = defaultdict[torch.device, list[str]](list), groups_of(weights.values())
+    for name, tensor in weights.items():
+        by_device[tensor.device].append(name)
+    kinds = {name: (min(x.numel(), SAMPLED) * x.element_size(), x.dtype) for name, x in weights.items()}
     sent = [
-        (names, fetched(combined(torch.cat([_bytes_of(samples[name]) for name in names]), groups)))
+        (names, fetched(combined(_sampled([weights[name].detach() for name in names]), groups)))
         for names in by_device.values()
     ]
 
@@ -141,10 +135,27 @@ def _coming(samples: dict[str, Tensor], groups: Sequence[Any]) -> Callable[[], d
     return arrived
 
 
+def _sampled(tensors: Sequence[Tensor]) -> Tensor:
+    """Bytes of a few numbers of each of these, which one device has."""
+    found = few_of_each(tensors, PLACES)
+    if found is not None:
+        return found
+    samples, places = list[Tensor](), dict[int, Tensor]()
+    for tensor in tensors:
+        count = tensor.numel()
+        if count > SAMPLED and count not in places:  # of tensors of one size they are sent once
+            at = (PLACES * (count / SAMPLED)).long()
+            places[count] = at if is_divided(tensor) else sent_to(tensor.device, at)
+        samples.append(_bytes_of(numbers_at(tensor, places.get(count)).contiguous()))
+    return torch.cat(samples)
+
+
 def _weights(model: PreTrainedModel, modules: Modules) -> Iterator[tuple[str, Tensor]]:
     """All parameters, and what else is saved with a model, by name; those that are offloaded from where they lie."""
     offloaded = {name: (weights, key) for name, weights, key in _offloaded(modules)}
     for prefix, module in modules:
+        if not module._parameters and not module._buffers:
+            continue
         passing = module._non_persistent_buffers_set
         for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             name = f"{prefix}.{key}" if prefix else key
@@ -201,7 +212,7 @@ def _offloaded(modules: Modules) -> Iterator[tuple[str, Any, str]]:
 
 def _hooks(module: nn.Module) -> list[Any]:
     """Those of accelerate, which may be several in one."""
-    hook = getattr(module, "_hf_hook", None)
+    hook = vars(module).get("_hf_hook")  # of itself: a module asks all its parts for what it has not
     return [] if hook is None else list(getattr(hook, "hooks", [hook]))
 
 

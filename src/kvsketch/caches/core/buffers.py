@@ -84,12 +84,14 @@ class Growing:
         assert self.buffer is not None, "nothing was stored yet"
         return self.buffer.narrow(self.dim, start, self.buffer.shape[self.dim] - start)
 
-    def append(self, new: Tensor) -> None:
-        """Add places at the end; an interruption leaves none that are not filled."""
-        start, stop = self.length, self.length + new.shape[self.dim]
-        self.make_room(stop, new)
+    def append(self, *new: Tensor) -> None:
+        """Add places at the end, part by part; an interruption leaves none that are not filled."""
+        counts, stop = [part.shape[self.dim] for part in new], self.length
+        self.make_room(stop + sum(counts), new[0])
         assert self.buffer is not None, "there is room"
-        self.buffer.narrow(self.dim, start, stop - start).copy_(new)
+        for part, count in zip(new, counts, strict=True):
+            self.buffer.narrow(self.dim, stop, count).copy_(part)
+            stop += count
         self.length = stop
 
     def append_beside(self, *parts: Tensor) -> None:
@@ -219,12 +221,12 @@ class Window:
         held = self.ranks.view >= 0 if self.ragged else None
         return WeightedTokens(self.keys.view, self.values.view, log_mass_of(held))
 
-    def append(self, new: Columns) -> None:
-        """Add columns at the end."""
-        self.keys.append(new.keys)
-        self.values.append(new.values)
-        self.ranks.append(new.ranks)
-        self.append_notes(new.notes)
+    def append(self, *new: Columns) -> None:
+        """Add columns at the end, part by part."""
+        self.keys.append(*(part.keys for part in new))
+        self.values.append(*(part.values for part in new))
+        self.ranks.append(*(part.ranks for part in new))
+        self.append_notes(*(part.notes for part in new if part.notes is not None))
 
     def open(self, count: int, most: int | None) -> None:
         """Have `count` empty columns at least, and no more than `most` columns in all, if that is known.
@@ -265,11 +267,11 @@ class Window:
         """Where what is read lies, while there are empty columns."""
         return self.ragged, marks_of(self.place, *(grown.view for grown in self._all))
 
-    def append_notes(self, notes: Int64[Tensor, "b h n t"] | None) -> None:
-        """Add notes about columns that have none yet."""
-        if notes is not None:
+    def append_notes(self, *notes: Int64[Tensor, "b h _ t"]) -> None:
+        """Add notes about columns that have none yet, if there are any."""
+        if notes:
             self.notes = self.notes or Growing(dim=2, spare=self.keys.spare)
-            self.notes.append(notes)
+            self.notes.append(*notes)
 
     @property
     def noted(self) -> Int64[Tensor, "b h n t"]:

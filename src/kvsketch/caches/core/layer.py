@@ -268,7 +268,8 @@ class LayerCache(LayerState):
         came = [length - less for length, less in zip(self.lengths, before, strict=True)]
         for stream, columns, seen in self._arriving(new, ranks):
             stream.window.ragged = self.ragged
-            stream.hold(replace(columns, notes=notes), seen, self.lengths, came, leave=not self.recording)
+            own = columns if notes is None else replace(columns, notes=notes)
+            stream.hold(own, seen, self.lengths, came, leave=not self.recording)
 
     def _arriving(self, new: NewTokens, ranks: Int64[Tensor, "b q"]) -> list[tuple[Stream, Columns, Seen]]:
         """New tokens for every stream, without their autograd history."""

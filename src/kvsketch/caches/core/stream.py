@@ -167,7 +167,8 @@ class Stream:
         """Have notes about all columns: one by one costs more."""
         if self.waiting and self.method is not None:
             if self.window.not_noted:  # an interruption may have left them waiting though it was done
-                self.window.append_notes(self.method.note(Seen.joined(self.waiting)))
+                notes = self.method.note(Seen.joined(self.waiting))
+                self.window.append_notes(*(() if notes is None else (notes,)))
             self.waiting = []
 
     def hold(
@@ -179,8 +180,9 @@ class Stream:
         """
         self.few = [1 < count < MANY for count in came]
         self.take_notes()
-        if new.notes is None:
-            new = replace(new, notes=self._notes_of(new, seen))
+        notes = self._notes_of(new, seen) if new.notes is None else None
+        if notes is not None:
+            new = replace(new, notes=notes)
         if not leave:
             self.window.append(new)
             self.may_come = 0
@@ -238,8 +240,7 @@ class Stream:
         start = max(0, sinks - seen)  # new tokens before this one are sinks
         stop = start + leaving - from_window
         self._write(new.part(start, stop), [self.left[0] + stop - start] * len(self.left))
-        self.window.append(new.part(0, start))
-        self.window.append(new.part(stop, new.count))
+        self.window.append(*([new.part(0, start)] if start else ()), new.part(stop, new.count))
 
     def _leave_window(self, count: int) -> None:
         """Write the oldest tokens after the sinks to the past; all rows stand at the same rank."""

@@ -141,7 +141,7 @@ class Arriving:
     keys: Float[Tensor, "l n d"]
     values: Float[Tensor, "l n e"]
     before: int  # tokens that came to each lane earlier
-    heads: Int64[Tensor, " l"]  # the KV head of each lane
+    heads_on: Callable[[torch.device], Int64[Tensor, " l"]]  # the KV head of each lane: few methods ask for it
     notes: Int64[Tensor, "l n t"] | None = None
     few: bool = False  # the call that pushed these out of the window had a few tokens: neither one nor many
 
@@ -149,6 +149,11 @@ class Arriving:
     def count(self) -> int:
         """Tokens of each lane."""
         return self.keys.shape[1]
+
+    @property
+    def heads(self) -> Int64[Tensor, " l"]:
+        """The KV head of each lane."""
+        return self.heads_on(self.keys.device)
 
     @property
     def after(self) -> int:
@@ -164,7 +169,7 @@ class Arriving:
         """Tokens start…stop-1."""
         notes = None if self.notes is None else self.notes[:, start:stop]
         keys, values = self.keys[:, start:stop], self.values[:, start:stop]
-        return Arriving(keys, values, self.before + start, self.heads, notes, self.few)
+        return Arriving(keys, values, self.before + start, self.heads_on, notes, self.few)
 
 
 def chunks(count: int, size: int) -> Iterator[tuple[int, int]]:

@@ -1,5 +1,5 @@
 // Places of lanes, see kernels/places/reference.py: their numbers, those that hold something first, or the least ones, or the
-// best ones; and copies of places with given numbers.
+// best ones; and copies of places with given numbers, and of a few numbers of many tensors.
 #include "common.h"
 
 #define DIGIT 11  // bits that are counted together
@@ -173,4 +173,21 @@ int64_t kvs_keep_in_place(const int64_t *about, const int64_t *index, void *cons
         }
     }
     return 0;
+}
+
+// A few numbers of many tensors, one behind the other, `about` says of each how many it has and how many bytes each takes: those
+// at `parts` of it, counted from 0 up to as many as there are, or all where it has no more.
+void kvs_few_of_each(const int64_t *about, const double *parts, const void *const *from, char *to) {
+    int64_t tensors = about[0], wanted = about[1];
+    for (int64_t x = 0; x < tensors; x++) {
+        int64_t count = about[2 + 2 * x], size = about[3 + 2 * x];
+        const char *own = from[x];
+        if (count <= wanted) {
+            if (count) memcpy(to, own, (size_t)(count * size));
+            to += count * size;
+            continue;
+        }
+        double step = (double)count / (double)wanted;
+        for (int64_t i = 0; i < wanted; i++, to += size) memcpy(to, own + (int64_t)(parts[i] * step) * size, (size_t)size);
+    }
 }

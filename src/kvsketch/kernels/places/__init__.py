@@ -6,7 +6,7 @@ kept; `native.py` is in C, `in_triton.py` for GPUs.
 
 from collections.abc import Sequence
 
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Int64, UInt8
 from torch import Tensor
 
 from kvsketch.kernels.places import in_triton, native, reference
@@ -62,4 +62,12 @@ def keep_in_place(index: Int64[Tensor, "l k"], held: int, each: Sequence[Tensor]
     return native.keep_in_place(index, held, each, new)
 
 
-__all__ = ["best", "chosen", "chosen_of", "in_front", "keep_in_place", "least_in_front"]
+def few_of_each(each: Sequence[Tensor], parts: Float[Tensor, " p"]) -> UInt8[Tensor, " bytes"] | None:
+    """Bytes of a few numbers of each tensor, one behind the other: of as many equal parts as there are `parts`.
+
+    `parts` says where, counted in parts; a tensor that has no more numbers than that gives all. None where C cannot.
+    """
+    return native.few_of_each(each, parts)
+
+
+__all__ = ["best", "chosen", "chosen_of", "few_of_each", "in_front", "keep_in_place", "least_in_front"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Int64, UInt8
 from torch import Tensor
 
 from kvsketch.kernels import native
@@ -90,3 +90,21 @@ def keep_in_place(index: Int64[Tensor, "l k"], held: int, each: Sequence[Tensor]
         about += [size * number for number in (*x.stride()[:2], *more.stride()[:2], width)]
     index, of = index.contiguous(), native.pointers(*chain(*zip(each, new, strict=True)))
     return not library.kvs_keep_in_place(native.numbers(about), *native.addresses(index), of)
+
+
+def few_of_each(each: Sequence[Tensor], parts: Float[Tensor, " p"]) -> UInt8[Tensor, " bytes"] | None:
+    """See `__init__.py`."""
+    library = native.library_for(parts, kinds=(torch.float64,))
+    if library is None or any(type(x) is not Tensor or x.device.type != "cpu" or x.is_conj() for x in each):
+        return None
+    if any(x.layout != torch.strided or not x.is_contiguous() or (x.numel() and not x.data_ptr()) for x in each):
+        return None  # one may be elsewhere for now
+    about, length = [len(each), len(parts)], 0
+    for x in each:
+        count, size = x.numel(), x.element_size()
+        about += [count, size]
+        length += size * min(count, len(parts))
+    found = native.room(length, dtype=torch.uint8)
+    at = native.addresses(parts.contiguous(), found)
+    library.kvs_few_of_each(native.numbers(about), at[0], native.pointers(*each), at[1])
+    return found

@@ -69,7 +69,7 @@ class SubGenHolding(Holding):
             grown.append(came)
         if new.after > self.room(new.after):
             keys, values = (grown.view for grown in self.exact)
-            self._update(Arriving(keys, values, 0, new.heads, few=new.few))
+            self._update(Arriving(keys, values, 0, new.heads_on, few=new.few))
             self.exact = (Growing(dim=1), Growing(dim=1))
 
     def _update(self, new: Arriving) -> None:
