@@ -26,7 +26,7 @@ def attend(
     """
     if torch.compiler.is_compiling():
         return None
-    if query.device.type == "cpu":
+    if query.is_cpu:
         if _are_many(query, parts, heads):
             return None
         found = in_c.attend(query, parts, heads, scale, softcap)

@@ -395,13 +395,14 @@ class LayerCache(LayerState):
         """How many tokens of its row come before each new one; -1 for padding."""
         if self.next_rank is not None:
             return self.next_rank
-        rows, _, count, _ = new.keys.shape
-        even = new.valid is None and not self.ragged
-        first = self.seen if even else self.lengths_on(new.keys.device)
-        if even and count == 1:
-            return torch.full((rows, 1), self.seen, device=new.keys.device)
+        (rows, _, count, _), device = new.keys.shape, new.keys.device
+        if new.valid is None and not self.ragged:
+            if count == 1:
+                return torch.full((rows, 1), self.seen, device=device)
+            return torch.arange(self.seen, self.seen + count, device=device).expand(rows, -1)
+        first = self.lengths_on(device)
         if new.valid is None:
-            return (first + torch.arange(count, device=new.keys.device)).expand(rows, -1)
+            return (first + torch.arange(count, device=device)).expand(rows, -1)
         return (first + new.valid.cumsum(1) - 1).masked_fill(~new.valid, -1)
 
     def _measure(self, before: Partial, asked: Query) -> None:

@@ -57,13 +57,17 @@ def random_llama(
     kv_heads: int = 8,
     head_dim: int = 128,
     hidden: int = 512,
+    mlp: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> LlamaForCausalLM:
-    """A Llama with random weights; narrow outside attention, so that attention and cache are what is measured."""
+    """A Llama with random weights; narrow outside attention, so that attention and cache are what is measured.
+
+    `mlp`: the width of its MLPs, if not twice that of what goes from layer to layer.
+    """
     config = LlamaConfig(
         vocab_size=1000,
         hidden_size=hidden,
-        intermediate_size=2 * hidden,
+        intermediate_size=mlp or 2 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,

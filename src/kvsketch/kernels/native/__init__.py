@@ -74,7 +74,7 @@ def library_for(*tensors: Tensor, kinds: Collection[torch.dtype] = DTYPES) -> ct
         return None
     learning = torch.is_grad_enabled()
     for x in tensors:
-        if type(x) is not Tensor or x.dtype != kind or x.device.type != "cpu" or (learning and x.requires_grad):
+        if type(x) is not Tensor or x.dtype != kind or not x.is_cpu or (learning and x.requires_grad):
             return None
     return library()
 

@@ -43,9 +43,9 @@ class Noting(NamedTuple):
         lanes, count, width = keys.shape
         if native.library_for(keys) is None or keys.stride(2) != 1:
             return None
-        if not 0 < rows <= MOST_QUERIES or width % WHOLE or got.dtype != torch.float64 or got.device.type != "cpu":
+        if not 0 < rows <= MOST_QUERIES or width % WHOLE or got.dtype != torch.float64 or not got.is_cpu:
             return None
-        if mass is not None and (mass.dtype != torch.float32 or mass.device.type != "cpu" or mass.stride(1) != 1):
+        if mass is not None and (mass.dtype != torch.float32 or not mass.is_cpu or mass.stride(1) != 1):
             return None
         return Weighing(
             *(lanes, rows, count, width, native.DTYPES[keys.dtype], *keys.stride()[:2]),
@@ -63,7 +63,7 @@ def add_weights(
     been added: nobody may add it once more.
     """
     library, weighing = native.library_for(queries, to.keys), to.weighing(queries.shape[1], scale, softcap)
-    if library is None or weighing is None or lse.dtype != torch.float32 or lse.device.type != "cpu":
+    if library is None or weighing is None or lse.dtype != torch.float32 or not lse.is_cpu:
         return False
     queries, lse, mass = queries.contiguous(), lse.contiguous(), to.log_mass
     of_mass = ctypes.c_void_p(None if mass is None else mass.data_ptr())
@@ -102,7 +102,7 @@ def add_many(
     library = native.library_for(queries, keys)
     if library is None or not asked or keys.stride(3) != 1:
         return False
-    if got.dtype != torch.float64 or lse.dtype != torch.float32 or lse.device.type != "cpu":
+    if got.dtype != torch.float64 or lse.dtype != torch.float32 or not lse.is_cpu:
         return False
     keys, got_by_lane, lse = keys.flatten(0, 1), got.view(rows * heads, -1), lse.contiguous()
     in_pairs = queries.dtype == torch.bfloat16 and width % 2 == 0 and library.kvs_pairs()

@@ -95,7 +95,7 @@ def keep_in_place(index: Int64[Tensor, "l k"], held: int, each: Sequence[Tensor]
 def few_of_each(each: Sequence[Tensor], parts: Float[Tensor, " p"]) -> UInt8[Tensor, " bytes"] | None:
     """See `__init__.py`."""
     library = native.library_for(parts, kinds=(torch.float64,))
-    if library is None or any(type(x) is not Tensor or x.device.type != "cpu" or x.is_conj() for x in each):
+    if library is None or any(type(x) is not Tensor or not x.is_cpu or x.is_conj() for x in each):
         return None
     if any(x.layout != torch.strided or not x.is_contiguous() or (x.numel() and not x.data_ptr()) for x in each):
         return None  # one may be elsewhere for now
