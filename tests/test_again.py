@@ -1,10 +1,14 @@
 """A token that comes as the one before it takes a shorter road, in C, and nobody can tell."""
 
 import copy
+import io
+import math
 import random
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
+import torch.multiprocessing  # noqa: F401 (tensors are pickled as for another process)
 
 from drawn import normal
 from kvsketch.caches.core.again import Again
@@ -83,8 +87,9 @@ def happen(layer, kind, rows, seed):
         with torch.inference_mode():
             return layer, rows, come(layer, 1, rows, seed)
     if kind == "moved":
-        for grown in (layer.streams.only.window.keys, layer.streams.only.window.values):
-            grown.buffer.share_memory_()  # to other memory; what was there is free
+        # As to another process: all that it holds goes to other memory, and what was there is free, and written to.
+        ForkingPickler(io.BytesIO()).dump(layer)
+        _ = [torch.full((1 << power,), math.nan) for power in range(4, 16) for _ in range(20)]
         return layer, rows, come(layer, 1, rows, seed)
     if kind == "sinks":
         return layer, rows, come(layer, 1, rows, seed, sinks=torch.ones(HEADS * GROUP))
@@ -128,7 +133,7 @@ def test_whatever_happens_it_answers_and_holds_the_same(spec, served, tmp_path):
     assert mine[0].keys() == others[0].keys()
     for name, x in mine[0].items():
         assert torch.equal(x, others[0][name]), name
-    assert len(served) > 4 * len(kinds)
+    assert len(served) > 3 * len(kinds)
 
 
 @needs_c

@@ -230,6 +230,26 @@ def test_causal_attention_without_c_is_bitwise_torchs_own(dtype):
     assert torch.equal(got.out, stock)
 
 
+@pytest.mark.parametrize("kernels", [nullcontext, native.off], ids=["C", "torch"])
+def test_numbers_of_a_token_need_not_lie_side_by_side(kernels):
+    """Where halves of width 1 are put together torch lays tokens side by side, and its own kernel does not look."""
+    query, keys, values = draw(entries=60, queries=60)
+    valid = torch.rand(ROWS, 60) < 0.7
+    forms = (
+        lambda q, k, v: causal_attention(q, k, v, SCALE),
+        lambda q, k, v: causal_attention(q, k, v, SCALE, valid=valid),
+        lambda q, k, v: weighted_attention(q, WeightedTokens(k, v, torch.zeros(ROWS, 1, 60)), SCALE),
+    )
+    for form in forms:
+        expected = form(query, keys, values)
+        for turned in range(3):
+            given = [x.mT.contiguous().mT if i == turned else x for i, x in enumerate((query, keys, values))]
+            with kernels():
+                got = form(*given)
+            torch.testing.assert_close(got.out, expected.out, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(got.lse, expected.lse, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("queries", [1, 40])
 def test_an_answer_that_is_not_merged_may_come_without_its_mass(queries):
     """Where no kernel of ours runs, as in float64, it is torch's own call, with an lse of NaN that nobody can use."""

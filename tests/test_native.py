@@ -470,12 +470,15 @@ def test_what_does_not_fit_together_is_not_read():
     """Keys of another width, values of fewer tokens, heads that are no groups: torch says what is wrong with them."""
     query, keys, values = torch.randn(1, 6, 20, 16), *torch.randn(2, 1, 2, 20, 16).unbind()
     narrow = WeightedTokens(keys[..., :8], values)
-    assert kernel.attend(query[:, :, :1], [Entries(narrow)], 2, 0.25) is None
+    short = WeightedTokens(keys, values[:, :, :9])
+    many = WeightedTokens(*(x.expand(3, -1, -1, -1) for x in (keys, values)))
+    for parts in ([Entries(narrow)], [Entries(short)], [Entries(many)], [Entries(many, torch.arange(4))]):
+        assert kernel.attend(query[:, :, :1], parts, 2, 0.25) is None
     for asked, tokens in (
         (query, narrow),
         (query[..., :8], WeightedTokens(keys, values)),
-        (query, WeightedTokens(keys, values[:, :, :9])),
-        (query, WeightedTokens(keys.expand(3, -1, -1, -1), values.expand(3, -1, -1, -1))),
+        (query, short),
+        (query, many),
         (query[:, :5], WeightedTokens(keys, values)),
     ):
         for causal in (True, False):
@@ -494,6 +497,23 @@ def test_what_does_not_fit_together_is_not_read():
     assert prompt.attend(query, WeightedTokens(keys, values, torch.zeros(1, 2, 1)), 0.25) is None
     assert prompt.attend(query.double(), WeightedTokens(keys.double(), values.double()), 0.25) is None
     assert prompt.attend(query.requires_grad_(), tokens, 0.25) is None
+
+
+@needs_c
+def test_what_was_read_before_is_looked_at_again():
+    """Torch moves a tensor to share it with a process: what was there is free. And a gradient may be wanted by now."""
+    query, keys, values = torch.randn(1, 4, 1, 64), *torch.randn(2, 1, 2, 5000, 64).unbind()
+    keys, values, mass = keys.clone(), values.clone(), torch.rand(1, 2, 5000)
+    part = Entries(WeightedTokens(keys, values, mass))
+    expected = kernel.attend(query, [part], 2, 0.25)
+    for x in (keys, values, mass):
+        x.share_memory_()
+    _ = [torch.full((1 << power,), math.nan) for power in range(10, 20) for _ in range(4)]
+    assert torch.equal(kernel.attend(query, [part], 2, 0.25).out, expected.out)
+    keys.requires_grad_()
+    assert kernel.attend(query, [part], 2, 0.25) is None
+    with torch.no_grad():
+        assert torch.equal(kernel.attend(query, [part], 2, 0.25).out, expected.out)
 
 
 @needs_c
@@ -1182,7 +1202,7 @@ EVERY_KERNEL = (
     "definition or classifier or bytes or buckets_visited or chosen_when or signs_are_those or centres_are "
     "or same_bits or directions_are_those or places_are or places_move or places_that or numbered_tokens or no_number "
     "or entries_got or equal_values or not_hidden or nobody_beside or buckets_of_keys or all_bits or put_together "
-    "or turn_logits"
+    "or turn_logits or few_numbers or next_to_nothing or looked_at_again"
 )
 
 

@@ -122,6 +122,27 @@ def test_the_theorems_walk_is_torchs_also_where_it_fails(numbers, bound, torch_f
     assert bool(failed.any()) == (bound == 0.2)
 
 
+@needs_compiler
+@pytest.mark.parametrize("size", [0.0, 1e-19, 1e-25])
+def test_values_of_next_to_nothing_take_the_walk_that_torchs_do(size, torch_form):
+    """Also in tiles of bfloat16, where what they are multiplied by, squared, would be beyond float32."""
+    keys, values = normal(3, 128, 64).bfloat16(), (normal(3, 128, 64, seed=1) * size).bfloat16()
+    real, given = torch.ones(3, 128, dtype=torch.bool), (chances(3, 128), 0.125, torch.full((3,), 30.0))
+    kept, lost = balanced_walk.keep_smaller(keys, values, real, *given)
+    expected, failed = torch_form(balanced_walk.keep_smaller, keys, values, real, *given)
+    assert torch.equal(lost, failed)
+    assert torch.equal(kept, expected)
+    assert size or 40 < kept.sum() / 3 < 65
+
+
+@needs_compiler
+@pytest.mark.parametrize("place", [0, 4, 7])
+def test_centres_of_a_point_that_is_none_are_not_chosen_in_c(place):
+    points = normal(1, 50, 8)
+    points[0, 3, place] = math.nan
+    assert native_kcenter.k_center(points, torch.tensor([9]), torch.ones(1, 50, dtype=torch.bool), 9) is None
+
+
 @pytest.fixture
 def torch_form(monkeypatch):
     """Calls a function where there are no kernels in C."""

@@ -46,6 +46,7 @@ class Choice:
 
     made: Callable[[], Segments]
     asked: Any  # what that kernel goes by
+    tables: tuple[Tensor, ...] = ()  # where what is asked says that they lie
 
 
 @dataclass(frozen=True)

@@ -120,8 +120,10 @@ class Again:
         self.held, self.looks_up = _held_by(stream), asking is not None
         read = [buffer for _, buffer in into] + ([] if router is None else [*router.tensors])
         for part in parts[:-1]:
-            read += [x for x in (part.tokens.keys, part.tokens.values, part.tokens.log_mass) if x is not None]
-        read += [to.got for to, _, _ in notes]
+            tokens, tables = part.tokens, () if part.choice is None else part.choice.tables
+            every = (tokens.keys, tokens.values, tokens.log_mass, tokens.log_value, part.lanes, *tables)
+            read += [x for x in every if x is not None]
+        read += [x for to, _, _ in notes for x in (to.got, to.keys, to.log_mass) if x is not None]
         self.at = [(x, x.data_ptr()) for x in read]  # torch may move a tensor, as to share it with a process
         self.rank = layer.seen  # of the next token
         self.width = new.values.shape[3]
@@ -135,6 +137,10 @@ class Again:
 
     def __deepcopy__(self, _: object) -> None:
         """What is told to C is about one layer's tensors, and no other's."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Nor is it in a file."""
+        return type(None), ()
 
     def take(
         self,

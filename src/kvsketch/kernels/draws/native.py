@@ -38,8 +38,6 @@ def _can_be_read(address: tuple[int | Tensor, ...]) -> bool:
     if torch.compiler.is_compiling():
         return False
     return all(
-        type(x) is Tensor and x.dtype == torch.int64 and x.is_cpu
-        if isinstance(x, Tensor)
-        else -(2**63) <= x < 2**63
+        type(x) is Tensor and x.dtype == torch.int64 and x.is_cpu if isinstance(x, Tensor) else -(2**63) <= x < 2**63
         for x in address
     )

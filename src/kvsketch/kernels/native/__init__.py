@@ -68,13 +68,13 @@ def name() -> str:
 
 
 def library_for(*tensors: Tensor, kinds: Collection[torch.dtype] = DTYPES) -> ctypes.CDLL | None:
-    """The kernels, if C can read these: on the CPU, of one of these kinds, in memory, and nobody wants a gradient."""
+    """The kernels, if C can read these: on the CPU, of one kind, as they are in memory, and nobody wants a gradient."""
     kind = tensors[0].dtype
     if torch.compiler.is_compiling() or kind not in kinds:
         return None
     learning = torch.is_grad_enabled()
     for x in tensors:
-        if type(x) is not Tensor or x.dtype != kind or not x.is_cpu or (learning and x.requires_grad):
+        if type(x) is not Tensor or x.dtype != kind or not x.is_cpu or x.is_neg() or (learning and x.requires_grad):
             return None
     return library()
 

@@ -51,8 +51,12 @@ def can_attend(query: Float[Tensor, "b hg q d"], parts: Sequence[Entries], heads
         return False
     if native.library_for(query) is None or not all(map(_can_read, parts)):
         return False
-    widths = query.shape[3], parts[0].noted[NOTED].widths[1]
-    return all(part.noted[NOTED].widths == widths for part in parts)  # else torch says what is wrong with them
+    widths, lanes = (query.shape[3], parts[0].noted[NOTED].widths[1]), len(query) * heads
+    for part in parts:  # torch says what is wrong with others
+        there = part.tokens.keys.shape[:2].numel()
+        if part.noted[NOTED].widths != widths or there != (lanes if part.lanes is None else len(part.lanes)):
+            return False
+    return True
 
 
 class Shape(ctypes.Structure):
@@ -114,6 +118,7 @@ class _Noted(NamedTuple):
     source: Source
     widths: tuple[int, int]  # of keys and of values
     kept: list[Tensor]
+    at: list[int]  # where everything lay
 
 
 @cache
@@ -128,16 +133,26 @@ def _function() -> Callable[..., int]:
 
 def _can_read(part: Entries) -> bool:
     """Whether C can; if so, how to is noted, for what is held is read again and again."""
-    if NOTED not in part.noted:
-        keys, values = part.tokens.keys, part.tokens.values
-        weights = [x for x in (part.tokens.log_mass, part.tokens.log_value) if x is not None]
+    keys, values = part.tokens.keys, part.tokens.values
+    weights = [x for x in (part.tokens.log_mass, part.tokens.log_value) if x is not None]
+    noted, read = part.noted.get(NOTED), (keys, values, *weights)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in read):
+        return False
+    if noted is None or noted.at != _where(
+        *read, *noted.kept
+    ):  # torch may move a tensor, as to share it with a process
         if native.library_for(keys, values) is None or keys.stride(3) != 1 or values.stride(3) != 1:
             return False
-        if any(not can_read_weights(x, keys) or x.requires_grad for x in weights):
+        if keys.shape[:3] != values.shape[:3] or any(not can_read_weights(x, keys) for x in weights):
             return False
         kept = list[Tensor]()
-        part.noted[NOTED] = _Noted(_described(part, kept), (keys.shape[3], values.shape[3]), kept)
+        described = _described(part, kept)
+        part.noted[NOTED] = _Noted(described, (keys.shape[3], values.shape[3]), kept, _where(*read, *kept))
     return True
+
+
+def _where(*tensors: Tensor) -> list[int]:
+    return [x.data_ptr() for x in tensors]
 
 
 def _described(part: Entries, kept: list[Tensor]) -> Source:

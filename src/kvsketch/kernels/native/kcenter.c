@@ -68,7 +68,7 @@ static int read_points(lane *x, const void *from, int kind, int64_t at, int64_t 
         x->nearest[i] = 0;
         x->far[i] = valid[i] ? INFINITY : -INFINITY;
         if (valid[i]) read_row(from, kind, at + i * row, x->d, to);
-        for (int64_t k = 0; k < x->d; k++) largest = fabsf(to[k]) <= largest ? largest : fabsf(to[k]);
+        for (int64_t k = 0; k < x->d; k++) largest = fabsf(to[k]) > largest || to[k] != to[k] ? fabsf(to[k]) : largest;
         if (!(largest <= HUGEST)) return 0;
         x->norms[i] = product(to, to, x->wide) * (1 - 1e-13);
         x->least[i] = valid[i] ? -INFINITY : INFINITY;

@@ -10,6 +10,7 @@
 #define VECTORS 2
 #endif
 #define ONES 0.025f  // weight of the denominator beside the numerator
+#define TINY 1e-15f  // values, beside those of models
 #define NOTHING -60.0f  // a logit whose exponential is nothing beside 1, but no denormal number: those are slow
 
 typedef struct {
@@ -275,14 +276,20 @@ static void halve(const walks *all, int64_t number, block *b, float gain, uint8_
 static uint8_t keep_fewer(const walks *all, int64_t number, block *b, float bound, uint8_t *kept) {
     int64_t positive = 0, done = 0;
     prepare(all, number, b, 0);
-    float longest = sqrtf(largest_of(b->value_lengths, b->count)), factor = 1 / (longest < 1e-30f ? 1e-30f : longest);
+    float longest = sqrtf(largest_of(b->value_lengths, b->count));
+    if (b->tiled && longest < TINY) {  // the square of what these are multiplied by is beyond float32, and their products are
+        b->tiled = 0;
+        prepare(all, number, b, 0);
+        longest = sqrtf(largest_of(b->value_lengths, b->count));
+    }
+    float factor = 1 / (longest < 1e-30f ? 1e-30f : longest);
     for (int64_t i = 0; !b->tiled && i < padded(b->count, PANEL) * b->e; i++) b->values[i] *= factor;
     b->factor = factor * factor;
     b->ones = 0;
     for (; done < b->count; done++) {
         if (done % PANEL == 0) begin_panel(b, done / PANEL);
         float y = b->y[done % PANEL];
-        if (fabsf(y) > bound) break;
+        if (!(fabsf(y) <= bound)) break;
         int plus = all->uniforms[number * all->n + b->places[done]] < (double)(0.5f - y / (2 * bound));
         positive += plus;
         set_sign(b, done, (float)(2 * plus - 1));
@@ -299,9 +306,10 @@ static walks read_about(const int64_t *x, const void *keys, const void *values, 
 
 // Where a block's tokens lie: one behind the other, or where its index says. Whether that is among so many.
 static int take_places(const walks *all, int64_t number, int64_t there, block *b) {
+    if (b->count > all->n) return 0;
     for (int64_t j = 0; !all->index && j < b->count; j++) b->places[j] = j;
     if (!all->index) return 1;
-    int64_t first = number % all->of_lane * all->n, wrong = b->count > all->n || first + b->count > all->numbered;
+    int64_t first = number % all->of_lane * all->n, wrong = first + b->count > all->numbered;
     const int64_t *index = all->index + number / all->of_lane * all->numbered + first;
     for (int64_t j = 0; !wrong && j < b->count; j++) wrong = index[j] < 0 || index[j] >= there, b->places[j] = index[j];
     return !wrong;
@@ -347,9 +355,10 @@ int kvs_keep_smaller(const int64_t *about, const void *keys, const void *values,
         for (int64_t j = 0; j < all.n; j++)
             if (real[i * all.n + j]) b.places[b.count++] = j;
         struct tile_state before;
-        if (b.tiled) begin_tiles(&before);
+        const int tiled = b.tiled;
+        if (tiled) begin_tiles(&before);
         lost[i] = keep_fewer(&all, i, &b, bounds[i], kept + i * all.n);
-        if (b.tiled) end_tiles(&before);
+        if (tiled) end_tiles(&before);
     }
     return failed;
 }

@@ -45,6 +45,8 @@ class Noting(NamedTuple):
             return None
         if not 0 < rows <= MOST_QUERIES or width % WHOLE or got.dtype != torch.float64 or not got.is_cpu:
             return None
+        if got.shape != keys.shape[:2] or (mass is not None and mass.shape[1] != count):
+            return None
         if mass is not None and (mass.dtype != torch.float32 or not mass.is_cpu or mass.stride(1) != 1):
             return None
         return Weighing(

@@ -80,7 +80,11 @@ def keep_in_place(index: Int64[Tensor, "l k"], held: int, each: Sequence[Tensor]
         return False
     about = [*index.shape, held, new[0].shape[1], native.threads(), len(each)]
     for x, more in zip(each, new, strict=True):
-        if native.library_for(x, more, kinds=_KINDS) is None or x.shape[1] < index.shape[1] or len(x) != len(index):
+        if (
+            native.library_for(x, more, kinds=_KINDS) is None
+            or x.shape[1] < max(held, index.shape[1])
+            or len(x) != len(index)
+        ):
             return False
         if len(more) != len(x) or more.shape[1:] != (new[0].shape[1], *x.shape[2:]):
             return False
@@ -95,7 +99,7 @@ def keep_in_place(index: Int64[Tensor, "l k"], held: int, each: Sequence[Tensor]
 def few_of_each(each: Sequence[Tensor], parts: Float[Tensor, " p"]) -> UInt8[Tensor, " bytes"] | None:
     """See `__init__.py`."""
     library = native.library_for(parts, kinds=(torch.float64,))
-    if library is None or any(type(x) is not Tensor or not x.is_cpu or x.is_conj() for x in each):
+    if library is None or any(type(x) is not Tensor or not x.is_cpu or x.is_conj() or x.is_neg() for x in each):
         return None
     if any(x.layout != torch.strided or not x.is_contiguous() or (x.numel() and not x.data_ptr()) for x in each):
         return None  # one may be elsewhere for now
@@ -104,7 +108,7 @@ def few_of_each(each: Sequence[Tensor], parts: Float[Tensor, " p"]) -> UInt8[Ten
         count, size = x.numel(), x.element_size()
         about += [count, size]
         length += size * min(count, len(parts))
-    found = native.room(length, dtype=torch.uint8)
-    at = native.addresses(parts.contiguous(), found)
+    found, parts = native.room(length, dtype=torch.uint8), parts.contiguous()
+    at = native.addresses(parts, found)
     library.kvs_few_of_each(native.numbers(about), at[0], native.pointers(*each), at[1])
     return found

@@ -70,7 +70,7 @@ def visit(
         *(None if x is None else x.data_ptr() for x in (scores, sizes, edges, read, others)),
     )
     there = (scores, sizes, edges, read, others)  # `asked` has addresses alone: they must live as long as it does
-    return Choice(partial(_made, library, asked, there), asked), read, others
+    return Choice(partial(_made, library, asked, there), asked, (sizes, edges)), read, others
 
 
 def _made(library: ctypes.CDLL, asked: "ChoiceInC", _: Sequence[Tensor | None]) -> Segments:

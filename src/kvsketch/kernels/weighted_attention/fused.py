@@ -39,6 +39,9 @@ def softmax_attention(
     The kernel wants keys and values of one width, so the narrower is padded with zeros. A row whose
     bias is `-inf` everywhere answers 0 with lse 0 there; `attend_biased` sets that to `-inf`.
     """
+    query, keys, values = (
+        x if x.stride(3) == 1 else x.contiguous() for x in (query, keys, values)
+    )  # or it reads others
     if causal:
         keys, values = _in_rows(keys), _in_rows(values)
     key_width, value_width = keys.shape[-1], values.shape[-1]
