@@ -8,7 +8,7 @@ from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
-import torch.multiprocessing  # noqa: F401 (tensors are pickled as for another process)
+import torch.multiprocessing
 
 from drawn import normal
 from kvsketch.caches.core.again import Again

@@ -208,6 +208,9 @@ def test_a_call_that_fails_half_way_leaves_a_cache_that_says_so(model, filled):
     for _ in range(2):
         with pytest.raises(ValueError, match="failed half-way: layers hold between 200 and 205 tokens"):
             kvsketch.prefill(model, zoo.tokens(1, 5), filled)
+    for say in (filled.report, lambda: filled.new_tokens(zoo.tokens(1, 5))):
+        with pytest.raises(ValueError, match="failed half-way"):
+            say()
     assert torch.equal(answer(model, copy_before), expected)
     filled.reset()
     kvsketch.prefill(model, zoo.tokens(1, 200), filled)
@@ -225,6 +228,13 @@ def test_a_failure_inside_a_layer_is_not_forgotten(model, filled):
     for call in (lambda: kvsketch.prefill(model, zoo.tokens(1, 5), filled), lambda: filled.save("never.safetensors")):
         with pytest.raises(ValueError, match="failed half-way"):
             call()
+    empty = kvsketch.make_cache(model, "h2o(keep=0.3)")
+    linked, values = empty.update(keys, keys, 0)
+    with pytest.raises((RuntimeError, TypeError)):
+        attention(model.model.layers[0].self_attn, torch.zeros(1, 8, 5, 7), linked, values)
+    for say in (empty.report, lambda: empty.new_tokens(zoo.tokens(1, 5)), lambda: empty.save("never.safetensors")):
+        with pytest.raises(ValueError, match="failed half-way"):
+            say()
 
 
 def test_a_cache_of_another_model(model, filled):

@@ -356,6 +356,7 @@ class SketchCache(Cache):
 
     def report(self) -> Report:
         """What is held, against what an uncompressed cache would hold."""
+        self.stack.check_whole()
         return report_on(self.stack, self.model.group)
 
     def new_tokens(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> dict[str, Tensor]:
@@ -365,6 +366,7 @@ class SketchCache(Cache):
         read. The last token that `generate` returned was not read yet: what follows an answer begins with it
         (`torch.cat([answer[:, -1:], question], 1)`).
         """
+        self.stack.check_whole()
         check_goes_on(input_ids, self.stack)
         check_own_mask(attention_mask, input_ids)
         if self.recording and not self.prompt.held:
@@ -379,6 +381,7 @@ class SketchCache(Cache):
 
         The file appears whole or not at all.
         """
+        self.stack.check_whole()
         if self.seen == 0:
             raise ValueError("the cache is empty: there is nothing to save before it has read a prompt")
         self.model.check_in_one("saving a cache")
