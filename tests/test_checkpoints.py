@@ -160,7 +160,7 @@ def unknown(path, whole):
     [
         (cut, "is not a whole GGUF file"),
         (cut_in_the_header, "is not a whole GGUF file"),
-        (other_bytes, "is no GGUF file: it begins with b'PKUF'"),
+        (other_bytes, "is no GGUF file: it does not begin with GGUF"),
         (unknown, "the architecture 'perceiver', which this transformers cannot read"),
     ],
 )

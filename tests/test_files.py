@@ -100,7 +100,7 @@ def test_another_models_file_is_refused_and_the_model_left_alone(saved):
     with torch.no_grad():
         fine_tuned.model.layers[1].mlp.up_proj.weight.add_(1e-3)
     for other in [*others, fine_tuned]:
-        with pytest.raises(ValueError, match=r"saved for another model \(a 'llama'\)"):
+        with pytest.raises(ValueError, match=r"saved for another model \(a 'llama' of other weights"):
             kvsketch.load_cache(other, saved[2])
         assert other.config._attn_implementation == "sdpa"
 
@@ -479,3 +479,16 @@ def test_an_index_knows_its_path_from_where_it_was_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert kvsketch.load_cache(model, "there/cache.safetensors").config.index == str(tmp_path / "here" / "index")
     assert str(config) == "saap(window=16, index='index')"
+
+
+def test_a_file_that_is_no_cache_keeps_its_place(saved, tmp_path):
+    """The name of a program, say, that was given by mistake."""
+    model, cache, path = saved
+    own = tmp_path / "program.py"
+    own.write_text("print('mine')\n")
+    with pytest.raises(ValueError, match="is there and is no saved cache: name another file"):
+        cache.save(own)
+    assert own.read_text() == "print('mine')\n"
+    for file in (path, tmp_path / "new.safetensors"):
+        cache.save(file)
+        assert kvsketch.load_cache(model, file).seen == cache.seen

@@ -158,7 +158,7 @@ def test_the_embedded_model_finds_its_own(tmp_path, monkeypatch):
     assert done.returncode == 0, done.stderr
     (model, _), shipped = load_embedded(), profile.SHIPPED
     monkeypatch.setattr(profile, "SHIPPED", tmp_path / "profiles")
-    mended = "for the model inside the package kvsketch profile --out FILE"
+    mended = "for the model inside the package kvsketch profile. It is found by itself"
     with pytest.raises(ValueError, match=f"there is none.* {mended}"):
         kvsketch.make_cache(model, "uniform(heads='profile')")
     shutil.copytree(shipped, tmp_path / "profiles")

@@ -38,6 +38,8 @@ def test_a_budget_alone_is_the_recommended_method():
         chosen_method("exact", 0.25)
     with pytest.raises(ValueError, match="keep must be a fraction"):
         chosen_method(None, 0)
+    with pytest.raises(ValueError, match=r"has a budget, and keep=0\.25 is one beside it"):
+        chosen_method("uniform(keep=0.5)", 0.25)
 
 
 def test_every_config_has_a_public_name():

@@ -62,6 +62,8 @@ def chosen_method(method: str | MethodConfig | None, keep: Keep | None) -> Metho
     if keep is None:
         return parse_spec("exact" if method is None else method)
     config = parse_spec(recommended(keep) if method is None else method)
+    if isinstance(method, str) and "keep" in read_call(method)[1]:
+        raise ValueError(f"{method} has a budget, and keep={keep!r} is one beside it: leave one of them out")
     if not isinstance(config, BudgetedConfig):
         raise ValueError(f"{config} forgets nothing, so keep={keep!r} has no meaning: leave it out, or name a method")
     return replace(config, keep=keep)
@@ -69,7 +71,10 @@ def chosen_method(method: str | MethodConfig | None, keep: Keep | None) -> Metho
 
 def read_call(spec: str) -> tuple[str, dict[str, Any]]:
     """Name and options of `name` or `name(option=literal, ...)`."""
-    wrong = f'cannot read the spec {spec!r}: expected a name, or a name with options as in "uniform(keep=0.25)"'
+    wrong = (
+        f'cannot read the spec {spec!r}: expected a name, or a name with options as in "uniform(keep=0.25)", where '
+        "values are numbers or quoted text, as in keep='512MB' (several specs have ; between them)"
+    )
     try:
         call = ast.parse(spec.strip(), mode="eval").body
         if isinstance(call, ast.Name):

@@ -95,7 +95,7 @@ def _read_header(path: Path) -> tuple[str, int]:
     with path.open("rb") as file:
         begin = file.read(len(MAGIC))
     if begin != MAGIC:
-        raise ValueError(f"{path} is no GGUF file: it begins with {begin!r}, not with {MAGIC!r}")
+        raise ValueError(f"{path} is no GGUF file: it does not begin with {MAGIC.decode()}")
     if find_spec("gguf") is None:
         raise ValueError("reading a GGUF file needs the package gguf: pip install gguf")
     from gguf import GGUFReader

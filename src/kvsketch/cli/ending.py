@@ -108,7 +108,8 @@ def _called_wrongly(error: Any) -> str:
     got = f", got {came[-1]!r:.60}" if came else ""
     command = error.ctx.command_path if getattr(error, "ctx", None) else "kvsketch"
     said = error.format_message().strip().removesuffix(".")
-    return f"{said}{got}. See {command} --help" if said else ""  # nothing: help was shown instead
+    end = "" if said.endswith("?") and not got else "."
+    return f"{said}{got}{end} See {command} --help" if said else ""  # nothing: help was shown instead
 
 
 def _say(text: str) -> None:

@@ -194,14 +194,9 @@ def _check_sources(
     if load_cache is not None and chunk is not None:
         raise ValueError("--chunk says how a text is read; with --load-cache none is read")
     if save_cache is not None:
-        check_output("--save-cache", save_cache, [prompt_file], begins=_begins_as_a_cache, what="saved cache")
+        from kvsketch.files import begins_as_tensors
 
-
-def _begins_as_a_cache(content: bytes) -> bool:
-    """Whether these are the first bytes of a file of tensors as kvsketch writes them: behind the length of a header."""
-    from kvsketch.files import BEGIN
-
-    return content[8:].startswith(BEGIN)
+        check_output("--save-cache", save_cache, [prompt_file], begins=begins_as_tensors, what="saved cache")
 
 
 def _ids(tokenizer: "PreTrainedTokenizerBase", text: str, model: "PreTrainedModel", *, special: bool) -> "Tensor":

@@ -82,6 +82,11 @@ class Place:
     digest: str
 
 
+def begins_as_tensors(content: bytes) -> bool:
+    """Whether these are the first bytes of a file of tensors as kvsketch writes them: behind the length of a header."""
+    return content[8:].startswith(BEGIN)
+
+
 class TensorFile:
     """A file that `write_tensors` wrote: its description, and its tensors when they are asked for.
 

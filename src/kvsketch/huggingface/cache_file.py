@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.registry import METHODS
-from kvsketch.files import DTYPE_NAMES, DTYPES, TensorFile, write_tensors
+from kvsketch.files import DTYPE_NAMES, DTYPES, TensorFile, begins_as_tensors, write_tensors
 from kvsketch.huggingface import stock
 from kvsketch.huggingface.identity import Identity, fingerprint
 from kvsketch.huggingface.layer import SketchLayer
@@ -45,6 +45,7 @@ def write_cache(
 
     Of `noted` tokens there are notes of what was read behind them.
     """
+    _check_not_another(Path(path))
     tensors: dict[str, Tensor] = {}
     described: list[dict[str, Any]] = []
     for index, layer in enumerate(layers):
@@ -63,6 +64,15 @@ def write_cache(
         "layers": described,
     }
     write_tensors(path, tensors, description)
+
+
+def _check_not_another(path: Path) -> None:
+    """Refuse to take the place of a file that is something else: it would be gone."""
+    if path.is_file():
+        with path.open("rb") as file:
+            begin = file.read(1 << 10)
+        if begin and not begins_as_tensors(begin):
+            raise ValueError(f"{path} is there and is no saved cache: name another file, or remove it")
 
 
 def check_same_weights(read_by: str | None, model: ModelLink) -> str:
@@ -109,9 +119,9 @@ def config_for(known: dict[str, Any], model: PreTrainedModel, path: Path) -> Met
     config = _with_its_source(_config(known, path), model, known["source"], path)
     if known["fingerprint"] != fingerprint(model):
         raise ValueError(
-            f"{path} was saved for another model (a {known['model_type']!r:.40}): keys mean nothing to other weights. "
-            "Load the model it was made with, in the same dtype and with the same adapters; this one is a "
-            f"{model.config.model_type!r}"
+            f"{path} was saved for another model (a {known['model_type']!r:.40} of other weights, or of other layers "
+            f"and heads, than this {model.config.model_type!r}): keys mean nothing to other weights. Load the model that "
+            "it was made with, in the same dtype and with the same adapters"
         )
     return config
 

@@ -64,7 +64,8 @@ class Positions:
                     f"and expects position {lengths[row] + known}. To continue with new tokens only, pass generate "
                     "**cache.new_tokens(ids), and a model that is called by itself position_ids too, where rows are "
                     "padded; to pass the whole text, it must begin with what the cache has read and go on "
-                    "(use_cache=False passes it again at every step)"
+                    "(use_cache=False passes it again at every step). For another text, or this one anew, call "
+                    "cache.reset() first, or make a new cache"
                 )
         self.offsets = [o if r and not n else k for o, k, r, n in zip(offsets, before, begun, lengths, strict=True)]
         self.checked = True

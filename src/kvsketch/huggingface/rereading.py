@@ -36,7 +36,10 @@ class Behind:
     lead: int = 0
 
 
-def check_room_behind(model: PreTrainedModel, count: int, what: str, advice: str = "") -> int:
+ONCE = "Or take a method that reads a prompt once, such as keydiff"
+
+
+def check_room_behind(model: PreTrainedModel, count: int, what: str, advice: str = ONCE) -> int:
     """How many tokens a second reading of so many has behind them at least; refuses a text that leaves no room."""
     least = min(count, LEAST + LEAD)
     check_context(model, count + least, f"{what} and what is read again of it at a time have", advice)

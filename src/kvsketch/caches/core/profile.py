@@ -22,8 +22,8 @@ UNKNOWN = 0.25  # a number of entries, or of bytes, is divided as this fraction 
 PROFILE = "profile"  # whichever there is for the model
 SHIPPED = Path(__file__).parent.parent.parent / "assets" / "profiles"
 HOW = (
-    "Make one: kvsketch profile MODEL --texts BOOK --out FILE; for the model inside the package "
-    "kvsketch profile --out FILE"
+    "Make one: kvsketch profile MODEL --texts BOOK; for the model inside the package kvsketch profile. It is found by "
+    "itself from then on; one that lies elsewhere, as with --out FILE, is named: heads='FILE'"
 )
 
 

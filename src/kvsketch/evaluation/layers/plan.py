@@ -65,7 +65,7 @@ class Trial:
             raise ValueError(
                 f"rate {self.rate:g} of the {middle:,} tokens between the first and the last {exact} is "
                 f"{self.kept(middle)} entries, but {self.method} needs at least {least}: give a longer text, a larger "
-                "rate, or fewer exact tokens"
+                "rate, or fewer exact tokens (--exact)"
             )
 
     def _with_keep(self, exact: int, keep: Keep) -> BudgetedConfig:
@@ -125,7 +125,7 @@ class Study:
         if tokens < least:
             raise ValueError(
                 f"{name} has {tokens:,} tokens; the study keeps {self.exact} at either end and needs at least "
-                f"{least:,}: give a longer text, or fewer exact tokens"
+                f"{least:,}: give a longer text, or fewer exact tokens (--exact)"
             )
         for trial in self.trials:
             trial.check(middle_of(tokens, self.exact), self.exact)
