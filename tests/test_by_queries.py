@@ -699,6 +699,10 @@ def test_one_call_more_is_no_part_of_the_prompt(llama):
     cache = read(llama, "kvzip(keep=0.25)", zoo.tokens(1, 300))
     with pytest.warns(UserWarning, match="went by its first call alone, and these 280 tokens are later text"):
         kvsketch.prefill(llama, zoo.tokens(1, 280), cache)
+    with warnings.catch_warnings():  # what is refused is told of once
+        warnings.simplefilter("error")
+        with pytest.raises(ValueError, match="For another text, or this one anew, call cache.reset"):
+            llama(zoo.tokens(1, 300), past_key_values=cache, position_ids=torch.arange(300)[None])
 
 
 def test_drafts_and_whatever_else_is_taken_back_are_refused(llama):

@@ -120,8 +120,8 @@ def config_for(known: dict[str, Any], model: PreTrainedModel, path: Path) -> Met
     if known["fingerprint"] != fingerprint(model):
         raise ValueError(
             f"{path} was saved for another model (a {known['model_type']!r:.40} of other weights, or of other layers "
-            f"and heads, than this {model.config.model_type!r}): keys mean nothing to other weights. Load the model that "
-            "it was made with, in the same dtype and with the same adapters"
+            f"and heads, than this {model.config.model_type!r}): keys mean nothing to other weights. Load the model "
+            "that it was made with, in the same dtype and with the same adapters"
         )
     return config
 
