@@ -701,7 +701,7 @@ def test_one_call_more_is_no_part_of_the_prompt(llama):
         kvsketch.prefill(llama, zoo.tokens(1, 280), cache)
     with warnings.catch_warnings():  # what is refused is told of once
         warnings.simplefilter("error")
-        with pytest.raises(ValueError, match="For another text, or this one anew, call cache.reset"):
+        with pytest.raises(ValueError, match=r"For another text, or this one anew, call cache\.reset"):
             llama(zoo.tokens(1, 300), past_key_values=cache, position_ids=torch.arange(300)[None])
 
 
