@@ -276,6 +276,7 @@ class History(RuleBasedStateMachine):
 
     def go_on_from_a_file(self, data):
         path = Path(self.folder.name) / "cache"
+        path.unlink(missing_ok=True)  # it is no cache by now, and keeps its place
         self.cache.save(path)
         loaded = kvsketch.load_cache(self.model, path)
         path.write_bytes(b"something else")  # in its place: what was read is nobody's but the cache's
@@ -287,6 +288,7 @@ class History(RuleBasedStateMachine):
 
     def meet_a_damaged_file(self, data):
         path = Path(self.folder.name) / "cache"
+        path.unlink(missing_ok=True)  # it is no cache by now, and keeps its place
         self.cache.save(path)
         content = bytearray(path.read_bytes())
         at = data.draw(st.integers(0, len(content) - 1), label="place")
