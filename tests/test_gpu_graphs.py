@@ -156,9 +156,9 @@ def test_room_for_recorded_steps_is_given_back(spec, tmp_path):
     with recorded(model, Lists()), torch.no_grad():
         for token in following.split(1, 1):
             step(model, twin, token)
-        assert twin.fork().nbytes <= 1.1 * cache.nbytes
-        assert twin.nbytes <= (1.1 if "KB" in spec else 12) * cache.nbytes, "a budget in bytes holds meanwhile too"
-    assert twin.nbytes <= 1.1 * cache.nbytes
+        assert twin.fork().nbytes <= 1.2 * cache.nbytes
+        assert twin.nbytes <= (1.2 if "KB" in spec else 12) * cache.nbytes, "a budget in bytes holds meanwhile too"
+    assert twin.nbytes <= 1.2 * cache.nbytes
 
 
 def test_whoever_looks_at_a_cache_finds_it_as_after_any_step(tmp_path):

@@ -207,7 +207,9 @@ def test_the_embedded_model_has_an_index(tmp_path, monkeypatch):
     learnt = kvsketch.make_cache(model, "kmeans(window=255)").config.learnt
     assert (learnt.folder, learnt.layers) == (key_index.SHIPPED / "embedded", [0, 1, 2, 3])
     monkeypatch.setattr(key_index, "SHIPPED", tmp_path / "indexes")
-    with pytest.raises(ValueError, match=r"there is none.* for the model inside the package kvsketch fit --out FOLDER"):
+    with pytest.raises(
+        ValueError, match=r"there is none.* for the model inside the package kvsketch fit\. It is found by itself"
+    ):
         kvsketch.make_cache(model, "kmeans")
     for name in ("embedded", "embedded-first"):
         shutil.copytree(learnt.folder.parent / name, tmp_path / "indexes" / name)

@@ -23,6 +23,7 @@ from kvsketch.huggingface.supported import check_context
 CHUNK = 1024  # tokens of a call
 PIECE, LEAD = 2048, 64  # tokens of a text that are behind it at a time; and of those before them, which lead up to them
 LEAST = 256  # tokens of a piece, where the context has no room for more
+ONCE = "Or take a method that reads a prompt once, such as keydiff"
 
 Give = Callable[[dict[str, Tensor | None]], object]
 
@@ -34,9 +35,6 @@ class Behind:
     ids: Int64[Tensor, "b n"]
     real: Int64[Tensor, "b n"]
     lead: int = 0
-
-
-ONCE = "Or take a method that reads a prompt once, such as keydiff"
 
 
 def check_room_behind(model: PreTrainedModel, count: int, what: str, advice: str = ONCE) -> int:

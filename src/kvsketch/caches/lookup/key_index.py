@@ -202,8 +202,8 @@ def find_index(method: str, facts: dict[str, Any]) -> KeyIndex:
         lambda path: read_index(path.parent),
         facts,
         f"{method} looks things up in an index of this model, and there is none, neither in kvsketch nor in {own}. "
-        f"Make one: kvsketch fit MODEL --corpus FILE; it is found by itself from then on. One that lies elsewhere, as "
-        f'with --out FOLDER, is named: {method}(index="FOLDER")',
+        "Make one: kvsketch fit MODEL --corpus FILE, for the model inside the package kvsketch fit. It is found by "
+        f'itself from then on; one that lies elsewhere, as with --out FOLDER, is named: {method}(index="FOLDER")',
     )
 
 

@@ -138,9 +138,8 @@ def _can_read(part: Entries) -> bool:
     noted, read = part.noted.get(NOTED), (keys, values, *weights)
     if torch.is_grad_enabled() and any(x.requires_grad for x in read):
         return False
-    if noted is None or noted.at != _where(
-        *read, *noted.kept
-    ):  # torch may move a tensor, as to share it with a process
+    # Torch may move a tensor, as to share it with a process.
+    if noted is None or noted.at != _where(*read, *noted.kept):
         if native.library_for(keys, values) is None or keys.stride(3) != 1 or values.stride(3) != 1:
             return False
         if keys.shape[:3] != values.shape[:3] or any(not can_read_weights(x, keys) for x in weights):
