@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import quantiles
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from kvsketch.evaluation.speed.made import random_llama
 __all__ = [
     "RESULTS",
     "PeakMemory",
+    "beside_stock",
     "prompt",
     "published",
     "random_llama",
@@ -95,6 +97,12 @@ class PeakMemory:
     @property
     def growth(self) -> int:
         return self.peak - self.before
+
+
+def beside_stock(stock: Sequence[float], own: Sequence[float]) -> dict[str, Any]:
+    """Times of stock's speed, as turns say in the median, with quartiles, and all in all."""
+    low, middle, high = quantiles([base / mine for base, mine in zip(stock, own, strict=True)], n=4)
+    return {"times_stock": middle, "times_stock_in_all": sum(stock) / sum(own), "quartiles": [low, high]}
 
 
 def seconds(function) -> float:

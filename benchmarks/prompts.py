@@ -9,13 +9,13 @@ docs/results/prompts.jsonl.
 
 import argparse
 from functools import partial
-from statistics import median, quantiles
+from statistics import median
 
 import torch
 from transformers import Cache, DynamicCache
 
 import kvsketch
-from common import prompt, random_llama, seconds, shape_of, write_row
+from common import beside_stock, prompt, random_llama, seconds, shape_of, write_row
 from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.registry import parse_spec
 from kvsketch.evaluation.board.speed import TOLERANCE
@@ -63,11 +63,9 @@ def main(lengths: list[int], rounds: int, ways: list[str], layers: int, hidden: 
                     if number:  # the first round warms up
                         taken.append(spent)
             for way, taken in times.items():
-                faster = [base / own for base, own in zip(times[STOCK], taken, strict=True)]
-                low, middle, high = quantiles(faster, n=4)
-                row = {"tokens": tokens, "method": way, "seconds": median(taken), "times_stock": middle}
-                row |= {"quartiles": [low, high], "times_stock_in_all": sum(times[STOCK]) / sum(taken)}
-                write_row("prompts", about | row | {"threads": torch.get_num_threads()})
+                row = {"tokens": tokens, "method": way, "seconds": median(taken)}
+                row |= beside_stock(times[STOCK], taken) | {"threads": torch.get_num_threads()}
+                write_row("prompts", about | row)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,13 @@ median does not show what is done only every so often. A wrong answer of `exact`
 
 import argparse
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache, PreTrainedModel
 
 import kvsketch
-from common import seconds, write_row
+from common import beside_stock, seconds, write_row
 from kvsketch.checkpoints import smollm2_folder
 
 METHODS = (
@@ -73,10 +73,8 @@ def said(part: str, times: dict[str, list[float]], tokens: int) -> list[dict]:
     """A row for each way: tokens a second, and times of stock's speed, as turns say in the median, and all in all."""
     rows = []
     for way, taken in times.items():
-        low, middle, high = quantiles([base / mine for base, mine in zip(times["stock"], taken, strict=True)], n=4)
-        row = {"part": part, "method": way, "tokens_per_second": tokens / median(taken), "times_stock": middle}
-        row["times_stock_in_all"] = sum(times["stock"]) / sum(taken)
-        rows.append(row | {"quartiles": [low, high], "turns": len(taken)})
+        row = {"part": part, "method": way, "tokens_per_second": tokens / median(taken)}
+        rows.append(row | beside_stock(times["stock"], taken) | {"turns": len(taken)})
     return rows
 
 

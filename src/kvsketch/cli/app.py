@@ -108,16 +108,14 @@ def check_output(
     option: str, path: Path, inputs: Iterable[Path | None], *, begins: Callable[[bytes], bool], what: str
 ) -> None:
     """Refuse a file that cannot be written, and one that is there and is something else: it would be gone."""
-    from kvsketch.files import can_be_written
+    from kvsketch.files import can_be_written, is_another
 
     target = can_be_written(path)
     if not target.exists():
         return
     if any(one is not None and one.exists() and one.samefile(target) for one in inputs):
         raise ValueError(f"{option} would take the place of {path}, which is to be read: name another file")
-    with target.open("rb") as file:
-        start = file.read(1 << 10)
-    if start and not begins(start):
+    if is_another(target, begins):
         raise ValueError(
             f"{option} would take the place of {path}, which is no {what}: name another file, or remove it"
         )

@@ -10,7 +10,7 @@
 Nothing that was read is a view of a file: what happens to a file later does not reach it.
 """
 
-from kvsketch.files.atomic import UNFINISHED, can_be_written, remove_left_over, replacing
+from kvsketch.files.atomic import UNFINISHED, can_be_written, is_another, remove_left_over, replacing
 from kvsketch.files.claims import claim
 from kvsketch.files.description import DamagedError, digest_of, digest_of_file, read_json, write_json
 from kvsketch.files.folders import holds_files, making, nearest, private, ready, user_cache
@@ -45,6 +45,7 @@ __all__ = [
     "digest_of",
     "digest_of_file",
     "holds_files",
+    "is_another",
     "is_text",
     "making",
     "name_of",

@@ -4,7 +4,7 @@ import errno
 import hashlib
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -28,6 +28,15 @@ def can_be_written(path: str | Path) -> Path:
     if not target.parent.is_dir():
         raise ValueError(f"there is no folder {target.parent} to write {target.name} to")
     return target
+
+
+def is_another(path: Path, begins: Callable[[bytes], bool]) -> bool:
+    """Whether there is a file of this name that is something else, as its first bytes show: it would be gone."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        start = file.read(1 << 10)
+    return bool(start) and not begins(start)
 
 
 @contextmanager

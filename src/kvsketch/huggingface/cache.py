@@ -91,7 +91,7 @@ class SketchCache(Cache):
             stock.make_writable(layer)
         self.underway = True
         self._leave_due(later=torch.compiler.is_compiling())
-        self.prompt.note(module, given)
+        self.prompt.note(module, given, count)
 
     def end_call(self, *, failed: bool = False) -> None:
         """All layers have taken what came; or the call failed, and some have if any was touched."""

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kvsketch.caches.core.config import MethodConfig
 from kvsketch.caches.registry import METHODS
-from kvsketch.files import DTYPE_NAMES, DTYPES, TensorFile, begins_as_tensors, write_tensors
+from kvsketch.files import DTYPE_NAMES, DTYPES, TensorFile, begins_as_tensors, is_another, write_tensors
 from kvsketch.huggingface import stock
 from kvsketch.huggingface.identity import Identity, fingerprint
 from kvsketch.huggingface.layer import SketchLayer
@@ -45,7 +45,8 @@ def write_cache(
 
     Of `noted` tokens there are notes of what was read behind them.
     """
-    _check_not_another(Path(path))
+    if is_another(Path(path), begins_as_tensors):
+        raise ValueError(f"{path} is there and is no saved cache: name another file, or remove it")
     tensors: dict[str, Tensor] = {}
     described: list[dict[str, Any]] = []
     for index, layer in enumerate(layers):
@@ -64,15 +65,6 @@ def write_cache(
         "layers": described,
     }
     write_tensors(path, tensors, description)
-
-
-def _check_not_another(path: Path) -> None:
-    """Refuse to take the place of a file that is something else: it would be gone."""
-    if path.is_file():
-        with path.open("rb") as file:
-            begin = file.read(1 << 10)
-        if begin and not begins_as_tensors(begin):
-            raise ValueError(f"{path} is there and is no saved cache: name another file, or remove it")
 
 
 def check_same_weights(read_by: str | None, model: ModelLink) -> str:

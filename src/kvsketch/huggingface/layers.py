@@ -19,7 +19,7 @@ from kvsketch.huggingface import stock
 from kvsketch.huggingface.head_shares import HeadShares
 from kvsketch.huggingface.layer import HybridSketchLayer, SketchLayer
 from kvsketch.huggingface.model import ModelLink
-from kvsketch.huggingface.modules import OURS, heads_of, of_layer
+from kvsketch.huggingface.modules import OURS, of_layer
 from kvsketch.huggingface.whole import Whole
 
 
@@ -52,7 +52,7 @@ class LayerStack:
         if equal_until_read(self.config):
             return None
         assert isinstance(self.config, BudgetedConfig), "others hold everything"
-        heads = heads_of(self.model.config)[0]
+        heads = self.model.heads
         ours = [index for index, kind in enumerate(self.kinds) if kind in OURS]
         by_layer = {index: of_layer(heads, index) for index in ours}
         return HeadShares(self.config, self.model, by_layer, length)

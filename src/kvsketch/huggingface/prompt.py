@@ -61,7 +61,6 @@ class Prompt:
         self.latest = 0  # texts that there were before the latest `kvsketch.prefill`
         self.unfinished: Unfinished | None = None  # what that is to read, until all of it is done
         self.in_it = False  # whether the latest tokens that came are of that
-        self.later = 0  # tokens of the call that comes, if they are much text behind a prompt
         self.decoder: weakref.ref[nn.Module] | None = None  # what reads
 
     @property
@@ -112,7 +111,6 @@ class Prompt:
     def check(self, cache: Any, decoder: Any, given: Mapping[str, Any], rows: int, count: int) -> None:
         """A call comes: do what is left of an earlier one, refuse what cannot be read twice, say if memory is short."""
         self.complete(cache)
-        self.later = 0
         if not self.open and self.stack.whole.protected and not torch.compiler.is_compiling():
             mask = given.get("attention_mask")
             known = isinstance(mask, Tensor) and mask.shape == (rows, count)
@@ -122,19 +120,19 @@ class Prompt:
         self.begin()
         if self.held:
             self._check_held(decoder, given, rows, count)
-        elif count >= MANY or (count > 1 and count == self.first == self.stack.seen):
-            self.later = count
 
-    def note(self, decoder: nn.Module, given: Mapping[str, Any]) -> None:
-        """The call is read now: nobody refuses it any more."""
+    def note(self, decoder: nn.Module, given: Mapping[str, Any], count: int) -> None:
+        """The call, of so many tokens, is read now: nobody refuses it any more."""
         self.in_it = self.open
-        if self.later:
+        if not self.config.holds_back or self.again:
+            return
+        if not self.held and (count >= MANY or (count > 1 and count == self.first == self.stack.seen)):
             warnings.warn(
-                f"{self.config} went by its first call alone, and these {self.later:,} tokens are later text. To have "
+                f"{self.config} went by its first call alone, and these {count:,} tokens are later text. To have "
                 "several calls count as one prompt use kvsketch.prefill(model, ids, cache, chunk=...)",
                 stacklevel=2,
             )
-        if self.held and not self.again:
+        if self.held:
             self._drop_unread()
             ids = given.get("input_ids")
             self.texts.append(ids if isinstance(ids, Tensor) else torch.empty(0, device="cpu"))

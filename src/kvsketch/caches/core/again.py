@@ -135,11 +135,8 @@ class Again:
         self.step = Step(asked.queries, parts, layer.heads, self.how, puts, asking, notes)
         self.served = False
 
-    def __deepcopy__(self, _: object) -> None:
-        """What is told to C is about one layer's tensors, and no other's."""
-
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Nor is it in a file."""
+        """A copy is None: what is told to C is about one layer's tensors, and no other's."""
         return type(None), ()
 
     def take(

@@ -226,7 +226,7 @@ class Window:
         self.keys.append(*(part.keys for part in new))
         self.values.append(*(part.values for part in new))
         self.ranks.append(*(part.ranks for part in new))
-        self.append_notes(*(part.notes for part in new if part.notes is not None))
+        self.append_notes(*(part.notes for part in new))
 
     def open(self, count: int, most: int | None) -> None:
         """Have `count` empty columns at least, and no more than `most` columns in all, if that is known.
@@ -267,11 +267,12 @@ class Window:
         """Where what is read lies, while there are empty columns."""
         return self.ragged, marks_of(self.place, *(grown.view for grown in self._all))
 
-    def append_notes(self, *notes: Int64[Tensor, "b h _ t"]) -> None:
+    def append_notes(self, *notes: Int64[Tensor, "b h _ t"] | None) -> None:
         """Add notes about columns that have none yet, if there are any."""
-        if notes:
+        there = [x for x in notes if x is not None]
+        if there:
             self.notes = self.notes or Growing(dim=2, spare=self.keys.spare)
-            self.notes.append(*notes)
+            self.notes.append(*there)
 
     @property
     def noted(self) -> Int64[Tensor, "b h n t"]:

@@ -167,8 +167,7 @@ class Stream:
         """Have notes about all columns: one by one costs more."""
         if self.waiting and self.method is not None:
             if self.window.not_noted:  # an interruption may have left them waiting though it was done
-                notes = self.method.note(Seen.joined(self.waiting))
-                self.window.append_notes(*(() if notes is None else (notes,)))
+                self.window.append_notes(self.method.note(Seen.joined(self.waiting)))
             self.waiting = []
 
     def hold(
@@ -240,7 +239,7 @@ class Stream:
         start = max(0, sinks - seen)  # new tokens before this one are sinks
         stop = start + leaving - from_window
         self._write(new.part(start, stop), [self.left[0] + stop - start] * len(self.left))
-        self.window.append(*([new.part(0, start)] if start else ()), new.part(stop, new.count))
+        self.window.append(new.part(0, start), new.part(stop, new.count))
 
     def _leave_window(self, count: int) -> None:
         """Write the oldest tokens after the sinks to the past; all rows stand at the same rank."""

@@ -89,6 +89,11 @@ def addresses(*tensors: Tensor) -> list[ctypes.c_void_p]:
     return [ctypes.c_void_p(x.data_ptr()) for x in tensors]
 
 
+def where(*tensors: Tensor) -> list[int]:
+    """Where tensors begin: torch may move one, as to share it with a process, and what was there is free."""
+    return [x.data_ptr() for x in tensors]
+
+
 def pointers(*tensors: Tensor) -> "ctypes.Array[ctypes.c_void_p]":
     """The same one behind the other, for kernels that read any number of tensors."""
     return (ctypes.c_void_p * len(tensors))(*addresses(*tensors))
@@ -115,4 +120,5 @@ __all__ = [
     "pointers",
     "room",
     "threads",
+    "where",
 ]

@@ -138,20 +138,15 @@ def _can_read(part: Entries) -> bool:
     noted, read = part.noted.get(NOTED), (keys, values, *weights)
     if torch.is_grad_enabled() and any(x.requires_grad for x in read):
         return False
-    # Torch may move a tensor, as to share it with a process.
-    if noted is None or noted.at != _where(*read, *noted.kept):
+    if noted is None or noted.at != native.where(*read, *noted.kept):
         if native.library_for(keys, values) is None or keys.stride(3) != 1 or values.stride(3) != 1:
             return False
         if keys.shape[:3] != values.shape[:3] or any(not can_read_weights(x, keys) for x in weights):
             return False
         kept = list[Tensor]()
         described = _described(part, kept)
-        part.noted[NOTED] = _Noted(described, (keys.shape[3], values.shape[3]), kept, _where(*read, *kept))
+        part.noted[NOTED] = _Noted(described, (keys.shape[3], values.shape[3]), kept, native.where(*read, *kept))
     return True
-
-
-def _where(*tensors: Tensor) -> list[int]:
-    return [x.data_ptr() for x in tensors]
 
 
 def _described(part: Entries, kept: list[Tensor]) -> Source:

@@ -105,8 +105,8 @@ def _noted(by: Classifier, library: ctypes.CDLL) -> Noted | None:
     """How C reads a classifier; None where it cannot, or where a gradient is wanted of it."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in by.tensors):
         return None
-    at, noted = [x.data_ptr() for x in by.tensors], by.noted.get(NOTE)
-    if noted is None or noted.at != at:  # torch may move a tensor, as to share it with a process
+    at, noted = native.where(*by.tensors), by.noted.get(NOTE)
+    if noted is None or noted.at != at:
         if native.library_for(*by.tensors) is None or not all(x.is_contiguous() for x in by.tensors):
             return None
         noted = by.noted[NOTE] = _described(by, at, bytes_pay=bool(library.kvs_bytes_pay()))
