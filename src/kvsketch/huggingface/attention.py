@@ -7,6 +7,7 @@ without a link (sliding layers, other caches, no cache) get ordinary attention, 
 
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -18,13 +19,14 @@ from kvsketch.attention import Partial
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.query import Query
 from kvsketch.caches.core.tokens import NewTokens, Unrotated, ranks_of_latest
-from kvsketch.huggingface.autocast import as_autocast, without_autocast
+from kvsketch.huggingface.autocast import as_autocast, is_on, without_autocast
 from kvsketch.huggingface.ordinary import as_output, ordinary_attention, with_sinks
 
 ATTENTION_NAME = "kvsketch"  # must not contain "flash": transformers looks for that word
 # What some models hand to their attention that changes its answer, and neither we nor torch's own attention know.
 NOT_KNOWN = ("sinks", "indices", "block_indices")
 NOT_KNOWN_TO_US = ("position_bias", *NOT_KNOWN)
+_AS_IT_IS = nullcontext()
 
 
 @runtime_checkable
@@ -32,6 +34,7 @@ class Linked(Protocol):
     """The layer of a cache that keys lead to; `huggingface/layer.py` has it."""
 
     held: LayerCache
+    is_first: bool  # of the cache
     watcher: Callable[[Query, Partial], None] | None
 
     def check_asked_by(self, module: nn.Module) -> None:
@@ -125,7 +128,8 @@ def attention(
     layer = _linked_layer(key)
     if layer is not None:
         layer.check_asked_by(module)
-    check_no_weights(module, kwargs)
+    if layer is None or "output_attentions" in kwargs:  # else it was looked at before the first layer
+        check_no_weights(module, kwargs)
     for name in NOT_KNOWN if layer is None else NOT_KNOWN_TO_US:
         if kwargs.get(name) is not None:
             raise ValueError(
@@ -139,12 +143,14 @@ def attention(
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     unrotated = None if layer is None else layer.before_rotation(module, query, key)
-    query, key, value = (as_autocast(x) for x in (query, key, value))
-    with without_autocast(query):
+    under_autocast = is_on(query)
+    if under_autocast:
+        query, key, value = (as_autocast(x) for x in (query, key, value))
+    with without_autocast(query) if under_autocast else _AS_IT_IS:
         if layer is None:
             return ordinary_attention(module, query, key, value, attention_mask, dropout, scale, softcap, s_aux, kwargs)
         new = NewTokens(key, value, _valid(attention_mask, query, layer.held.seen), unrotated)
-        if not torch.compiler.is_compiling():
+        if layer.is_first and not torch.compiler.is_compiling():
             layer.check_positions_once(kwargs.get("position_ids"), new)
         lse = s_aux is not None or layer.watcher is not None
         part = layer.read(query, new, scale, softcap, lse=lse, sinks=s_aux)
@@ -163,8 +169,8 @@ def check_not_empty(count: int) -> None:
         )
 
 
-def check_no_weights(module: nn.Module, given: Mapping[str, Any]) -> None:
-    """Refuse a call that asks for attention weights, itself or by the model's config."""
+def check_no_weights(module: object, given: Mapping[str, Any]) -> None:
+    """Refuse a call that asks for attention weights, itself or by the config of this, a module or all of a model."""
     asked = given.get("output_attentions")
     if getattr(getattr(module, "config", None), "output_attentions", False) if asked is None else asked:
         raise ValueError(

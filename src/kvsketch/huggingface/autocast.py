@@ -1,5 +1,6 @@
 """The precision of `torch.autocast`, and how an attention function goes by it."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,13 +13,27 @@ def autocast_of(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
+# Whether there is `torch.autocast` on any device: the name of a device takes ten times as long, in a model's layers.
+_anywhere: Callable[[], bool] | None = getattr(torch._C, "_is_any_autocast_enabled", None)
+
+
+def is_on(like: Tensor) -> bool:
+    """Whether there is `torch.autocast` where this is."""
+    if _anywhere is not None and not torch.compiler.is_compiling() and not _anywhere():
+        return False
+    return torch.is_autocast_enabled(like.device.type)
+
+
+def dtype_of(x: Tensor) -> torch.dtype:
+    """The precision in which stock's attention would take this: under `torch.autocast` keys and values differ."""
+    return x.dtype if x.dtype == torch.float64 or not is_on(x) else torch.get_autocast_dtype(x.device.type)
+
+
 def as_autocast(x: Tensor) -> Tensor:
-    """As stock's attention would take it: under `torch.autocast` keys come in another precision than values."""
-    wanted = autocast_of(x.device)
-    return x if wanted is None or x.dtype == torch.float64 else x.to(wanted)
+    """As stock's attention would take it."""
+    return x.to(dtype_of(x))
 
 
 def without_autocast(like: Tensor) -> AbstractContextManager[Any]:
     """Where the precision is what the tensors have: what is held must not depend on who asks for it."""
-    kind = like.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+    return torch.autocast(like.device.type, enabled=False) if is_on(like) else nullcontext()

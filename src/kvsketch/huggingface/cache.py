@@ -167,40 +167,30 @@ class SketchCache(Cache):
         layer, count = self.layers[layer_idx], key_states.shape[2]
         if self.in_recorded_step:
             return layer.update(key_states, value_states)
-        if not isinstance(layer, SketchLayer):
+        self._close()
+        stack, ours = self._stack, isinstance(layer, SketchLayer)
+        first = stack.counting[0]
+        if not ours:
             self._check_begun()
-        if layer is not self.stack.counting[0]:
-            self._check_in_step(layer, layer_idx, count)
+        if layer is not first:
+            stack.check_in_step(layer, layer_idx, count)
         elif not self.underway:  # a layer was called by itself, or a part of the model that was compiled
             self._check_call(key_states.shape[0], count)
+            check_no_weights(self.model, {})
             self._recognise()
         # One token at a time is not looked at: the check would stall a GPU at every layer of every
         # step, and a NaN shows in the logits as it does with any cache.
         refuse: Callable[[], None] | None = None
         if count > 1 and not torch.compiler.is_compiling():
-            late = self.underway and layer is not self.stack.counting[0]
+            late = self.underway and layer is not first
             key_states, value_states, refuse = self.finite.of(layer, layer_idx, key_states, value_states, late=late)
-        self.stack.touched, self.stack.latest = self.underway, layer
+        stack.touched, stack.latest = self.underway, layer
         keys, values = layer.update(key_states, value_states, *args, **kwargs)
-        if isinstance(layer, SketchLayer):
+        if ours:
             layer.refuse = refuse
         else:
             stock.release_unused(layer, prompt=count > 1)
         return keys, values
-
-    def _check_in_step(self, layer: Any, index: int, count: int) -> None:
-        """Refuse tokens for a layer behind the first one that are not those that the first one took."""
-        latest, first = self.stack.latest, self.stack.counting[0]
-        if isinstance(latest, SketchLayer) and latest.pending and latest is not layer:
-            raise ValueError(
-                f"layer {latest.held.layer} took {latest.pending} tokens that its attention never asked for: "
-                "this model changes keys between cache and attention, which kvsketch does not support"
-            )
-        if layer.get_seq_length() + count != first.get_seq_length():
-            raise ValueError(
-                f"layer {index} was given {count} tokens at position {layer.get_seq_length()}, but the first "
-                f"layer stands at {first.get_seq_length()}: all layers must read the same tokens"
-            )
 
     def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
         """What a layer with a convolution holds; for a single token models change it where it lies, and say nothing."""

@@ -13,7 +13,7 @@ from kvsketch.caches.core.query import Query
 from kvsketch.caches.core.tokens import NewTokens, Unrotated
 from kvsketch.huggingface import stock
 from kvsketch.huggingface.attention import link
-from kvsketch.huggingface.autocast import as_autocast, without_autocast
+from kvsketch.huggingface.autocast import dtype_of, without_autocast
 from kvsketch.huggingface.model import ModelLink
 from kvsketch.huggingface.positions import Positions
 from kvsketch.huggingface.rotation import WATCH, BeforeRotation
@@ -46,7 +46,8 @@ class SketchLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take new tokens; the attention function finds this layer through the keys returned."""
         self.check_keys(key_states)
-        self.lazy_initialization(key_states, value_states)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
         self.pending = key_states.shape[2]
         return link(key_states, self), value_states
 
@@ -102,9 +103,12 @@ class SketchLayer(CacheLayerMixin):
         self.cropped = exact.cropped
 
     def check_positions_once(self, positions: Tensor | None, new: NewTokens) -> None:
-        """Refuse wrong positions where the call has not told them at its beginning: the model has made them since."""
+        """In the first layer: refuse wrong positions where the call did not tell them at its beginning.
+
+        The model has made them since.
+        """
         looked_at = self.positions.checked or self.held.next_rank is not None
-        if self.is_first and not looked_at and positions is not None:
+        if not looked_at and positions is not None:
             self.check_positions(positions, new.valid, new.keys.shape[0])
 
     def check_positions(self, positions: Tensor, valid: Tensor | None, rows: int) -> None:
@@ -141,12 +145,15 @@ class SketchLayer(CacheLayerMixin):
 
     def check_keys(self, keys: Tensor) -> None:
         """Refuse keys that cannot be this layer's."""
-        keys, kind = as_autocast(keys), self.held.kind
-        if kind is not None and kind != (keys.shape[1], keys.shape[3], keys.dtype):
+        kind = self.held.kind
+        if kind is None:
+            return
+        _, here, _, wide = keys.shape
+        if kind != (here, wide, dtype_of(keys)):
             heads, width, dtype = kind
             raise ValueError(
                 f"layer {self.held.layer} holds {heads} KV heads of width {width} in {dtype}, "
-                f"but {keys.shape[1]} of width {keys.shape[3]} in {keys.dtype} came: the cache is another model's, or "
+                f"but {here} of width {wide} in {dtype_of(keys)} came: the cache is another model's, or "
                 "was filled under another torch.autocast"
             )
 

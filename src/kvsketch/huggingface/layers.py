@@ -115,6 +115,21 @@ class LayerStack:
                 "This cache cannot be used further; reset() it, or go on with a copy made before that call"
             )
 
+    def check_in_step(self, layer: Any, index: int, count: int) -> None:
+        """Refuse tokens for a layer behind the first one that are not those that the first one took."""
+        latest, first = self.latest, self.counting[0]
+        if latest is not layer and isinstance(latest, SketchLayer) and latest.pending:
+            raise ValueError(
+                f"layer {latest.held.layer} took {latest.pending} tokens that its attention never asked for: "
+                "this model changes keys between cache and attention, which kvsketch does not support"
+            )
+        stands, stand = layer.get_seq_length(), first.get_seq_length()
+        if stands + count != stand:
+            raise ValueError(
+                f"layer {index} was given {count} tokens at position {stands}, but the first layer stands at {stand}: "
+                "all layers must read the same tokens"
+            )
+
     def forget_refused(self, seen: int) -> None:
         """A call has failed that began at so many tokens: if the first layer refused it, nothing has moved."""
         first = self.counting[0]

@@ -103,4 +103,6 @@ def with_sinks(part: Partial, s_aux: Tensor | None) -> Partial:
 
 def as_output(part: Partial, query: Tensor) -> Tensor:
     """The answer as transformers wants it."""
-    return part.out.to(query.dtype).transpose(1, 2).contiguous()
+    out = part.out if part.out.dtype == query.dtype else part.out.to(query.dtype)
+    out = out.transpose(1, 2)
+    return out if out.is_contiguous() else out.contiguous()  # of a single token it is

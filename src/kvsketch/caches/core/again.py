@@ -6,10 +6,10 @@ may take this one, which does the same; what both go by is compared each time, a
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor
 
 from kvsketch.attention import Partial
@@ -29,26 +29,23 @@ from kvsketch.kernels.sources import Classifier, Entries
 AT_ONCE = 8  # answers that room is made for: behind a step whose reading filled all caches one alone costs 30 µs
 
 
-class Room(NamedTuple):
-    """What the answer to a token is written to, and the token's rank."""
+class Room:
+    """For the answers to a few tokens, and their ranks, from the last place of each to the first."""
 
-    out: Float[Tensor, "b hg 1 e"]
-    lse: Float[Tensor, "b hg 1"]
-    read: Int64[Tensor, "1 l 1"]
-    ranks: Int64[Tensor, "b 1"]
-
-    @classmethod
-    def for_some(cls, query: Float[Tensor, "b hg 1 d"], width: int, heads: int, first: int) -> "list[Room]":
-        """For answers of this width to tokens from the one on whose rank is `first`; that of the next one is last."""
+    def __init__(self, query: Float[Tensor, "b hg 1 d"], width: int, heads: int, first: int) -> None:
+        """For answers of this width to tokens from the one on whose rank is `first`."""
         rows, every = query.shape[:2]
-        ranks = torch.arange(first, first + AT_ONCE, device="cpu")[:, None, None].expand(-1, rows, -1).contiguous()
-        each = (
-            [query.new_empty(rows, every, 1, width) for _ in ranks],  # a model may keep one, and write to it
-            native.room(AT_ONCE, rows, every, 1).unbind(),
-            native.room(AT_ONCE, 1, rows * heads, 1, dtype=torch.int64).unbind(),
-            ranks.unbind(),
-        )
-        return [cls(*own) for own in zip(*each, strict=True)][::-1]
+        self.outs = [query.new_empty(rows, every, 1, width) for _ in range(AT_ONCE)]  # a model may keep one, and write
+        self.lse = native.room(AT_ONCE, rows, every, 1)
+        self.read = native.room(AT_ONCE, 1, rows * heads, 1, dtype=torch.int64)
+        ranks = torch.arange(first + AT_ONCE - 1, first - 1, -1, device="cpu")
+        self.ranks = ranks[:, None, None].expand(-1, rows, -1).contiguous()
+        self.steps = 4 * rows * every, 8 * rows * heads, 8 * rows  # bytes that places of these are apart
+
+    def where(self, at: int) -> tuple[int, int, int]:
+        """Where these places of logs of denominators, of what is read, and of ranks begin."""
+        lse, read, ranks = self.steps
+        return self.lse.data_ptr() + at * lse, self.read.data_ptr() + at * read, self.ranks.data_ptr() + at * ranks
 
 
 class Again:
@@ -116,23 +113,26 @@ class Again:
         self.stream, self.window, self.library = stream, stream.window, native.library()
         self.inferring = torch.is_inference_mode_enabled()
         self.how, self.looks = (asked.scale, asked.softcap), _looks_of(asked.queries, new)
-        self.buffers, self.places = into, min(buffer.shape[one.dim] for one, buffer in into)
+        self.places = min(buffer.shape[one.dim] for one, buffer in into)
         self.held, self.looks_up = _held_by(stream), asking is not None
-        read = [buffer for _, buffer in into] + ([] if router is None else [*router.tensors])
+        read = [] if router is None else [*router.tensors]
         for part in parts[:-1]:
             tokens, tables = part.tokens, () if part.choice is None else part.choice.tables
             every = (tokens.keys, tokens.values, tokens.log_mass, tokens.log_value, part.lanes, *tables)
             read += [x for x in every if x is not None]
         read += [x for to, _, _ in notes for x in (to.got, to.keys, to.log_mass) if x is not None]
-        self.at = [(x, x.data_ptr()) for x in read]  # torch may move a tensor, as to share it with a process
+        # Torch may move a tensor, as to share it with a process.
+        self.buffers = [(grown, buffer, buffer.data_ptr()) for grown, buffer in into]
+        self.at = [(x, x.data_ptr()) for x in read]
         self.rank = layer.seen  # of the next token
         self.width = new.values.shape[3]
-        self.rooms = Room.for_some(asked.queries, self.width, layer.heads, self.rank)
-        self.no_notes = [] if len(into) == 3 else [layer.config.askings.none(new.keys)]  # of a token that comes
-        self.notes = bool(notes)
-        coming = (new.keys, new.values, self.rooms[-1].ranks, *self.no_notes)
+        self.room = Room(asked.queries, self.width, layer.heads, self.rank)
+        self.no_notes = None if len(into) == 3 else layer.config.askings.none(new.keys)  # of a token that comes
+        self.notes, self.takes_notes = bool(notes), stream.takes_notes
+        coming = [new.keys, new.values, self.room.ranks[0]] + ([] if self.no_notes is None else [self.no_notes])
         puts = [(buffer, own) for (_, buffer), own in zip(into, coming, strict=True)]
         self.step = Step(asked.queries, parts, layer.heads, self.how, puts, asking, notes)
+        self.no_lse = native.room(*asked.queries.shape[:3]).fill_(torch.nan)
         self.served = False
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -147,6 +147,7 @@ class Again:
         how: tuple[float, float | None],
         begin: Callable[[], None],
         *,
+        lse: bool,
         sinks: Tensor | None,
     ) -> Partial | None:
         """Hold a token and answer its query; None, and nothing is held, where it does not come as the one before.
@@ -154,50 +155,55 @@ class Again:
         What is noted of attention is noted without learned `sinks`: where these are to be in it this is not the road.
         """
         place = self.window.ranks.length
-        if self.notes and sinks is not None:
-            return None
-        if how != self.how or layer.seen != self.rank or not self._is_still(layer, place, query, new):
+        if how != self.how or (sinks is not None and self.notes) or not self._is_still(layer, place, query, new):
             return None
         begin()
-        if not self.rooms:
-            self.rooms = Room.for_some(query, self.width, layer.heads, self.rank)
-        room = self.rooms[-1]
-        seen = Seen.of(new, room.ranks, ahead=layer.config.looks_ahead) if self.stream.takes_notes else None
+        room = self.room
+        if not room.outs:
+            room = self.room = Room(query, self.width, layer.heads, self.rank)
+        out, at = room.outs.pop(), len(room.outs)
         unrotated = new.unrotated.queries if self.looks_up and new.unrotated is not None else None
-        coming = (new.keys, new.values, room.ranks, *self.no_notes)
-        if not self.step.run(place, coming, query, unrotated, room.out, room.lse, room.read):
+        lse_at, read_at, ranks_at = room.where(at)  # whoever was given one may have moved them
+        coming = [new.keys.data_ptr(), new.values.data_ptr(), ranks_at]
+        if self.no_notes is not None:
+            coming.append(self.no_notes.data_ptr())
+        if not self.step.run(place, coming, query, unrotated, out.data_ptr(), lse_at, read_at):
             return None
         self.rank, self.served = self.rank + 1, True
-        self.rooms.pop()
         layer.count_one()
-        for grown, _ in self.buffers:
+        for grown, _, _ in self.buffers:
             grown.length = place + 1
         self.stream.may_come -= 1
-        if seen is not None:
-            self.stream.waiting.append(seen)
+        if self.takes_notes:
+            self.stream.waiting.append(Seen.of(new, room.ranks[at], ahead=layer.config.looks_ahead))
         if self.looks_up:
-            self.held[0].count_read(room.read)  # of the one store there is
-        return Partial(room.out, room.lse)
+            self.held[0].count_read(room.read[at])  # of the one store there is
+        return Partial(out, room.lse[at] if lse else self.no_lse)
 
     def _is_still(self, layer: LayerState, place: int, query: Tensor, new: NewTokens) -> bool:
         """Whether all is as it was, nothing is to be noted of what came, and there is room."""
         stream = self.stream
-        if layer.streams.only is not stream or stream.window is not self.window or _is_elsewhere(layer, self.window):
+        if layer.streams.only is not stream or stream.window is not self.window or layer.seen != self.rank:
             return False
-        if place >= self.places or _is_to_note(stream) or native.library() is not self.library:
+        if place >= self.places or _is_elsewhere(layer, self.window) or (self.takes_notes and _is_to_note(stream)):
             return False
-        if _looks_of(query, new) != self.looks:
+        for grown, buffer, at in self.buffers:
+            if grown.buffer is not buffer or grown.length != place or buffer.data_ptr() != at:
+                return False
+        held = _held_by(stream)
+        if len(held) != len(self.held):
+            return False
+        for was, now in zip(self.held, held, strict=True):
+            if was is not now:
+                return False
+        for x, at in self.at:
+            if x.data_ptr() != at:
+                return False
+        if _looks_of(query, new) != self.looks or torch.is_inference_mode_enabled() != self.inferring:
             return False
         if torch.is_grad_enabled() and (query.requires_grad or new.keys.requires_grad or new.values.requires_grad):
             return False
-        if torch.is_inference_mode_enabled() != self.inferring:
-            return False
-        if any(grown.buffer is not buffer or grown.length != place for grown, buffer in self.buffers):
-            return False
-        held = _held_by(stream)
-        if len(held) != len(self.held) or any(x is not y for x, y in zip(held, self.held, strict=True)):
-            return False
-        return all(x.data_ptr() == at for x, at in self.at)
+        return native.library() is self.library
 
 
 def _is_plain(layer: LayerState, stream: Stream) -> bool:

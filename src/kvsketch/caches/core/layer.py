@@ -94,7 +94,7 @@ class LayerCache(LayerState):
         """
         if not torch.compiler.is_compiling():
             if self.again is not None and new.valid is None and not self.recording and self.notes_calls:
-                whole = self.again.take(self, query, new, (scale, softcap), begin, sinks=sinks)
+                whole = self.again.take(self, query, new, (scale, softcap), begin, lse=lse, sinks=sinks)
                 if whole is not None:
                     if self.streams.all[0].is_due:
                         self._settle_after(Query(query, scale, softcap, sinks=sinks), new, None)

@@ -67,12 +67,15 @@ class LayerState:
         """Count tokens of each row; `there`: as many, on the device."""
         before, self.lengths = self.lengths, [length + more for length, more in zip(self.lengths, tokens, strict=True)]
         noted, self.counted = self.counted, None
-        if noted is not None and noted[0] == before:
+        if noted is not None and noted[0] == before and not noted[1].is_cpu:  # there it is as easily made anew
             self.counted = self.lengths, noted[1] + there
 
     def count_one(self) -> None:
         """Count a single token of every row."""
-        self.add([1] * len(self.lengths), 1)
+        if self.counted is not None:
+            self.add([1] * len(self.lengths), 1)
+        else:
+            self.lengths = [length + 1 for length in self.lengths]
         self.seen += 1
 
     def lengths_on(self, device: torch.device) -> Int64[Tensor, "b 1"]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -22,8 +23,7 @@ class Ahead:
     mean: Callable[[int, int], Float[Tensor, "d d"]]
 
 
-@dataclass(frozen=True)
-class Unrotated:
+class Unrotated(NamedTuple):
     """Queries and keys of a call as they were before rotation; without `ahead` nothing is rotated."""
 
     queries: Float[Tensor, "b hg q d"]
@@ -37,8 +37,7 @@ class Unrotated:
         return Unrotated(self.queries[:, :, start:stop], self.keys[:, :, start:stop], ahead)
 
 
-@dataclass(frozen=True)
-class NewTokens:
+class NewTokens(NamedTuple):
     """Tokens of one call: keys and values, and which of them are real (None: all)."""
 
     keys: Float[Tensor, "b h q d"]

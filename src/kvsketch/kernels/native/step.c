@@ -3,7 +3,6 @@
 
 struct put {  // places beside each other for every head of every row; strides count bytes
     char *to;
-    const char *from;
     int64_t rows, heads, to_row, to_head, from_row, from_head, bytes;
 };
 
@@ -15,32 +14,45 @@ struct note {  // what entries get of a step's queries
     int64_t of_window;  // whether the new token is one of them, at the place where it was put
 };
 
+#define MOST_PUT 4
+
 struct step {  // as kernels/native/step.py writes it
+    // What is another with every token.
+    int64_t place, threads;  // the place to which all is put
+    const void *queries;
+    void *out;
+    float *lse;
+    const void *unrotated;  // what a classifier is asked with, where there is one
+    int64_t *read;          // and how much is looked up
+    const char *from[MOST_PUT];
+    // What stays.
     const struct put *puts;
-    int64_t count, place;  // how many are to be put, and at which place all of them
-    const struct asked *asked;  // NULL, or of whom a classifier is asked
+    int64_t count;        // how many are to be put
+    struct asked *asked;  // NULL, or of whom a classifier is asked
+    struct choice *choice;  // what its answer chooses
     const struct layer *layers;
     float *scores;
     const struct shape *shape;
     struct source *sources;
     int64_t number, window;  // of sources, and which of them has the new token too
-    const void *queries;
-    void *out;
-    float *lse;
-    int64_t threads;
     struct note *notes;
     int64_t noted;  // how many of them
 };
 
 // 0; where there is no memory left 1, or 2 if something may have been noted.
 int kvs_step(const struct step *in) {
-    for (const struct put *put = in->puts; put < in->puts + in->count; put++)
+    for (int64_t i = 0; i < in->count; i++) {
+        const struct put *put = in->puts + i;
         for (int64_t row = 0; row < put->rows; row++)
             for (int64_t head = 0; head < put->heads; head++)
                 memcpy(put->to + row * put->to_row + head * put->to_head + in->place * put->bytes,
-                       put->from + row * put->from_row + head * put->from_head, put->bytes);
+                       in->from[i] + row * put->from_row + head * put->from_head, put->bytes);
+    }
     in->sources[in->window].count = in->place + 1;
-    if (in->asked && kvs_classify(in->asked, in->layers, in->scores, in->threads)) return 1;
+    if (in->asked) {
+        in->asked->queries = in->unrotated, in->choice->read = in->read;
+        if (kvs_classify(in->asked, in->layers, in->scores, in->threads)) return 1;
+    }
     if (kvs_attend(in->shape, in->sources, in->number, in->queries, in->out, in->lse, in->threads)) return 1;
     for (struct note *note = in->notes; note < in->notes + in->noted; note++) {
         if (note->of_window) note->how.count = in->place + 1;

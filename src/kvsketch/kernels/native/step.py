@@ -5,6 +5,7 @@ step of many layers meets the interpreter with empty caches, and each object tha
 """
 
 import ctypes
+import struct
 from collections.abc import Sequence
 
 from jaxtyping import Float
@@ -16,6 +17,11 @@ from kvsketch.kernels.native.weights import NO_ROOM, Noting, Weighing
 from kvsketch.kernels.routing.native import Asked, ChoiceInC, Question
 from kvsketch.kernels.sources import Entries
 
+MOST_PUT = 4  # as in `step.c`
+CHANGING = 7 + MOST_PUT  # numbers in front of `struct step`: what is another with every token
+_write = struct.Struct(f"={CHANGING}q").pack_into  # all of them at once
+_NONE = [[0] * (MOST_PUT - there) for there in range(MOST_PUT + 1)]
+
 Note = tuple[Noting, Weighing, bool]  # where something is noted, how, and whether that is in the window
 
 
@@ -23,7 +29,7 @@ class _Put(ctypes.Structure):
     """`struct put` in `step.c`."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("to", "from_")),
+        ("to", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("rows", "heads", "to_row", "to_head", "from_row", "from_head", "bytes")),
     ]
 
@@ -42,12 +48,11 @@ class _Step(ctypes.Structure):
     """`struct step` in `step.c`."""
 
     _fields_ = [
+        ("changing", ctypes.c_int64 * CHANGING),
         ("puts", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("count", "place")),
-        *((name, ctypes.c_void_p) for name in ("asked", "layers", "scores", "shape", "sources")),
+        ("count", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("asked", "choice", "layers", "scores", "shape", "sources")),
         *((name, ctypes.c_int64) for name in ("number", "window")),
-        *((name, ctypes.c_void_p) for name in ("queries", "out", "lse")),
-        ("threads", ctypes.c_int64),
         ("notes", ctypes.c_void_p),
         ("noted", ctypes.c_int64),
     ]
@@ -90,6 +95,7 @@ class Step:
             scores, left = native.room(2, self.choice.lanes, self.choice.buckets)
             self.kept += [scores, left]
             self.choice.scores = self.given.scores = scores.data_ptr()
+            self.given.choice = ctypes.addressof(self.choice)
             if self.choice.left:  # those that are not visited stand in as means, with these weights
                 (means,) = (source for source in self.sources if source.log_mass == self.choice.left)
                 self.choice.left = means.log_mass = left.data_ptr()
@@ -103,24 +109,21 @@ class Step:
     def run(
         self,
         place: int,
-        new: Sequence[Tensor],
+        new: Sequence[int],
         query: Tensor,
         unrotated: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-        read: Tensor,
+        out: int,
+        lse: int,
+        read: int,
     ) -> bool:
-        """Hold a token and answer its query; False: no memory is left. `new`: what goes to the places.
+        """Hold a token and answer its query; False: no memory is left.
 
-        `out`, `lse` and `read` get the answer, its log of denominators and how much was looked up.
+        Where in memory is `new`, what goes to the places; and where go the answer `out`, its log of denominators `lse`,
+        and how much was looked up, `read`.
         """
-        for put, x in zip(self.puts, new, strict=True):
-            put.from_ = x.data_ptr()
-        given = self.given
-        given.place, given.queries, given.out, given.lse = place, query.data_ptr(), out.data_ptr(), lse.data_ptr()
-        given.threads = native.threads()
-        if unrotated is not None:
-            self.asked.queries, self.choice.read = unrotated.data_ptr(), read.data_ptr()
+        asked = 0 if unrotated is None else unrotated.data_ptr()
+        more = _NONE[len(new)]
+        _write(self.given, 0, place, native.threads(), query.data_ptr(), out, lse, asked, read, *new, *more)
         failed = self.call(self.at)
         if failed > 1:
             raise MemoryError(NO_ROOM)
@@ -138,6 +141,6 @@ def _put(buffer: Tensor, new: Tensor) -> _Put:
         buffer, new = buffer[:, None, :, None], new[:, None, :, None]
     size = buffer.element_size()
     return _Put(
-        buffer.data_ptr(), None, *buffer.shape[:2], *(size * x for x in buffer.stride()[:2]),
+        buffer.data_ptr(), *buffer.shape[:2], *(size * x for x in buffer.stride()[:2]),
         *(size * x for x in new.stride()[:2]), size * buffer.shape[3],
     )  # fmt: skip
