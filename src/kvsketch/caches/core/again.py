@@ -59,11 +59,13 @@ class Again:
         new: NewTokens,
         found: Answer | None,
         asking_now: Sequence[tuple[Asking, slice]],
+        before: "Again | None" = None,
     ) -> "Again | None":
         """None where the next token may not come so.
 
         `found`: what is still to be read, with the window, None where that is another by now: to look again costs
-        little, but where something is looked up. `asking_now`: who asks whom in the window attention goes to.
+        little, but where something is looked up. `asking_now`: who asks whom in the window attention goes to. `before`:
+        what there was for the latest token, if that took this road.
         """
         stream = layer.streams.only if asked.queries.is_cpu else None
         if stream is None or not _is_plain(layer, stream) or _is_to_note(stream):
@@ -96,7 +98,7 @@ class Again:
                 asking = question(asked.unrotated, router, layer.heads)
             if asking is None:
                 return None
-        return cls(layer, stream, into, asked, new, parts, router, asking, notes)
+        return cls(layer, stream, into, asked, new, parts, router, asking, notes, before)
 
     def __init__(
         self,
@@ -109,6 +111,7 @@ class Again:
         router: Classifier | None,
         asking: Question | None,
         notes: list[Note],
+        before: "Again | None",
     ) -> None:
         self.stream, self.window, self.library = stream, stream.window, native.library()
         self.inferring = torch.is_inference_mode_enabled()
@@ -126,14 +129,20 @@ class Again:
         self.at = [(x, x.data_ptr()) for x in read]
         self.rank = layer.seen  # of the next token
         self.width = new.values.shape[3]
-        self.room = Room(asked.queries, self.width, layer.heads, self.rank)
-        self.no_notes = None if len(into) == 3 else layer.config.askings.none(new.keys)  # of a token that comes
+        if before is not None and before.can_lend(self):
+            self.room, self.no_notes, self.no_lse, self.served = before.room, before.no_notes, before.no_lse, before.served
+        else:
+            self.room, self.served = Room(asked.queries, self.width, layer.heads, self.rank), False
+            self.no_notes = None if len(into) == 3 else layer.config.askings.none(new.keys)  # of a token that comes
+            self.no_lse = native.room(*asked.queries.shape[:3]).fill_(torch.nan)
         self.notes, self.takes_notes = bool(notes), stream.takes_notes
         coming = [new.keys, new.values, self.room.ranks[0]] + ([] if self.no_notes is None else [self.no_notes])
         puts = [(buffer, own) for (_, buffer), own in zip(into, coming, strict=True)]
         self.step = Step(asked.queries, parts, layer.heads, self.how, puts, asking, notes)
-        self.no_lse = native.room(*asked.queries.shape[:3]).fill_(torch.nan)
-        self.served = False
+
+    def can_lend(self, to: "Again") -> bool:
+        """Whether another may have what this has made for tokens to come, which are not this one's any more."""
+        return (self.rank, self.looks, self.inferring) == (to.rank, to.looks, to.inferring)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """A copy is None: what is told to C is about one layer's tensors, and no other's."""

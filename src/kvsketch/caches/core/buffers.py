@@ -82,7 +82,7 @@ class Growing:
     def behind(self, start: int) -> Tensor:
         """The places from this one on, those that are not in use too."""
         assert self.buffer is not None, "nothing was stored yet"
-        return self.buffer.narrow(self.dim, start, self.buffer.shape[self.dim] - start)
+        return self.buffer.narrow(self.dim, start, self.buffer.shape[self.dim] - start) if start else self.buffer
 
     def append(self, *new: Tensor) -> None:
         """Add places at the end, part by part; an interruption leaves none that are not filled."""

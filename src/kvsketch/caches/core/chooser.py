@@ -82,6 +82,8 @@ class Pool:
 
     def behind(self, start: int) -> "Pool":
         """Those from number `start` on."""
+        if not start:
+            return self
         rest = copy.copy(self)
         rest.start, rest.per_entry = self.start + start, {name: x[:, start:] for name, x in self.per_entry.items()}
         rest.joined = None if self.joined is None else (self.joined[0][:, start:], self.joined[1][:, start:])

@@ -179,7 +179,7 @@ class Lanes:
             index = in_front(real)[:, :count].repeat_interleave(len(bundle.heads), 0)
             keys, values = chosen_of((keys, values), index)
             notes = None if notes is None else chosen(notes, index)
-        return Arriving(keys, values, bundle.count, bundle.lane_heads, notes, few)
+        return Arriving(keys, values, bundle.count, bundle.lane_heads, notes, few=few)
 
     # -- while steps are recorded
 

@@ -159,9 +159,7 @@ class LayerCache(LayerState):
         if self.not_yet:
             self.not_yet -= 1
         elif not self.recording and self.notes_calls:
-            self.again = Again.of(self, asked, new, found if same else None, tuple(self._asking_now()))
-            if self.again is not None and before is not None:  # it goes on being of use
-                self.again.served = before.served
+            self.again = Again.of(self, asked, new, found if same else None, tuple(self._asking_now()), before)
 
     def _call(self, asked: Query, new: NewTokens, *, lse: bool, begin: Callable[[], None]) -> Partial:
         """Answer queries from what is held and among their own tokens, and hold these."""

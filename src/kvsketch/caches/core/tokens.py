@@ -142,6 +142,7 @@ class Arriving:
     before: int  # tokens that came to each lane earlier
     heads_on: Callable[[torch.device], Int64[Tensor, " l"]]  # the KV head of each lane: few methods ask for it
     notes: Int64[Tensor, "l n t"] | None = None
+    scores: Float[Tensor, "l n"] | None = None  # what the method has made of the notes, if it has
     few: bool = False  # the call that pushed these out of the window had a few tokens: neither one nor many
 
     @property
@@ -166,9 +167,9 @@ class Arriving:
 
     def part(self, start: int, stop: int) -> "Arriving":
         """Tokens start…stop-1."""
-        notes = None if self.notes is None else self.notes[:, start:stop]
+        notes, scores = (None if x is None else x[:, start:stop] for x in (self.notes, self.scores))
         keys, values = self.keys[:, start:stop], self.values[:, start:stop]
-        return Arriving(keys, values, self.before + start, self.heads_on, notes, self.few)
+        return Arriving(keys, values, self.before + start, self.heads_on, notes, scores, self.few)
 
 
 def chunks(count: int, size: int) -> Iterator[tuple[int, int]]:

@@ -4,6 +4,7 @@ It was noted while queries were answered (`caches/core/asking.py`), and comes wi
 such a score stays what it was, and scores of different origin do not compete.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,6 +17,7 @@ from kvsketch.caches.core.asking import CONTEXT, QUESTIONS, SECOND, WINDOW, Aski
 from kvsketch.caches.core.budget import Budget
 from kvsketch.caches.core.checks import check_choice, check_count
 from kvsketch.caches.core.chooser import Held, Kept, Pool
+from kvsketch.caches.core.method import Holding
 from kvsketch.caches.core.tokens import Arriving
 from kvsketch.caches.forgetting.residual import tokens_kept
 from kvsketch.caches.forgetting.scored import Best, ScoredConfig
@@ -90,9 +92,18 @@ class ByAttention(Best):
     def scores(self, pool: Pool, per_lane: dict[str, Tensor], new: Arriving) -> Float[Tensor, "l n"]:
         return pool.per_entry[self.column].double()
 
+    def write(self, holdings: Sequence[tuple[Holding, Arriving]]) -> None:
+        if len({new.count for _, new in holdings}) == 1 and len(holdings) > 1:  # those of all lanes in one go
+            notes = [new.notes for _, new in holdings if new.notes is not None]
+            each = self.arriving(torch.cat(notes)).split([len(own) for own in notes])
+            pairs = zip(holdings, each, strict=True)
+            holdings = [(holding, replace(new, scores=own)) for (holding, new), own in pairs]
+        super().write(holdings)
+
     def about_new(self, new: Arriving) -> dict[str, Tensor]:
         assert new.notes is not None, "tokens come with notes"
-        return {**super().about_new(new), self.column: self.arriving(new.notes)}
+        scores = self.arriving(new.notes) if new.scores is None else new.scores
+        return {**super().about_new(new), self.column: scores}
 
     def check(self, held: Held, count: int, budget: Budget) -> None:
         super().check(held, count, budget)

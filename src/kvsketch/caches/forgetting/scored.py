@@ -162,19 +162,21 @@ class Best(Chooser):
 
     def best_of(self, held: Held, new: Arriving, budget: Budget, parts: Sequence[tuple[int, int]]) -> Kept:
         """`parts` of the tokens, one after another: how many each has, and how many of them may be kept."""
-        tokens = tokens_kept(held)
-        held, left = held.part(0, tokens), held.part(tokens, held.count)
+        tokens, left = tokens_kept(held), None
+        if tokens < held.count:
+            held, left = held.part(0, tokens), held.part(tokens, held.count)
         about, per_lane, rooms = self.about_new(new), self.lanes_after(held, new), list(parts)
         start = 0  # parts that keep all they have stay where they lie
         while rooms and rooms[0][0] <= rooms[0][1] and start + rooms[0][0] <= held.count:
             start += rooms.pop(0)[0]
-        if all(count <= room for count, room in rooms) and not left.count:
+        if left is None and all(count <= room for count, room in rooms):
             if self.config.residual:
                 per_lane[TOKENS] = new.keys.new_zeros(len(new.keys), 0, dtype=torch.float32)
             return Kept(None, held.count, per_lane=per_lane, per_entry=about)
         pool = held.with_new(new, about=about)
         index = best(self.scores(pool, per_lane, new), start, rooms, self.bits)
         if self.config.residual:
+            left = held.part(tokens, tokens) if left is None else left
             found = self._with_means(pool, start, index, left, self.room(held, new, budget)[1])
             return replace(found, per_lane=per_lane | found.per_lane)
         log_mass, stands = None, dict[str, Tensor]()

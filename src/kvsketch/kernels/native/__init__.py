@@ -96,7 +96,7 @@ def where(*tensors: Tensor) -> list[int]:
 
 def pointers(*tensors: Tensor) -> "ctypes.Array[ctypes.c_void_p]":
     """The same one behind the other, for kernels that read any number of tensors."""
-    return (ctypes.c_void_p * len(tensors))(*addresses(*tensors))
+    return (ctypes.c_void_p * len(tensors))(*where(*tensors))
 
 
 def numbers(values: Sequence[int]) -> "ctypes.Array[ctypes.c_int64]":
