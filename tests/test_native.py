@@ -939,6 +939,30 @@ def test_places_move_to_the_front_of_what_there_is(kept):
 
 
 @needs_c
+@pytest.mark.parametrize(("start", "stop"), [(4, 12), (0, 70), (300, 300), (80, 400), (4, 400)])
+def test_a_gap_is_closed_and_nothing_else_moves(start, stop):
+    """In tensors whose places lie along other dimensions, and of which others are in use; small and large."""
+    each = [torch.randn(2, 8, 500, 40).bfloat16(), torch.randn(2, 500), torch.randn(3, 2, 450, 2).double().long()]
+    dims, used, before = [2, 1, 2], [500, 400, 430], [x.clone() for x in each]
+    assert places.close_gap(each, dims, used, start, stop)
+    for x, dim, there, old in zip(each, dims, used, before, strict=True):
+        left = there - (stop - start)
+        expected = torch.cat([old.narrow(dim, 0, start), old.narrow(dim, stop, there - stop)], dim)
+        assert torch.equal(x.narrow(dim, 0, left), expected)
+        assert torch.equal(x.narrow(dim, there, x.shape[dim] - there), old.narrow(dim, there, x.shape[dim] - there))
+
+
+@needs_c
+def test_a_gap_that_is_none_of_what_is_in_use_stays():
+    x = torch.randn(2, 30, 4)
+    before = x.clone()
+    for used, start, stop in ((20, 5, 21), (20, 6, 5), (31, 5, 6), (20, -1, 5)):
+        assert not places.close_gap([x], [1], [used], start, stop)
+    assert not places.close_gap([x.transpose(1, 2)], [2], [20], 5, 6), "not contiguous"
+    assert torch.equal(x, before)
+
+
+@needs_c
 def test_places_that_do_not_move_forward_stay():
     x, new = torch.randn(2, 30, 4), torch.randn(2, 5, 4)
     before = x.clone()

@@ -130,7 +130,12 @@ class Again:
         self.rank = layer.seen  # of the next token
         self.width = new.values.shape[3]
         if before is not None and before.can_lend(self):
-            self.room, self.no_notes, self.no_lse, self.served = before.room, before.no_notes, before.no_lse, before.served
+            self.room, self.no_notes, self.no_lse, self.served = (
+                before.room,
+                before.no_notes,
+                before.no_lse,
+                before.served,
+            )
         else:
             self.room, self.served = Room(asked.queries, self.width, layer.heads, self.rank), False
             self.no_notes = None if len(into) == 3 else layer.config.askings.none(new.keys)  # of a token that comes

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvsketch.attention import WeightedTokens, log_mass_of
 from kvsketch.caches.core.storage import storage_bytes
 from kvsketch.caches.core.tokens import Columns
-from kvsketch.kernels.places import in_front, keep_in_place
+from kvsketch.kernels.places import close_gap, in_front, keep_in_place
 
 ROOM = 256  # while steps are recorded there is room for so many places more at a time, at least
 MOST_IDLE = 4  # and for no more than so many times that
@@ -166,6 +166,20 @@ class Growing:
         return max(self.spare, length // SPARE)
 
 
+def remove(each: Sequence[Growing], start: int, stop: int) -> None:
+    """`Growing.remove` of several at once."""
+    buffers = [grown.buffer for grown in each if grown.buffer is not None]
+    closed = False
+    if len(buffers) == len(each) and all(writable(buffer) is buffer for buffer in buffers):
+        closed = close_gap(buffers, [grown.dim for grown in each], [grown.length for grown in each], start, stop)
+    for grown in each:
+        if closed:
+            grown.length -= stop - start
+            grown.give_back()
+        else:
+            grown.remove(start, stop)
+
+
 def rearrange(
     each: Sequence[Growing], start: int, index: Int64[Tensor, "l m"], new: Sequence[Tensor], most: int | None = None
 ) -> bool:
@@ -292,8 +306,7 @@ class Window:
 
     def remove(self, start: int, stop: int) -> None:
         """Take out columns whose tokens have left."""
-        for grown in self._all:
-            grown.remove(start, stop)
+        remove(self._all, start, stop)
 
     def take_out(self, leaving: Tensor) -> None:
         """Mark places [b, n] as not a row's any more."""

@@ -37,6 +37,7 @@ class Bundle:
     placed: list[int] = field(default_factory=list)  # the heads' places in the layer
     named: list[int] = field(default_factory=list)  # and their numbers in the whole model
     at: dict[torch.device, tuple[Tensor, ...]] = field(default_factory=dict)  # all four, as tensors
+    numbers: dict[torch.device, Tensor] = field(default_factory=dict)  # those of the lanes, see `numbered`
     part: Entries | None = None  # what the holding's weighted tokens are to a query; made once
 
     @property
@@ -77,8 +78,11 @@ class Bundle:
         """Entries of these lanes, with the numbers that the lanes have in a batch of so many KV heads."""
         if self.whole and len(self.heads) == here:
             return part
-        rows, _, placed, _ = self._index(part.tokens.keys.device)
-        return Entries(part.tokens, (rows * here + placed).flatten(), part.segments, part.pairs, part.choice)
+        device = part.tokens.keys.device
+        if device not in self.numbers:
+            rows, _, placed, _ = self._index(device)
+            self.numbers[device] = (rows * here + placed).flatten()
+        return Entries(part.tokens, self.numbers[device], part.segments, part.pairs, part.choice)
 
     def _index(self, device: torch.device) -> tuple[Tensor, ...]:
         if device not in self.at:
@@ -113,7 +117,7 @@ class Lanes:
         place = {lane: i for i, lane in enumerate(lanes)}
         self.order = [place[lane] for lane in range(rows * heads)]
         for bundle in self.bundles:
-            bundle.whole, bundle.at, bundle.part = len(self.bundles) == 1, {}, None
+            bundle.whole, bundle.at, bundle.numbers, bundle.part = len(self.bundles) == 1, {}, {}, None
             bundle.placed = [self.of_layer.places[head] for head in bundle.heads]
             bundle.named = [self.of_layer.numbers[head] for head in bundle.heads]
         self._order_at = dict[torch.device, Tensor]()
@@ -210,7 +214,10 @@ class Lanes:
 
     def read_beside(self) -> list[object]:
         """Tensors that say which lanes a bundle has: made once, and a recorded step reads them where they are."""
-        return [*((bundle.part, dict(bundle.at)) for bundle in self.bundles), dict(self._order_at)]
+        return [
+            *((bundle.part, dict(bundle.at), dict(bundle.numbers)) for bundle in self.bundles),
+            dict(self._order_at),
+        ]
 
     # -- reading
 

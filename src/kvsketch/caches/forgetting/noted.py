@@ -138,9 +138,8 @@ class Noted(ByAttention):
         rooms = [min(part.there, room * part.came // new.after) for part in parts[:-1]]
         rooms.append(room - sum(rooms))
         there = [part.there for part in parts]
-        kept = self.best_of(held, new, budget, list(zip(there, rooms, strict=True)))
         now = [[part.came, min(part.there, own), part.closed] for part, own in zip(parts, rooms, strict=True)]
-        return replace(kept, numbers=kept.numbers | {"parts": now})
+        return self.best_of(held, new, budget, list(zip(there, rooms, strict=True)), {"parts": now})
 
     def check(self, held: Held, count: int, budget: Budget) -> None:
         super().check(held, count, budget)

@@ -6,7 +6,7 @@ Those whose scores are what queries gave tokens of their attention stand in `not
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int64
@@ -160,11 +160,22 @@ class Best(Chooser):
         room = self.room(held, new, budget)[0]
         return self.best_of(held, new, budget, [(tokens_kept(held) + new.count, room)])
 
-    def best_of(self, held: Held, new: Arriving, budget: Budget, parts: Sequence[tuple[int, int]]) -> Kept:
-        """`parts` of the tokens, one after another: how many each has, and how many of them may be kept."""
+    def best_of(
+        self,
+        held: Held,
+        new: Arriving,
+        budget: Budget,
+        parts: Sequence[tuple[int, int]],
+        numbers: dict[str, Any] | None = None,
+    ) -> Kept:
+        """`parts` of the tokens, one after another: how many each has, and how many of them may be kept.
+
+        `numbers` are those of all lanes, as they are with that.
+        """
         tokens, left = tokens_kept(held), None
         if tokens < held.count:
             held, left = held.part(0, tokens), held.part(tokens, held.count)
+        numbers = {} if numbers is None else numbers
         about, per_lane, rooms = self.about_new(new), self.lanes_after(held, new), list(parts)
         start = 0  # parts that keep all they have stay where they lie
         while rooms and rooms[0][0] <= rooms[0][1] and start + rooms[0][0] <= held.count:
@@ -172,20 +183,20 @@ class Best(Chooser):
         if left is None and all(count <= room for count, room in rooms):
             if self.config.residual:
                 per_lane[TOKENS] = new.keys.new_zeros(len(new.keys), 0, dtype=torch.float32)
-            return Kept(None, held.count, per_lane=per_lane, per_entry=about)
+            return Kept(None, held.count, per_lane=per_lane, per_entry=about, numbers=numbers)
         pool = held.with_new(new, about=about)
         index = best(self.scores(pool, per_lane, new), start, rooms, self.bits)
         if self.config.residual:
             left = held.part(tokens, tokens) if left is None else left
             found = self._with_means(pool, start, index, left, self.room(held, new, budget)[1])
-            return replace(found, per_lane=per_lane | found.per_lane)
+            return replace(found, per_lane=per_lane | found.per_lane, numbers=numbers)
         log_mass, stands = None, dict[str, Tensor]()
         if STANDS in about:
             stands[STANDS] = with_weights_left(self.config.weights, pool, start, index)
             log_mass = stands[STANDS].log()
         return Kept(
             index - start, start, in_order=True,
-            log_mass=log_mass, pool=pool.behind(start), per_lane=per_lane, per_entry=stands,
+            log_mass=log_mass, pool=pool.behind(start), per_lane=per_lane, per_entry=stands, numbers=numbers,
         )  # fmt: skip
 
     def _with_means(self, pool: Pool, start: int, index: Int64[Tensor, "l k"], left: Held, room: int) -> Kept:

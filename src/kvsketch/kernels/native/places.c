@@ -175,6 +175,23 @@ int64_t kvs_keep_in_place(const int64_t *about, const int64_t *index, void *cons
     return 0;
 }
 
+// Close the gap between two places in several tensors: `about` says of each how many runs of places it has, how far these lie
+// apart and how long a place is, in bytes, and how many places are in use.
+void kvs_close_gap(const int64_t *about, void *const *of) {
+    int64_t start = about[0], stop = about[1], threads = about[2], tensors = about[3];
+    for (int64_t x = 0; x < tensors; x++) {
+        const int64_t *own = about + 4 + 4 * x;
+        int64_t runs = own[0], place = own[2];
+        size_t moved = (size_t)((own[3] - stop) * place);
+        int team = use_threads(threads, runs * (int64_t)moved < ALONE ? 1 : runs);
+        PRAGMA(omp parallel for num_threads(team) schedule(static) if (team > 1))
+        for (int64_t run = 0; run < runs; run++) {
+            char *at = (char *)of[x] + run * own[1];
+            memmove(at + start * place, at + stop * place, moved);
+        }
+    }
+}
+
 // A few numbers of many tensors, one behind the other, `about` says of each how many it has and how many bytes each takes: those
 // at `parts` of it, counted from 0 up to as many as there are, or all where it has no more.
 void kvs_few_of_each(const int64_t *about, const double *parts, const void *const *from, char *to) {

@@ -62,6 +62,14 @@ def keep_in_place(index: Int64[Tensor, "l k"], held: int, each: Sequence[Tensor]
     return native.keep_in_place(index, held, each, new)
 
 
+def close_gap(each: Sequence[Tensor], dims: Sequence[int], used: Sequence[int], start: int, stop: int) -> bool:
+    """Close the gap between two places in tensors whose places lie along these dimensions; so many of each are in use.
+
+    False where that takes C and there is none, or if they are not contiguous: then nothing has moved.
+    """
+    return native.close_gap(each, dims, used, start, stop)
+
+
 def few_of_each(each: Sequence[Tensor], parts: Float[Tensor, " p"]) -> UInt8[Tensor, " bytes"] | None:
     """Bytes of a few numbers of each tensor, one behind the other: of as many equal parts as there are `parts`.
 
@@ -70,4 +78,4 @@ def few_of_each(each: Sequence[Tensor], parts: Float[Tensor, " p"]) -> UInt8[Ten
     return native.few_of_each(each, parts)
 
 
-__all__ = ["best", "chosen", "chosen_of", "few_of_each", "in_front", "keep_in_place", "least_in_front"]
+__all__ = ["best", "chosen", "chosen_of", "close_gap", "few_of_each", "in_front", "keep_in_place", "least_in_front"]

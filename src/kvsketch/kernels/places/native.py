@@ -78,22 +78,32 @@ def keep_in_place(index: Int64[Tensor, "l k"], held: int, each: Sequence[Tensor]
     library = native.library_for(index, kinds=(torch.int64,))
     if library is None:
         return False
-    about = [*index.shape, held, new[0].shape[1], native.threads(), len(each)]
+    (lanes, kept), count = index.shape, new[0].shape[1]
+    about = [lanes, kept, held, count, native.threads(), len(each)]
     for x, more in zip(each, new, strict=True):
-        if (
-            native.library_for(x, more, kinds=_KINDS) is None
-            or x.shape[1] < max(held, index.shape[1])
-            or len(x) != len(index)
-        ):
+        (here, room, *wide), (lane, place, *step), (new_lane, new_place, *new_step) = x.shape, x.stride(), more.stride()
+        if native.library_for(x, more, kinds=_KINDS) is None or here != lanes or room < max(held, kept):
             return False
-        if len(more) != len(x) or more.shape[1:] != (new[0].shape[1], *x.shape[2:]):
+        if more.shape != (lanes, count, *wide) or any(apart != 1 for apart in (*step, *new_step)):
             return False
-        if x.ndim == 3 and (x.stride(2) != 1 or more.stride(2) != 1):
-            return False
-        size, width = x.element_size(), math.prod(x.shape[2:])
-        about += [size * number for number in (*x.stride()[:2], *more.stride()[:2], width)]
+        size = x.element_size()
+        about += [size * number for number in (lane, place, new_lane, new_place, math.prod(wide))]
     index, of = index.contiguous(), native.pointers(*chain(*zip(each, new, strict=True)))
     return not library.kvs_keep_in_place(native.numbers(about), *native.addresses(index), of)
+
+
+def close_gap(each: Sequence[Tensor], dims: Sequence[int], used: Sequence[int], start: int, stop: int) -> bool:
+    """See `__init__.py`."""
+    about, library = [start, stop, native.threads(), len(each)], None
+    for x, dim, there in zip(each, dims, used, strict=True):
+        library = native.library_for(x, kinds=_KINDS)
+        if library is None or not x.is_contiguous() or not 0 <= start <= stop <= there <= x.shape[dim]:
+            return False
+        place = x.element_size() * x.stride(dim)
+        about += [x.shape[:dim].numel(), x.shape[dim] * place, place, there]
+    if library is not None:
+        library.kvs_close_gap(native.numbers(about), native.pointers(*each))
+    return library is not None
 
 
 def few_of_each(each: Sequence[Tensor], parts: Float[Tensor, " p"]) -> UInt8[Tensor, " bytes"] | None:
