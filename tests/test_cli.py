@@ -168,6 +168,10 @@ MISTAKES = [
     (["--prompt-file", BOOK, "--[bold]"], "No such option: --[bold]. See kvsketch generate --help"),
     (["~/nowhere", "--prompt-file", BOOK], "there is no folder ~/nowhere: name a model's folder"),
     (["[/]", "--prompt-file", BOOK], "[/] cannot be loaded as a model with its tokenizer"),
+    (
+        ["smolm2", "--prompt-file", BOOK],
+        "There is no folder of this name; those of ours are embedded, embedded-first, smollm2",
+    ),
     (["caf\udce9", "--prompt-file", BOOK], r"the argument 'caf\udce9' is no text in UTF-8"),
     (["--prompt-file", BOOK, "--device", "abacus"], "--device 'abacus' is not there"),
     (["{broken}", "--prompt-file", BOOK], "cannot be loaded as a model with its tokenizer (SafetensorError"),

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvsketch.cli.notes import notes, say
 from kvsketch.cli.options import is_ours
+from kvsketch.editions import EDITIONS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -54,8 +55,15 @@ def load_model(name: str | None, dtype: str, device: str | None) -> "tuple[PreTr
             raise
         except Exception as error:  # a folder can be broken in any way, and transformers says so in any words
             what = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
-            raise ValueError(f"{name} cannot be loaded as a model with its tokenizer ({what})") from error
+            known = "" if Path(name).is_dir() else f". There is no folder of this name; those of ours are {_ours()}"
+            raise ValueError(f"{name} cannot be loaded as a model with its tokenizer ({what}){known}") from error
     return model.to(place).eval(), tokenizer
+
+
+def _ours() -> str:
+    from kvsketch.checkpoints import SMOLLM2
+
+    return ", ".join([*EDITIONS, SMOLLM2])
 
 
 def _folder_of(name: str) -> str:
