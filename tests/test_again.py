@@ -19,6 +19,7 @@ from kvsketch.caches.registry import parse_spec
 from kvsketch.kernels import native
 from kvsketch.kernels.native.attention import MOST_QUERIES
 from made_index import make_index
+from uneven import uneven
 
 HEADS, GROUP, WIDTH, SCALE = 2, 2, 16, 0.25
 MASS = "h2o(keep=0.4, window=40, weights='mass')"
@@ -155,6 +156,29 @@ def test_all_but_the_first_of_many_single_tokens_take_it(spec, dtype, protected,
     assert mine[1] == others[1]
     for name, x in mine[0].items():
         assert torch.equal(x, others[0][name]), name
+
+
+@needs_c
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("kind", ["keydiff(keep=0.4, window=40)", "kvzip(keep=0.4, window=40)"])
+def test_it_goes_on_behind_a_block_that_left(kind, rows, served):
+    """Of heads with other budgets too: what is read then lies elsewhere, or is more, and answers are the same."""
+    short, long = uneven(kind), uneven(kind)
+    roads, lefts = [], []
+    for number in range(-1, 60):
+        long.not_yet = 2
+        count = 300 if number < 0 else 1
+        found, expected = (come(layer, count, rows, 10 * number + 10) for layer in (short, long))
+        assert torch.equal(found.out, expected.out), number
+        roads.append(short.again)
+        lefts.append(short.left)
+    behind = [a is b for a, b, x, y in zip(roads[2:], roads[3:], lefts[2:], lefts[3:], strict=False) if x != y]
+    assert len(behind) >= 6
+    assert all(behind)
+    mine, others = short.state(), long.state()
+    assert mine[1] == others[1]
+    assert all(torch.equal(x, others[0][name]) for name, x in mine[0].items())
 
 
 @needs_c

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvsketch.attention import Partial
+from kvsketch.attention import Partial, WeightedTokens
 from kvsketch.caches.core.asking import Asking, weights, where_noted
 from kvsketch.caches.core.buffers import Growing, Window
 from kvsketch.caches.core.config import BLOCK
@@ -118,24 +118,29 @@ class Again:
         self.how, self.looks = (asked.scale, asked.softcap), _looks_of(asked.queries, new)
         self.places = min(buffer.shape[one.dim] for one, buffer in into)
         self.held, self.looks_up = _held_by(stream), asking is not None
-        read = [] if router is None else [*router.tensors]
+        every = _unweighted_entries(stream)  # which may be read where they are next
+        there = len(every) == len(parts) - 1 and all(
+            own is part.tokens for own, part in zip(every, parts, strict=False)
+        )
+        self.entries = every if there and all(of_window for _, _, of_window in notes) else []
+        beside = [] if router is None else [*router.tensors]
+        beside += [x for to, _, _ in notes for x in (to.got, to.keys, to.log_mass) if x is not None]
+        read = list[Tensor | None]()
         for part in parts[:-1]:
-            tokens, tables = part.tokens, () if part.choice is None else part.choice.tables
-            every = (tokens.keys, tokens.values, tokens.log_mass, tokens.log_value, part.lanes, *tables)
-            read += [x for x in every if x is not None]
-        read += [x for to, _, _ in notes for x in (to.got, to.keys, to.log_mass) if x is not None]
+            tokens = part.tokens
+            beside += ([] if part.lanes is None else [part.lanes]) + (
+                [] if part.choice is None else [*part.choice.tables]
+            )
+            read += [tokens.keys, tokens.values, tokens.log_mass, tokens.log_value]
         # Torch may move a tensor, as to share it with a process.
         self.buffers = [(grown, buffer, buffer.data_ptr()) for grown, buffer in into]
-        self.at = [(x, x.data_ptr()) for x in read]
+        self.beside = [(x, x.data_ptr()) for x in beside]
+        self.at = self.beside + [(x, x.data_ptr()) for x in read if x is not None]
         self.rank = layer.seen  # of the next token
         self.width = new.values.shape[3]
         if before is not None and before.can_lend(self):
-            self.room, self.no_notes, self.no_lse, self.served = (
-                before.room,
-                before.no_notes,
-                before.no_lse,
-                before.served,
-            )
+            self.room, self.served = before.room, before.served
+            self.no_notes, self.no_lse = before.no_notes, before.no_lse
         else:
             self.room, self.served = Room(asked.queries, self.width, layer.heads, self.rank), False
             self.no_notes = None if len(into) == 3 else layer.config.askings.none(new.keys)  # of a token that comes
@@ -144,6 +149,26 @@ class Again:
         coming = [new.keys, new.values, self.room.ranks[0]] + ([] if self.no_notes is None else [self.no_notes])
         puts = [(buffer, own) for (_, buffer), own in zip(into, coming, strict=True)]
         self.step = Step(asked.queries, parts, layer.heads, self.how, puts, asking, notes)
+
+    def goes_on(self, layer: LayerState) -> bool:
+        """Whether the next token may come so though a block has left: entries are others, of the same lanes.
+
+        If so, C is told where they are now, and how many.
+        """
+        stream, known = self.stream, self.entries
+        if not known or layer.streams.only is not stream or _is_to_note(stream):
+            return False
+        now = _unweighted_entries(stream)
+        if len(now) != len(known):
+            return False
+        for own, was in zip(now, known, strict=True):
+            for x, y in ((own.keys, was.keys), (own.values, was.values)):
+                if x.shape[:2] != y.shape[:2] or x.dtype != y.dtype or x.stride(3) != 1:
+                    return False
+        self.step.read_others(now)
+        self.held, self.entries = _held_by(stream), now
+        self.at = self.beside + [(x, x.data_ptr()) for own in now for x in (own.keys, own.values)]
+        return True
 
     def can_lend(self, to: "Again") -> bool:
         """Whether another may have what this has made for tokens to come, which are not this one's any more."""
@@ -175,7 +200,7 @@ class Again:
         room = self.room
         if not room.outs:
             room = self.room = Room(query, self.width, layer.heads, self.rank)
-        out, at = room.outs.pop(), len(room.outs)
+        out, at = room.outs[-1], len(room.outs) - 1
         unrotated = new.unrotated.queries if self.looks_up and new.unrotated is not None else None
         lse_at, read_at, ranks_at = room.where(at)  # whoever was given one may have moved them
         coming = [new.keys.data_ptr(), new.values.data_ptr(), ranks_at]
@@ -184,6 +209,7 @@ class Again:
         if not self.step.run(place, coming, query, unrotated, out.data_ptr(), lse_at, read_at):
             return None
         self.rank, self.served = self.rank + 1, True
+        room.outs.pop()
         layer.count_one()
         for grown, _, _ in self.buffers:
             grown.length = place + 1
@@ -284,6 +310,13 @@ def _held_by(stream: Stream) -> list[Any]:
     """What a step reads beside the window. Whatever is written there, other objects are read from then on."""
     bundles = [bundle for lanes in stream.lanes for bundle in lanes.bundles]
     return [x for bundle in bundles for x in (bundle.holding, bundle.holding.read_from)]
+
+
+def _unweighted_entries(stream: Stream) -> list[WeightedTokens]:
+    """What is held beside the window, bundle by bundle; nothing, if not all of it is entries without weights."""
+    every = [bundle.holding.weighted for lanes in stream.lanes for bundle in lanes.bundles]
+    found = [own for own in every if own is not None and own.log_mass is None and own.log_value is None]
+    return found if len(found) == len(every) else []
 
 
 def _looks_of(query: Tensor, new: NewTokens) -> list[Any]:

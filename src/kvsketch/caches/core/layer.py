@@ -152,7 +152,7 @@ class LayerCache(LayerState):
         left = self.left
         self.settle()
         same, before = self.left == left, self.again
-        if not same:
+        if not same and not (before is not None and before.goes_on(self)):
             self._take_long_road()
         if self.again is not None:
             return

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from jaxtyping import Float
 from torch import Tensor
 
+from kvsketch.attention import WeightedTokens
 from kvsketch.kernels import native
 from kvsketch.kernels.native.attention import NOTED, shape_of, sources_of
 from kvsketch.kernels.native.weights import NO_ROOM, Noting, Weighing
@@ -128,6 +129,14 @@ class Step:
         if failed > 1:
             raise MemoryError(NO_ROOM)
         return not failed
+
+    def read_others(self, entries: Sequence[WeightedTokens]) -> None:
+        """Read these, of the same lanes and without weights, and not those that were read before the last part."""
+        for source, own in zip(self.sources, entries, strict=False):
+            source.keys, source.values, source.count = own.keys.data_ptr(), own.values.data_ptr(), own.count
+            source.key_row, source.key_head, source.key_step, _ = own.keys.stride()
+            source.value_row, source.value_head, source.value_step, _ = own.values.stride()
+        self.others = entries  # they stay in their place as long as this
 
 
 def _note(to: Noting, how: Weighing, of_window: bool) -> _Note:
