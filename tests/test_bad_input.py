@@ -367,6 +367,9 @@ def test_attention_weights(model, filled):
         own(zoo.tokens(1, 3), past_key_values=kvsketch.make_cache(own))
     with pytest.raises(ValueError, match="output_attentions off, in the model's config too"):
         own(zoo.tokens(1, 3))  # attached, with a cache of transformers' own
+    alone, keys = kvsketch.make_cache(own), torch.randn(1, 2, 3, 16)  # no call of the model's decoder
+    with pytest.raises(ValueError, match="output_attentions off, in the model's config too"):
+        alone.update(keys, keys, 0)
 
 
 def test_dropout_of_attention():

@@ -32,14 +32,17 @@ AT_ONCE = 8  # answers that room is made for: behind a step whose reading filled
 class Room:
     """For the answers to a few tokens, and their ranks, from the last place of each to the first."""
 
-    def __init__(self, query: Float[Tensor, "b hg 1 d"], width: int, heads: int, first: int) -> None:
-        """For answers of this width to tokens from the one on whose rank is `first`."""
+    def __init__(
+        self, query: Float[Tensor, "b hg 1 d"], width: int, heads: int, first: int, no_notes: Tensor | None
+    ) -> None:
+        """For answers of this width to tokens from the one on whose rank is `first`; with `no_notes` they come."""
         rows, every = query.shape[:2]
         self.outs = [query.new_empty(rows, every, 1, width) for _ in range(AT_ONCE)]  # a model may keep one, and write
         self.lse = native.room(AT_ONCE, rows, every, 1)
         self.read = native.room(AT_ONCE, 1, rows * heads, 1, dtype=torch.int64)
         ranks = torch.arange(first + AT_ONCE - 1, first - 1, -1, device="cpu")
         self.ranks = ranks[:, None, None].expand(-1, rows, -1).contiguous()
+        self.no_notes, self.no_lse = no_notes, native.room(rows, every, 1).fill_(torch.nan)  # where nobody wants it
         self.steps = 4 * rows * every, 8 * rows * heads, 8 * rows  # bytes that places of these are apart
 
     def where(self, at: int) -> tuple[int, int, int]:
@@ -137,18 +140,18 @@ class Again:
         self.beside = [(x, x.data_ptr()) for x in beside]
         self.at = self.beside + [(x, x.data_ptr()) for x in read if x is not None]
         self.rank = layer.seen  # of the next token
-        self.width = new.values.shape[3]
-        if before is not None and before.can_lend(self):
-            self.room, self.served = before.room, before.served
-            self.no_notes, self.no_lse = before.no_notes, before.no_lse
-        else:
-            self.room, self.served = Room(asked.queries, self.width, layer.heads, self.rank), False
-            self.no_notes = None if len(into) == 3 else layer.config.askings.none(new.keys)  # of a token that comes
-            self.no_lse = native.room(*asked.queries.shape[:3]).fill_(torch.nan)
+        lender = before if before is not None and before.can_lend(self) else None
+        self.served: bool = lender is not None and lender.served
+        self.room: Room = lender.room if lender is not None else self._new_room(layer, asked.queries, new)
         self.notes, self.takes_notes = bool(notes), stream.takes_notes
-        coming = [new.keys, new.values, self.room.ranks[0]] + ([] if self.no_notes is None else [self.no_notes])
+        no_notes = self.room.no_notes
+        coming = [new.keys, new.values, self.room.ranks[0]] + ([] if no_notes is None else [no_notes])
         puts = [(buffer, own) for (_, buffer), own in zip(into, coming, strict=True)]
         self.step = Step(asked.queries, parts, layer.heads, self.how, puts, asking, notes)
+
+    def _new_room(self, layer: LayerState, query: Tensor, new: NewTokens) -> "Room":
+        askings = layer.config.askings
+        return Room(query, new.values.shape[3], layer.heads, self.rank, askings.none(new.keys) if askings else None)
 
     def goes_on(self, layer: LayerState) -> bool:
         """Whether the next token may come so though a block has left: entries are others, of the same lanes.
@@ -199,13 +202,13 @@ class Again:
         begin()
         room = self.room
         if not room.outs:
-            room = self.room = Room(query, self.width, layer.heads, self.rank)
+            room = self.room = self._new_room(layer, query, new)
         out, at = room.outs[-1], len(room.outs) - 1
         unrotated = new.unrotated.queries if self.looks_up and new.unrotated is not None else None
         lse_at, read_at, ranks_at = room.where(at)  # whoever was given one may have moved them
         coming = [new.keys.data_ptr(), new.values.data_ptr(), ranks_at]
-        if self.no_notes is not None:
-            coming.append(self.no_notes.data_ptr())
+        if room.no_notes is not None:
+            coming.append(room.no_notes.data_ptr())
         if not self.step.run(place, coming, query, unrotated, out.data_ptr(), lse_at, read_at):
             return None
         self.rank, self.served = self.rank + 1, True
@@ -218,7 +221,7 @@ class Again:
             self.stream.waiting.append(Seen.of(new, room.ranks[at], ahead=layer.config.looks_ahead))
         if self.looks_up:
             self.held[0].count_read(room.read[at])  # of the one store there is
-        return Partial(out, room.lse[at] if lse else self.no_lse)
+        return Partial(out, room.lse[at] if lse else room.no_lse)
 
     def _is_still(self, layer: LayerState, place: int, query: Tensor, new: NewTokens) -> bool:
         """Whether all is as it was, nothing is to be noted of what came, and there is room."""
