@@ -13,6 +13,7 @@ from commands import run as command
 from kvsketch.evaluation.layers.plan import Prompt
 from kvsketch.evaluation.results.rows import RowsFile, read_rows
 from kvsketch.evaluation.texts.measure import run
+from kvsketch.evaluation.texts.pictures import divergence_picture
 from kvsketch.evaluation.texts.plan import KEY, Plan
 from kvsketch.evaluation.texts.summary import compare, summarise
 
@@ -123,6 +124,17 @@ def test_ratios_are_of_pairs_of_windows():
     spread = (sum((kl - 2.0275) ** 2 for kl in (0.1, 0.01, 1.0, 7.0)) / 3) ** 0.5
     assert mean.error == pytest.approx(spread / 2)
     assert (mean.share, mean.perplexity) == (0.25, pytest.approx(math.e**2))
+
+
+def test_a_picture_names_those_that_are_not_behind_the_others():
+    methods = [f"{name}(keep={keep})" for name in ("uniform", "tova", "h2o") for keep in (0.25, 0.5)]
+    means = summarise([row for method in methods for row in rows_of(method, [0.1, 0.2])])
+    picture = divergence_picture(means, "a title", behind=["h2o", "tova"])
+    (axes,) = picture.axes
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["2 others", "uniform"]
+    assert [line.get_color() for line in axes.lines[:2]] == ["0.8", "0.8"]
+    with pytest.raises(ValueError, match="of kvzip there is nothing to draw, but of uniform, tova, h2o"):
+        divergence_picture(means, "a title", behind=["kvzip"])
 
 
 def test_the_command_measures_and_draws(tmp_path):

@@ -1,6 +1,6 @@
 """Divergence from the full cache against the bytes held: a curve for each method over its budgets."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -14,11 +14,24 @@ LINES = ({"ls": "-", "marker": "o"}, {"ls": "--", "marker": "s"}, {"ls": ":", "m
 MANY = 9  # curves beside which there is no room for their names
 
 
-def divergence_picture(means: Sequence[Mean], title: str) -> Figure:
-    """Both axes are logarithmic; geometric means over windows with their 95 % intervals."""
-    names = list(dict.fromkeys(family(mean.method) for mean in means))
+BEHIND: dict[str, Any] = {"lw": 1.0, "color": "0.8", "zorder": 0}
+
+
+def divergence_picture(means: Sequence[Mean], title: str, behind: Collection[str] = ()) -> Figure:
+    """Both axes are logarithmic; geometric means over windows with their 95 % intervals.
+
+    Methods of the families `behind` the others are there for comparison, in grey and without names.
+    """
+    every = list(dict.fromkeys(family(mean.method) for mean in means))
+    if unknown := set(behind) - set(every):
+        raise ValueError(f"of {', '.join(sorted(unknown))} there is nothing to draw, but of {', '.join(every)}")
+    names = [name for name in every if name not in behind]
     figure = Figure(figsize=(7.2, 4.6) if len(names) <= MANY else (10.5, 5.6), dpi=150)
     axes = figure.subplots()
+    for number, name in enumerate(name for name in every if name in behind):
+        here = sorted((mean for mean in means if family(mean.method) == name), key=lambda mean: mean.share)
+        label = None if number else f"{len(behind)} others"
+        axes.plot([100 * mean.share for mean in here], [mean.typical.mean for mean in here], label=label, **BEHIND)
     for number, name in enumerate(names):
         here = sorted((mean for mean in means if family(mean.method) == name), key=lambda mean: mean.share)
         found = [mean.typical for mean in here]
