@@ -1,9 +1,11 @@
 """A token that comes as the one before it takes a shorter road, in C, and nobody can tell."""
 
 import copy
+import gc
 import io
 import math
 import random
+import weakref
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -179,6 +181,22 @@ def test_it_goes_on_behind_a_block_that_left(kind, rows, served):
     mine, others = short.state(), long.state()
     assert mine[1] == others[1]
     assert all(torch.equal(x, others[0][name]) for name, x in mine[0].items())
+
+
+@needs_c
+@torch.no_grad()
+def test_what_lay_elsewhere_before_a_block_left_is_gone():
+    """A road that goes on keeps nothing of where entries were: neither itself, nor the layer for it."""
+    layer = LayerCache(parse_spec("keydiff(keep=0.4, window=40)"), 1)
+    come(layer, 300, 1, 0)
+    come(layer, 1, 1, 1)
+    (bundle,) = layer.streams.only.past.bundles
+    before, road = weakref.ref(bundle.holding.weighted), layer.again
+    for number in range(30):
+        come(layer, 1, 1, 10 * number)
+    gc.collect()
+    assert layer.again is road
+    assert before() is None
 
 
 @needs_c

@@ -941,9 +941,10 @@ def test_places_move_to_the_front_of_what_there_is(kept):
 @needs_c
 @pytest.mark.parametrize(("start", "stop"), [(4, 12), (0, 70), (300, 300), (80, 400), (4, 400)])
 def test_a_gap_is_closed_and_nothing_else_moves(start, stop):
-    """In tensors whose places lie along other dimensions, and of which others are in use; small and large."""
+    """In tensors whose places lie along other dimensions, of which others are in use; small, large and of nothing."""
     each = [torch.randn(2, 8, 500, 40).bfloat16(), torch.randn(2, 500), torch.randn(3, 2, 450, 2).double().long()]
-    dims, used, before = [2, 1, 2], [500, 400, 430], [x.clone() for x in each]
+    each.append(torch.zeros(2, 500, 0))
+    dims, used, before = [2, 1, 2, 1], [500, 400, 430, 500], [x.clone() for x in each]
     assert places.close_gap(each, dims, used, start, stop)
     for x, dim, there, old in zip(each, dims, used, before, strict=True):
         left = there - (stop - start)

@@ -170,7 +170,7 @@ def remove(each: Sequence[Growing], start: int, stop: int) -> None:
     """`Growing.remove` of several at once."""
     buffers = [grown.buffer for grown in each if grown.buffer is not None]
     closed = False
-    if len(buffers) == len(each) and all(writable(buffer) is buffer for buffer in buffers):
+    if len(buffers) == len(each) and all(map(is_writable, buffers)):
         closed = close_gap(buffers, [grown.dim for grown in each], [grown.length for grown in each], start, stop)
     for grown in each:
         if closed:
@@ -383,11 +383,14 @@ def marks_of(*tensors: Tensor | None) -> object:
     return tuple(None if x is None else (x.data_ptr(), x.shape, x.stride(), x.dtype) for x in tensors)
 
 
-def writable(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy where it was made in inference mode and that is over: torch would refuse to change it.
+def is_writable(tensor: Tensor) -> bool:
+    """Whether torch would change it: not where it was made in inference mode and that is over.
 
     The compiler can trace none of these questions; within compiled code the tensor is taken as it is.
     """
-    if torch.compiler.is_compiling() or not tensor.is_inference() or torch.is_inference_mode_enabled():
-        return tensor
-    return tensor.clone()
+    return torch.compiler.is_compiling() or not tensor.is_inference() or torch.is_inference_mode_enabled()
+
+
+def writable(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where torch would refuse to change it."""
+    return tensor if is_writable(tensor) else tensor.clone()

@@ -185,6 +185,12 @@ class Lanes:
             notes = None if notes is None else chosen(notes, index)
         return Arriving(keys, values, bundle.count, bundle.lane_heads, notes, few=few)
 
+    def forget_parts(self) -> None:
+        """Have nothing of where entries lay that lie elsewhere by now: that would keep them."""
+        for bundle in self.bundles:
+            if bundle.part is not None and bundle.part.tokens is not bundle.holding.weighted:
+                bundle.part = None
+
     # -- while steps are recorded
 
     def open(self, *, anew: bool) -> None:

@@ -79,7 +79,9 @@ class Step:
         """
         library = native.library()
         assert library is not None, "there is something to call"
-        self.kept: list[object] = [*parts, *(buffer for buffer, _ in places), asking, notes]
+        self.kept: list[object] = [parts[-1], *(buffer for buffer, _ in places), asking, notes]
+        self.kept += [part.noted[NOTED].kept for part in parts]  # such as the numbers of lanes
+        self.read: Sequence[object] = parts[:-1]
         values = parts[0].noted[NOTED].widths[1]
         self.shape, self.sources = shape_of(query, heads, values, *how), sources_of(parts)
         self.puts = (_Put * len(places))(*(_put(buffer, new) for buffer, new in places))
@@ -136,7 +138,7 @@ class Step:
             source.keys, source.values, source.count = own.keys.data_ptr(), own.values.data_ptr(), own.count
             source.key_row, source.key_head, source.key_step, _ = own.keys.stride()
             source.value_row, source.value_head, source.value_step, _ = own.values.stride()
-        self.others = entries  # they stay in their place as long as this
+        self.read = entries
 
 
 def _note(to: Noting, how: Weighing, of_window: bool) -> _Note:

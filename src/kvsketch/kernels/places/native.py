@@ -99,7 +99,7 @@ def close_gap(each: Sequence[Tensor], dims: Sequence[int], used: Sequence[int], 
         library = native.library_for(x, kinds=_KINDS)
         if library is None or not x.is_contiguous() or not 0 <= start <= stop <= there <= x.shape[dim]:
             return False
-        place = x.element_size() * x.stride(dim)
+        place = x.element_size() * math.prod(x.shape[dim + 1 :])
         about += [x.shape[:dim].numel(), x.shape[dim] * place, place, there]
     if library is not None:
         library.kvs_close_gap(native.numbers(about), native.pointers(*each))
