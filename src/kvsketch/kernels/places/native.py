@@ -94,7 +94,8 @@ def keep_in_place(index: Int64[Tensor, "l k"], held: int, each: Sequence[Tensor]
 
 def close_gap(each: Sequence[Tensor], dims: Sequence[int], used: Sequence[int], start: int, stop: int) -> bool:
     """See `__init__.py`."""
-    about, library = [start, stop, native.threads(), len(each)], None
+    about: list[int] = []
+    library = None
     for x, dim, there in zip(each, dims, used, strict=True):
         library = native.library_for(x, kinds=_KINDS)
         if library is None or not x.is_contiguous() or not 0 <= start <= stop <= there <= x.shape[dim]:
@@ -102,7 +103,8 @@ def close_gap(each: Sequence[Tensor], dims: Sequence[int], used: Sequence[int], 
         place = x.element_size() * math.prod(x.shape[dim + 1 :])
         about += [x.shape[:dim].numel(), x.shape[dim] * place, place, there]
     if library is not None:
-        library.kvs_close_gap(native.numbers(about), native.pointers(*each))
+        every = native.numbers([start, stop, native.threads(), len(each), *about])
+        library.kvs_close_gap(every, native.pointers(*each))
     return library is not None
 
 
