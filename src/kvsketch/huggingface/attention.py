@@ -7,7 +7,6 @@ without a link (sliding layers, other caches, no cache) get ordinary attention, 
 
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -26,7 +25,6 @@ ATTENTION_NAME = "kvsketch"  # must not contain "flash": transformers looks for 
 # What some models hand to their attention that changes its answer, and neither we nor torch's own attention know.
 NOT_KNOWN = ("sinks", "indices", "block_indices")
 NOT_KNOWN_TO_US = ("position_bias", *NOT_KNOWN)
-_AS_IT_IS = nullcontext()
 
 
 @runtime_checkable
@@ -143,10 +141,9 @@ def attention(
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     unrotated = None if layer is None else layer.before_rotation(module, query, key)
-    under_autocast = is_on(query)
-    if under_autocast:
+    if is_on(query):
         query, key, value = (as_autocast(x) for x in (query, key, value))
-    with without_autocast(query) if under_autocast else _AS_IT_IS:
+    with without_autocast(query):
         if layer is None:
             return ordinary_attention(module, query, key, value, attention_mask, dropout, scale, softcap, s_aux, kwargs)
         new = NewTokens(key, value, _valid(attention_mask, query, layer.held.seen), unrotated)

@@ -167,8 +167,7 @@ class SketchCache(Cache):
         layer, count = self.layers[layer_idx], key_states.shape[2]
         if self.in_recorded_step:
             return layer.update(key_states, value_states)
-        self._close()
-        stack, ours = self._stack, isinstance(layer, SketchLayer)
+        stack, ours = self.stack, isinstance(layer, SketchLayer)
         first = stack.counting[0]
         if not ours:
             self._check_begun()

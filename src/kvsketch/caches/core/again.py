@@ -35,7 +35,7 @@ class Room:
     def __init__(
         self, query: Float[Tensor, "b hg 1 d"], width: int, heads: int, first: int, no_notes: Tensor | None
     ) -> None:
-        """For answers of this width to tokens from the one on whose rank is `first`; with `no_notes` they come."""
+        """For answers of this width to tokens from the one on whose rank is `first`, which come with `no_notes`."""
         rows, every = query.shape[:2]
         self.outs = [query.new_empty(rows, every, 1, width) for _ in range(AT_ONCE)]  # a model may keep one, and write
         self.lse = native.room(AT_ONCE, rows, every, 1)
@@ -130,10 +130,8 @@ class Again:
         beside += [x for to, _, _ in notes for x in (to.got, to.keys, to.log_mass) if x is not None]
         read = list[Tensor | None]()
         for part in parts[:-1]:
-            tokens = part.tokens
-            beside += ([] if part.lanes is None else [part.lanes]) + (
-                [] if part.choice is None else [*part.choice.tables]
-            )
+            tokens, tables = part.tokens, () if part.choice is None else part.choice.tables
+            beside += [x for x in (part.lanes, *tables) if x is not None]
             read += [tokens.keys, tokens.values, tokens.log_mass, tokens.log_value]
         # Torch may move a tensor, as to share it with a process.
         self.buffers = [(grown, buffer, buffer.data_ptr()) for grown, buffer in into]
@@ -143,7 +141,7 @@ class Again:
         lender = before if before is not None and before.can_lend(self) else None
         self.served: bool = lender is not None and lender.served
         self.room: Room = lender.room if lender is not None else self._new_room(layer, asked.queries, new)
-        self.notes, self.takes_notes = bool(notes), stream.takes_notes
+        self.notes = bool(notes)
         no_notes = self.room.no_notes
         coming = [new.keys, new.values, self.room.ranks[0]] + ([] if no_notes is None else [no_notes])
         puts = [(buffer, own) for (_, buffer), own in zip(into, coming, strict=True)]
@@ -208,9 +206,8 @@ class Again:
         out, at = room.outs[-1], len(room.outs) - 1
         unrotated = new.unrotated.queries if self.looks_up and new.unrotated is not None else None
         lse_at, read_at, ranks_at = room.where(at)  # whoever was given one may have moved them
-        coming = [new.keys.data_ptr(), new.values.data_ptr(), ranks_at]
-        if room.no_notes is not None:
-            coming.append(room.no_notes.data_ptr())
+        notes_at = 0 if room.no_notes is None else room.no_notes.data_ptr()
+        coming = (new.keys.data_ptr(), new.values.data_ptr(), ranks_at, notes_at)
         if not self.step.run(place, coming, query, unrotated, out.data_ptr(), lse_at, read_at):
             return None
         self.rank, self.served = self.rank + 1, True
@@ -219,7 +216,7 @@ class Again:
         for grown, _, _ in self.buffers:
             grown.length = place + 1
         self.stream.may_come -= 1
-        if self.takes_notes:
+        if self.stream.takes_notes:
             self.stream.waiting.append(Seen.of(new, room.ranks[at], ahead=layer.config.looks_ahead))
         if self.looks_up:
             self.held[0].count_read(room.read[at])  # of the one store there is
@@ -230,7 +227,7 @@ class Again:
         stream = self.stream
         if layer.streams.only is not stream or stream.window is not self.window or layer.seen != self.rank:
             return False
-        if place >= self.places or _is_elsewhere(layer, self.window) or (self.takes_notes and _is_to_note(stream)):
+        if place >= self.places or _is_elsewhere(layer, self.window) or _is_to_note(stream):
             return False
         for grown, buffer, at in self.buffers:
             if grown.buffer is not buffer or grown.length != place or buffer.data_ptr() != at:

@@ -72,10 +72,7 @@ class LayerState:
 
     def count_one(self) -> None:
         """Count a single token of every row."""
-        if self.counted is not None:
-            self.add([1] * len(self.lengths), 1)
-        else:
-            self.lengths = [length + 1 for length in self.lengths]
+        self.add([1] * len(self.lengths), 1)
         self.seen += 1
 
     def lengths_on(self, device: torch.device) -> Int64[Tensor, "b 1"]:

@@ -172,22 +172,22 @@ class Best(Chooser):
 
         `numbers` are those of all lanes, as they are with that.
         """
-        tokens, left = tokens_kept(held), None
-        if tokens < held.count:
-            held, left = held.part(0, tokens), held.part(tokens, held.count)
+        every, tokens = held, tokens_kept(held)
+        if tokens < every.count:
+            held = every.part(0, tokens)
         numbers = {} if numbers is None else numbers
         about, per_lane, rooms = self.about_new(new), self.lanes_after(held, new), list(parts)
         start = 0  # parts that keep all they have stay where they lie
         while rooms and rooms[0][0] <= rooms[0][1] and start + rooms[0][0] <= held.count:
             start += rooms.pop(0)[0]
-        if left is None and all(count <= room for count, room in rooms):
+        if tokens == every.count and all(count <= room for count, room in rooms):
             if self.config.residual:
                 per_lane[TOKENS] = new.keys.new_zeros(len(new.keys), 0, dtype=torch.float32)
             return Kept(None, held.count, per_lane=per_lane, per_entry=about, numbers=numbers)
         pool = held.with_new(new, about=about)
         index = best(self.scores(pool, per_lane, new), start, rooms, self.bits)
         if self.config.residual:
-            left = held.part(tokens, tokens) if left is None else left
+            left = every.part(tokens, every.count)
             found = self._with_means(pool, start, index, left, self.room(held, new, budget)[1])
             return replace(found, per_lane=per_lane | found.per_lane, numbers=numbers)
         log_mass, stands = None, dict[str, Tensor]()

@@ -11,10 +11,8 @@ from kvsketch.evaluation.texts.summary import Mean
 
 LOOK: dict[str, Any] = {"lw": 1.6, "ms": 4, "capsize": 2}
 LINES = ({"ls": "-", "marker": "o"}, {"ls": "--", "marker": "s"}, {"ls": ":", "marker": "^"})  # as colours come again
-MANY = 9  # curves beside which there is no room for their names
-
-
 BEHIND: dict[str, Any] = {"lw": 1.0, "color": "0.8", "zorder": 0}
+MANY = 9  # curves beside which there is no room for their names
 
 
 def divergence_picture(means: Sequence[Mean], title: str, behind: Collection[str] = ()) -> Figure:
@@ -29,11 +27,11 @@ def divergence_picture(means: Sequence[Mean], title: str, behind: Collection[str
     figure = Figure(figsize=(7.2, 4.6) if len(names) <= MANY else (10.5, 5.6), dpi=150)
     axes = figure.subplots()
     for number, name in enumerate(name for name in every if name in behind):
-        here = sorted((mean for mean in means if family(mean.method) == name), key=lambda mean: mean.share)
+        here = _of(name, means)
         label = None if number else f"{len(behind)} others"
         axes.plot([100 * mean.share for mean in here], [mean.typical.mean for mean in here], label=label, **BEHIND)
     for number, name in enumerate(names):
-        here = sorted((mean for mean in means if family(mean.method) == name), key=lambda mean: mean.share)
+        here = _of(name, means)
         found = [mean.typical for mean in here]
         values = [one.mean for one in found]
         bars = [[one.mean - one.low for one in found], [one.high - one.mean for one in found]]
@@ -54,6 +52,11 @@ def divergence_picture(means: Sequence[Mean], title: str, behind: Collection[str
     axes.legend(fontsize=8, frameon=False, **beside)
     figure.tight_layout()
     return figure
+
+
+def _of(name: str, means: Sequence[Mean]) -> list[Mean]:
+    """A family's, from the fewest bytes on."""
+    return sorted((mean for mean in means if family(mean.method) == name), key=lambda mean: mean.share)
 
 
 def _near(size: int, means: Sequence[Mean]) -> bool:

@@ -21,7 +21,6 @@ from kvsketch.kernels.sources import Entries
 MOST_PUT = 4  # as in `step.c`
 CHANGING = 7 + MOST_PUT  # numbers in front of `struct step`: what is another with every token
 _write = struct.Struct(f"={CHANGING}q").pack_into  # all of them at once
-_NONE = [[0] * (MOST_PUT - there) for there in range(MOST_PUT + 1)]
 
 Note = tuple[Noting, Weighing, bool]  # where something is noted, how, and whether that is in the window
 
@@ -121,12 +120,11 @@ class Step:
     ) -> bool:
         """Hold a token and answer its query; False: no memory is left.
 
-        Where in memory is `new`, what goes to the places; and where go the answer `out`, its log of denominators `lse`,
-        and how much was looked up, `read`.
+        Addresses are `new`, of what goes to MOST_PUT places (0: there is none); and `out`, `lse` and `read`, of where
+        the answer goes, its log of denominators, and how much was looked up.
         """
         asked = 0 if unrotated is None else unrotated.data_ptr()
-        more = _NONE[len(new)]
-        _write(self.given, 0, place, native.threads(), query.data_ptr(), out, lse, asked, read, *new, *more)
+        _write(self.given, 0, place, native.threads(), query.data_ptr(), out, lse, asked, read, *new)
         failed = self.call(self.at)
         if failed > 1:
             raise MemoryError(NO_ROOM)
