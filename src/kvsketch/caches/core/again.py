@@ -21,7 +21,7 @@ from kvsketch.caches.core.query import Answer, Query
 from kvsketch.caches.core.stream import Stream
 from kvsketch.caches.core.tokens import NewTokens, Seen
 from kvsketch.kernels import native
-from kvsketch.kernels.native.attention import can_attend
+from kvsketch.kernels.native.attention import can_attend, can_read_weights
 from kvsketch.kernels.native.step import Note, Step
 from kvsketch.kernels.routing.native import Question, question
 from kvsketch.kernels.sources import Classifier, Entries
@@ -30,25 +30,25 @@ AT_ONCE = 8  # answers that room is made for: behind a step whose reading filled
 
 
 class Room:
-    """For the answers to a few tokens, and their ranks, from the last place of each to the first."""
+    """For what a few tokens to come leave behind, from last to first; and what no token has of its own."""
 
     def __init__(
-        self, query: Float[Tensor, "b hg 1 d"], width: int, heads: int, first: int, no_notes: Tensor | None
+        self, query: Float[Tensor, "b hg 1 d"], width: int, heads: int, no_notes: Tensor | None, *, reads: bool
     ) -> None:
-        """For answers of this width to tokens from the one on whose rank is `first`, which come with `no_notes`."""
+        """For answers of this width; `no_notes` come with every token. `reads`: it is counted what is looked up."""
         rows, every = query.shape[:2]
-        self.outs = [query.new_empty(rows, every, 1, width) for _ in range(AT_ONCE)]  # a model may keep one, and write
-        self.lse = native.room(AT_ONCE, rows, every, 1)
-        self.read = native.room(AT_ONCE, 1, rows * heads, 1, dtype=torch.int64)
-        ranks = torch.arange(first + AT_ONCE - 1, first - 1, -1, device="cpu")
-        self.ranks = ranks[:, None, None].expand(-1, rows, -1).contiguous()
-        self.no_notes, self.no_lse = no_notes, native.room(rows, every, 1).fill_(torch.nan)  # where nobody wants it
-        self.steps = 4 * rows * every, 8 * rows * heads, 8 * rows  # bytes that places of these are apart
+        self.shape, self.read_shape = (rows, every, 1, width), (1, rows * heads, 1) if reads else None
+        self.lse, self.no_notes = native.room(rows, every, 1), no_notes
+        self.no_lse = torch.full_like(self.lse, torch.nan)  # where nobody wants it
+        self.fill(query)
 
-    def where(self, at: int) -> tuple[int, int, int]:
-        """Where these places of logs of denominators, of what is read, and of ranks begin."""
-        lse, read, ranks = self.steps
-        return self.lse.data_ptr() + at * lse, self.read.data_ptr() + at * read, self.ranks.data_ptr() + at * ranks
+    def fill(self, query: Float[Tensor, "b hg 1 d"]) -> None:
+        """Have room for so many again."""
+        outs = query.new_empty(AT_ONCE, *self.shape)
+        # A model may keep one, and write to it; where there are gradients torch may refuse that in a part of a tensor.
+        self.outs = [torch.empty_like(one) for one in outs] if torch.is_grad_enabled() else [*outs.unbind()]
+        if self.read_shape is not None:
+            self.read = [*native.room(AT_ONCE, *self.read_shape, dtype=torch.int64).unbind()]
 
 
 class Again:
@@ -119,13 +119,13 @@ class Again:
         self.stream, self.window, self.library = stream, stream.window, native.library()
         self.inferring = torch.is_inference_mode_enabled()
         self.how, self.looks = (asked.scale, asked.softcap), _looks_of(asked.queries, new)
-        self.places = min(buffer.shape[one.dim] for one, buffer in into)
         self.held, self.looks_up = _held_by(stream), asking is not None
-        every = _unweighted_entries(stream)  # which may be read where they are next
+        every = _entries_of(stream)  # which may be read where they are next
         there = len(every) == len(parts) - 1 and all(
             own is part.tokens for own, part in zip(every, parts, strict=False)
         )
         self.entries = every if there and all(of_window for _, _, of_window in notes) else []
+        self.may_grow = there and not notes  # what is noted lies where the window's columns do
         beside = [] if router is None else [*router.tensors]
         beside += [x for to, _, _ in notes for x in (to.got, to.keys, to.log_mass) if x is not None]
         read = list[Tensor | None]()
@@ -133,23 +133,22 @@ class Again:
             tokens, tables = part.tokens, () if part.choice is None else part.choice.tables
             beside += [x for x in (part.lanes, *tables) if x is not None]
             read += [tokens.keys, tokens.values, tokens.log_mass, tokens.log_value]
-        # Torch may move a tensor, as to share it with a process.
-        self.buffers = [(grown, buffer, buffer.data_ptr()) for grown, buffer in into]
+        self._put_into(into)
         self.beside = [(x, x.data_ptr()) for x in beside]
         self.at = self.beside + [(x, x.data_ptr()) for x in read if x is not None]
         self.rank = layer.seen  # of the next token
         lender = before if before is not None and before.can_lend(self) else None
         self.served: bool = lender is not None and lender.served
-        self.room: Room = lender.room if lender is not None else self._new_room(layer, asked.queries, new)
+        no_notes = layer.config.askings.none(new.keys) if layer.config.askings else None
+        self.room: Room = (
+            Room(asked.queries, new.values.shape[3], layer.heads, no_notes, reads=self.looks_up)
+            if lender is None
+            else lender.room
+        )
         self.notes = bool(notes)
-        no_notes = self.room.no_notes
-        coming = [new.keys, new.values, self.room.ranks[0]] + ([] if no_notes is None else [no_notes])
+        coming = [new.keys, new.values, None] + ([] if no_notes is None else [no_notes])
         puts = [(buffer, own) for (_, buffer), own in zip(into, coming, strict=True)]
         self.step = Step(asked.queries, parts, layer.heads, self.how, puts, asking, notes)
-
-    def _new_room(self, layer: LayerState, query: Tensor, new: NewTokens) -> "Room":
-        askings = layer.config.askings
-        return Room(query, new.values.shape[3], layer.heads, self.rank, askings.none(new.keys) if askings else None)
 
     def goes_on(self, layer: LayerState) -> bool:
         """Whether the next token may come so though a block has left: entries are others, of the same lanes.
@@ -159,23 +158,39 @@ class Again:
         stream, known = self.stream, self.entries
         if not known or layer.streams.only is not stream or _is_to_note(stream):
             return False
-        now = _unweighted_entries(stream)
+        now = _entries_of(stream)
         if len(now) != len(known):
             return False
         for own, was in zip(now, known, strict=True):
             for x, y in ((own.keys, was.keys), (own.values, was.values)):
                 if x.shape[:2] != y.shape[:2] or x.dtype != y.dtype or x.stride(3) != 1:
                     return False
-        self.step.read_others(now)
+            if not all(can_read_weights(x, own.keys) for x in (own.log_mass, own.log_value) if x is not None):
+                return False
+        self.step.read_others([*now, stream.window.tokens()])
         for lanes in stream.lanes:
             lanes.forget_parts()
         self.held, self.entries = _held_by(stream), now
-        self.at = self.beside + [(x, x.data_ptr()) for own in now for x in (own.keys, own.values)]
+        read = [x for own in now for x in (own.keys, own.values, own.log_mass, own.log_value) if x is not None]
+        self.at = self.beside + [(x, x.data_ptr()) for x in read]
         return True
+
+    def _grow(self) -> None:
+        """Have room for more tokens where they are put, and tell C where that is."""
+        for grown, _, _ in self.buffers:
+            grown.make_room(grown.length + 1, grown.view)
+        self._put_into([(grown, grown.buffer) for grown, _, _ in self.buffers if grown.buffer is not None])
+        self.step.put_into([buffer for _, buffer, _ in self.buffers])
+        self.step.read_others([*self.entries, self.window.tokens()])
+
+    def _put_into(self, into: Sequence[tuple[Growing, Tensor]]) -> None:
+        # Torch may move a tensor, as to share it with a process.
+        self.buffers = [(grown, buffer, buffer.data_ptr()) for grown, buffer in into]
+        self.places = min(buffer.shape[grown.dim] for grown, buffer in into)
 
     def can_lend(self, to: "Again") -> bool:
         """Whether another may have what this has made for tokens to come, which are not this one's any more."""
-        return (self.rank, self.looks, self.inferring) == (to.rank, to.looks, to.inferring)
+        return (self.looks, self.inferring) == (to.looks, to.inferring)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """A copy is None: what is told to C is about one layer's tensors, and no other's."""
@@ -200,34 +215,38 @@ class Again:
         if how != self.how or (sinks is not None and self.notes) or not self._is_still(layer, place, query, new):
             return None
         begin()
+        if place >= self.places:
+            self._grow()
         room = self.room
         if not room.outs:
-            room = self.room = self._new_room(layer, query, new)
-        out, at = room.outs[-1], len(room.outs) - 1
+            room.fill(query)
+        out, read = room.outs[-1], room.read[-1] if self.looks_up else None
         unrotated = new.unrotated.queries if self.looks_up and new.unrotated is not None else None
-        lse_at, read_at, ranks_at = room.where(at)  # whoever was given one may have moved them
-        notes_at = 0 if room.no_notes is None else room.no_notes.data_ptr()
-        coming = (new.keys.data_ptr(), new.values.data_ptr(), ranks_at, notes_at)
-        if not self.step.run(place, coming, query, unrotated, out.data_ptr(), lse_at, read_at):
+        into = (out.data_ptr(), room.lse.data_ptr(), 0 if read is None else read.data_ptr())
+        notes = 0 if room.no_notes is None else room.no_notes.data_ptr()
+        if not self.step.run(
+            place, self.rank, (new.keys.data_ptr(), new.values.data_ptr(), notes), query, unrotated, into
+        ):
             return None
-        self.rank, self.served = self.rank + 1, True
         room.outs.pop()
         layer.count_one()
         for grown, _, _ in self.buffers:
             grown.length = place + 1
         self.stream.may_come -= 1
         if self.stream.takes_notes:
-            self.stream.waiting.append(Seen.of(new, room.ranks[at], ahead=layer.config.looks_ahead))
-        if self.looks_up:
-            self.held[0].count_read(room.read[at])  # of the one store there is
-        return Partial(out, room.lse[at] if lse else room.no_lse)
+            ranks = torch.full((len(query), 1), self.rank, device="cpu")
+            self.stream.waiting.append(Seen.of(new, ranks, ahead=layer.config.looks_ahead))
+        if read is not None:
+            self.held[0].count_read(room.read.pop())  # of the one store there is
+        self.rank, self.served = self.rank + 1, True
+        return Partial(out, room.lse.clone() if lse else room.no_lse)
 
     def _is_still(self, layer: LayerState, place: int, query: Tensor, new: NewTokens) -> bool:
         """Whether all is as it was, nothing is to be noted of what came, and there is room."""
         stream = self.stream
         if layer.streams.only is not stream or stream.window is not self.window or layer.seen != self.rank:
             return False
-        if place >= self.places or _is_elsewhere(layer, self.window) or _is_to_note(stream):
+        if (place >= self.places and not self.may_grow) or _is_elsewhere(layer, self.window) or _is_to_note(stream):
             return False
         for grown, buffer, at in self.buffers:
             if grown.buffer is not buffer or grown.length != place or buffer.data_ptr() != at:
@@ -314,10 +333,10 @@ def _held_by(stream: Stream) -> list[Any]:
     return [x for bundle in bundles for x in (bundle.holding, bundle.holding.read_from)]
 
 
-def _unweighted_entries(stream: Stream) -> list[WeightedTokens]:
-    """What is held beside the window, bundle by bundle; nothing, if not all of it is entries without weights."""
+def _entries_of(stream: Stream) -> list[WeightedTokens]:
+    """What is held beside the window, bundle by bundle; nothing, if not all of it is entries with weights."""
     every = [bundle.holding.weighted for lanes in stream.lanes for bundle in lanes.bundles]
-    found = [own for own in every if own is not None and own.log_mass is None and own.log_value is None]
+    found = [own for own in every if own is not None]
     return found if len(found) == len(every) else []
 
 

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvsketch.attention import Partial
+from kvsketch.attention import Partial, WeightedTokens
 from kvsketch.kernels import native
 from kvsketch.kernels.sources import Entries, Segments
 
@@ -150,10 +150,8 @@ def _can_read(part: Entries) -> bool:
 
 
 def _described(part: Entries, kept: list[Tensor]) -> Source:
-    """Where the entries lie."""
-    tokens, segments = part.tokens, part.segments
-    keys, values = tokens.keys, tokens.values
-    begin = length = None
+    """How a part's entries are read."""
+    segments, begin, length = part.segments, None, None
     runs = (0, 0)
     if segments is not None:
         if not segments.begin.shape[3]:  # C takes it that no runs are all there is
@@ -161,17 +159,24 @@ def _described(part: Entries, kept: list[Tensor]) -> Source:
         kept += [segments.begin.contiguous(), segments.length.contiguous()]
         begin, length = (x.data_ptr() for x in kept)
         runs = (segments.begin.shape[3], segments.begin.shape[2])
-    mass, *mass_strides = where_weights_lie(tokens.log_mass, keys)
-    extra, *extra_strides = where_weights_lie(tokens.log_value, keys)
     lanes = None
     if part.lanes is not None:
         kept.append(part.lanes.contiguous())
         lanes = kept[-1].data_ptr()
-    return Source(
-        *(keys.data_ptr(), values.data_ptr(), mass, extra, lanes, begin, length, *keys.shape[:3], *runs),
-        *(*keys.stride()[:3], *values.stride()[:3], *mass_strides, *extra_strides, native.DTYPES[keys.dtype]),
-        None,  # a choice is another one for every query
-    )
+    source = Source(lanes=lanes, begin=begin, length=length, segments=runs[0], by_query=runs[1])
+    lead_to(source, part.tokens)
+    return source  # without a choice: that is another one for every query
+
+
+def lead_to(source: Source, tokens: WeightedTokens) -> None:
+    """Say of a part where its entries lie, and how many there are."""
+    keys, values = tokens.keys, tokens.values
+    source.keys, source.values, source.kind = keys.data_ptr(), values.data_ptr(), native.DTYPES[keys.dtype]
+    source.rows, source.heads, source.count, _ = keys.shape
+    source.key_row, source.key_head, source.key_step, _ = keys.stride()
+    source.value_row, source.value_head, source.value_step, _ = values.stride()
+    source.log_mass, source.mass_row, source.mass_head = where_weights_lie(tokens.log_mass, keys)
+    source.log_value, source.extra_row, source.extra_head = where_weights_lie(tokens.log_value, keys)
 
 
 def can_read_weights(weights: Tensor, keys: Tensor) -> bool:

@@ -24,6 +24,7 @@ struct step {  // as kernels/native/step.py writes it
     float *lse;
     const void *unrotated;  // what a classifier is asked with, where there is one
     int64_t *read;          // and how much is looked up
+    int64_t rank;           // it goes to its place too: one of `from` leads here
     const char *from[MOST_PUT];
     // What stays.
     const struct put *puts;

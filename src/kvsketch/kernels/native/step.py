@@ -13,13 +13,14 @@ from torch import Tensor
 
 from kvsketch.attention import WeightedTokens
 from kvsketch.kernels import native
-from kvsketch.kernels.native.attention import NOTED, shape_of, sources_of
+from kvsketch.kernels.native.attention import NOTED, lead_to, shape_of, sources_of
 from kvsketch.kernels.native.weights import NO_ROOM, Noting, Weighing
 from kvsketch.kernels.routing.native import Asked, ChoiceInC, Question
 from kvsketch.kernels.sources import Entries
 
 MOST_PUT = 4  # as in `step.c`
-CHANGING = 7 + MOST_PUT  # numbers in front of `struct step`: what is another with every token
+CHANGING = 8 + MOST_PUT  # numbers in front of `struct step`: what is another with every token
+RANK = 7  # which of them is the token's rank
 _write = struct.Struct(f"={CHANGING}q").pack_into  # all of them at once
 
 Note = tuple[Noting, Weighing, bool]  # where something is noted, how, and whether that is in the window
@@ -67,20 +68,21 @@ class Step:
         parts: Sequence[Entries],
         heads: int,
         how: tuple[float, float | None],
-        places: Sequence[tuple[Tensor, Tensor]],
+        places: Sequence[tuple[Tensor, Tensor | None]],
         asking: Question | None,
         notes: Sequence[Note],
     ) -> None:
         """The last part gets the new token. `how`: scale and softcap; `asking`: whom is asked which runs are read.
 
-        `places`: buffers of keys, values, ranks and perhaps notes, each with what the token before put there. `notes`:
-        where it is noted whom attention goes to.
+        `places`: buffers of keys, values, ranks and perhaps notes, each with what the token before put there, but for
+        ranks: a number goes there. `notes`: where it is noted whom attention goes to.
         """
         library = native.library()
         assert library is not None, "there is something to call"
-        self.kept: list[object] = [parts[-1], *(buffer for buffer, _ in places), asking, notes]
+        self.kept: list[object] = [asking, notes]
         self.kept += [part.noted[NOTED].kept for part in parts]  # such as the numbers of lanes
-        self.read: Sequence[object] = parts[:-1]
+        self.read: Sequence[object] = parts
+        self.buffers: Sequence[object] = [buffer for buffer, _ in places]
         values = parts[0].noted[NOTED].widths[1]
         self.shape, self.sources = shape_of(query, heads, values, *how), sources_of(parts)
         self.puts = (_Put * len(places))(*(_put(buffer, new) for buffer, new in places))
@@ -107,36 +109,43 @@ class Step:
         self.call = library.kvs_step
         self.call.argtypes = [ctypes.c_void_p]
         self.at = ctypes.addressof(self.given)
+        self.rank_at = self.at + RANK * ctypes.sizeof(ctypes.c_int64)  # it goes to its place as all does
 
     def run(
         self,
         place: int,
-        new: Sequence[int],
+        rank: int,
+        new: tuple[int, int, int],
         query: Tensor,
         unrotated: Tensor | None,
-        out: int,
-        lse: int,
-        read: int,
+        into: tuple[int, int, int],
     ) -> bool:
         """Hold a token and answer its query; False: no memory is left.
 
-        Addresses are `new`, of what goes to MOST_PUT places (0: there is none); and `out`, `lse` and `read`, of where
-        the answer goes, its log of denominators, and how much was looked up.
+        Addresses are `new`, of keys, values and perhaps notes (0: there are none); and `into`, of where the answer
+        goes, its log of denominators, and how much was looked up.
         """
         asked = 0 if unrotated is None else unrotated.data_ptr()
-        _write(self.given, 0, place, native.threads(), query.data_ptr(), out, lse, asked, read, *new)
+        (keys, values, notes), (out, lse, read) = new, into
+        where = (query.data_ptr(), out, lse, asked, read)
+        _write(self.given, 0, place, native.threads(), *where, rank, keys, values, self.rank_at, notes)
         failed = self.call(self.at)
         if failed > 1:
             raise MemoryError(NO_ROOM)
         return not failed
 
     def read_others(self, entries: Sequence[WeightedTokens]) -> None:
-        """Read these, of the same lanes and without weights, and not those that were read before the last part."""
-        for source, own in zip(self.sources, entries, strict=False):
-            source.keys, source.values, source.count = own.keys.data_ptr(), own.values.data_ptr(), own.count
-            source.key_row, source.key_head, source.key_step, _ = own.keys.stride()
-            source.value_row, source.value_head, source.value_step, _ = own.values.stride()
+        """Read these, of the same lanes, and not those that were read before."""
+        for source, own in zip(self.sources, entries, strict=True):
+            lead_to(source, own)
         self.read = entries
+
+    def put_into(self, buffers: Sequence[Tensor]) -> None:
+        """Put tokens into these, which have room for more."""
+        for put, buffer in zip(self.puts, buffers, strict=True):
+            size = buffer.element_size()
+            put.to, put.to_row, put.to_head = buffer.data_ptr(), size * buffer.stride(0), size * buffer.stride(1)
+        self.buffers = buffers
 
 
 def _note(to: Noting, how: Weighing, of_window: bool) -> _Note:
@@ -144,11 +153,11 @@ def _note(to: Noting, how: Weighing, of_window: bool) -> _Note:
     return _Note(how, to.keys.data_ptr(), mass, to.got.data_ptr(), int(of_window))
 
 
-def _put(buffer: Tensor, new: Tensor) -> _Put:
-    """How a token goes to one of the places that a head has side by side, [b, h, n, d], or a row, [b, n]."""
-    if buffer.ndim == 2:
-        buffer, new = buffer[:, None, :, None], new[:, None, :, None]
+def _put(buffer: Tensor, new: Tensor | None) -> _Put:
+    """How a token goes to one of the places a head has side by side, [b, h, n, d]; or its rank to a row, [b, n]."""
     size = buffer.element_size()
+    if new is None:
+        return _Put(buffer.data_ptr(), len(buffer), 1, size * buffer.stride(0), 0, 0, 0, size)
     return _Put(
         buffer.data_ptr(), *buffer.shape[:2], *(size * x for x in buffer.stride()[:2]),
         *(size * x for x in new.stride()[:2]), size * buffer.shape[3],
