@@ -39,6 +39,8 @@ SPECS = [
     "snapkv(keep=0.4, window=40)",
     "kvzip(keep=0.4, window=40)",
 ]
+WEIGHTED = "keydiff(keep=0.4, window=40, weights='mass')"
+GO_ON = ("keydiff", "kvzip", "uniform", "balancekv")
 needs_c = pytest.mark.skipif(native.library() is None, reason="there is no C compiler")
 
 
@@ -163,7 +165,7 @@ def test_all_but_the_first_of_many_single_tokens_take_it(spec, dtype, protected,
 @needs_c
 @torch.no_grad()
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("kind", ["keydiff(keep=0.4, window=40)", "kvzip(keep=0.4, window=40)"])
+@pytest.mark.parametrize("kind", [*(spec for spec in SPECS if spec.startswith(GO_ON)), WEIGHTED])
 def test_it_goes_on_behind_a_block_that_left(kind, rows, served):
     """Of heads with other budgets too: what is read then lies elsewhere, or is more, and answers are the same."""
     short, long = uneven(kind), uneven(kind)
@@ -176,8 +178,36 @@ def test_it_goes_on_behind_a_block_that_left(kind, rows, served):
         roads.append(short.again)
         lefts.append(short.left)
     behind = [a is b for a, b, x, y in zip(roads[2:], roads[3:], lefts[2:], lefts[3:], strict=False) if x != y]
-    assert len(behind) >= 6
+    assert len(behind) >= 60 // short.config.leaving - 1
     assert all(behind)
+    mine, others = short.state(), long.state()
+    assert mine[1] == others[1]
+    assert all(torch.equal(x, others[0][name]) for name, x in mine[0].items())
+
+
+@needs_c
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_it_goes_on_where_the_window_grows(dtype, rows, served):
+    """Its buffers are others then: those before are nobody's."""
+    short, long = (LayerCache(parse_spec("exact"), 1) for _ in range(2))
+    rooms, roads = set[int](), list[Again | None]()
+    for number in range(-1, 150):
+        long.not_yet = 2
+        count = 100 if number < 0 else 1
+        found, expected = (come(layer, count, rows, 10 * number + 10, dtype=dtype) for layer in (short, long))
+        assert torch.equal(found.out, expected.out), number
+        assert torch.equal(found.lse, expected.lse), number
+        rooms.add(short.window.keys.buffer.shape[2])
+        roads.append(short.again)
+        if number == 0:
+            before = weakref.ref(short.window.keys.buffer)
+    assert len(rooms) > 4
+    assert len(served) == 149, "all but the first"
+    assert all(road is roads[-1] for road in roads[1:])
+    gc.collect()
+    assert before() is None
     mine, others = short.state(), long.state()
     assert mine[1] == others[1]
     assert all(torch.equal(x, others[0][name]) for name, x in mine[0].items())
