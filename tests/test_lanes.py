@@ -1,6 +1,7 @@
 """Rows and heads of one batch that hold different things: in bundles of their own, each as if it were alone."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,7 +9,6 @@ import torch
 from kvsketch.attention import exact_attention
 from kvsketch.caches.core import chooser
 from kvsketch.caches.core.budget import Budget
-from kvsketch.caches.core.buffers import Growing
 from kvsketch.caches.core.lanes import Lanes
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.query import Query
@@ -19,6 +19,7 @@ from kvsketch.caches.forgetting.subgen import SubGen
 from kvsketch.caches.forgetting.uniform import Uniform
 from kvsketch.caches.lookup.lsh import LSH
 from kvsketch.caches.lookup.random_buckets import RandomBuckets
+from kvsketch.kernels import native
 from lanes import Fed
 
 CONFIG = SubGen(keep=180, window=16, t=2, seed=3)
@@ -163,26 +164,29 @@ def test_what_is_held_is_not_a_window_onto_the_callers_tensors(config):
     assert torch.equal(cache.attend(query(), 0.5).out, before)
 
 
+@pytest.mark.skipif(native.library() is None, reason="there is no C compiler")
+@pytest.mark.parametrize("large", [0, 1 << 22])
 @pytest.mark.parametrize("config", [Uniform(keep=0.3, window=16), BalanceKV(keep=180, window=16)], ids=str)
-def test_entries_that_are_rearranged_where_they_lie_are_those_that_are_copied(config, monkeypatch):
-    """Large ones are: also where rows have unequal lengths, a token at a time, and with new tokens among them."""
+def test_entries_that_are_rearranged_where_they_lie_are_those_that_are_copied(config, large, monkeypatch):
+    """Also where rows have unequal lengths, a token at a time, and with new tokens among them."""
     found, moved = [], []
-    before = Growing.rearrange
-    monkeypatch.setattr(Growing, "rearrange", lambda own, *given: moved.append(own) or before(own, *given))
-    for large in (chooser.LARGE, 0):
-        monkeypatch.setattr(chooser, "LARGE", large)
-        cache, *_ = fed(config)
-        there, moved[:] = bool(moved), []
-        assert there == (large == 0)
-        keys, values = stream(130, seed=5)
-        where = set[int]()
-        for n in range(130):
-            cache.read(query()[:, :, :1], NewTokens(keys[:, :, n : n + 1], values[:, :, n : n + 1]), 0.5)
-            where |= {own.buffer.data_ptr() for own in moved}
-        assert bool(moved) == (large == 0)
-        assert len(where) < max(1, len(moved)), "none was rearranged where it lay"
+    monkeypatch.setattr(chooser, "LARGE", large)
+    before = chooser.rearrange
+    monkeypatch.setattr(chooser, "rearrange", lambda each, *given: moved.append(each[0]) or before(each, *given))
+    for in_c in (True, False):
+        with nullcontext() if in_c else native.off():
+            cache, *_ = fed(config)
+            keys, values = stream(130, seed=5)
+            moved.clear()
+            where = set[int]()
+            for n in range(130):
+                cache.read(query()[:, :, :1], NewTokens(keys[:, :, n : n + 1], values[:, :, n : n + 1]), 0.5)
+                where |= {own.buffer.data_ptr() for own in moved}
+        assert bool(moved) == in_c
+        if in_c and (large == 0 or config.keep == 180):
+            assert len(where) < len(moved), "some stayed where they lay"
         found.append(cache.past.tensors())
-    copied, rearranged = found
+    rearranged, copied = found
     assert copied.keys() == rearranged.keys()
     assert all(torch.equal(x, rearranged[name]) for name, x in copied.items())
 

@@ -60,9 +60,12 @@ def last_writer(slot: Int64[Tensor, "l n"], slots: int) -> Int64[Tensor, "l {slo
     return last.scatter_reduce_(1, slot.masked_fill(slot < 0, slots), order, "amax")[:, :slots]
 
 
-def log_weights(plan: Plan, count: Int64[Tensor, "..."], slots: int) -> Float[Tensor, "... slots"]:
-    """Log of how many tokens each of the first `slots` slots stands for, after `count` tokens; -inf if empty."""
-    slot = torch.arange(slots, device=count.device)
+def log_weights(plan: Plan, count: Int64[Tensor, "..."], slots: int, first: int = 0) -> Float[Tensor, "... slots"]:
+    """Log of how many tokens each of `slots` slots stands for, those from `first` on, after `count` tokens.
+
+    Those of empty ones are -inf.
+    """
+    slot = torch.arange(first, first + slots, device=count.device)
     stratum, within = slot // plan.slots, slot % plan.slots
     seen = count[..., None].expand(*count.shape, slots)
     if plan.first is not None:

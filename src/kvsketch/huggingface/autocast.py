@@ -17,11 +17,14 @@ def autocast_of(device: torch.device) -> torch.dtype | None:
 _anywhere: Callable[[], bool] | None = getattr(torch._C, "_is_any_autocast_enabled", None)
 
 
+def may_be_on() -> bool:
+    """Whether there may be `torch.autocast` on some device."""
+    return _anywhere is None or torch.compiler.is_compiling() or _anywhere()
+
+
 def is_on(like: Tensor) -> bool:
     """Whether there is `torch.autocast` where this is."""
-    if _anywhere is not None and not torch.compiler.is_compiling() and not _anywhere():
-        return False
-    return torch.is_autocast_enabled(like.device.type)
+    return may_be_on() and torch.is_autocast_enabled(like.device.type)
 
 
 def dtype_of(x: Tensor) -> torch.dtype:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvsketch.caches.core.storage import fetched
-from kvsketch.huggingface.autocast import autocast_of
+from kvsketch.huggingface.autocast import autocast_of, may_be_on
 from kvsketch.huggingface.layer import SketchLayer
 from kvsketch.huggingface.layers import LayerStack
 from kvsketch.huggingface.modules import attention_modules
@@ -82,8 +82,9 @@ def check_caches_are_used(decoder: nn.Module) -> None:
 
 def check_layers(stack: LayerStack, decoder: Any, rows: int) -> None:
     """Refuse what layers of ours could not take: a budget, a precision, keys whose rotation nobody watches."""
-    module = next(attention_modules(decoder))
-    dtype = autocast_of(device_of(module) or decoder.device) or decoder.dtype
+    dtype = decoder.dtype
+    if may_be_on():
+        dtype = autocast_of(device_of(next(attention_modules(decoder))) or decoder.device) or dtype
     if stack.seen == 0:
         stack.whole.dtype = dtype
         stack.check_budget(rows)
@@ -93,7 +94,7 @@ def check_layers(stack: LayerStack, decoder: Any, rows: int) -> None:
             "and with the model's precision, that it began with, or have a new cache read the text"
         )
     for layer in stack.sketch if stack.config.before_rotation else ():
-        layer.check_watched(module)
+        layer.check_watched(next(attention_modules(decoder)))
 
 
 class Finite:

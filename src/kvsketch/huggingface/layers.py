@@ -107,8 +107,8 @@ class LayerStack:
     def check_whole(self) -> None:
         """Refuse to go on after a call, or a move of rows, that did not come to its end in all layers."""
         seen = self.seen  # compared one by one: of a set the compiler would make a graph for every length
-        unequal = any(layer.get_seq_length() != seen for layer in self.counting)
-        if self.touched or unequal or any(layer.broken or layer.pending for layer in self.sketch):
+        unequal = [layer for layer in self.counting if layer.get_seq_length() != seen]
+        if self.touched or unequal or [layer for layer in self.sketch if layer.broken or layer.pending]:
             lengths = [layer.get_seq_length() for layer in self.counting]
             raise ValueError(
                 f"an earlier call failed half-way: layers hold between {min(lengths)} and {max(lengths)} tokens. "

@@ -113,23 +113,6 @@ class Growing:
         self.view.narrow(self.dim, start, new.shape[self.dim]).copy_(new)
         self.give_back()
 
-    def rearrange(self, start: int, index: Int64[Tensor, "l m"], new: Tensor, most: int | None = None) -> None:
-        """Have those places from `start` on whose numbers these are, counted from there and then in `new`.
-
-        A lane at a time: what that takes is used again and again, and memory that is fresh takes a CPU three times as
-        long as copying to it.
-        """
-        before, length = self.length - start, start + index.shape[1]
-        self.resize(max(length, self.length), new, most)
-        moved = new.new_empty(index.shape[1], new.shape[2])
-        for own, numbers, more in zip(self.view[:, start:], index, new, strict=True):
-            torch.index_select(own, 0, numbers.clamp_max(before - 1), out=moved)
-            late = (numbers >= before).nonzero()[:, 0]
-            moved.index_copy_(0, late, more.index_select(0, numbers[late] - before))
-            own[: len(numbers)] = moved
-        self.length = length
-        self.give_back()
-
     def remove(self, start: int, stop: int) -> None:
         """Take out places start…stop-1 and close the gap."""
         behind = self.length - stop
@@ -183,7 +166,10 @@ def remove(each: Sequence[Growing], start: int, stop: int) -> None:
 def rearrange(
     each: Sequence[Growing], start: int, index: Int64[Tensor, "l m"], new: Sequence[Tensor], most: int | None = None
 ) -> bool:
-    """`Growing.rearrange` of several at once, if places move forward; False where C cannot, and nothing has moved."""
+    """Have those places from `start` on whose numbers these are, counted from there and then in `new`.
+
+    In all of these; False where C cannot, and nothing has moved.
+    """
     before, stop = each[0].length - start, start + index.shape[1]
     for grown, x in zip(each, new, strict=True):
         grown.make_room(max(stop, grown.length), x, most)

@@ -30,7 +30,7 @@ from kvsketch.kernels.places import chosen_of
 
 MASS = "mass"  # what an entry got of the attention of all queries so far, where a method declares it
 NOTHING: Mapping[str, Tensor] = MappingProxyType({})
-LARGE = 1 << 22  # bytes of keys: so many are rearranged where they lie
+LARGE = 1 << 22  # bytes of keys: where there are fewer, room for more of them is made when they come
 
 
 @dataclass(frozen=True)
@@ -104,12 +104,9 @@ class Pool:
         """Those of all."""
         return self._joined()[1]
 
-    def at(self, index: Int64[Tensor, "l k"], *, together: bool = False) -> tuple[Tensor, Tensor]:
-        """Keys and values of those with these numbers, out of a copy of all if `together`.
-
-        On a GPU such a copy is less than a few launches more.
-        """
-        if together or not self.stays_apart(index):
+    def at(self, index: Int64[Tensor, "l k"]) -> tuple[Tensor, Tensor]:
+        """Keys and values of those with these numbers."""
+        if not self.stays_apart(index):
             keys, values = chosen_of(self._joined(), index)
             return keys, values
         count = self.held.count - self.start
@@ -133,7 +130,10 @@ class Pool:
         return torch.cat([what(self.held.keys[:, self.start :]), what(self.new.keys)], 1)
 
     def stays_apart(self, index: Tensor) -> bool:
-        """Whether what is held and what is new lie apart, and are read so."""
+        """Whether what is held and what is new lie apart, and are read so.
+
+        Not on a GPU, where to put them together is less than a few launches more.
+        """
         there = self.joined is None and self.held.count > self.start
         on_cpu = type(index) is Tensor and index.device.type == "cpu"
         return there and on_cpu and not torch.compiler.is_compiling()
@@ -163,7 +163,6 @@ class Kept:
     per_entry: dict[str, Tensor] = field(default_factory=dict)
     per_lane: dict[str, Tensor] = field(default_factory=dict)
     numbers: dict[str, Any] = field(default_factory=dict)
-    in_order: bool = False  # whether `index` ascends in every lane, so that places only move forward
 
 
 class Chooser(Method):
@@ -226,7 +225,7 @@ class ChosenEntries(Holding):
         elif kept.index is not None:
             pool = held.with_new(new, start) if pool is None else pool
             moved = self._rearranged(pool, kept, new)
-            parts = None if moved else pool.at(kept.index, together=kept.in_order)
+            parts = None if moved else pool.at(kept.index)
         else:  # what is there stays where it lies
             parts, start, fresh = (new.keys, new.values), held.count, False
         if parts is not None:
@@ -253,25 +252,24 @@ class ChosenEntries(Holding):
     def _rearranged(self, pool: Pool, kept: Kept, new: Arriving) -> frozenset[str]:
         """What was rearranged where it lies, as numbers say; of what is not said about entries, too.
 
-        Nothing, if what they count in is not held here, or was put together already; and little is copied sooner.
+        Nothing, if what they count in is not held here, or was put together already; or where that takes C.
         """
         index, keys, mine = kept.index, pool.held.keys, self.held["keys"].buffer if self.held else None
         assert index is not None, "there are numbers"
-        if mine is None or not pool.stays_apart(index) or keys.data_ptr() != mine.data_ptr():
+        if (
+            mine is None
+            or not pool.stays_apart(index)
+            or keys.data_ptr() != mine.data_ptr()
+            or native.library() is None
+        ):
             return frozenset()
         start, before = pool.start, pool.held.count - pool.start
-        both = {"keys": new.keys, "values": new.values}
-        if kept.in_order and native.library() is not None:
-            about = {name: x[:, before:] for name, x in pool.per_entry.items() if name not in kept.per_entry}
-            every = both | {f"entry.{name}": x for name, x in about.items()}
-            most = start + index.shape[1] if self._fits_exactly else self.budget.capacity
-            if rearrange([self.held[name] for name in every], start, index, list(every.values()), most):
-                return frozenset(every)
-        if index.numel() * keys.shape[2] * keys.element_size() < LARGE:
-            return frozenset()
-        for name, x in both.items():
-            self.held[name].rearrange(start, index, x, self.budget.capacity)
-        return frozenset(both)
+        about = {name: x[:, before:] for name, x in pool.per_entry.items() if name not in kept.per_entry}
+        every = {"keys": new.keys, "values": new.values} | {f"entry.{name}": x for name, x in about.items()}
+        exactly = not start and self._fits_exactly and mine.nbytes < LARGE
+        most = start + index.shape[1] if exactly else self.budget.capacity
+        done = rearrange([self.held[name] for name in every], start, index, list(every.values()), most)
+        return frozenset(every if done else ())
 
     @property
     def _fits_exactly(self) -> bool:

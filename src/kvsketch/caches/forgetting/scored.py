@@ -195,7 +195,7 @@ class Best(Chooser):
             stands[STANDS] = with_weights_left(self.config.weights, pool, start, index)
             log_mass = stands[STANDS].log()
         return Kept(
-            index - start, start, in_order=True,
+            index - start, start,
             log_mass=log_mass, pool=pool.behind(start), per_lane=per_lane, per_entry=stands, numbers=numbers,
         )  # fmt: skip
 

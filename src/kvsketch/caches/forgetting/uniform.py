@@ -64,7 +64,7 @@ class Reservoirs(Chooser):
         count = plan.slots_for(new.after) - start
         taken = last_writer((slot - start).clamp_min(-1), count)
         index = torch.where(taken >= 0, held.count - start + taken, torch.arange(count, device=taken.device))
-        weights = log_weights(plan, listed_on(taken.device, [new.after]), start + count)[:, start:]
+        weights = log_weights(plan, listed_on(taken.device, [new.after]), count, start)
         return Kept(index, start, weights.clamp_max(0.0) if self.config.weights == "none" else weights)
 
     def check(self, held: Held, count: int, budget: Budget) -> None:

@@ -132,46 +132,94 @@ int64_t kvs_copy_places(const int64_t *about, const int64_t *index, void *const 
 
 #define ALONE 262144  // bytes: to move so many takes no second thread
 
-// Whether places only move forward, and where there are such: `held`, and `more` behind them.
-static int move_forward(const int64_t *index, int64_t kept, int64_t held, int64_t more) {
-    for (int64_t i = 0; i < kept; i++)
-        if (index[i] < i || index[i] >= held + more || (i && index[i] <= index[i - 1])) return 0;
-    return 1;
+#define ASIDE 1  // in `order`: this place is copied before any moves, for its number is not above all before it
+
+// Which places are to be kept aside; how many are, or -1 if there is no such place: `held`, and `more` behind them.
+static int64_t order_of(const int64_t *index, int64_t kept, int64_t held, int64_t more, uint8_t *order) {
+    int64_t most = -1, aside = 0;
+    for (int64_t i = 0; i < kept; i++) {
+        if (index[i] < 0 || index[i] >= held + more) return -1;
+        int out = index[i] < held && index[i] <= most;
+        if (order) order[i] = out ? ASIDE : 0;
+        aside += out;
+        if (index[i] < held && !out) most = index[i];
+    }
+    return aside;
+}
+
+// Move a run of places of a tensor, to which they may be near.
+static void move_run(char *lane, int64_t place, int64_t width, int64_t to, int64_t from, int64_t run) {
+    if (place == width) {
+        memmove(lane + to * place, lane + from * place, (size_t)(run * width));
+        return;
+    }
+    for (int64_t k = 0; k < run; k++) {
+        int64_t at = to < from ? k : run - 1 - k;
+        memcpy(lane + (to + at) * place, lane + (from + at) * place, (size_t)width);
+    }
+}
+
+// The places of a lane of one tensor; but for those that are kept aside numbers grow. What comes nearer to the front moves
+// first, the first of it first, then what goes back, from the end: nothing is written to that is still to be read.
+static void keep_own(const int64_t *own, const uint8_t *order, int64_t kept, int64_t held, int64_t aside, char *saved, char *to,
+                     const char *from, const int64_t *step) {
+    int64_t place = step[1], width = step[4];
+    if (!width) return;
+    for (int64_t i = 0, n = 0; n < aside; i++)
+        if (order[i]) memcpy(saved + n++ * width, to + own[i] * place, (size_t)width);
+    for (int64_t i = 0, run; i < kept; i += run) {
+        run = 1;
+        if (order[i] || own[i] >= held || own[i] <= i) continue;
+        while (i + run < kept && own[i + run] == own[i] + run && own[i + run] < held) run++;
+        move_run(to, place, width, i, own[i], run);
+    }
+    for (int64_t i = kept - 1, run; i >= 0; i -= run) {
+        run = 1;
+        if (order[i] || own[i] >= i) continue;
+        while (run <= i && own[i - run] == own[i] - run && !order[i - run]) run++;
+        move_run(to, place, width, i - run + 1, own[i] - run + 1, run);
+    }
+    for (int64_t i = 0, n = 0; i < kept; i++) {
+        if (order[i]) memcpy(to + i * place, saved + n++ * width, (size_t)width);
+        else if (own[i] >= held) memcpy(to + i * place, from + (own[i] - held) * step[3], (size_t)width);
+    }
 }
 
 // Have in front, in several tensors, the places with the numbers of `index` [lanes, kept], which count the `held` places there
-// and then new ones, and grow: `about` says of each tensor how far lanes and places lie apart in it and in the new ones, and
-// how long a place is, in bytes. Not 0: they do not, and nothing has moved.
+// and then new ones: `about` says of each tensor how far lanes and places lie apart in it and in the new ones, and how long a
+// place is, in bytes. Not 0: there is no such place, or no memory, and nothing has moved.
 int64_t kvs_keep_in_place(const int64_t *about, const int64_t *index, void *const *of) {
     int64_t lanes = about[0], kept = about[1], held = about[2], more = about[3], threads = about[4], tensors = about[5];
     const int64_t *each = about + 6;
-    int64_t bytes = 0;
-    for (int64_t x = 0; x < tensors; x++) bytes += each[5 * x + 4];
-    for (int64_t lane = 0; lane < lanes; lane++)
-        if (!move_forward(index + lane * kept, kept, held, more)) return 1;
-    int team = use_threads(threads, lanes * kept * bytes < ALONE ? 1 : lanes);
-    PRAGMA(omp parallel for num_threads(team) schedule(static) if (team > 1))
+    int64_t bytes = 0, widest = 0, most = 0;
+    for (int64_t x = 0; x < tensors; x++) {
+        bytes += each[5 * x + 4];
+        widest = each[5 * x + 4] > widest ? each[5 * x + 4] : widest;
+    }
     for (int64_t lane = 0; lane < lanes; lane++) {
-        const int64_t *own = index + lane * kept;
-        int64_t stay = 0, last = kept;
-        while (stay < kept && own[stay] == stay && stay < held) stay++;
-        while (last > stay && own[last - 1] >= held) last--;
-        for (int64_t x = 0; x < tensors; x++) {
-            const int64_t *step = each + 5 * x;
-            if (!step[4]) continue;
-            char *to = (char *)of[2 * x] + lane * step[0];
-            const char *from = (const char *)of[2 * x + 1] + lane * step[2];
-            for (int64_t i = stay, run; i < last; i += run) {
-                for (run = 1; i + run < last && own[i + run] == own[i] + run; run++) {}
-                if (step[1] == step[4]) memmove(to + i * step[1], to + own[i] * step[1], (size_t)(run * step[4]));
-                else
-                    for (int64_t k = 0; k < run; k++)
-                        memmove(to + (i + k) * step[1], to + (own[i] + k) * step[1], (size_t)step[4]);
+        int64_t aside = order_of(index + lane * kept, kept, held, more, NULL);
+        if (aside < 0) return 1;
+        most = aside > most ? aside : most;
+    }
+    int team = use_threads(threads, lanes * kept * bytes < ALONE ? 1 : lanes);
+    size_t own_bytes = (size_t)(kept + most * widest);
+    char *memory = is_refused() ? NULL : malloc(own_bytes * (size_t)team + 1);
+    if (!memory) return 1;
+    PRAGMA(omp parallel for num_threads(team) schedule(static) if (team > 1))
+    for (int part = 0; part < team; part++) {
+        uint8_t *order = (uint8_t *)memory + own_bytes * (size_t)part;
+        for (int64_t lane = part; lane < lanes; lane += team) {
+            const int64_t *own = index + lane * kept;
+            int64_t aside = order_of(own, kept, held, more, order);
+            for (int64_t x = 0; x < tensors; x++) {
+                const int64_t *step = each + 5 * x;
+                char *to = (char *)of[2 * x] + lane * step[0];
+                const char *from = (const char *)of[2 * x + 1] + lane * step[2];
+                keep_own(own, order, kept, held, aside, (char *)order + kept, to, from, step);
             }
-            for (int64_t i = last; i < kept; i++)
-                memcpy(to + i * step[1], from + (own[i] - held) * step[3], (size_t)step[4]);
         }
     }
+    free(memory);
     return 0;
 }
 

@@ -57,7 +57,7 @@ def best(scores: Float[Tensor, "l n"], start: int, parts: Sequence[tuple[int, in
 def keep_in_place(index: Int64[Tensor, "l k"], held: int, each: Sequence[Tensor], new: Sequence[Tensor]) -> bool:
     """Have places with these numbers in front in tensors [l, n, …], of the first `held` and the new ones behind them.
 
-    False where that takes C and there is none, or if a place would move backward: then nothing has moved.
+    False where that takes C and there is none: then nothing has moved.
     """
     return native.keep_in_place(index, held, each, new)
 
