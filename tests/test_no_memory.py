@@ -70,6 +70,11 @@ def clustered():
     return kcenter.k_center(KEYS[0], torch.tensor([4, 7]), torch.ones(HEADS, 70, dtype=torch.bool), 7)
 
 
+def rearranged():
+    x, index = normal(HEADS, 50, 4), torch.tensor([[40, 3, 51, 7, 3, 9]]).expand(HEADS, -1)
+    return x if places.keep_in_place(index, 50, [x], [normal(HEADS, 5, 4, seed=1)]) else None
+
+
 CALLS = {
     "a step": lambda: attention.attend(ASKED[:, :, :1], [Entries(TOKENS)], HEADS, SCALE),
     "a prompt": lambda: prompt.attend(ASKED, TOKENS, SCALE, softcap=50.0),
@@ -80,6 +85,7 @@ CALLS = {
     "parts": merged,
     "buckets": lambda: assign.assign(KEYS[0], normal(HEADS, 40, WIDTH)),
     "the least": lambda: places.least_in_front(normal(HEADS, 50, 1)[..., 0].double(), 20),
+    "other places": rearranged,
     "the best": lambda: places.best(normal(HEADS, 50, 1)[..., 0].double(), 5, [(30, 9), (15, 2)], 24),
     "a walk": halved,
     "k-center": clustered,
