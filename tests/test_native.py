@@ -1234,8 +1234,8 @@ def test_two_threads_on_one_core_give_up_waiting_for_each_other():
 EVERY_KERNEL = (
     "definition or classifier or bytes or buckets_visited or chosen_when or signs_are_those or centres_are "
     "or same_bits or directions_are_those or places_are or places_move or place_is_none or numbered_tokens "
-    "or no_number or entries_got or equal_values or not_hidden or nobody_beside or buckets_of_keys or all_bits or put_together "
-    "or turn_logits or few_numbers or next_to_nothing or looked_at_again"
+    "or no_number or entries_got or equal_values or not_hidden or nobody_beside or buckets_of_keys or all_bits "
+    "or put_together or turn_logits or few_numbers or next_to_nothing or looked_at_again"
 )
 
 
