@@ -164,11 +164,12 @@ def test_all_but_the_first_of_many_single_tokens_take_it(spec, dtype, protected,
 
 @needs_c
 @torch.no_grad()
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(("rows", "protected"), [(1, False), (2, False), (1, True)])
 @pytest.mark.parametrize("kind", [*(spec for spec in SPECS if spec.startswith(GO_ON)), WEIGHTED])
-def test_it_goes_on_behind_a_block_that_left(kind, rows, served):
+def test_it_goes_on_behind_a_block_that_left(kind, rows, protected, served):
     """Of heads with other budgets too: what is read then lies elsewhere, or is more, and answers are the same."""
-    short, long = uneven(kind), uneven(kind)
+    spans = (lambda rows: [Spans(((20, 65),))] * rows) if protected else None
+    short, long = uneven(kind, spans_of=spans), uneven(kind, spans_of=spans)
     roads, lefts = [], []
     for number in range(-1, 60):
         long.not_yet = 2
@@ -278,6 +279,44 @@ def test_answers_are_their_owners_and_no_room_costs_no_more_than_a_step(served):
         assert torch.equal(found.lse, expected.lse)
     assert len(served) > 80
     assert torch.equal(*(layer.streams.only.window.ranks.view for layer in (short, long)))
+
+
+@needs_c
+def test_where_gradients_may_come_answers_are_nobody_elses(served):
+    """Who writes to one, or to another after it was used, may do so as on the long road, whatever mode was before."""
+    layer, weight = LayerCache(parse_spec("exact"), 1), torch.nn.Parameter(torch.ones(WIDTH))
+    with torch.no_grad():
+        come(layer, 50, 1, 0)
+        for number in range(3):
+            come(layer, 1, 1, 10 * number)
+    taken = len(served)
+    used, written, another = (come(layer, 1, 1, 10 * number).out for number in range(3))
+    loss = (used * weight).sum()
+    written.mul_(2)
+    another.mul_(weight)
+    loss.backward()
+    torch.testing.assert_close(weight.grad, used.sum((0, 1, 2)))
+    assert taken == 2
+    assert len(served) > taken
+
+
+@needs_c
+@torch.no_grad()
+@pytest.mark.parametrize("turned", ["query", "keys", "values"])
+def test_a_view_that_turns_signs_is_read_as_torch_reads_it(turned):
+    def token(seed, *, view):
+        given = {"query": normal(1, HEADS * GROUP, 1, WIDTH, seed=seed)}
+        given |= {name: normal(1, HEADS, 1, WIDTH, seed=seed + n) for n, name in enumerate(("keys", "values"), 1)}
+        if view:
+            given[turned] = torch._neg_view(-given[turned])
+        return given["query"], NewTokens(given["keys"], given["values"])
+
+    found, expected = (LayerCache(parse_spec("exact"), 1) for _ in range(2))
+    for seed in range(0, 60, 10):
+        answers = [
+            layer.read(*token(seed, view=view), SCALE).out for layer, view in ((found, seed == 40), (expected, False))
+        ]
+        torch.testing.assert_close(*answers)
 
 
 @needs_c

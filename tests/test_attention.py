@@ -221,6 +221,16 @@ def test_the_reference_in_blocks_is_the_definition(monkeypatch):
     torch.testing.assert_close(blocks.lse, whole.lse)
 
 
+@pytest.mark.parametrize("kernels", [nullcontext, native.off], ids=["C", "torch"])
+def test_no_tokens_at_all_get_no_answer(kernels):
+    """Torch's own kernel would divide by their number, and end the process."""
+    query, keys, values = draw(entries=0, queries=0)
+    with kernels():
+        found = causal_attention(query, keys, values, SCALE)
+    assert found.out.shape == query.shape
+    assert not found.lse.numel()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_causal_attention_without_c_is_bitwise_torchs_own(dtype):
     query, keys, values = draw(dtype, entries=77, queries=77)

@@ -11,6 +11,7 @@ import kvsketch
 import test_contract
 from kvsketch.algorithms.draws import uniforms
 from kvsketch.attention import NO_MASS, Partial, WeightedTokens, merge, weighted_attention
+from kvsketch.caches.core.chooser import Pool
 from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.tokens import NewTokens, Unrotated
 from kvsketch.caches.forgetting.balancekv.practical import WALKS
@@ -539,7 +540,8 @@ def waits_of(config, steps, padding=0, shares=None):
     valid = padded_in_front(count, padding).to(DEVICE) if padding else None
     waiting, cache = list[list[str]](), LayerCache(config, 0, shares=shares)
     gpu.works(attention.WHAT, DEVICE, query.dtype, attention._check)  # kernels are tried first
-    with native.off(), torch.no_grad():
+    with native.off(), torch.no_grad(), pytest.MonkeyPatch.context() as as_on_a_gpu:
+        as_on_a_gpu.setattr(Pool, "stays_apart", lambda own, index: False)
         with pytest.MonkeyPatch.context() as quickly:  # by torch; and the last by kernels, which note what they need
             quickly.delenv(gpu.INTERPRETED, raising=False)
             feed(cache, *(x[:, :, :299] for x in (query, keys, values)), [299], valid)

@@ -8,9 +8,9 @@ from kvsketch.caches.registry import parse_spec
 from kvsketch.huggingface.identity import describe_model
 
 
-def uneven(spec, layer=1):
+def uneven(spec, layer=1, spans_of=None):
     """A layer's cache whose heads have unequal shares."""
-    return LayerCache(replace(parse_spec(spec), heads="pyramid"), layer, shares=_shares)
+    return LayerCache(replace(parse_spec(spec), heads="pyramid"), layer, shares=_shares, spans_of=spans_of)
 
 
 def _shares(layer, heads, budget):

@@ -26,7 +26,7 @@ from kvsketch.kernels.native.step import Note, Step
 from kvsketch.kernels.routing.native import Question, question
 from kvsketch.kernels.sources import Classifier, Entries
 
-AT_ONCE = 8  # answers that room is made for: behind a step whose reading filled all caches one alone costs 30 µs
+AT_ONCE = 8  # answers that room is made for: a step leaves the processor's caches empty, and one alone costs 30 µs
 
 
 class Room:
@@ -44,9 +44,12 @@ class Room:
 
     def fill(self, query: Float[Tensor, "b hg 1 d"]) -> None:
         """Have room for so many again."""
-        outs = query.new_empty(AT_ONCE, *self.shape)
-        # A model may keep one, and write to it; where there are gradients torch may refuse that in a part of a tensor.
-        self.outs = [torch.empty_like(one) for one in outs] if torch.is_grad_enabled() else [*outs.unbind()]
+        # A model may keep one (and all eight with it), and write to it; where there are gradients torch may refuse that
+        # in a part of a tensor.
+        if torch.is_grad_enabled():
+            self.outs = [query.new_empty(self.shape) for _ in range(AT_ONCE)]
+        else:
+            self.outs = [*query.new_empty(AT_ONCE, *self.shape).unbind()]
         if self.read_shape is not None:
             self.read = [*native.room(AT_ONCE, *self.read_shape, dtype=torch.int64).unbind()]
 
@@ -66,9 +69,9 @@ class Again:
     ) -> "Again | None":
         """None where the next token may not come so.
 
-        `found`: what is still to be read, with the window, None where that is another by now: to look again costs
-        little, but where something is looked up. `asking_now`: who asks whom in the window attention goes to. `before`:
-        what there was for the latest token, if that took this road.
+        `found`: what is still to be read, with the window; None if a block has left since, then it is looked for again,
+        or the next token takes the long road, where something is looked up. `asking_now`: who asks whom in the window
+        attention goes to. `before`: what there was for the latest token, if that took this road.
         """
         stream = layer.streams.only if asked.queries.is_cpu else None
         if stream is None or not _is_plain(layer, stream) or _is_to_note(stream):
@@ -84,13 +87,13 @@ class Again:
             found.attended is not None
             or found.estimated is not None
             or len(into) < len(_written_to(layer, stream.window))
-            or native.library_for(asked.queries, new.keys, new.values, into[0][1], into[1][1]) is None
+            or native.library_for(asked.queries, new.keys, new.values, *(one.behind(0) for one in into[:2])) is None
             or any(part.segments is not None for part in parts)
             or not can_attend(asked.queries, parts, layer.heads)
             or len(found.unread[-1]) != 1
             or parts[-1].lanes is not None
             or any(x.stride(3) != 1 for x in (new.keys, new.values))
-            or not all(buffer.is_contiguous() for _, buffer in into)
+            or not all(one.behind(0).is_contiguous() for one in into)
             or (found.read is not None) != (len(chosen) == 1)
         ):
             return None
@@ -107,7 +110,7 @@ class Again:
         self,
         layer: LayerState,
         stream: Stream,
-        into: list[tuple[Growing, Tensor]],
+        into: list[Growing],
         asked: Query,
         new: NewTokens,
         parts: list[Entries],
@@ -117,15 +120,15 @@ class Again:
         before: "Again | None",
     ) -> None:
         self.stream, self.window, self.library = stream, stream.window, native.library()
-        self.inferring = torch.is_inference_mode_enabled()
+        self.mode = _mode()
         self.how, self.looks = (asked.scale, asked.softcap), _looks_of(asked.queries, new)
         self.held, self.looks_up = _held_by(stream), asking is not None
-        every = _entries_of(stream)  # which may be read where they are next
+        every = _entries_of(stream)  # C can be told where these are when a block has left
         there = len(every) == len(parts) - 1 and all(
             own is part.tokens for own, part in zip(every, parts, strict=False)
         )
         self.entries = every if there and all(of_window for _, _, of_window in notes) else []
-        self.may_grow = there and not notes  # what is noted lies where the window's columns do
+        self.may_grow = there and not notes  # C is told once where something is noted: notes lie beside the window
         beside = [] if router is None else [*router.tensors]
         beside += [x for to, _, _ in notes for x in (to.got, to.keys, to.log_mass) if x is not None]
         read = list[Tensor | None]()
@@ -139,16 +142,15 @@ class Again:
         self.rank = layer.seen  # of the next token
         lender = before if before is not None and before.can_lend(self) else None
         self.served: bool = lender is not None and lender.served
-        no_notes = layer.config.askings.none(new.keys) if layer.config.askings else None
-        self.room: Room = (
-            Room(asked.queries, new.values.shape[3], layer.heads, no_notes, reads=self.looks_up)
-            if lender is None
-            else lender.room
-        )
+        self.room: Room = self._new_room(layer, asked.queries, new) if lender is None else lender.room
         self.notes = bool(notes)
-        coming = [new.keys, new.values, None] + ([] if no_notes is None else [no_notes])
-        puts = [(buffer, own) for (_, buffer), own in zip(into, coming, strict=True)]
+        coming = [new.keys, new.values, None] + ([] if self.room.no_notes is None else [self.room.no_notes])
+        puts = [(one.behind(0), own) for one, own in zip(into, coming, strict=True)]
         self.step = Step(asked.queries, parts, layer.heads, self.how, puts, asking, notes)
+
+    def _new_room(self, layer: LayerState, query: Tensor, new: NewTokens) -> Room:
+        no_notes = layer.config.askings.none(new.keys) if layer.config.askings else None
+        return Room(query, new.values.shape[3], layer.heads, no_notes, reads=self.looks_up)
 
     def goes_on(self, layer: LayerState) -> bool:
         """Whether the next token may come so though a block has left: entries are others, of the same lanes.
@@ -179,18 +181,18 @@ class Again:
         """Have room for more tokens where they are put, and tell C where that is."""
         for grown, _, _ in self.buffers:
             grown.make_room(grown.length + 1, grown.view)
-        self._put_into([(grown, grown.buffer) for grown, _, _ in self.buffers if grown.buffer is not None])
+        self._put_into([grown for grown, _, _ in self.buffers])
         self.step.put_into([buffer for _, buffer, _ in self.buffers])
         self.step.read_others([*self.entries, self.window.tokens()])
 
-    def _put_into(self, into: Sequence[tuple[Growing, Tensor]]) -> None:
-        # Torch may move a tensor, as to share it with a process.
-        self.buffers = [(grown, buffer, buffer.data_ptr()) for grown, buffer in into]
-        self.places = min(buffer.shape[grown.dim] for grown, buffer in into)
+    def _put_into(self, into: Sequence[Growing]) -> None:
+        """Note what tokens are put into, and where that is: torch may move a tensor, as to share it with a process."""
+        self.buffers = [(grown, grown.behind(0), grown.behind(0).data_ptr()) for grown in into]
+        self.places = min(buffer.shape[grown.dim] for grown, buffer, _ in self.buffers)
 
     def can_lend(self, to: "Again") -> bool:
         """Whether another may have what this has made for tokens to come, which are not this one's any more."""
-        return (self.looks, self.inferring) == (to.looks, to.inferring)
+        return (self.looks, self.mode) == (to.looks, to.mode)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """A copy is None: what is told to C is about one layer's tensors, and no other's."""
@@ -229,10 +231,9 @@ class Again:
         ):
             return None
         room.outs.pop()
-        layer.count_one()
+        layer.came_one()
         for grown, _, _ in self.buffers:
             grown.length = place + 1
-        self.stream.may_come -= 1
         if self.stream.takes_notes:
             ranks = torch.full((len(query), 1), self.rank, device="cpu")
             self.stream.waiting.append(Seen.of(new, ranks, ahead=layer.config.looks_ahead))
@@ -260,7 +261,7 @@ class Again:
         for x, at in self.at:
             if x.data_ptr() != at:
                 return False
-        if _looks_of(query, new) != self.looks or torch.is_inference_mode_enabled() != self.inferring:
+        if _looks_of(query, new) != self.looks or _mode() != self.mode:
             return False
         if torch.is_grad_enabled() and (query.requires_grad or new.keys.requires_grad or new.values.requires_grad):
             return False
@@ -311,10 +312,10 @@ def _written_to(layer: LayerState, window: Window) -> list[Growing | None]:
     return [window.keys, window.values, window.ranks, *([window.notes] if layer.config.askings else ())]
 
 
-def _room_in(layer: LayerState, window: Window) -> list[tuple[Growing, Tensor]]:
-    """What a token is put into, with the buffers of these: those that have room for it."""
-    grown = [one for one in _written_to(layer, window) if one is not None]
-    return [(one, one.buffer) for one in grown if one.buffer is not None and one.length < one.buffer.shape[one.dim]]
+def _room_in(layer: LayerState, window: Window) -> list[Growing]:
+    """Those of what a token is put into that have room for it."""
+    grown = [one for one in _written_to(layer, window) if one is not None and one.buffer is not None]
+    return [one for one in grown if one.length < one.behind(0).shape[one.dim]]
 
 
 def _is_to_note(stream: Stream) -> bool:
@@ -335,14 +336,19 @@ def _held_by(stream: Stream) -> list[Any]:
 
 def _entries_of(stream: Stream) -> list[WeightedTokens]:
     """What is held beside the window, bundle by bundle; nothing, if not all of it is entries with weights."""
-    every = [bundle.holding.weighted for lanes in stream.lanes for bundle in lanes.bundles]
+    every = [bundle.holding.weighted for lanes in stream.lanes for bundle in lanes.bundles if bundle.count]
     found = [own for own in every if own is not None]
     return found if len(found) == len(every) else []
 
 
+def _mode() -> tuple[bool, bool]:
+    """What torch lets be done later with an answer that is made now."""
+    return torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+
 def _looks_of(query: Tensor, new: NewTokens) -> list[Any]:
-    """What C takes a token by: kinds, shapes and strides of all that comes."""
+    """What C takes a token by: kinds, shapes and strides of all that comes, and whether a view turns its signs."""
     tensors = [query, new.keys, new.values]
     if new.unrotated is not None:
         tensors.append(new.unrotated.queries)
-    return [(type(x), x.is_cpu, x.dtype, x.shape, x.stride()) for x in tensors]
+    return [(type(x), x.is_cpu, x.is_neg(), x.dtype, x.shape, x.stride()) for x in tensors]

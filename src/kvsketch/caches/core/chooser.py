@@ -106,7 +106,7 @@ class Pool:
 
     def at(self, index: Int64[Tensor, "l k"]) -> tuple[Tensor, Tensor]:
         """Keys and values of those with these numbers."""
-        if not self.stays_apart(index):
+        if not self._are_few(index):
             keys, values = chosen_of(self._joined(), index)
             return keys, values
         count = self.held.count - self.start
@@ -119,7 +119,7 @@ class Pool:
 
     def among(self, index: Int64[Tensor, "l k"]) -> tuple[Tensor, Tensor, Int64[Tensor, "l k"]]:
         """Keys and values with those of these numbers among them, and their numbers there: few of many are copied."""
-        if 2 * index.shape[1] > self.count or not self.stays_apart(index):
+        if not self._are_few(index):
             return *self._joined(), index
         return *self.at(index), torch.arange(index.shape[1], device=index.device).expand(len(index), -1)
 
@@ -137,6 +137,10 @@ class Pool:
         there = self.joined is None and self.held.count > self.start
         on_cpu = type(index) is Tensor and index.device.type == "cpu"
         return there and on_cpu and not torch.compiler.is_compiling()
+
+    def _are_few(self, index: Int64[Tensor, "l k"]) -> bool:
+        """Whether these are few of many, which are not put together for them."""
+        return 2 * index.shape[1] <= self.count and self.stays_apart(index)
 
     def _joined(self) -> tuple[Tensor, Tensor]:
         if self.joined is None:

@@ -54,12 +54,12 @@ class LayerCache(LayerState):
         self.layer_bytes, self.shares, self.spans_of, self.part_of = layer_bytes, shares, spans_of, part_of
         self.recording = False  # hold back all writing to the past until the next `crop`
         self.notes_calls = True  # note whose attention tokens get as calls come; not of what is read behind them
+        self.settles_later = False  # whether compiled code leaves what is due to the end of the call
 
     def reset(self) -> None:
         super().reset()
         self.again: Again | None = None  # the shorter road for the next token, if there may be one
         self.not_yet = 0  # for so many steps none is made ready
-        self.settles_later = False  # whether compiled code leaves what is due to the end of the call
 
     def map_rows(self, rows: list[int]) -> None:
         self._take_long_road()
@@ -90,7 +90,7 @@ class LayerCache(LayerState):
         so where it is padding in other rows, or where its key is to have a gradient: what is held has none. Several
         tokens see everything where `prefill` is exact, also where a method looks things up. `lse=False`: the answer is
         not merged with anything else. Learned `sinks` are not in the answer, but in what methods note about attention.
-        `begin` is called before anything changes, once or twice, and may refuse.
+        `begin` is called before anything changes, and may refuse then; where one call of it has not, others will not.
         """
         if not torch.compiler.is_compiling():
             if self.again is not None and new.valid is None and not self.recording and self.notes_calls:
@@ -324,12 +324,6 @@ class LayerCache(LayerState):
         self.next_rank_kept = None
         for stream in self.streams.all:
             stream.without_room()
-
-    def came_one(self) -> None:
-        """Count a token that every row has got."""
-        self.seen, self.lengths = self.seen + 1, [length + 1 for length in self.lengths]
-        for stream in self.streams.all:
-            stream.may_come -= 1
 
     def close(self) -> None:
         """Have those tokens that were counted, and no room for more; also where `open` or this was interrupted."""

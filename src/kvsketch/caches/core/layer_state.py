@@ -70,10 +70,11 @@ class LayerState:
         if noted is not None and noted[0] == before and not noted[1].is_cpu:  # there it is as easily made anew
             self.counted = self.lengths, noted[1] + there
 
-    def count_one(self) -> None:
-        """Count a single token of every row."""
-        self.add([1] * len(self.lengths), 1)
-        self.seen += 1
+    def came_one(self) -> None:
+        """Count a token that every row has got."""
+        self.seen, self.lengths = self.seen + 1, [length + 1 for length in self.lengths]
+        for stream in self.streams.all:
+            stream.may_come -= 1
 
     def lengths_on(self, device: torch.device) -> Int64[Tensor, "b 1"]:
         """How many tokens rows have, on a device: a list that is copied there waits for all that is under way."""
@@ -94,6 +95,7 @@ class LayerState:
             return
         for stream in self.streams.all:
             stream.map_rows(rows)
+        self.last_asked = None  # by other rows
         self.lengths = [self.lengths[row] for row in rows]
         self.spans = [self.spans[row] for row in rows]
         self.row_shares = None if self.row_shares is None else [self.row_shares[row] for row in rows]

@@ -90,7 +90,7 @@ class ProtectingStream(Stream):
 
     @property
     def lanes(self) -> list[Lanes]:
-        return [*super().lanes, self.kept]
+        return [self.kept, *super().lanes]
 
     def map_rows(self, rows: list[int]) -> None:
         super().map_rows(rows)

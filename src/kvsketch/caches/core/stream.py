@@ -41,7 +41,7 @@ class Stream:
     ) -> None:
         """`budgets` are those of each row's KV heads; the window follows the first's."""
         self.config, self.method, self.budgets, self.heads = config, method, [own[0] for own in budgets], heads
-        self.asking, self.askings = config.asking, config.askings
+        self.askings = config.askings
         self.window = Window(config.leaving)
         self.past = None if method is None else Lanes(method, budgets, heads)
         self.left = [0] * len(budgets)  # tokens of each row that left the window
@@ -102,8 +102,9 @@ class Stream:
             self.past.observe(query, answer, None)
             return
         lse = whole.lse.detach()
-        if self.asking is not None and query.ranks is not None and (query.queries.shape[2] > 1 or self.window.ragged):
-            wanted = self.asking.wanted(query.ranks, one=query.queries.shape[2] == 1)
+        asking, several = self.config.asking, query.queries.shape[2] > 1
+        if asking is not None and query.ranks is not None and (several or self.window.ragged):
+            wanted = asking.wanted(query.ranks, one=not several)
             lse = lse.masked_fill(~wanted[:, None], torch.inf)  # the others' weights are nothing
         self.past.observe(query, answer, lse)
 

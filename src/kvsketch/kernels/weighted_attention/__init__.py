@@ -63,7 +63,7 @@ def causal_attention(
     lse: bool = True,
 ) -> Partial:
     """Attention of q tokens among themselves: each sees itself and the valid ones before it."""
-    if query.shape[2] == 1:
+    if query.shape[2] <= 1:
         # Padding or not, it sees itself, so that no row of the batch is empty.
         return weighted_attention(query, WeightedTokens(keys, values), scale, softcap=softcap, lse=lse)
     found = in_c.attend(query, WeightedTokens(keys, values), scale, softcap, causal=True, valid=valid)
