@@ -92,7 +92,9 @@ class LayerCache(LayerState):
         not merged with anything else. Learned `sinks` are not in the answer, but in what methods note about attention.
         `begin` is called before anything changes, and may refuse then; where one call of it has not, others will not.
         """
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            self.again = None  # it would keep what lies elsewhere by now
+        else:
             if self.again is not None and new.valid is None and not self.recording and self.notes_calls:
                 whole = self.again.take(self, query, new, (scale, softcap), begin, lse=lse, sinks=sinks)
                 if whole is not None:
