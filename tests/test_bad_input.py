@@ -257,6 +257,19 @@ def test_models_that_share_a_config_are_told_apart(model, filled):
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_model_that_was_never_attached_leaves_the_cache_as_it_was(model, filled, count):
+    """Where it does not fail by itself, and where it does: nothing of its tokens is held."""
+    before, ids = answer(model, filled), zoo.tokens(1, count)
+    other = zoo.build("llama")
+    kvsketch.detach(other)
+    with pytest.raises(ValueError, match="a model that it was not made for, or that is not attached"):
+        other(ids, past_key_values=kvsketch.make_cache(model, COMPRESSED))
+    with pytest.raises((ValueError, RuntimeError)):
+        other(ids, past_key_values=filled)
+    assert torch.equal(answer(model, filled), before)
+
+
 def test_a_model_inside_another_is_the_same_model(model):
     kvsketch.attach(model)
     kvsketch.attach(model.model)

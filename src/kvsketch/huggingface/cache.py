@@ -20,7 +20,7 @@ from kvsketch.huggingface.compressing import check_can_become, hold_again
 from kvsketch.huggingface.graphs import Steps
 from kvsketch.huggingface.identity import Identity
 from kvsketch.huggingface.layer import SketchLayer
-from kvsketch.huggingface.layers import LayerStack, bytes_held
+from kvsketch.huggingface.layers import NOT_OURS, LayerStack, bytes_held
 from kvsketch.huggingface.model import ModelLink
 from kvsketch.huggingface.modules import OURS
 from kvsketch.huggingface.prompt import Prompt
@@ -151,10 +151,7 @@ class SketchCache(Cache):
     def _check_begun(self) -> None:
         """What stock layers take cannot be taken back, so nothing may come there that was not looked at before."""
         if not self.underway:
-            raise ValueError(
-                "this cache was given tokens by a model that it was not made for, or that is not attached: attach it "
-                "with kvsketch.attach(model), and call the model itself, not a layer or a compiled part of it"
-            )
+            raise ValueError(NOT_OURS)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -22,6 +22,11 @@ from kvsketch.huggingface.model import ModelLink
 from kvsketch.huggingface.modules import OURS, of_layer
 from kvsketch.huggingface.whole import Whole
 
+NOT_OURS = (
+    "this cache was given tokens by a model that it was not made for, or that is not attached: attach it with "
+    "kvsketch.attach(model), and call the model itself, not a layer or a compiled part of it"
+)
+
 
 class LayerStack:
     """All layers of one cache: each kind of them, what they hold together, and whether that is one text."""
@@ -108,7 +113,7 @@ class LayerStack:
         """Refuse to go on after a call, or a move of rows, that did not come to its end in all layers."""
         seen = self.seen  # compared one by one: of a set the compiler would make a graph for every length
         unequal = [layer for layer in self.counting if layer.get_seq_length() != seen]
-        if self.touched or unequal or [layer for layer in self.sketch if layer.broken or layer.pending]:
+        if self.touched or unequal or [layer for layer in self.sketch if layer.broken]:
             lengths = [layer.get_seq_length() for layer in self.counting]
             raise ValueError(
                 f"an earlier call failed half-way: layers hold between {min(lengths)} and {max(lengths)} tokens. "
@@ -119,6 +124,8 @@ class LayerStack:
         """Refuse tokens for a layer behind the first one that are not those that the first one took."""
         latest, first = self.latest, self.counting[0]
         if latest is not layer and isinstance(latest, SketchLayer) and latest.pending:
+            if not self.touched:  # no call of the model that this cache was made for has begun
+                raise ValueError(NOT_OURS)
             raise ValueError(
                 f"layer {latest.held.layer} took {latest.pending} tokens that its attention never asked for: "
                 "this model changes keys between cache and attention, which kvsketch does not support"
