@@ -270,6 +270,15 @@ def test_a_model_that_was_never_attached_leaves_the_cache_as_it_was(model, fille
     assert torch.equal(answer(model, filled), before)
 
 
+def test_rows_that_are_padded_on_the_right_cannot_be_gone_on_with(model):
+    """Transformers counts positions from the last place: stock answers such rows wrongly, and says nothing."""
+    ids = zoo.tokens(2, 60)
+    mask = torch.ones_like(ids)
+    mask[1, -20:] = 0
+    with pytest.raises(ValueError, match="row 1 goes on at position 1 behind padding, and the cache has read 40"):
+        model.generate(ids, attention_mask=mask, past_key_values=kvsketch.make_cache(model), max_new_tokens=4)
+
+
 def test_a_model_inside_another_is_the_same_model(model):
     kvsketch.attach(model)
     kvsketch.attach(model.model)

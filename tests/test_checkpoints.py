@@ -259,3 +259,4 @@ def test_the_command_makes_a_model_of_a_file(whole, tmp_path):
     refused(long, "tokens, and the context of LlamaForCausalLM is 512: give it less to read")
     refused(command("generate", whole, *asked), "is a GGUF file: make a folder of it first, with kvsketch import")
     refused(command("import", tmp_path / "none.gguf", "-o", tmp_path / "x"), "there is no file")
+    refused(command("import", tmp_path / "small", "-o", tmp_path / "x"), "is a folder: name a GGUF file")

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import shutil
+import sys
 import threading
 import time
 
@@ -383,6 +384,9 @@ def test_what_is_no_file_is_not_replaced(tmp_path):
             write_json(path, {})
     with pytest.raises(ValueError, match="there is no folder"):
         write_json(tmp_path / "no" / "file", {})
+    if sys.platform == "linux":
+        with pytest.raises((ValueError, OSError), match=r"cannot be written to|no file can be made.*'/proc/x'"):
+            write_json("/proc/x", {})
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 

@@ -97,10 +97,16 @@ def test_pieces_fit_into_the_context_and_are_asked_evenly(writer):
         assert torch.equal(ids[:, :370], every[:, start : start + 370])
 
 
+@pytest.mark.usefixtures("as_users_run_it")
 def test_what_cannot_be_studied(writer):
     model, tokenizer = writer
     tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="has no chat template: there is nothing to split"):
+        kvsketch.split_prompt(tokenizer, TEXT, "who?")
+    with pytest.raises(ValueError, match="needs the model's tokenizer, got NoneType"):
+        kvsketch.study(model, None, TEXT)
     for given, message in (
+        ({"text": tokenizer(TEXT, return_tensors="pt")["input_ids"]}, "the text itself, as a str.*got Tensor"),
         ({"text": " \n"}, "the text is empty: there is nothing to ask about"),
         ({"count": 0}, "count must be a whole number of at least 1, got 0"),
         (

@@ -161,7 +161,7 @@ def test_the_command_measures_and_draws(tmp_path):
         (("--keep", ""), "uniform names no budget"),
         (("--keep", "2.5"), "keep must be a fraction in (0, 1]"),
         (("--keep", "1MB", "--batch", "2"), "batch=2 windows would share a budget in bytes"),
-        (("--tokens", "3000"), "a window needs 3,128: give a longer text, or shorter windows"),
+        (("--tokens", "3000"), "a window needs 3,128: give a longer text, or fewer tokens of each"),
         (
             ("--tokens", "40000"),
             "a window and what follows it have 40,128 tokens, and the context of LlamaForCausalLM is 32,768",

@@ -18,6 +18,8 @@ def import_model(
 ) -> None:
     """Make a folder that transformers loads of a GGUF file: weights in safetensors, and the tokenizer."""
     check_folder("--out", out)
+    if file.is_dir():
+        raise ValueError(f"{file} is a folder: name a GGUF file. Folders of models are read as they are, with --model")
     if not file.is_file():
         raise ValueError(f"there is no file {file}: name a GGUF file")
     from kvsketch.checkpoints import import_gguf

@@ -27,6 +27,8 @@ def can_be_written(path: str | Path) -> Path:
         raise ValueError(f"{path} is no regular file: name a file, one that is there or a new one")
     if not target.parent.is_dir():
         raise ValueError(f"there is no folder {target.parent} to write {target.name} to")
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise ValueError(f"the folder {target.parent} cannot be written to: name {target.name} in another one")
     return target
 
 
@@ -50,7 +52,10 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
     # The lock is held until the end. A file of this name without a lock is one whose writer was killed.
     prefix = f"{UNFINISHED}{hashlib.sha256(target.name.encode()).hexdigest()[:12]}-"
     remove_left_over(target.parent, prefix)
-    handle, unfinished, named = _open_new(target.parent / prefix)
+    try:
+        handle, unfinished, named = _open_new(target.parent / prefix)
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror}: no file can be made in this folder", str(path)) from error
     try:
         with os.fdopen(handle, "wb") as file:
             if target.exists():

@@ -59,6 +59,13 @@ class Positions:
         before = there or offsets
         for row, (offset, known, real) in enumerate(zip(offsets, before, begun, strict=True)):
             if real and lengths[row] and offset != known:
+                if self.padding.length and not bool(self.padding.view[row, -1]):
+                    raise ValueError(
+                        f"row {row} goes on at position {first[row]} behind padding, and the cache has read "
+                        f"{lengths[row]} of its tokens: generate goes on where rows end, so pad them on the left "
+                        '(tokenizer.padding_side = "left"), prompts and what follows them; a model that is called by '
+                        "itself takes position_ids too"
+                    )
                 raise ValueError(
                     f"row {row} goes on at position {first[row]}, but the cache has read {lengths[row]} of its tokens "
                     f"and expects position {lengths[row] + known}. To continue with new tokens only, pass generate "

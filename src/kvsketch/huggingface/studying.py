@@ -41,6 +41,10 @@ def study(
     with the number of the text's tokens up to there.
     """
     check_count("count", count, least=1)
+    if not isinstance(text, str):
+        raise ValueError(f"study takes the text itself, as a str, and not its tokens: got {type(text).__name__}")
+    if not callable(tokenizer):
+        raise ValueError(f"study needs the model's tokenizer, got {type(tokenizer).__name__}")
     if not text.strip():
         raise ValueError("the text is empty: there is nothing to ask about")
     writer = _Writer(unwrapped(model), tokenizer, uses_template(tokenizer, raw))

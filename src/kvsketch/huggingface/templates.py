@@ -13,6 +13,11 @@ def split_prompt(tokenizer: PreTrainedTokenizerBase, text: str, question: str) -
 
     The first part is to be read, and the second what follows it; both hold all special tokens that they need.
     """
+    if not uses_template(tokenizer, raw=False):
+        raise ValueError(
+            "this tokenizer has no chat template: there is nothing to split, the model reads the text and then the "
+            "question as they are"
+        )
     border = "\u2063kvsketch\u2063"  # invisible separators: no text has them around this word
     message = [{"role": "user", "content": f"{text}{border}{question}"}]
     rendered = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)

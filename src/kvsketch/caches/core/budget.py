@@ -98,7 +98,7 @@ def parse_bytes(text: str) -> int:
     if found is None or found[2].lower() not in units:
         raise ValueError(
             f"keep={text[:60]!r} is not a size: expected a number and one of {', '.join(UNITS)}, as in '512MB'; a "
-            "fraction or a number of entries has no quotes, as in keep=0.25"
+            "fraction or a number of entries has no quotes, as in keep=0.25 for a quarter"
         )
     size = float(found[1]) * units[found[2].lower()]
     if size > MOST * 10**6:

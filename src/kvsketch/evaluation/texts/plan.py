@@ -72,8 +72,8 @@ class Plan:
         room, said = count - self.tokens - self.next, f"{name_without_digest(text.name)} has {count:,} tokens"
         if room < 0:
             raise ValueError(
-                f"{said}, and a window needs {self.tokens + self.next:,}: give a longer text, or shorter windows "
-                "(--tokens, --next)"
+                f"{said}, and a window needs {self.tokens + self.next:,}: give a longer text, or fewer tokens of each "
+                "(--tokens)"
             )
         if self.windows == 1:
             return [0]
