@@ -469,6 +469,7 @@ def test_a_run_that_is_stopped_reports_what_it_has(tmp_path):
     assert running.returncode == 130, err
     assert b"Traceback" not in err
     assert b"stopped; what follows is from the rows that are there" in err
+    assert b"Run the same command again to go on" in err
     count = len(read_rows(rows)[1])
     assert re.search(rf"exact +{count} ", out.decode())
     page = tmp_path / "report.html"

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 WRONG, STOPPED = 2, 130  # exit codes
+LONG = ("bench", "fit", "profile", "train")  # commands that go on where they were stopped
 LONGEST = 1000  # letters of what is said to be wrong: a spec may have thousands
 NO_MEMORY = ("out of memory", "allocate memory", "DefaultCPUAllocator")  # how torch says it
 
@@ -32,6 +33,7 @@ def ending() -> Iterator[None]:
     except BaseException as error:
         stop_at_once()  # also while Python itself comes to its end
         if was_stopped(error):
+            _say_that_it_goes_on()
             sys.exit(STOPPED)
         said = _explained(error)
         if said is None:
@@ -71,6 +73,15 @@ def was_stopped(error: BaseException | None) -> bool:
 
 def _stop(number: int, frame: FrameType | None) -> None:
     os._exit(STOPPED)
+
+
+def _say_that_it_goes_on() -> None:
+    """What was done before Ctrl-C is kept, by the commands that take long; but a measured time is of its hour."""
+    if sys.argv[1:2] and sys.argv[1] in LONG and sys.argv[1:3] != ["bench", "speed"]:
+        from kvsketch.cli.notes import say
+
+        with suppress(OSError):
+            say("stopped; the same command goes on from here")
 
 
 # -- what was wrong
