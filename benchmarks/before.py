@@ -1,7 +1,9 @@
 """A step of one layer, as it is here and as it was in another checkout: `python benchmarks/before.py CHECKOUT`.
 
 8 KV heads × 128 in bfloat16, four query heads each. Each version has a process of its own; the two take turns, twelve
-steps at a time, so that both meet the machine in the same moods. Before a step 64 MB are read, which leaves little of
+steps at a time, so that both meet the machine in the same moods. For half of the turns the one begins, for the others
+the other one, in new processes: of two that are the same the second was up to 7 % slower, behind the memory that the
+first had got. Before a step 64 MB are read, which leaves little of
 it in the processor's caches; then a second step comes at once. At last 64 steps come in a row: their mean has what is
 done only every so many tokens. Rows go to docs/results/before.jsonl. The other checkout needs nothing installed: `git
 worktree add CHECKOUT COMMIT`.
@@ -55,11 +57,11 @@ def work(spec: str, tokens: int, threads: int) -> None:
         print(*(1e3 * statistics.median(kind) for kind in times), 1e3 * in_row, flush=True)
 
 
-def versions(other: Path, spec: str, tokens: int, threads: int) -> list["subprocess.Popen[str]"]:
-    """A process for each, the other one first."""
-    command = [sys.executable, __file__, str(other), "--worker", spec, str(tokens), "--threads", str(threads)]
+def versions(trees: list[Path], spec: str, tokens: int, threads: int) -> list["subprocess.Popen[str]"]:
+    """A process for each, one after the other."""
+    command = [sys.executable, __file__, str(HERE), "--worker", spec, str(tokens), "--threads", str(threads)]
     started = list[subprocess.Popen[str]]()
-    for tree in (other, HERE):
+    for tree in trees:
         environment = os.environ | {"PYTHONPATH": str(tree / "src")}
         started.append(
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
@@ -87,19 +89,22 @@ def measure(other: Path, threads: int, rounds: int, cases: str) -> None:
     before = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True, cwd=other).strip()
     for case in cases.split(";"):
         spec, tokens = case.strip().rsplit(":", 1)
-        both = versions(other, spec, int(tokens), threads)
-        try:
-            times = [[turn(version) for version in both] for _ in range(rounds + 1)][1:]
-        finally:
-            for version in both:
-                version.kill()
-                version.wait()
+        times = list[list[list[float]]]()
+        for order in (1, -1):
+            both = versions([other, HERE][::order], spec, int(tokens), threads)
+            try:
+                turns = [[turn(version) for version in both] for _ in range(-(-rounds // 2) + 1)][1:]
+            finally:
+                for version in both:
+                    version.kill()
+                    version.wait()
+            times += [each[::order] for each in turns]
         for number, kind in enumerate(("cold", "again", "in a row")):
             was, now = ([one[version][number] for one in times] for version in range(2))
             ratios = [a / b for a, b in zip(was, now, strict=True)]
             low, *_, high = statistics.quantiles(ratios, n=10)
             write_row("before", {
-                "method": spec, "tokens": int(tokens), "kind": kind, "threads": threads, "rounds": rounds,
+                "method": spec, "tokens": int(tokens), "kind": kind, "threads": threads, "rounds": len(times),
                 "before": before,
                 "ms_before": round(statistics.median(was), 3), "ms": round(statistics.median(now), 3),
                 "ratio": round(statistics.median(ratios), 3), "ratio_10": round(low, 3), "ratio_90": round(high, 3),
