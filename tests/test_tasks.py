@@ -12,6 +12,7 @@ from collections import Counter
 
 import pytest
 
+from kvsketch.cli import bench
 from kvsketch.evaluation.embedded.training.tokenizer import build_tokenizer
 from kvsketch.evaluation.tasks import TASKS, WORDINGS, Setting
 from kvsketch.evaluation.tasks.haystack import SENTENCES, Grammar, TextFile, haystack_of
@@ -250,6 +251,23 @@ def test_a_text_of_the_users_can_be_the_haystack(tmp_path):
         TextFile(tmp_path / "nowhere.txt")
     with pytest.raises(ValueError, match="is a folder: name a file"):
         TextFile(tmp_path)
+
+
+def test_a_text_that_comes_round_again_in_a_prompt_is_told(tmp_path, capsys):
+    (tmp_path / "short.txt").write_text("A line of the book.\n\n" * 50)
+    (tmp_path / "long.txt").write_text("A line of the book.\n\n" * 500)
+    both = [tmp_path / "short.txt", tmp_path / "long.txt"]
+    others = {"samples": 1, "seed": 0, "batch": 1, "max_new_tokens": None, "raw": False}
+    for lengths, files, told in (
+        ("100,1000", both, True),
+        ("100,1000", both[1:], False),
+        ("100", both, False),
+        ("9000", [], False),
+    ):
+        bench.say_if_short(
+            bench._plan("needle", None, "exact", lengths, None, "after", "compact", files, None, **others)
+        )
+        assert ("has 950 letters, fewer than prompts of 1,000" in " ".join(capsys.readouterr().err.split())) == told
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -41,6 +41,7 @@ SUITES = {
     "infinite": "InfiniteBench's pass keys, numbers, pairs and sums.",
 }
 NOTE = "Scores are means over n prompts, with Wilson's 95 % interval; bytes in percent of a full cache."
+LETTERS = 3  # of a token, at least
 METHODS = f"exact; {FOR_BOTH}; streaming_llm(keep=0.25); uniform(keep=0.25)"
 MODES: "dict[str, tuple[Asked, ...]]" = {"before": ("before",), "after": ("after",), "both": ("before", "after")}
 
@@ -104,6 +105,7 @@ def bench_suite(
         suite, tasks, methods, lengths, depths, asked, wording or usual, haystack, cases, samples=samples, seed=seed,
         batch=batch, max_new_tokens=max_new_tokens, raw=raw,
     )  # fmt: skip
+    say_if_short(plan)
     language_model, tokenizer = load_model(model, dtype, device)
     with reported(lambda: show(out, plan.tasks, able)):
         measure(plan, language_model, tokenizer, model, out, able)
@@ -136,6 +138,16 @@ def _plan(
         cases=None if cases is None else read_cases(cases),
         **others,
     )
+
+
+def say_if_short(plan: "Plan") -> None:
+    """Say so of a haystack that comes round again in the longest prompt."""
+    longest = max(plan.lengths)
+    if plan.haystack.letters < LETTERS * longest:
+        say(
+            f"a text of --haystack has {plan.haystack.letters:,} letters, fewer than prompts of {longest:,} tokens: "
+            "its sentences come again and again, and what is hidden in such noise is easily found"
+        )
 
 
 def report(

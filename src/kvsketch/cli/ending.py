@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 WRONG, STOPPED = 2, 130  # exit codes
-LONG = ("bench", "fit", "profile", "train")  # commands that go on where they were stopped
+LONG = ("bench", "fit", "profile", "train-demo")  # commands that go on where they were stopped
 LONGEST = 1000  # letters of what is said to be wrong: a spec may have thousands
 NO_MEMORY = ("out of memory", "allocate memory", "DefaultCPUAllocator")  # how torch says it
 

@@ -19,7 +19,7 @@ def import_model(
     """Make a folder that transformers loads of a GGUF file: weights in safetensors, and the tokenizer."""
     check_folder("--out", out)
     if file.is_dir():
-        raise ValueError(f"{file} is a folder: name a GGUF file. Folders of models are read as they are, with --model")
+        raise ValueError(f"{file} is a folder: name a GGUF file. A folder that holds a model needs no import")
     if not file.is_file():
         raise ValueError(f"there is no file {file}: name a GGUF file")
     from kvsketch.checkpoints import import_gguf

@@ -51,7 +51,7 @@ class Report:
 
     @property
     def error(self) -> float | None:
-        """Mean relative error of the answers over layers and heads; None where it was not measured."""
+        """Mean relative error of attention over layers and heads; None where it was not measured."""
         errors = [value for layer in self.layers for value in layer.error or []]
         return sum(errors) / len(errors) if errors else None
 
@@ -68,7 +68,7 @@ class Report:
         if self.protected:
             lines.append(f"{_range(self.protected)} tokens of a row are protected")
         if self.error is not None:
-            lines.append(f"mean error of the answers {self.error:.3f}, measured after {self._measured_at:,} tokens")
+            lines.append(f"mean attention error {self.error:.3f}, measured after {self._measured_at:,} tokens")
         elif any(layer.entries for layer in self.layers) and not self.exact:
             why = 'prefill="streaming", padding at its end, or made from another cache by compress'
             lines.append(f"error not measured: no call of this cache saw a whole prompt exactly ({why})")

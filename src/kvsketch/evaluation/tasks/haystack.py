@@ -1,5 +1,6 @@
 """What needles are hidden in: sentences that are made up, or a text of the user's."""
 
+import math
 import random
 import re
 from abc import ABC, abstractmethod
@@ -43,6 +44,7 @@ class Haystack(ABC):
 
     name: str
     joint: str  # what stands between two pieces
+    letters: float = math.inf  # in all its pieces, if these come again after that
 
     @abstractmethod
     def pieces(self, draw: random.Random, count: int) -> list[str]:
@@ -88,6 +90,7 @@ class TextFile(Haystack):
         self.sentences = [piece for sentence in found for piece in _cut(sentence)]
         if not self.sentences:
             raise ValueError(f"{path} is empty: there is nothing to hide needles in")
+        self.letters = sum(map(len, self.sentences))
 
     def pieces(self, draw: random.Random, count: int) -> list[str]:
         start = draw.randrange(len(self.sentences))
@@ -123,6 +126,7 @@ class Texts(Haystack):
     def __init__(self, texts: Sequence[Haystack]) -> None:
         names = names_of(texts)
         self.texts = texts
+        self.letters = min(text.letters for text in texts)
         self.name = name_with_digest("+".join(map(name_without_digest, names)), "+".join(names).encode())
 
     def pieces(self, draw: random.Random, count: int) -> list[str]:

@@ -132,19 +132,18 @@ int64_t kvs_copy_places(const int64_t *about, const int64_t *index, void *const 
 
 #define ALONE 262144  // bytes: to move so many takes no second thread
 
-#define ASIDE 1  // in `order`: this place is copied before any moves, for its number is not above all before it
-
-// Which places are to be kept aside; how many are, or -1 if there is no such place: `held`, and `more` behind them.
-static int64_t order_of(const int64_t *index, int64_t kept, int64_t held, int64_t more, uint8_t *order) {
-    int64_t most = -1, aside = 0;
+// Which places are put aside before any moves, since their numbers are not above all before them: how many, or -1 if there is
+// no such place, of the `held` and the `more` behind them.
+static int64_t out_of_order(const int64_t *index, int64_t kept, int64_t held, int64_t more, uint8_t *aside) {
+    int64_t most = -1, count = 0;
     for (int64_t i = 0; i < kept; i++) {
         if (index[i] < 0 || index[i] >= held + more) return -1;
-        int out = index[i] < held && index[i] <= most;
-        if (order) order[i] = out ? ASIDE : 0;
-        aside += out;
-        if (index[i] < held && !out) most = index[i];
+        int here = index[i] < held, out = here && index[i] <= most;
+        if (aside) aside[i] = (uint8_t)out;
+        if (here && !out) most = index[i];
+        count += out;
     }
-    return aside;
+    return count;
 }
 
 // Move a run of places of a tensor, to which they may be near.
@@ -159,28 +158,28 @@ static void move_run(char *lane, int64_t place, int64_t width, int64_t to, int64
     }
 }
 
-// The places of a lane of one tensor; but for those that are kept aside numbers grow. What comes nearer to the front moves
+// The places of a lane of one tensor; but for those that are put aside numbers grow. What comes nearer to the front moves
 // first, the first of it first, then what goes back, from the end: nothing is written to that is still to be read.
-static void keep_own(const int64_t *own, const uint8_t *order, int64_t kept, int64_t held, int64_t aside, char *saved, char *to,
+static void keep_own(const int64_t *own, const uint8_t *aside, int64_t kept, int64_t held, char *saved, char *to,
                      const char *from, const int64_t *step) {
     int64_t place = step[1], width = step[4];
     if (!width) return;
-    for (int64_t i = 0, n = 0; n < aside; i++)
-        if (order[i]) memcpy(saved + n++ * width, to + own[i] * place, (size_t)width);
+    for (int64_t i = 0, n = 0; i < kept; i++)
+        if (aside[i]) memcpy(saved + n++ * width, to + own[i] * place, (size_t)width);
     for (int64_t i = 0, run; i < kept; i += run) {
         run = 1;
-        if (order[i] || own[i] >= held || own[i] <= i) continue;
+        if (aside[i] || own[i] >= held || own[i] <= i) continue;
         while (i + run < kept && own[i + run] == own[i] + run && own[i + run] < held) run++;
         move_run(to, place, width, i, own[i], run);
     }
     for (int64_t i = kept - 1, run; i >= 0; i -= run) {
         run = 1;
-        if (order[i] || own[i] >= i) continue;
-        while (run <= i && own[i - run] == own[i] - run && !order[i - run]) run++;
+        if (aside[i] || own[i] >= i) continue;
+        while (run <= i && own[i - run] == own[i] - run && !aside[i - run]) run++;
         move_run(to, place, width, i - run + 1, own[i] - run + 1, run);
     }
     for (int64_t i = 0, n = 0; i < kept; i++) {
-        if (order[i]) memcpy(to + i * place, saved + n++ * width, (size_t)width);
+        if (aside[i]) memcpy(to + i * place, saved + n++ * width, (size_t)width);
         else if (own[i] >= held) memcpy(to + i * place, from + (own[i] - held) * step[3], (size_t)width);
     }
 }
@@ -197,9 +196,9 @@ int64_t kvs_keep_in_place(const int64_t *about, const int64_t *index, void *cons
         widest = each[5 * x + 4] > widest ? each[5 * x + 4] : widest;
     }
     for (int64_t lane = 0; lane < lanes; lane++) {
-        int64_t aside = order_of(index + lane * kept, kept, held, more, NULL);
-        if (aside < 0) return 1;
-        most = aside > most ? aside : most;
+        int64_t count = out_of_order(index + lane * kept, kept, held, more, NULL);
+        if (count < 0) return 1;
+        most = count > most ? count : most;
     }
     int team = use_threads(threads, lanes * kept * bytes < ALONE ? 1 : lanes);
     size_t own_bytes = (size_t)(kept + most * widest);
@@ -207,15 +206,15 @@ int64_t kvs_keep_in_place(const int64_t *about, const int64_t *index, void *cons
     if (!memory) return 1;
     PRAGMA(omp parallel for num_threads(team) schedule(static) if (team > 1))
     for (int part = 0; part < team; part++) {
-        uint8_t *order = (uint8_t *)memory + own_bytes * (size_t)part;
+        uint8_t *aside = (uint8_t *)memory + own_bytes * (size_t)part;
         for (int64_t lane = part; lane < lanes; lane += team) {
             const int64_t *own = index + lane * kept;
-            int64_t aside = order_of(own, kept, held, more, order);
+            out_of_order(own, kept, held, more, aside);
             for (int64_t x = 0; x < tensors; x++) {
                 const int64_t *step = each + 5 * x;
                 char *to = (char *)of[2 * x] + lane * step[0];
                 const char *from = (const char *)of[2 * x + 1] + lane * step[2];
-                keep_own(own, order, kept, held, aside, (char *)order + kept, to, from, step);
+                keep_own(own, aside, kept, held, (char *)aside + kept, to, from, step);
             }
         }
     }
