@@ -366,6 +366,17 @@ def test_ctrl_c_that_a_library_takes_for_something_else_is_still_ctrl_c(capsys, 
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize(("command", "said"), [("fit", "stopped; the same command goes on from here\n"), ("demo", "")])
+def test_where_a_command_goes_on_it_says_so_when_it_is_stopped(command, said, capsys, monkeypatch):
+    """Typer makes an exit code of Ctrl-C."""
+    monkeypatch.setattr(signal, "signal", lambda *handler: None)  # this process is not a command
+    monkeypatch.setattr(sys, "argv", ["kvsketch", command])
+    with pytest.raises(SystemExit) as stop, ending():
+        sys.exit(130)
+    assert stop.value.code == 130
+    assert capsys.readouterr() == ("", said)
+
+
 def test_ctrl_c_stays_what_somebody_chose():
     """As nohup and a script's & choose that it does nothing."""
     before = signal.getsignal(signal.SIGINT)

@@ -38,6 +38,11 @@ class WeightedTokens:
         """Number of slots per row and head, empty ones included."""
         return self.keys.shape[2]
 
+    @property
+    def weights(self) -> list[Tensor]:
+        """The logs of weights that are given."""
+        return [x for x in (self.log_mass, self.log_value) if x is not None]
+
 
 def log_mass_of(present: Bool[Tensor, "b n"] | None) -> Float[Tensor, "b 1 n"] | None:
     """Log weights of places where a row has a token: 0 where it does, `-inf` where not."""

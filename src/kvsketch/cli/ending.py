@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 WRONG, STOPPED = 2, 130  # exit codes
-LONG = ("bench", "fit", "profile", "train-demo")  # commands that go on where they were stopped
+LONG = ("fit", "profile", "train-demo")  # go on where they were stopped; a bench says so with its report
 LONGEST = 1000  # letters of what is said to be wrong: a spec may have thousands
 NO_MEMORY = ("out of memory", "allocate memory", "DefaultCPUAllocator")  # how torch says it
 
@@ -32,7 +32,7 @@ def ending() -> Iterator[None]:
             sys.stdout.flush()  # a full disk shows here, and not when nobody can say so any more
     except BaseException as error:
         stop_at_once()  # also while Python itself comes to its end
-        if was_stopped(error):
+        if was_stopped(error) or (isinstance(error, SystemExit) and error.code == STOPPED):  # as typer says it
             _say_that_it_goes_on()
             sys.exit(STOPPED)
         said = _explained(error)
@@ -76,8 +76,8 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def _say_that_it_goes_on() -> None:
-    """What was done before Ctrl-C is kept, by the commands that take long; but a measured time is of its hour."""
-    if sys.argv[1:2] and sys.argv[1] in LONG and sys.argv[1:3] != ["bench", "speed"]:
+    """What was done before Ctrl-C is kept by these commands."""
+    if sys.argv[1:2] and sys.argv[1] in LONG:
         from kvsketch.cli.notes import say
 
         with suppress(OSError):

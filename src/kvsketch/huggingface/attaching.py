@@ -15,6 +15,7 @@ from kvsketch.huggingface.attention import ATTENTION_NAME, register
 from kvsketch.huggingface.frequencies import GUARD, ChangingFrequencies, DropGuard, changing_frequencies
 from kvsketch.huggingface.model import ModelLink
 from kvsketch.huggingface.modules import attention_modules
+from kvsketch.huggingface.naming import cache_in
 from kvsketch.huggingface.rotation import WATCH, BeforeRotation, forget_copied
 from kvsketch.huggingface.spread import divisions_of
 from kvsketch.huggingface.supported import check_layers_are_found, check_supported, unwrapped
@@ -153,7 +154,7 @@ def _begin_call(module: nn.Module, arguments: tuple[Any, ...], options: dict[str
     if arguments:
         names = [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
         given = dict(zip(names, arguments, strict=False)) | options
-    cache = given.get("past_key_values")
+    cache = cache_in(given)
     if isinstance(cache, Cache) and hasattr(cache, "begin_call"):
         cache.begin_call(module, given)
 

@@ -93,8 +93,10 @@ def check_layers(stack: LayerStack, decoder: Any, rows: int) -> None:
             f"this cache was filled in {stack.whole.dtype}, and tokens came in {dtype}: stay with the torch.autocast, "
             "and with the model's precision, that it began with, or have a new cache read the text"
         )
-    for layer in stack.sketch if stack.config.before_rotation else ():
-        layer.check_watched(next(attention_modules(decoder)))
+    if stack.config.before_rotation:
+        module = next(attention_modules(decoder))
+        for layer in stack.sketch:
+            layer.check_watched(module)
 
 
 class Finite:

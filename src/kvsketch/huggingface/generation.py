@@ -17,6 +17,7 @@ from kvsketch.huggingface.attaching import attach
 from kvsketch.huggingface.before_call import check_ids, check_own_mask, check_tokens
 from kvsketch.huggingface.cache import SketchCache
 from kvsketch.huggingface.identity import Identity
+from kvsketch.huggingface.naming import as_argument
 from kvsketch.huggingface.prompt import NO_QUESTIONS
 from kvsketch.huggingface.protecting import check_room, lengths_of, protecting
 from kvsketch.huggingface.supported import unwrapped
@@ -125,7 +126,7 @@ def _read(
         known = None if mask is None else mask[:, : seen + stop]
         positions = None if known is None else (known.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
         given = {"input_ids": ids, "attention_mask": known, "position_ids": positions}
-        model(**given, past_key_values=cache, use_cache=True, **fewer)
+        model(**given, **as_argument(model.forward, cache), use_cache=True, **fewer)
         yield stop
 
 

@@ -30,6 +30,7 @@ from kvsketch.huggingface.attention import check_mask
 from kvsketch.huggingface.autocast import autocast_of
 from kvsketch.huggingface.cuda import CudaGraphs, Graphs, NotRecordedError
 from kvsketch.huggingface.layer import SketchLayer
+from kvsketch.huggingface.naming import NEW, OLD, as_argument, cache_in
 from kvsketch.huggingface.supported import unwrapped
 from kvsketch.kernels.gpu import attention as in_triton
 
@@ -39,7 +40,7 @@ LEAST = 4  # before something leaves: for fewer it is not worth while
 OFTEN = 3  # times in a row
 KEPT = 4  # recorded steps of a cache, as it may go from one of several states to another and back
 INPUTS = ("input_ids", "position_ids")  # change from step to step; the mask does not, for new tokens are real ones
-SEEN_TO = (*INPUTS, "attention_mask", "past_key_values")
+SEEN_TO = (*INPUTS, "attention_mask", NEW, OLD)
 PLAIN = {"use_cache": (None, True), "return_dict": (None, True), "labels": (None,), "inputs_embeds": (None,)}
 LOOKED_AT = "the cache is looked at, or its rows are moved, after every step or two"
 UNEVEN = "rows of unequal lengths have few steps between tokens that leave their windows"
@@ -152,7 +153,8 @@ class Steps:
 
     def _taken(self, cache: Any) -> ModelOutput:
         def step() -> ModelOutput:
-            return self.forward(**self.inputs, past_key_values=cache, use_cache=True, return_dict=True, **self.rest)
+            given = as_argument(self.forward, cache)
+            return self.forward(**self.inputs, **given, use_cache=True, return_dict=True, **self.rest)
 
         if self.now is not None:
             self.now.replay()
@@ -202,7 +204,7 @@ class Recording:
         return type(twin).forward.__get__(twin)
 
     def __call__(self, *args: Any, **given: Any) -> Any:
-        cache: Any = given.get("past_key_values")
+        cache: Any = cache_in(given)
         if args or not _is_step(cache, given):
             if isinstance(cache, Cache) and getattr(cache, "steps", None) is not None:
                 cache._close()
@@ -346,7 +348,7 @@ def _against_call(model: nn.Module, given: Mapping[str, Any], rest: Mapping[str,
         return None
     if not isinstance(mask, Tensor):
         return f"a call came with a mask of another kind: {type(mask).__name__}"
-    check_mask(mask, len(ids), 1, given["past_key_values"].seen)
+    check_mask(mask, len(ids), 1, cache_in(given).seen)
     return None if bool(mask[:, -1].all()) else "a row's new token is padding"
 
 
@@ -357,4 +359,4 @@ def _alike(x: Tensor, y: Tensor) -> bool:
 def _copied(out: ModelOutput, cache: Any) -> ModelOutput:
     """An output that the next step does not overwrite."""
     fresh = {name: tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, value) for name, value in out.items()}
-    return type(out)(**fresh | {"past_key_values": cache})
+    return type(out)(**fresh | as_argument(type(out), cache))

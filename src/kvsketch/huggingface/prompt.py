@@ -19,6 +19,7 @@ from kvsketch.caches.forgetting.threshold import sets_shares, shares_of_prompt
 from kvsketch.huggingface.free_memory import free_memory
 from kvsketch.huggingface.frequencies import ChangingFrequencies
 from kvsketch.huggingface.layers import LayerStack
+from kvsketch.huggingface.naming import as_argument
 from kvsketch.huggingface.protecting import check_protected, lengths_of
 from kvsketch.huggingface.rereading import Behind, check_room_behind, most_behind, pieces, read_behind
 from kvsketch.huggingface.supported import check_context, context_of
@@ -274,7 +275,7 @@ class Prompt:
                 self.stack,
                 self.config.askings,
                 texts,
-                lambda inputs: decoder(**inputs, past_key_values=cache, use_cache=True),
+                lambda inputs: decoder(**inputs, **as_argument(decoder.forward, cache), use_cache=True),
                 lambda count: None if progress is None else progress(before + count),
             )
         finally:

@@ -131,14 +131,12 @@ class Again:
         self.may_grow = there and not notes  # C is told once where something is noted: notes lie beside the window
         beside = [] if router is None else [*router.tensors]
         beside += [x for to, _, _ in notes for x in (to.got, to.keys, to.log_mass) if x is not None]
-        read = list[Tensor | None]()
         for part in parts[:-1]:
-            tokens, tables = part.tokens, () if part.choice is None else part.choice.tables
+            tables = () if part.choice is None else part.choice.tables
             beside += [x for x in (part.lanes, *tables) if x is not None]
-            read += [tokens.keys, tokens.values, tokens.log_mass, tokens.log_value]
         self._put_into(into)
-        self.beside = [(x, x.data_ptr()) for x in beside]
-        self.at = self.beside + [(x, x.data_ptr()) for x in read if x is not None]
+        self.beside = _placed(beside)
+        self.at = self.beside + _read_of([part.tokens for part in parts[:-1]])
         self.rank = layer.seen  # of the next token
         lender = before if before is not None and before.can_lend(self) else None
         self.served: bool = lender is not None and lender.served
@@ -149,8 +147,7 @@ class Again:
         self.step = Step(asked.queries, parts, layer.heads, self.how, puts, asking, notes)
 
     def _new_room(self, layer: LayerState, query: Tensor, new: NewTokens) -> Room:
-        no_notes = layer.config.askings.none(new.keys) if layer.config.askings else None
-        return Room(query, new.values.shape[3], layer.heads, no_notes, reads=self.looks_up)
+        return Room(query, new.values.shape[3], layer.heads, self.stream.no_notes(new.keys), reads=self.looks_up)
 
     def goes_on(self, layer: LayerState) -> bool:
         """Whether the next token may come so though a block has left: entries are others, of the same lanes.
@@ -167,14 +164,13 @@ class Again:
             for x, y in ((own.keys, was.keys), (own.values, was.values)):
                 if x.shape[:2] != y.shape[:2] or x.dtype != y.dtype or x.stride(3) != 1:
                     return False
-            if not all(can_read_weights(x, own.keys) for x in (own.log_mass, own.log_value) if x is not None):
+            if not all(can_read_weights(x, own.keys) for x in own.weights):
                 return False
         self.step.read_others([*now, stream.window.tokens()])
         for lanes in stream.lanes:
             lanes.forget_parts()
         self.held, self.entries = _held_by(stream), now
-        read = [x for own in now for x in (own.keys, own.values, own.log_mass, own.log_value) if x is not None]
-        self.at = self.beside + [(x, x.data_ptr()) for x in read]
+        self.at = self.beside + _read_of(now)
         return True
 
     def _grow(self) -> None:
@@ -186,7 +182,7 @@ class Again:
         self.step.read_others([*self.entries, self.window.tokens()])
 
     def _put_into(self, into: Sequence[Growing]) -> None:
-        """Note what tokens are put into, and where that is: torch may move a tensor, as to share it with a process."""
+        """Note what tokens are put into, and where that is."""
         self.buffers = [(grown, grown.behind(0), grown.behind(0).data_ptr()) for grown in into]
         self.places = min(buffer.shape[grown.dim] for grown, buffer, _ in self.buffers)
 
@@ -222,7 +218,7 @@ class Again:
         room = self.room
         if not room.outs:
             room.fill(query)
-        out, read = room.outs[-1], room.read[-1] if self.looks_up else None
+        out, read = room.outs.pop(), room.read.pop() if self.looks_up else None
         unrotated = new.unrotated.queries if self.looks_up and new.unrotated is not None else None
         into = (out.data_ptr(), room.lse.data_ptr(), 0 if read is None else read.data_ptr())
         notes = 0 if room.no_notes is None else room.no_notes.data_ptr()
@@ -230,7 +226,6 @@ class Again:
             place, self.rank, (new.keys.data_ptr(), new.values.data_ptr(), notes), query, unrotated, into
         ):
             return None
-        room.outs.pop()
         layer.came_one()
         for grown, _, _ in self.buffers:
             grown.length = place + 1
@@ -238,7 +233,7 @@ class Again:
             ranks = torch.full((len(query), 1), self.rank, device="cpu")
             self.stream.waiting.append(Seen.of(new, ranks, ahead=layer.config.looks_ahead))
         if read is not None:
-            self.held[0].count_read(room.read.pop())  # of the one store there is
+            self.held[0].count_read(read)  # of the one store there is
         self.rank, self.served = self.rank + 1, True
         return Partial(out, room.lse.clone() if lse else room.no_lse)
 
@@ -339,6 +334,15 @@ def _entries_of(stream: Stream) -> list[WeightedTokens]:
     every = [bundle.holding.weighted for lanes in stream.lanes for bundle in lanes.bundles if bundle.count]
     found = [own for own in every if own is not None]
     return found if len(found) == len(every) else []
+
+
+def _read_of(entries: Sequence[WeightedTokens]) -> list[tuple[Tensor, int]]:
+    return _placed([x for own in entries for x in (own.keys, own.values, *own.weights)])
+
+
+def _placed(tensors: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
+    """Tensors, and where they lie: torch may move one, as to share it with a process."""
+    return [(x, x.data_ptr()) for x in tensors]
 
 
 def _mode() -> tuple[bool, bool]:

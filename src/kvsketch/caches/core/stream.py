@@ -152,7 +152,8 @@ class Stream:
         if self.window.place is not None:
             self.window.put(replace(new, notes=self._notes_of(new, seen)))
             return
-        self.window.append(new if not self.askings else replace(new, notes=self.askings.none(new.keys)))
+        notes = self.no_notes(new.keys)
+        self.window.append(new if notes is None else replace(new, notes=notes))
         self.may_come -= 1
         if self.method is not None and self.method.takes_notes:
             self.waiting.append(seen)
@@ -162,7 +163,11 @@ class Stream:
     def _notes_of(self, new: Columns, seen: Seen) -> Notes | None:
         if self.method is not None and self.method.takes_notes:
             return self.method.note(seen)
-        return self.askings.none(new.keys) if self.askings else None
+        return self.no_notes(new.keys)
+
+    def no_notes(self, keys: Float[Tensor, "b h n d"]) -> Notes | None:
+        """What comes with tokens of which nobody has noted anything yet; None where nobody will."""
+        return self.askings.none(keys) if self.askings else None
 
     def take_notes(self) -> None:
         """Have notes about all columns: one by one costs more."""

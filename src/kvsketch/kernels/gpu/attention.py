@@ -154,7 +154,7 @@ def _splits(programs: int) -> int:
 
 def can_read_tokens(tokens: WeightedTokens, device: torch.device) -> bool:
     """Whether kernels can read entries where they lie."""
-    weights = [x for x in (tokens.log_mass, tokens.log_value) if x is not None]
+    weights = tokens.weights
     if tokens.count == 0 or not gpu.can_read(device, tokens.keys, tokens.values, *weights):
         return False
     if tokens.keys.stride(3) != 1 or tokens.values.stride(3) != 1 or tokens.keys.dtype != tokens.values.dtype:

@@ -134,7 +134,7 @@ def _function() -> Callable[..., int]:
 def _can_read(part: Entries) -> bool:
     """Whether C can; if so, how to is noted, for what is held is read again and again."""
     keys, values = part.tokens.keys, part.tokens.values
-    weights = [x for x in (part.tokens.log_mass, part.tokens.log_value) if x is not None]
+    weights = part.tokens.weights
     noted, read = part.noted.get(NOTED), (keys, values, *weights)
     if torch.is_grad_enabled() and any(x.requires_grad for x in read):
         return False

@@ -52,7 +52,7 @@ def attend(
     wanted = (rows, keys.shape[1], count if causal else keys.shape[2])
     if keys.shape != (*wanted, width) or values.shape[:3] != wanted or query_heads % wanted[1]:
         return None  # torch says what is wrong with them
-    weights = [x for x in (tokens.log_mass, tokens.log_value) if x is not None]
+    weights = tokens.weights
     if (weights and causal) or not all(can_read_weights(x, keys) for x in weights):
         return None
     if valid is not None and not (

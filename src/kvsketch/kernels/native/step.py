@@ -82,10 +82,10 @@ class Step:
         self.kept: list[object] = [asking, notes]
         self.kept += [part.noted[NOTED].kept for part in parts]  # such as the numbers of lanes
         self.read: Sequence[object] = parts
-        self.buffers: Sequence[object] = [buffer for buffer, _ in places]
         values = parts[0].noted[NOTED].widths[1]
         self.shape, self.sources = shape_of(query, heads, values, *how), sources_of(parts)
         self.puts = (_Put * len(places))(*(_put(buffer, new) for buffer, new in places))
+        self.put_into([buffer for buffer, _ in places])
         self.given = _Step(
             puts=ctypes.addressof(self.puts), count=len(places), shape=ctypes.addressof(self.shape),
             sources=ctypes.addressof(self.sources), number=len(parts), window=len(parts) - 1,
@@ -145,7 +145,7 @@ class Step:
         for put, buffer in zip(self.puts, buffers, strict=True):
             size = buffer.element_size()
             put.to, put.to_row, put.to_head = buffer.data_ptr(), size * buffer.stride(0), size * buffer.stride(1)
-        self.buffers = buffers
+        self.buffers: Sequence[object] = buffers
 
 
 def _note(to: Noting, how: Weighing, of_window: bool) -> _Note:
@@ -154,11 +154,10 @@ def _note(to: Noting, how: Weighing, of_window: bool) -> _Note:
 
 
 def _put(buffer: Tensor, new: Tensor | None) -> _Put:
-    """How a token goes to one of the places a head has side by side, [b, h, n, d]; or its rank to a row, [b, n]."""
+    """What goes to one of the places a head has side by side, [b, h, n, d]; or a rank to a row of them, [b, n]."""
     size = buffer.element_size()
     if new is None:
-        return _Put(buffer.data_ptr(), len(buffer), 1, size * buffer.stride(0), 0, 0, 0, size)
-    return _Put(
-        buffer.data_ptr(), *buffer.shape[:2], *(size * x for x in buffer.stride()[:2]),
-        *(size * x for x in new.stride()[:2]), size * buffer.shape[3],
-    )  # fmt: skip
+        return _Put(rows=len(buffer), heads=1, bytes=size)
+    rows, heads, _, width = buffer.shape
+    row, head, *_ = new.stride()
+    return _Put(rows=rows, heads=heads, from_row=size * row, from_head=size * head, bytes=size * width)

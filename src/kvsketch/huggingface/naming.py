@@ -1,0 +1,18 @@
+"""Under which name models take a cache: `past_key_values`, and `cache` since transformers 5.24."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+NEW, OLD = "cache", "past_key_values"
+
+
+def cache_in(given: Mapping[str, Any]) -> Any:
+    """The cache among a call's arguments, under either name; None if there is none."""
+    found = given.get(NEW)
+    return given.get(OLD) if found is None else found
+
+
+def as_argument(forward: Callable[..., Any], cache: Any) -> dict[str, Any]:
+    """A cache as what is called takes it; with the other name transformers warns."""
+    return {NEW if NEW in inspect.signature(forward).parameters else OLD: cache}
