@@ -11,6 +11,8 @@ from transformers import DynamicCache
 
 import kvsketch
 import zoo
+from kvsketch.huggingface.attaching import _begin_call
+from kvsketch.huggingface.naming import as_argument
 
 FAMILIES = ["llama", "gemma3", "qwen3", "gpt_oss"]
 COMPRESSED = "uniform(keep=0.5, window=16)"
@@ -460,3 +462,14 @@ def test_a_cache_that_nobody_has_is_freed_at_once(family, spec):
         assert not [part() for part in parts if part() is not None]
     finally:
         gc.enable()
+
+
+def test_a_cache_is_found_under_the_name_that_a_transformers_has_for_it():
+    """`cache` since 5.24: under a name that nobody looked for, no call was looked at, and prompts had no end."""
+    model = zoo.build("llama")
+    for name in ("past_key_values", "cache"):
+        cache = kvsketch.make_cache(model, "kvzip(keep=0.5)")
+        _begin_call(model.model, (), {"input_ids": zoo.tokens(1, 9), "past_key_values": None} | {name: cache})
+        assert cache.underway
+    assert as_argument(lambda input_ids, cache=None: None, 3) == {"cache": 3}
+    assert as_argument(lambda input_ids, past_key_values=None: None, 3) == {"past_key_values": 3}

@@ -24,7 +24,6 @@ class SketchLayer(CacheLayerMixin):
 
     is_compileable = False
     is_sliding = False
-    is_croppable = False  # what has left the window cannot be taken back
     supports_early_init = False
 
     def __init__(self, held: LayerCache, model: ModelLink) -> None:
@@ -37,6 +36,11 @@ class SketchLayer(CacheLayerMixin):
         self.refuse: Callable[[], None] | None = None  # refuses those, if they are no numbers
         self.broken = False  # a read failed in its middle
         self.cropped = True  # `crop` was called since the last read
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether all that comes can be taken back: while compression is held back, as assisted decoding asks."""
+        return self.held.recording
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Buffers are made when tokens come."""
