@@ -24,6 +24,7 @@ from kvsketch.evaluation.inspection.kept import held_tokens as tokens_of_layers
 from kvsketch.files import TensorFile
 from kvsketch.huggingface import free_memory, rereading
 from kvsketch.huggingface.loading import _check_shares
+from kvsketch.huggingface.naming import as_argument
 from lanes import entries_of
 from states import difference, state_of
 
@@ -702,7 +703,7 @@ def test_one_call_more_is_no_part_of_the_prompt(llama):
     with warnings.catch_warnings():  # what is refused is told of once
         warnings.simplefilter("error")
         with pytest.raises(ValueError, match=r"For another text, or this one anew, call cache\.reset"):
-            llama(zoo.tokens(1, 300), past_key_values=cache, position_ids=torch.arange(300)[None])
+            llama(zoo.tokens(1, 300), **as_argument(llama.forward, cache), position_ids=torch.arange(300)[None])
 
 
 def test_drafts_and_whatever_else_is_taken_back_are_refused(llama):

@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import torch
+from transformers import LlamaForCausalLM
 from typer.main import get_command
 
 import kvsketch
@@ -17,6 +18,7 @@ from kvsketch.cli.commands import app
 from kvsketch.evaluation.embedded import load_embedded
 from kvsketch.evaluation.tasks import TASKS, Setting
 from kvsketch.evaluation.tasks.length import Fitter
+from kvsketch.huggingface.naming import as_argument
 
 ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "docs" / "recipes.md"
@@ -31,7 +33,9 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 def blocks(page, language):
     text = page.read_text(encoding="utf-8")
     found = re.findall(rf"^( *)```{language}\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE)
-    return ["\n".join(line.removeprefix(indent) for line in code.split("\n")) for indent, code in found]
+    found = ["\n".join(line.removeprefix(indent) for line in code.split("\n")) for indent, code in found]
+    (name,) = as_argument(LlamaForCausalLM.forward, None)  # as they say that it is to be called before 5.24
+    return [re.sub(r"(?<=generate\()(.*)\bcache=", rf"\1{name}=", code) for code in found]
 
 
 def commands():

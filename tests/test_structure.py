@@ -81,6 +81,14 @@ def test_imports_run_one_way(path):
                 assert ORDER.index(parts[1]) <= ORDER.index(here), f"{here} imports {name}"
 
 
+def test_one_module_alone_knows_what_transformers_called_a_cache():
+    """`past_key_values`, before 5.24: code that passes or reads it warns, and from 5.40 on it is nothing at all."""
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            said = [getattr(node, name, None) for name in ("arg", "attr", "value")]  # `x(name=...)`, `x.name`, "name"
+            assert "past_key_values" not in said or path.name == "naming.py", f"{path}: line {node.lineno}"
+
+
 def imports_of(path, modules):
     """The modules that a file names anywhere, also for type checkers alone."""
     for node in ast.walk(ast.parse(path.read_text())):

@@ -162,7 +162,8 @@ def check_not_empty(count: int) -> None:
     if count == 0:
         raise ValueError(
             "the call brought no new tokens. To continue from a filled cache pass the whole text again, or only "
-            "the new tokens with the mask of all: model.generate(**cache.new_tokens(ids), past_key_values=cache)"
+            "the new tokens with the mask of all: model.generate(**cache.new_tokens(ids), cache=cache); before "
+            "transformers 5.24 past_key_values=cache"
         )
 
 

@@ -29,7 +29,9 @@ from kvsketch.huggingface.rows import reorder_rows, repeat_rows, select_rows
 
 
 class SketchCache(Cache):
-    """The cache that `make_cache` returns: pass it to `generate` or to the model as `past_key_values`.
+    """The cache that `make_cache` returns: pass it to `generate` or to the model as `cache`.
+
+    (Before transformers 5.24 the argument's name is `past_key_values`.)
 
     Its layers are in a `LayerStack`. Here is what transformers calls, in the order of a call, and what a user asks.
     """
@@ -348,7 +350,7 @@ class SketchCache(Cache):
     def new_tokens(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> dict[str, Tensor]:
         """Inputs for `generate` that continue from this cache with only the new tokens.
 
-        `model.generate(**cache.new_tokens(ids), past_key_values=cache)`. Knows the padding of the tokens already
+        `model.generate(**cache.new_tokens(ids), cache=cache)`. Knows the padding of the tokens already
         read. The last token that `generate` returned was not read yet: what follows an answer begins with it
         (`torch.cat([answer[:, -1:], question], 1)`).
         """

@@ -31,7 +31,7 @@ def make_cache(
     questions: Sequence[Tensor] | Mapping[str, Tensor] = (),
     protect: Given = (),
 ) -> SketchCache:
-    """An empty cache for `model.generate(..., past_key_values=cache)`; also attaches the model.
+    """An empty cache for `model.generate(..., cache=cache)`; also attaches the model.
 
     `keep` is how much it may hold: a fraction of the tokens (0.25), entries per head (4096) or bytes ("512MB"); the
     recommended method decides what. `method` names another one: a spec such as "uniform(keep=0.25)" (see

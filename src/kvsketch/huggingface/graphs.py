@@ -161,7 +161,7 @@ class Steps:
         elif self.warm:
             marks = self._marks()
             replay, out = self.graphs.record(step)
-            out["past_key_values"] = None  # or what the cache has would have the cache
+            out[NEW if NEW in out else OLD] = None  # or what the cache has would have the cache
             self.now = Recorded(marks, replay, out, [layer.held.read_beside() for layer in self.stack.sketch])
             if marks == self._marks():  # there are things that may lie elsewhere each time
                 self.known.append(self.now)
@@ -285,7 +285,7 @@ def why_not(cache: Any) -> str | None:
 def cuda_graphs(model: M) -> Iterator[M]:
     """Within the block decode steps are recorded as CUDA graphs and replayed, where a cache of ours allows it.
 
-    `with kvsketch.cuda_graphs(model): model.generate(..., past_key_values=cache)`. Answers are the same. Other calls,
+    `with kvsketch.cuda_graphs(model): model.generate(..., cache=cache)`. Answers are the same. Other calls,
     and caches whose steps cannot be recorded, go on as they are; why is said once in the log. The model stays as it is
     in the block: weights that are moved, and hooks or adapters that are exchanged, are not noticed by what is replayed.
     Threads may share the block, if they use one CUDA stream: recorded steps share their memory.

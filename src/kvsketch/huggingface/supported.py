@@ -46,7 +46,8 @@ def check_supported(model: PreTrainedModel) -> Any:
             f"{name} caches latents from which keys are made later (MLA): kvsketch does not serve it, "
             "use transformers' own cache"
         )
-    if getattr(text, "num_kv_shared_layers", None) or any(getattr(text, "kv_sharing_modes", None) or ()):
+    sharing = getattr(text, "kv_sharing_modes", None) or ()  # "store" alone: for assistants, whoever they are
+    if getattr(text, "num_kv_shared_layers", None) or any("reuse" in (mode or "") for mode in sharing):
         raise ValueError(f"layers of {name} share one cache: kvsketch does not serve it, use transformers' own cache")
     if any(hasattr(module, "_setup_cache") for module in model.modules()):  # RecurrentGemma
         raise ValueError(

@@ -25,6 +25,7 @@ from kvsketch.evaluation.tasks import Sample, Setting, Task
 from kvsketch.evaluation.tasks.haystack import Haystack
 from kvsketch.evaluation.tasks.length import Fitter
 from kvsketch.huggingface import SketchCache, make_cache
+from kvsketch.huggingface.naming import as_argument
 from kvsketch.huggingface.rereading import check_room_behind
 from kvsketch.huggingface.supported import check_context
 from kvsketch.huggingface.templates import split_prompt, uses_template
@@ -121,7 +122,7 @@ class Runner:
             ask, mask = self._pad([p.question if asked == "after" else p.question[-1:] for p in prompts])
             out = self.model.generate(
                 **cache.new_tokens(ask, mask),
-                past_key_values=cache,
+                **as_argument(self.model.forward, cache),
                 max_new_tokens=self._new_tokens(cell),
                 pad_token_id=self._pad_id,
                 **GREEDY,

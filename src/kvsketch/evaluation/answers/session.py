@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from kvsketch.huggingface import SketchCache, prefill
+from kvsketch.huggingface.naming import as_argument
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def answer(
     inputs = cache.new_tokens(ids) if cache.get_seq_length() else {"input_ids": ids}
     out = model.generate(
         **inputs,
-        past_key_values=cache,
+        **as_argument(model.forward, cache),
         max_new_tokens=max_new_tokens,
         streamer=watch,
         **{"do_sample": False, **options},

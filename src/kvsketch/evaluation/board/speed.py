@@ -23,6 +23,7 @@ from kvsketch.evaluation.board.timed import READ, WARM, Plan
 from kvsketch.evaluation.reading import readable_for
 from kvsketch.evaluation.results.rows import Row, RowsFile
 from kvsketch.huggingface import SketchCache, attach, detach, make_cache, prefill
+from kvsketch.huggingface.naming import as_argument
 
 T = TypeVar("T")
 TOLERANCE = 0.05  # of exact's logits beside those of transformers, in any precision
@@ -121,7 +122,7 @@ class Clocks:
 
     def _step(self, cache: SketchCache, token: Int64[Tensor, ""], place: int) -> Tensor:
         positions = torch.tensor([[place]], device=token.device)
-        given = {"past_key_values": cache, "position_ids": positions, "use_cache": True}
+        given = {**as_argument(self.model.forward, cache), "position_ids": positions, "use_cache": True}
         logits: Tensor = self.model(token.view(1, 1), **given).logits[0, -1]
         return logits
 

@@ -29,6 +29,7 @@ from kvsketch.evaluation.speed.plan import EXACT, KEY, STOCK, WARM, Plan
 from kvsketch.huggingface import SketchCache, attach, detach, make_cache
 from kvsketch.huggingface.identity import describe_model
 from kvsketch.huggingface.modules import heads_of
+from kvsketch.huggingface.naming import as_argument
 
 Prompt = dict[str, float]  # seconds of reading, and of compressing; or of a piece, and its tokens
 IN_ROW, BEFORE = 64, 32  # steps: whole numbers of blocks that leave a window; before them what grows has found room
@@ -153,7 +154,7 @@ class Filled(Source):
         if piece is None or way in self.prompts:
             return
         self.be_ready_for(config)
-        taken = seconds(partial(self.model, piece, past_key_values=cache, logits_to_keep=1))
+        taken = seconds(partial(self.model, piece, **as_argument(self.model.forward, cache), logits_to_keep=1))
         self.prompts[way] = {"piece": taken, "piece_tokens": piece.shape[1]}
 
 
@@ -203,7 +204,8 @@ class Read(Source):
     def _timed(self, config: MethodConfig | str) -> tuple[Cache, float]:
         detach(self.model)
         made = DynamicCache(config=self.model.config) if isinstance(config, str) else make_cache(self.model, config)
-        return made, seconds(partial(self.model, self.subject.prompt, past_key_values=made, logits_to_keep=1))
+        given = as_argument(self.model.forward, made)
+        return made, seconds(partial(self.model, self.subject.prompt, **given, logits_to_keep=1))
 
 
 @torch.no_grad()
@@ -214,9 +216,11 @@ def _steps(source: Source, way: str, config: MethodConfig | str) -> tuple[float,
     taken: tuple[list[float], list[float]] = ([], [])
     error = 0.0
 
+    (name,) = as_argument(model.forward, None)
+
     def step(cache: Cache, number: int) -> Any:
         token, place = subject.next[number % len(subject.next)], torch.tensor([[subject.tokens + number]])
-        return model(token.view(1, 1), past_key_values=cache, position_ids=place, use_cache=True)
+        return model(token.view(1, 1), **{name: cache}, position_ids=place, use_cache=True)
 
     for number in range(len(subject.next)):
         found = list[Any]()

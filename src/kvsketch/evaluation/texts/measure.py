@@ -23,6 +23,7 @@ from kvsketch.evaluation.reading import Text
 from kvsketch.evaluation.results.rows import Row, RowsFile, name_without_digest
 from kvsketch.evaluation.texts.plan import Plan
 from kvsketch.huggingface import SketchCache
+from kvsketch.huggingface.naming import as_argument
 
 FIRST = 16  # tokens, of which the divergence is noted by itself: what follows has more of its own
 
@@ -83,10 +84,10 @@ class Case:
     @torch.no_grad()
     def _predictions(self, cache: SketchCache, call: int) -> Float[Tensor, "b m v"]:
         """Logs of the probabilities of whatever could come next."""
-        seen, parts = self.text.ids.shape[1], []
+        seen, parts, given = self.text.ids.shape[1], [], as_argument(self.model.forward, cache)
         for part in self.fed.split(call, 1):
             positions = torch.arange(seen, seen + part.shape[1], device=part.device).expand(len(part), -1)
-            parts.append(self.model(part, past_key_values=cache, position_ids=positions, use_cache=True).logits)
+            parts.append(self.model(part, **given, position_ids=positions, use_cache=True).logits)
             seen += part.shape[1]
         return torch.cat(parts, 1).double().log_softmax(2)
 

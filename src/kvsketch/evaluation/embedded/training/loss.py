@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repea
 
 from kvsketch.evaluation.embedded.training.documents import IGNORED, Batch
 from kvsketch.evaluation.embedded.training.looks import CHOOSING, FOLLOWING, looks
+from kvsketch.huggingface.naming import as_argument, cache_in
 
 PROSE_WEIGHT = 0.1  # of the text itself, beside replies
 LOOKS_WEIGHT = 1.0  # of where heads look
@@ -34,7 +35,7 @@ def read(model: LlamaForCausalLM, batch: Batch) -> Read:
         batch.asked,
         position_ids=batch.positions,
         attention_mask=batch.visible(batch.every),
-        past_key_values=document.past_key_values,
+        **as_argument(model.model.forward, cache_in(document)),
         output_hidden_states=True,
     )
     rows, at = batch.prose.unbind(1)
@@ -42,7 +43,7 @@ def read(model: LlamaForCausalLM, batch: Batch) -> Read:
         model.lm_head(asked.last_hidden_state[batch.labels != IGNORED]),
         model.lm_head(document.last_hidden_state[rows, at]),
         asked.hidden_states,
-        [layer.keys for layer in asked.past_key_values.layers],
+        [layer.keys for layer in cache_in(asked).layers],
     )
 
 
