@@ -155,7 +155,7 @@ def _begin_call(module: nn.Module, arguments: tuple[Any, ...], options: dict[str
         names = [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
         given = dict(zip(names, arguments, strict=False)) | options
     cache = cache_in(given)
-    if isinstance(cache, Cache) and hasattr(cache, "begin_call"):
+    if hasattr(cache, "begin_call"):
         cache.begin_call(module, given)
 
 

@@ -30,7 +30,7 @@ from kvsketch.huggingface.attention import check_mask
 from kvsketch.huggingface.autocast import autocast_of
 from kvsketch.huggingface.cuda import CudaGraphs, Graphs, NotRecordedError
 from kvsketch.huggingface.layer import SketchLayer
-from kvsketch.huggingface.naming import NEW, OLD, as_argument, cache_in
+from kvsketch.huggingface.naming import as_argument, cache_in
 from kvsketch.huggingface.supported import unwrapped
 from kvsketch.kernels.gpu import attention as in_triton
 
@@ -40,7 +40,7 @@ LEAST = 4  # before something leaves: for fewer it is not worth while
 OFTEN = 3  # times in a row
 KEPT = 4  # recorded steps of a cache, as it may go from one of several states to another and back
 INPUTS = ("input_ids", "position_ids")  # change from step to step; the mask does not, for new tokens are real ones
-SEEN_TO = (*INPUTS, "attention_mask", NEW, OLD)
+SEEN_TO = (*INPUTS, "attention_mask")  # and the cache
 PLAIN = {"use_cache": (None, True), "return_dict": (None, True), "labels": (None,), "inputs_embeds": (None,)}
 LOOKED_AT = "the cache is looked at, or its rows are moved, after every step or two"
 UNEVEN = "rows of unequal lengths have few steps between tokens that leave their windows"
@@ -161,7 +161,8 @@ class Steps:
         elif self.warm:
             marks = self._marks()
             replay, out = self.graphs.record(step)
-            out[NEW if NEW in out else OLD] = None  # or what the cache has would have the cache
+            for name in as_argument(type(out), None):
+                out[name] = None  # or what the cache has would have the cache
             self.now = Recorded(marks, replay, out, [layer.held.read_beside() for layer in self.stack.sketch])
             if marks == self._marks():  # there are things that may lie elsewhere each time
                 self.known.append(self.now)
@@ -215,7 +216,8 @@ class Recording:
             if steps.stack.touched:  # which will be said
                 return self.before(**given)
             inputs = {name: given[name] for name in INPUTS if given.get(name) is not None}
-            rest = {name: x for name, x in given.items() if name not in (*SEEN_TO, *PLAIN) and x is not None}
+            others = given.keys() - {*SEEN_TO, *PLAIN}
+            rest = {name: x for name, x in given.items() if name in others and x is not None and x is not cache}
             reason = self._against(steps, cache, given, inputs, rest)
             if reason is None:
                 try:

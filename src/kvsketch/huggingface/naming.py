@@ -4,13 +4,14 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from transformers import Cache
+
 NEW, OLD = "cache", "past_key_values"
 
 
 def cache_in(given: Mapping[str, Any]) -> Any:
-    """The cache among a call's arguments, under either name; None if there is none."""
-    found = given.get(NEW)
-    return given.get(OLD) if found is None else found
+    """The cache among a call's arguments, or in an output, whatever its name is; None if there is none."""
+    return next((value for value in given.values() if isinstance(value, Cache)), None)
 
 
 def as_argument(forward: Callable[..., Any], cache: Any) -> dict[str, Any]:
