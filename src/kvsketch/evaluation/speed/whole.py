@@ -215,12 +215,11 @@ def _steps(source: Source, way: str, config: MethodConfig | str) -> tuple[float,
     both = ((Exact(), source.cache(EXACT, Exact())), (config, source.cache(way, config)))
     taken: tuple[list[float], list[float]] = ([], [])
     error = 0.0
-
-    (name,) = as_argument(model.forward, None)
+    (argument,) = as_argument(model.forward, None)
 
     def step(cache: Cache, number: int) -> Any:
         token, place = subject.next[number % len(subject.next)], torch.tensor([[subject.tokens + number]])
-        return model(token.view(1, 1), **{name: cache}, position_ids=place, use_cache=True)
+        return model(token.view(1, 1), **{argument: cache}, position_ids=place, use_cache=True)
 
     for number in range(len(subject.next)):
         found = list[Any]()
