@@ -58,6 +58,11 @@ def served(monkeypatch):
     return taken
 
 
+def some_protected(rows):
+    """The same tokens of every row."""
+    return [Spans(((20, 65),))] * rows
+
+
 def come(layer, count, rows, seed, *, apart=False, softcap=None, group=GROUP, dtype=torch.float32, sinks=None):
     """So many tokens at once; `apart`: their heads do not lie as usual."""
     keys, values, unrotated = (normal(rows, HEADS, count, WIDTH, seed=seed + n).to(dtype) for n in range(3))
@@ -74,7 +79,7 @@ def happen(layer, kind, rows, seed):
     if kind == "copy":
         return copy.deepcopy(layer), rows, None
     if kind == "load":
-        loaded = LayerCache(layer.config, 1)
+        loaded = LayerCache(layer.config, 1, spans_of=layer.spans_of)
         tensors, numbers = layer.state()
         loaded.restore({name: x.clone() for name, x in tensors.items()}, numbers)
         return loaded, rows, None
@@ -111,14 +116,15 @@ def happen(layer, kind, rows, seed):
 
 
 @needs_c
-@pytest.mark.parametrize("spec", SPECS)
-def test_whatever_happens_it_answers_and_holds_the_same(spec, served, tmp_path):
+@pytest.mark.parametrize(("spec", "protected"), [*((spec, False) for spec in SPECS), (WITH_ESTIMATE, True)])
+def test_whatever_happens_it_answers_and_holds_the_same(spec, protected, served, tmp_path):
     index = str(make_index(tmp_path / "index", heads=HEADS, width=WIDTH, buckets=6))
     config, draw = parse_spec(spec.format(index=index)), random.Random(0)
     kinds = ["copy", "load", "rows", "crop", "torch", "gradient", "some", "apart", "inference", "moved", "softcap"]
     kinds.append("sinks")
     kinds = draw.sample(kinds, len(kinds)) * 2
-    short, long, rows = LayerCache(config, 1), LayerCache(config, 1), 1
+    spans = some_protected if protected else None
+    short, long, rows = LayerCache(config, 1, spans_of=spans), LayerCache(config, 1, spans_of=spans), 1
     with torch.no_grad():
         for layer in (short, long):
             come(layer, 150, rows, 0)
@@ -148,7 +154,7 @@ def test_whatever_happens_it_answers_and_holds_the_same(spec, served, tmp_path):
 @pytest.mark.parametrize("spec", [*(spec for spec in SPECS if "index" not in spec), MASS])
 def test_all_but_the_first_of_many_single_tokens_take_it(spec, dtype, protected, served):
     """Also those with which something leaves the window, and those behind them; they answer and hold the same."""
-    spans = (lambda rows: [Spans(((20, 65),))] * rows) if protected and spec != "exact" else None
+    spans = some_protected if protected and spec != "exact" else None
     short, long = (LayerCache(parse_spec(spec), 1, spans_of=spans) for _ in range(2))
     for number in range(-1, 96):
         long.not_yet = 2
@@ -170,7 +176,7 @@ def test_all_but_the_first_of_many_single_tokens_take_it(spec, dtype, protected,
 )
 def test_it_goes_on_behind_a_block_that_left(kind, rows, protected, served):
     """Of heads with other budgets too: what is read then lies elsewhere, or is more, and answers are the same."""
-    spans = (lambda rows: [Spans(((20, 65),))] * rows) if protected else None
+    spans = some_protected if protected else None
     short, long = uneven(kind, spans_of=spans), uneven(kind, spans_of=spans)
     roads, lefts = [], []
     for number in range(-1, 60):

@@ -123,6 +123,7 @@ class Again:
         self.mode = _mode()
         self.how, self.looks = (asked.scale, asked.softcap), _looks_of(asked.queries, new)
         self.held, self.looks_up = _held_by(stream), asking is not None
+        self.store: Any = stream.past.bundles[0].holding if self.looks_up and stream.past is not None else None
         every = _entries_of(stream)  # C can be told where these are when a block has left
         there = len(every) == len(parts) - 1 and all(
             own is part.tokens for own, part in zip(every, parts, strict=False)
@@ -233,7 +234,7 @@ class Again:
             ranks = torch.full((len(query), 1), self.rank, device="cpu")
             self.stream.waiting.append(Seen.of(new, ranks, ahead=layer.config.looks_ahead))
         if read is not None:
-            self.held[0].count_read(read)  # of the one store there is
+            self.store.count_read(read)
         self.rank, self.served = self.rank + 1, True
         return Partial(out, room.lse.clone() if lse else room.no_lse)
 
