@@ -148,7 +148,7 @@ def test_a_model_without_full_attention_warns_that_there_is_nothing_to_compress(
     ("family", "reason"),
     [
         ("deepseek_v3", "MLA"),
-        ("falcon", "does not let its attention be exchanged"),
+        ("bloom", "does not let its attention be exchanged"),
         ("recurrent_gemma", "keep what they have read in the model itself"),
     ],
 )

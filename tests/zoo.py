@@ -110,7 +110,7 @@ REFUSED = {
             n_shared_experts=1,
         )
     ),
-    "falcon": lambda: T.FalconForCausalLM(_config(T.FalconConfig, head_dim=None)),
+    "bloom": lambda: T.BloomForCausalLM(_config(T.BloomConfig, n_layer=2, n_head=4)),
     "recurrent_gemma": lambda: T.RecurrentGemmaForCausalLM(_config(T.RecurrentGemmaConfig, attention_window_size=32)),
     "mamba2": lambda: T.Mamba2ForCausalLM(
         T.Mamba2Config(

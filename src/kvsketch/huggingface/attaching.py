@@ -18,7 +18,7 @@ from kvsketch.huggingface.modules import attention_modules
 from kvsketch.huggingface.naming import cache_in
 from kvsketch.huggingface.rotation import WATCH, BeforeRotation, forget_copied
 from kvsketch.huggingface.spread import divisions_of
-from kvsketch.huggingface.supported import check_layers_are_found, check_supported, unwrapped
+from kvsketch.huggingface.supported import NOT_EXCHANGED, check_layers_are_found, check_supported, unwrapped
 
 M = TypeVar("M", bound=nn.Module)
 CALLS = "_kvsketch_calls"  # on the decoder: the hooks that tell a cache where a call begins and ends
@@ -121,12 +121,9 @@ def _exchange_attention(model: PreTrainedModel, text: Any, modules: Sequence[nn.
         return
     register()
     _set_attention(model, text, ATTENTION_NAME)
-    if text._attn_implementation != ATTENTION_NAME or not model._can_set_attn_implementation():
+    if text._attn_implementation != ATTENTION_NAME:
         text._attn_implementation_internal = before
-        raise ValueError(
-            f"{type(model).__name__} does not let its attention be exchanged (it does not use transformers' "
-            "AttentionInterface), so kvsketch cannot serve it"
-        )
+        raise ValueError(NOT_EXCHANGED.format(type(model).__name__))
     for module in modules:
         setattr(module, BEFORE, before)
 

@@ -15,6 +15,10 @@ from kvsketch.huggingface.modules import OURS
 SERVED = (
     *OURS, "sliding_attention", "chunked_attention", "hybrid_sliding", "linear_attention", "conv", "dummy",
 )  # fmt: skip
+NOT_EXCHANGED = (
+    "{} does not let its attention be exchanged (it does not use transformers' AttentionInterface), so kvsketch "
+    "cannot serve it: use transformers' own cache"
+)
 
 
 def unwrapped(model: nn.Module) -> Any:
@@ -64,6 +68,8 @@ def check_supported(model: PreTrainedModel) -> Any:
         raise ValueError(
             f"{name} has no attention layer ({', '.join(sorted(set(kinds)))}): use transformers' own cache"
         )
+    if not model._can_set_attn_implementation():
+        raise ValueError(NOT_EXCHANGED.format(name))
     if not set(OURS) & set(kinds):
         warnings.warn(
             f"{name} has no full-attention layer ({', '.join(sorted(set(kinds)))}): there is nothing to compress",
