@@ -13,6 +13,8 @@ from transformers import DynamicCache
 import kvsketch
 import zoo
 from kvsketch.huggingface.layer import SketchLayer
+from kvsketch.huggingface.naming import as_argument
+from states import difference, state_of
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
 COMPRESSED = "uniform(keep=0.5, window=16)"
@@ -301,6 +303,7 @@ def test_other_heads_widths_and_types():
 
 REFUSED_CALLS = {
     "attention weights": lambda m, c: m(zoo.tokens(1, 3), past_key_values=c, output_attentions=True),
+    "an assistant's keys": lambda m, c: m(zoo.tokens(1, 3), past_key_values=c, return_shared_kv_states=True),
     "4-D mask": lambda m, c: m(zoo.tokens(1, 3), past_key_values=c, attention_mask=torch.ones(1, 1, 3, 203).bool()),
     "other rows": lambda m, c: m(zoo.tokens(2, 3), past_key_values=c),
     "beams": lambda m, c: m.generate(zoo.tokens(1, 201), past_key_values=c, num_beams=2, max_new_tokens=2),
@@ -334,6 +337,32 @@ def test_new_ids_without_the_mask_of_all(model, filled, count):
     with pytest.raises(ValueError, match=r"cache\.new_tokens"):
         model.generate(zoo.tokens(1, count), past_key_values=filled, max_new_tokens=3, do_sample=False)
     assert torch.equal(answer(model, filled), before)
+
+
+def test_a_text_that_was_read_comes_again_in_chunks(model, filled):
+    with pytest.raises(ValueError, match=r"cache\.new_tokens"):
+        model.generate(zoo.tokens(1, 200), past_key_values=filled, prefill_chunk_size=16, max_new_tokens=3)
+
+
+@pytest.mark.parametrize("spec", ["exact", "kvzip(keep=0.5)", "snapkv(keep=0.5)"])
+def test_a_cache_that_the_model_is_given_and_does_not_use(spec, model):
+    """Transformers ignores what it has no name for; then the text would be forgotten without a word."""
+    cache, ids = kvsketch.make_cache(model, spec), zoo.tokens(1, 60)
+    for name in ("past_key_value", "kv_cache"):
+        with pytest.raises(ValueError, match="none of its layers used it: transformers takes a cache as cache="):
+            model(ids, **{name: cache})
+    model(ids, past_key_values=cache)
+    fresh = kvsketch.make_cache(model, spec)
+    model(ids, past_key_values=fresh)
+    assert difference(state_of(cache), state_of(fresh)) is None
+
+
+def test_a_prompt_that_nobody_tells_of(model):
+    """`kvzip` must know where it ends; hooks do not see `forward`."""
+    with pytest.raises(ValueError, match="call the model itself, not a layer, a compiled part of it, or its forward"):
+        model.model.forward(zoo.tokens(1, 60), **as_argument(model.model.forward, kvsketch.make_cache(model, "kvzip")))
+    cache = kvsketch.prefill(model, zoo.tokens(1, 60), kvsketch.make_cache(model, "kvzip"))
+    assert model.model.forward(zoo.tokens(1, 1), **as_argument(model.model.forward, cache))[0].isfinite().all()
 
 
 def test_without_attaching(model, filled):

@@ -195,6 +195,30 @@ def test_an_attached_model_without_our_cache_answers_as_before(family, padded):
         torch.testing.assert_close(got[real], expected[real], rtol=1e-5, atol=5e-6)
 
 
+def test_attention_that_says_it_goes_both_ways_sees_of_several_new_tokens_what_it_sees_with_stock():
+    """As PaliGemma's says: behind others stock has a mask that tells it otherwise, for a prompt none."""
+    stock, ours = build("llama"), build("llama")
+    for module in (*stock.modules(), *ours.modules()):
+        if hasattr(module, "is_causal"):
+            module.is_causal = False
+    kvsketch.attach(ours)
+    for mask in (None, padding_mask()):
+        real = slice(None) if mask is None else mask.bool()
+        calls = list(zoo.tokens(ROWS, PROMPT).split(90, 1))
+        expected = logits(stock, DynamicCache(config=stock.config), calls, mask)
+        got = logits(ours, DynamicCache(config=ours.config), calls, mask)
+        torch.testing.assert_close(got[real], expected[real], rtol=1e-5, atol=5e-6)
+
+
+def test_a_model_whose_tokens_see_those_behind_them_is_refused():
+    model = T.RobertaForCausalLM(T.RobertaConfig(
+        vocab_size=97, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=200,
+    )).eval()  # fmt: skip
+    with pytest.raises(ValueError, match="models or images whose tokens see those behind them are not supported"):
+        model(zoo.tokens(2, 40), past_key_values=kvsketch.make_cache(model))
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_an_attached_model_still_works_with_a_static_cache(family):
     stock, ours = build(family), build(family)
@@ -284,6 +308,14 @@ def test_inside_a_with_block_a_model_is_attached_and_afterwards_as_it_was():
     with kvsketch.attached(model):
         pass
     assert model.config._attn_implementation == "kvsketch"
+    kvsketch.detach(model)
+    one, other = kvsketch.attached(model), kvsketch.attached(model)  # of two threads
+    for block in (one, other):
+        block.__enter__()
+    one.__exit__(None, None, None)
+    assert model.config._attn_implementation == "kvsketch", "the other's is not over"
+    other.__exit__(None, None, None)
+    assert model.config._attn_implementation == "eager"
 
 
 def test_a_cache_without_a_method_is_exact():

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 import kvsketch
 import zoo
 from kvsketch.huggingface.attaching import _begin_call
-from kvsketch.huggingface.naming import as_argument
+from kvsketch.huggingface.naming import as_argument, cache_in
 
 FAMILIES = ["llama", "gemma3", "qwen3", "gpt_oss"]
 COMPRESSED = "uniform(keep=0.5, window=16)"
@@ -471,5 +471,6 @@ def test_a_cache_is_found_under_whatever_name_a_transformers_has_for_it():
         cache = kvsketch.make_cache(model, "kvzip(keep=0.5)")
         _begin_call(model.model, (), {"input_ids": zoo.tokens(1, 9), "past_key_values": None} | {name: cache})
         assert cache.underway
+    assert cache_in({"past_key_values": DynamicCache(), "cache": cache}) is cache, "of two, as models do"
     assert as_argument(lambda input_ids, cache=None: None, 3) == {"cache": 3}
     assert as_argument(lambda input_ids, past_key_values=None: None, 3) == {"past_key_values": 3}

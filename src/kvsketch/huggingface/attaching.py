@@ -23,6 +23,7 @@ from kvsketch.huggingface.supported import NOT_EXCHANGED, check_layers_are_found
 M = TypeVar("M", bound=nn.Module)
 CALLS = "_kvsketch_calls"  # on the decoder: the hooks that tell a cache where a call begins and ends
 BEFORE = "_kvsketch_before"  # on attention modules: the attention they had
+_BLOCKS = weakref.WeakKeyDictionary[Any, tuple[bool, int]]()  # of a model: if it was attached before, and how many
 _ATTACHING = threading.RLock()  # threads that attach one model at once would hang up its hooks twice
 
 
@@ -105,13 +106,20 @@ def stop_watching(model: nn.Module) -> None:
 @contextmanager
 def attached(model: M) -> Iterator[M]:
     """Attach inside a `with` block, whatever caches are made there; one that was attached before stays so."""
-    was_attached = is_attached(unwrapped(model))
-    attach(model)
+    inner = unwrapped(model)
+    with _ATTACHING:
+        was_attached, blocks = _BLOCKS.get(inner, (is_attached(inner), 0))
+        attach(model)
+        _BLOCKS[inner] = was_attached, blocks + 1
     try:
         yield model
     finally:
-        if not was_attached:
-            detach(model)
+        with _ATTACHING:
+            was_attached, blocks = _BLOCKS.pop(inner)
+            if blocks > 1:  # the others' threads are at work
+                _BLOCKS[inner] = was_attached, blocks - 1
+            elif not was_attached:
+                detach(model)
 
 
 def _exchange_attention(model: PreTrainedModel, text: Any, modules: Sequence[nn.Module]) -> None:

@@ -86,16 +86,23 @@ def mask(
     check_not_empty(q_length)
     plain = mask_function is causal_mask_function and local_size is None
     if plain and not isinstance(q_offset, Tensor) and kv_length + kv_offset == q_offset + q_length:
-        if attention_mask is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return attention_mask
-        # Looked at once here, and not in every layer: on a GPU each look waits for the device.
-        new = attention_mask[:, -q_length:]
-        every, every_new = torch.stack([attention_mask.all(), new.all()]).tolist()
-        if every:
+        # Of several tokens behind others it is said that they are not to see each other: some modules would have it so.
+        behind = 1 < q_length < kv_length
+        every = every_new = True
+        if attention_mask is not None:
+            # Looked at once here, and not in every layer: on a GPU each look waits for the device.
+            new = attention_mask[:, -q_length:]
+            every, every_new = torch.stack([attention_mask.all(), new.all()]).tolist()
+        if every and not behind:
             return None
+        if attention_mask is None:
+            attention_mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=kwargs.get("device"))
         attention_mask = attention_mask.view_as(attention_mask)
         attention_mask._kvsketch_new = None if every_new else new  # type: ignore[attr-defined]
         return attention_mask
+    kwargs["allow_is_bidirectional_skip"] = False  # None would say that it is causal
     return sdpa_mask(
         batch_size,
         q_length,
@@ -187,8 +194,9 @@ def check_mask(attention_mask: Tensor, rows: int, new: int, seen: int) -> None:
     if attention_mask.ndim != 2:
         raise ValueError(
             f"a kvsketch cache takes a 2-D padding mask, rows × tokens, got shape {tuple(attention_mask.shape)}: "
-            "custom 4-D masks, packed sequences and images whose tokens see each other are not supported. Give each "
-            "sequence a row of its own; leave out token_type_ids, which make such a mask of text too"
+            "custom 4-D masks, packed sequences, and models or images whose tokens see those behind them are not "
+            "supported. Give each sequence a row of its own; leave out token_type_ids, which make such a mask of text "
+            "too"
         )
     if attention_mask.shape[0] != rows:
         raise ValueError(f"the attention mask is for {attention_mask.shape[0]} rows, but {rows} came")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvsketch.caches.core.storage import fetched
+from kvsketch.huggingface.attention import check_not_empty
 from kvsketch.huggingface.autocast import autocast_of, may_be_on
 from kvsketch.huggingface.layer import SketchLayer
 from kvsketch.huggingface.layers import LayerStack
@@ -64,11 +65,22 @@ def check_places(first: SketchLayer, new: Tensor, mask: Tensor | None, positions
         first.positions.check_mask(mask, count, first.held.seen)
         valid = mask[:, -count:].bool()
     if isinstance(positions, Tensor) and positions.ndim < 3:
+        check_not_empty(positions.numel())  # transformers' chunks of a text of which all was read
         if positions.ndim != 2 or positions.shape[0] not in (1, rows) or positions.shape[1] != count:
             raise ValueError(
                 f"positions of {rows} rows × {count} tokens are wanted, got shape {tuple(positions.shape)}"
             )
         first.check_positions(positions, valid, rows)
+
+
+def check_shares_nothing(given: Mapping[str, Any]) -> None:
+    """Refuse a call that wants the keys of all that layers hold."""
+    if given.get("return_shared_kv_states"):
+        raise ValueError(
+            "return_shared_kv_states asks for all keys and values of some layers, from which an assistant drafts (that "
+            "of Gemma 4): layers of kvsketch give out none but new ones. Generate without that assistant, or with "
+            "transformers' own cache"
+        )
 
 
 def check_caches_are_used(decoder: nn.Module) -> None:

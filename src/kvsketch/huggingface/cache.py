@@ -14,13 +14,20 @@ from kvsketch.caches.core.spans import Protected
 from kvsketch.caches.registry import parse_spec
 from kvsketch.huggingface import stock, taking_back
 from kvsketch.huggingface.attention import check_mask, check_no_weights, check_not_empty
-from kvsketch.huggingface.before_call import Finite, check_caches_are_used, check_goes_on, check_numbers, check_own_mask
+from kvsketch.huggingface.before_call import (
+    Finite,
+    check_caches_are_used,
+    check_goes_on,
+    check_numbers,
+    check_own_mask,
+    check_shares_nothing,
+)
 from kvsketch.huggingface.cache_file import check_same_weights, write_cache
 from kvsketch.huggingface.compressing import check_can_become, hold_again
 from kvsketch.huggingface.graphs import Steps
 from kvsketch.huggingface.identity import Identity
 from kvsketch.huggingface.layer import SketchLayer
-from kvsketch.huggingface.layers import NOT_OURS, LayerStack, bytes_held
+from kvsketch.huggingface.layers import NOT_OURS, NOT_USED, LayerStack, bytes_held
 from kvsketch.huggingface.model import ModelLink
 from kvsketch.huggingface.modules import OURS
 from kvsketch.huggingface.prompt import Prompt
@@ -82,6 +89,7 @@ class SketchCache(Cache):
         self.prompt.check(self, module, given, rows, count)
         self._check_call(rows, count)
         check_caches_are_used(module)
+        check_shares_nothing(given)
         check_no_weights(module, given)
         if isinstance(mask, Tensor):
             check_mask(mask, rows, count, self.stack.seen)
@@ -109,6 +117,8 @@ class SketchCache(Cache):
         else:
             try:
                 self.finite.hear()
+                if begun and self.stack.seen == self.seen_before and not torch.compiler.is_compiling():
+                    raise ValueError(NOT_USED)
             except ValueError:
                 self.prompt.call_ended(self, begun=begun, failed=True)
                 raise
@@ -173,6 +183,8 @@ class SketchCache(Cache):
         if layer is not first:
             stack.check_in_step(layer, layer_idx, count)
         elif not self.underway:  # a layer was called by itself, or a part of the model that was compiled
+            if self.config.holds_back and self.stack.seen == 0:
+                raise ValueError(NOT_OURS)  # nobody would know what the prompt was, nor where it ends
             self._check_call(key_states.shape[0], count)
             check_no_weights(self.model, {})
             self._recognise()

@@ -24,7 +24,11 @@ from kvsketch.huggingface.whole import Whole
 
 NOT_OURS = (
     "this cache was given tokens by a model that it was not made for, or that is not attached: attach it with "
-    "kvsketch.attach(model), and call the model itself, not a layer or a compiled part of it"
+    "kvsketch.attach(model), and call the model itself, not a layer, a compiled part of it, or its forward"
+)
+NOT_USED = (
+    "the model was given this cache, and none of its layers used it: transformers takes a cache as cache=, before 5.24 "
+    "as past_key_values=, and ignores names that it does not know. Nothing was read"
 )
 
 

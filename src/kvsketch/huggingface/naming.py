@@ -11,7 +11,8 @@ NEW, OLD = "cache", "past_key_values"
 
 def cache_in(given: Mapping[str, Any]) -> Any:
     """The cache among a call's arguments, or in an output, whatever its name is; None if there is none."""
-    return next((value for value in given.values() if isinstance(value, Cache)), None)
+    every = (given.get(NEW), given.get(OLD), *given.values())  # given two, models take the first of these
+    return next((value for value in every if isinstance(value, Cache)), None)
 
 
 def as_argument(forward: Callable[..., Any], cache: Any) -> dict[str, Any]:
