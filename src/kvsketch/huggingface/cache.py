@@ -103,8 +103,8 @@ class SketchCache(Cache):
         self._leave_due(later=torch.compiler.is_compiling())
         self.prompt.note(module, given, count)
 
-    def end_call(self, *, failed: bool = False) -> None:
-        """All layers have taken what came; or the call failed, and some have if any was touched."""
+    def end_call(self, *, failed: bool = False, came: bool = True) -> None:
+        """All layers have taken what `came`; or the call failed, and some have if any was touched."""
         if self.in_recorded_step:
             return
         begun, self.underway = self.underway, False
@@ -117,7 +117,7 @@ class SketchCache(Cache):
         else:
             try:
                 self.finite.hear()
-                if begun and self.stack.seen == self.seen_before and not torch.compiler.is_compiling():
+                if begun and came and self.stack.seen == self.seen_before and not torch.compiler.is_compiling():
                     raise ValueError(NOT_USED)
             except ValueError:
                 self.prompt.call_ended(self, begun=begun, failed=True)
@@ -279,7 +279,7 @@ class SketchCache(Cache):
         """Look at a single token before it comes, as at the beginning of any call."""
         decoder = next((module for module in model.modules() if id(module) == self.model.decoder), model)
         self.begin_call(decoder, given)
-        self.end_call()
+        self.end_call(came=False)
 
     def _close(self) -> None:
         if self.steps is not None:
