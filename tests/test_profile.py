@@ -13,7 +13,7 @@ from commands import refused
 from commands import run as command
 from kvsketch.caches.core import profile
 from kvsketch.caches.core.budget import Budget
-from kvsketch.caches.core.profile import read_profile
+from kvsketch.caches.core.profile import read_profile, write_profile
 from kvsketch.evaluation.embedded import load_embedded
 from kvsketch.fitting.profiling import SINKS, WINDOW, mean_parts, parts_of
 from kvsketch.huggingface.second_reading import second_reading
@@ -101,6 +101,21 @@ def test_all_heads_together_hold_the_budget_physically(spec, most, heads, tmp_pa
     assert means[0] != pytest.approx(means[-1], rel=0.5)
 
 
+def test_a_profile_of_other_layers_is_refused(tmp_path):
+    """Of too few, or of some that have no share: what those would leave is nobody's, and the budget is not kept."""
+    model, path = zoo.build("gemma3"), tmp_path / "p.json"
+    made_profile(path, model)
+    layers = json.loads(path.read_text())["layers"]
+    last = max(layers, key=int)
+    for parts, message in (
+        ({layer: own for layer, own in layers.items() if layer != last}, f"lacks the 2 KV heads of layer {last}"),
+        (layers | {"0": layers[last]}, r"is of layers that share no budget too: \[0\]"),
+    ):
+        spec = changed(path, tmp_path / "other.json", layers=parts)
+        with pytest.raises(ValueError, match=message):
+            kvsketch.prefill(model, zoo.tokens(1, 300), kvsketch.make_cache(model, spec))
+
+
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """A profile of the embedded model, from two short documents."""
@@ -170,8 +185,6 @@ def test_the_embedded_model_finds_its_own(tmp_path, monkeypatch):
 
 
 def changed(path, target, **what):
-    from kvsketch.caches.core.profile import write_profile
-
     known = json.loads(path.read_text())
     write_profile(target, {**{k: v for k, v in known.items() if k not in ("checksum", "format", "kind")}, **what})
     return f"uniform(heads={str(target)!r})"

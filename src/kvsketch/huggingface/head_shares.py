@@ -40,4 +40,6 @@ class HeadShares:
         if self.config.heads == PYRAMID:
             return pyramid(self.layers, MOST if budget.fraction is None else 1 / budget.fraction)
         shares = find_profile(self.config.heads, self.model.facts()).shares(budget)
+        if others := sorted(set(shares) - set(self.layers)):  # what they would leave is not theirs
+            raise ValueError(f"the profile {self.config.heads} is of layers that share no budget too: {others}. {HOW}")
         return self.config.divided(shares, budget.beside, self.length)
