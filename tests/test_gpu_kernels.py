@@ -265,6 +265,7 @@ def test_places_are_copied_and_numbered_as_by_torch(shape, dtype):
     there[0] = lanes == 2  # all, or none
     order = places_in_triton.in_front(there)
     assert torch.equal(order, places_reference.in_front(there))
+    assert torch.equal(places_in_triton.in_front((9 * there.byte()).view(torch.bool)), order), "bytes may be any"
     turned = there[:, :90].mT
     assert torch.equal(places_in_triton.in_front(turned), places_reference.in_front(turned))
     for index in (order, order[:, :3], order[:, ::7], order[:, :1].expand(-1, 40)):
@@ -285,6 +286,9 @@ def test_the_least_are_numbered_first_as_by_torch():
         for most in {0, 1, min(2100, some.shape[1]), some.shape[1]} - ({1} if SLOW and some is x else set()):
             right = places_reference.least_in_front(some, most)
             assert torch.equal(places_in_triton.least_in_front(some, most), right)
+    beside = torch.tensor([[torch.nan, torch.inf, 1, torch.nan, torch.inf]], dtype=torch.float64, device=DEVICE)
+    for form in (places_in_triton, places_reference):
+        assert form.least_in_front(beside, 2).tolist() == [[0, 2, 1, 3, 4]]
     assert places_in_triton.least_in_front(x.float(), 1) is None
     assert places_in_triton.least_in_front(x[:, 1:], 1) is None
 

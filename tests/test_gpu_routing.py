@@ -29,6 +29,19 @@ def test_of_buckets_worth_the_same_the_earlier_come_first():
     assert read.item() == 9
 
 
+@pytest.mark.parametrize(("sizes", "probes"), [([21, 21, 21, 27], 4), ([1] * 63 + [9, 9, 9], 66)])
+@pytest.mark.parametrize(("visit", "read"), [(0.7, {4: 42, 66: 62}), (63, {4: 63, 66: 63})])
+def test_a_share_that_is_just_reached_is_counted_as_by_torch(sizes, probes, visit, read):
+    """.7 of 90 is a little less than 63 in float64, and 63 in float32."""
+    sizes = torch.tensor([sizes], device=DEVICE)
+    scores = torch.arange(probes, 0, -1.0, device=DEVICE)[None, None]
+    edges = torch.nn.functional.pad(sizes.cumsum(1), (1, 0))[:, None].contiguous()
+    limits = Limits(probes, visit=visit)
+    for form in (routing, reference):
+        found = form.visit(scores, sizes, edges, limits, Staged.on(DEVICE, 90, 0))
+        assert found[1].item() == read[probes]
+
+
 def expected(query, by, heads):
     """The mean probability of every bucket over a group, of which there are logits."""
     return reference.mean_probability(routing.expect(query, by, heads))

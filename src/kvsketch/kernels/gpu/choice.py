@@ -16,10 +16,10 @@ LEAST_BITS = tl.constexpr(-(1 << 31))
 TRIALS = tl.constexpr(8)  # into so many parts is cut at once where the least worth that is taken may lie
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["limit"])
 def visit(
     scores, sizes, edges, staged_at, begin, length, read, left,  # where they begin
-    queries, runs, most, mass,
+    queries, runs, limit, mass,
     GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, PROBES: tl.constexpr, BUCKETS: tl.constexpr,
     BUCKET_BLOCK: tl.constexpr, PLACES: tl.constexpr, SORTED: tl.constexpr, PER_TOKEN: tl.constexpr,
     LIMITS: tl.constexpr, LEFT: tl.constexpr, EARLY: tl.constexpr,
@@ -27,6 +27,7 @@ def visit(
     """Runs of the buckets that one query visits; `LIMITS`: 1 tokens, 2 a share of all, 4 mass.
 
     `GROUP`: the scores are logits of so many queries, of which it takes the mean probability; 0: they are scores.
+    `limit` are the bits of a float64, which Triton would round: whole buckets hang on whether a share is reached.
     """
     number = tl.program_id(0).to(tl.int64)
     lane = number // queries
@@ -73,8 +74,8 @@ def visit(
         upto = (order[None, :] >= order[:, None]) & taken[None, :]  # who comes before whom, or is the same
         at = tl.sum(upto.to(tl.int32), 1) - 1
         if LIMITS & 3:
-            enough = most * tl.sum(size, 0).to(tl.float32) if LIMITS & 2 else most
-            taken &= (tl.sum(tl.where(upto, tokens[None, :], 0), 1).to(tl.float32) <= enough) | (at == 0)
+            seen = tl.sum(tl.where(upto, tokens[None, :], 0), 1)
+            taken &= (seen.to(tl.float64) <= _enough(limit, size, LIMITS)) | (at == 0)
         if LIMITS & 4:
             taken &= (tl.sum(tl.where(upto, expected[None, :], 0.0), 1) - expected < mass) | (at == 0)
     else:
@@ -85,8 +86,7 @@ def visit(
         bucket = tl.where(taken, BUCKET_BLOCK - 1 - (ranked & 0xFFFFFFFF), 0)
         tokens = tl.load(sizes + lane * BUCKETS + bucket, mask=taken, other=0)
         if LIMITS & 3:
-            enough = most * tl.sum(size, 0).to(tl.float32) if LIMITS & 2 else most
-            taken &= (tl.cumsum(tokens, 0).to(tl.float32) <= enough) | (every == 0)
+            taken &= (tl.cumsum(tokens, 0).to(tl.float64) <= _enough(limit, size, LIMITS)) | (every == 0)
         if LIMITS & 4:
             expected = tl.load(scores + number * BUCKETS + bucket, mask=every < PROBES, other=0.0)
             taken &= (tl.cumsum(expected, 0) - expected < mass) | (every == 0)
@@ -106,6 +106,13 @@ def visit(
         tl.store(left + number * BUCKETS + every, weight, mask=there)
         tl.debug_barrier()  # those of what is visited come after
         tl.store(left + number * BUCKETS + bucket, bucket * 0.0 + NOTHING, mask=taken)
+
+
+@triton.jit
+def _enough(limit, size, LIMITS: tl.constexpr):
+    """How many tokens may be visited."""
+    most = limit.to(tl.float64, bitcast=True)
+    return most * tl.sum(size, 0).to(tl.float64) if LIMITS & 2 else most
 
 
 @triton.jit

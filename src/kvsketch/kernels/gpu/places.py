@@ -45,7 +45,8 @@ def number(
 @triton.jit
 def _held(there, first, step, count, BLOCK: tl.constexpr):
     at = first + tl.arange(0, BLOCK)
-    return tl.load(there + at.to(tl.int64) * step, mask=at < count, other=0).to(tl.int32)
+    held = tl.load(there + at.to(tl.int64) * step, mask=at < count, other=0)
+    return (held != 0).to(tl.int32)  # bytes that are seen as bool may be any
 
 
 @triton.jit(do_not_specialize=["count", "most"])

@@ -38,7 +38,7 @@ def in_front(there: Bool[Tensor, "*lanes n"]) -> Int64[Tensor, "*lanes n"]:
 
 def least_in_front(x: Float[Tensor, "l n"], most: int) -> Int64[Tensor, "l n"]:
     """Numbers of the places of the `most` least of every lane, in their order, and then of the others."""
-    order = x.sort(dim=1, stable=True).indices
+    order = x.nan_to_num(math.inf, math.inf, -math.inf).sort(dim=1, stable=True).indices
     return in_front(torch.zeros_like(x, dtype=torch.bool).scatter_(1, order[:, :most], True))
 
 

@@ -1,5 +1,6 @@
 """Which buckets queries visit, in Triton: `gpu/route.py` has a classifier's layers, `gpu/choice.py` the choice."""
 
+import struct
 from functools import partial
 
 import torch
@@ -18,6 +19,7 @@ SLICE = 64  # units or buckets of a program
 AT_ONCE, STAGES = 128, 4  # units of a round, and rounds under way
 NOT_SORTED = 64  # buckets that are chosen without sorting all
 NOTE = "in bytes for Triton"
+TINY = 1e-300  # no tokens: the bits of 0 would come as a number of 32 bits
 MOST_UNITS, MOST_ASKING = 1024, 16  # of an inner layer and of a group's queries, for which registers have room in bytes
 
 
@@ -153,12 +155,18 @@ def _visited(
         kernel[(lanes * queries,)](
             *(scores, sizes, edges, staged.at, begin, length, read, scores if others is None else others),
             *(queries, gpu.odd(runs)),
-            *(float(limits.visit or 0.0), float(limits.mass or 0.0)),
+            *(_bits(float(limits.visit or TINY)), float(limits.mass or 0.0)),
             GROUP=group, GROUP_BLOCK=gpu.power_of_two(group), PROBES=probes, BUCKETS=buckets,
             BUCKET_BLOCK=gpu.power_of_two(buckets), PLACES=gpu.power_of_two(probes), SORTED=probes > NOT_SORTED,
             PER_TOKEN=limits.per_token, LIMITS=kinds, LEFT=left, num_warps=4, **gpu.early(device),
         )  # fmt: skip
     return Segments(begin, length), read, others
+
+
+def _bits(x: float) -> int:
+    """Those of a float64."""
+    (found,) = struct.unpack("<q", struct.pack("<d", x))
+    return int(found)
 
 
 def _check(device: torch.device, dtype: torch.dtype, *, rounded: bool = False) -> None:
