@@ -30,7 +30,7 @@ from kvsketch.huggingface.attention import check_mask
 from kvsketch.huggingface.autocast import autocast_of
 from kvsketch.huggingface.cuda import CudaGraphs, Graphs, NotRecordedError
 from kvsketch.huggingface.layer import SketchLayer
-from kvsketch.huggingface.naming import as_argument, cache_in
+from kvsketch.huggingface.naming import as_argument, cache_in, named
 from kvsketch.huggingface.supported import unwrapped
 from kvsketch.kernels.gpu import attention as in_triton
 
@@ -161,7 +161,7 @@ class Steps:
         elif self.warm:
             marks = self._marks()
             replay, out = self.graphs.record(step)
-            for name in as_argument(type(out), None):
+            for name in named(None, out):
                 out[name] = None  # or what the cache has would have the cache
             self.now = Recorded(marks, replay, out, [layer.held.read_beside() for layer in self.stack.sketch])
             if marks == self._marks():  # there are things that may lie elsewhere each time
@@ -361,4 +361,4 @@ def _alike(x: Tensor, y: Tensor) -> bool:
 def _copied(out: ModelOutput, cache: Any) -> ModelOutput:
     """An output that the next step does not overwrite."""
     fresh = {name: tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, value) for name, value in out.items()}
-    return type(out)(**fresh | as_argument(type(out), cache))
+    return type(out)(**fresh | named(cache, out))

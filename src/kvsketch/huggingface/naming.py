@@ -1,7 +1,7 @@
 """Under which name models take a cache: `past_key_values`, and `cache` since transformers 5.24."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 from transformers import Cache
@@ -17,4 +17,9 @@ def cache_in(given: Mapping[str, Any]) -> Any:
 
 def as_argument(forward: Callable[..., Any], cache: Any) -> dict[str, Any]:
     """A cache as what is called takes it; with the other name transformers warns."""
-    return {NEW if NEW in inspect.signature(forward).parameters else OLD: cache}
+    return named(cache, inspect.signature(forward).parameters)
+
+
+def named(cache: Any, known: Container[str]) -> dict[str, Any]:
+    """A cache under the one of its names that is known there."""
+    return {NEW if NEW in known else OLD: cache}
