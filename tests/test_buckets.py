@@ -88,5 +88,5 @@ def test_long_range_queries_of_all_heads_are_those_of_each_alone(at_once, monkey
 
 
 def test_fewer_keys_than_buckets_are_refused():
-    with pytest.raises(ValueError, match="8 buckets need as many keys at least, got 5"):
+    with pytest.raises(ValueError, match="8 buckets need at least as many keys, got 5"):
         buckets.spherical_k_means(normal(2, 5, 4), torch.zeros(2, 8, dtype=torch.int64))

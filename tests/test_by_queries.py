@@ -655,7 +655,7 @@ def test_a_second_reading_that_was_interrupted_is_done_when_the_same_is_asked_fo
     ("spec", "message"),
     [
         ("uniform(heads='threshold')", "uniform has none that can be compared: heads='profile'"),
-        ("kvzip(prefill='streaming')", "forgets when a prompt has been read"),
+        ("kvzip(prefill='streaming')", "forgets only when the whole prompt has been read"),
         ("snapkv(pooled=4)", "pooled must be odd"),
         ("kvzip(pooled=0)", "pooled must be a whole number of at least 1"),
         ("kvzip(window=0)", "window must be"),
@@ -663,15 +663,15 @@ def test_a_second_reading_that_was_interrupted_is_done_when_the_same_is_asked_fo
         ("snapkv(observed=0)", "observed must be"),
         ("kvzip(observed=8)", "queries='second reading' asks others: leave it out, or say queries='window'"),
         ("kvzip(queries='all')", "queries must be one of window, context, second reading, questions, got 'all'"),
-        ("snapkv(queries='second reading', prefill='streaming')", "forgets when a prompt has been read"),
+        ("snapkv(queries='second reading', prefill='streaming')", "forgets only when the whole prompt has been read"),
         ("keydiff(weights='some')", "weights must be one of none, mass, spread"),
         ("keydiff(residual=1)", "residual must be a positive number below 1, got 1"),
         ("keydiff(weights='mass', residual=0.1)", "holds it in entries of their own: leave one of them out"),
         ("streaming_heads(residual=0.1)", "streaming_heads has no option 'residual'"),
         ("exact(noting='all')", "noting must be one of nothing, window, context, last, second reading, questions"),
         ("exact(noting='window, all')", "or several with commas, .*got 'all'"),
-        ("exact(noting='last, last')", "noting names each once"),
-        ("exact(noting='last, nothing')", "nothing alone"),
+        ("exact(noting='last, last')", "noting must name each kind once"),
+        ("exact(noting='last, nothing')", "'nothing' by itself"),
         ("exact(noting='second reading, questions')", "leave one of them out"),
     ],
 )
@@ -698,7 +698,9 @@ def test_a_cache_without_notes_names_the_option_that_takes_them(llama):
 
 def test_one_call_more_is_no_part_of_the_prompt(llama):
     cache = read(llama, "kvzip(keep=0.25)", zoo.tokens(1, 300))
-    with pytest.warns(UserWarning, match="went by its first call alone, and these 280 tokens are later text"):
+    with pytest.warns(
+        UserWarning, match="took the first call for the whole prompt, so these 280 tokens count as later text"
+    ):
         kvsketch.prefill(llama, zoo.tokens(1, 280), cache)
     with warnings.catch_warnings():  # what is refused is told of once
         warnings.simplefilter("error")
@@ -708,7 +710,7 @@ def test_one_call_more_is_no_part_of_the_prompt(llama):
 
 def test_drafts_and_whatever_else_is_taken_back_are_refused(llama):
     cache = kvsketch.make_cache(llama, "snapkv")
-    with pytest.raises(ValueError, match="goes by queries, those of a draft included"):
+    with pytest.raises(ValueError, match="goes by queries, including those of a draft"):
         llama.generate(zoo.tokens(1, 40), past_key_values=cache, prompt_lookup_num_tokens=3, max_new_tokens=8)
     for spec in ("exact(noting='window')", "exact(noting='second reading')", "h2o"):
         noted = read(llama, spec, zoo.tokens(1, 40))
@@ -747,9 +749,7 @@ def test_questions_say_what_matters(llama):
 
 def test_questions_that_are_none_or_not_wanted(llama):
     ids = zoo.tokens(1, 9)
-    with pytest.raises(
-        ValueError, match=r"goes by questions, and there are none: kvsketch.make_cache\(model, method, q"
-    ):
+    with pytest.raises(ValueError, match=r"needs questions, and got none: kvsketch.make_cache\(model, method, q"):
         kvsketch.make_cache(llama, "kvzip(queries='questions')")
     with pytest.raises(ValueError, match="does not go by questions: leave them out"):
         kvsketch.make_cache(llama, "kvzip", questions=[ids])
@@ -892,7 +892,7 @@ def test_padding_that_some_layers_would_see_is_refused_before_it_is_read(family)
         mask = torch.ones_like(ids)
         mask[1, hidden] = 0
         cache = kvsketch.make_cache(model, "kvzip")
-        with pytest.raises(ValueError, match="would see its padding: have all of it in front of the rows"):
+        with pytest.raises(ValueError, match="would see its padding: put all padding before the rows"):
             kvsketch.prefill(model, ids, cache, attention_mask=mask)
         assert cache.seen == 0
     kvsketch.prefill(model, ids, cache)

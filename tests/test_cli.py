@@ -158,7 +158,7 @@ MISTAKES = [
     (["--prompt-file", BOOK, "--save-cache", BOOK], "book.txt, which is to be read: name another file"),
     (["--prompt-file", BOOK, "--save-cache", "{latin}"], "latin.txt, which is no saved cache: name another file, or"),
     (["--load-cache", ".", "--question", "x"], ". is a folder: name a file"),
-    (["--prompt-file", BOOK, "--protect", "5:2"], "--protect is START:STOP with STOP behind START"),
+    (["--prompt-file", BOOK, "--protect", "5:2"], "--protect is START:STOP with STOP after START"),
     (["--prompt-file", BOOK, "--seed", 3], "for a --temperature that is not 0, got 3"),
     (["--prompt-file", BOOK, "--dtype", "int3"], "--dtype must be auto or one of"),
     (["--prompt-file", BOOK, "--device", "meta"], "--device 'meta' is not there"),
@@ -213,7 +213,7 @@ def test_mistakes_of_standard_input(text, message):
         (["lines", "--lengths", "many"], "--lengths must be numbers with commas between them, got 'many'"),
         (["lines", "--lengths", 10**20], "--lengths must be numbers up to 1,000,000,000"),
         (["lines", "--samples", 10**20], "--samples': Input should be less than"),
-        (["needle", "--cases", BOOK], "--cases are LongEval's lines, which the suite 'needle' has none of"),
+        (["needle", "--cases", BOOK], "--cases are LongEval's lines: they need the suite lines, got 'needle'"),
         (["lines", "--cases", BOOK], "line 1: not a LongEval lines case"),
         (["lines", "--cases", "."], ". is a folder: name a file"),
         (["lines", "--cases", "{latin}"], "is no text in UTF-8: byte 3"),
@@ -479,7 +479,7 @@ def test_a_run_that_is_stopped_reports_what_it_has(tmp_path):
     out, err = running.communicate(timeout=60)
     assert running.returncode == 130, err
     assert b"Traceback" not in err
-    assert b"stopped; what follows is from the rows that are there" in err
+    assert b"stopped: what follows is from the rows measured so far" in err
     assert b"Run the same command again to go on" in err
     count = len(read_rows(rows)[1])
     assert re.search(rf"exact +{count} ", out.decode())

@@ -215,7 +215,7 @@ def test_a_model_whose_tokens_see_those_behind_them_is_refused():
         vocab_size=97, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
         max_position_embeddings=200,
     )).eval()  # fmt: skip
-    with pytest.raises(ValueError, match="models or images whose tokens see those behind them are not supported"):
+    with pytest.raises(ValueError, match="models or images whose tokens see later ones are not supported"):
         model(zoo.tokens(2, 40), past_key_values=kvsketch.make_cache(model))
 
 

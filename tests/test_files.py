@@ -172,7 +172,10 @@ def in_stream(layers, **state):
         ({"method": 3}, "does not describe a cache: its method is 3"),
         ({"method": ["uniform"]}, "does not describe a cache: its method is"),
         ({"options": {"keep": 0.25, "colour": "red"}}, "options 'colour', which this version of kvsketch does not"),
-        ({"options": {"keep": "much"}}, "a cache of uniform that cannot be: keep='much' is not a size"),
+        (
+            {"options": {"keep": "much"}},
+            "a cache of uniform with options that it cannot have: keep='much' is not a size",
+        ),
         ({"options": []}, "its options is"),
         (
             {"format": 3},

@@ -405,7 +405,7 @@ def test_what_cannot_be_fitted_is_refused_by_name_before_anything_is_written(tmp
         fitted(tmp_path)
     assert not (tmp_path / "index").exists(), "it can be tried again there"
     write_corpus(tmp_path, texts=2, words=30)
-    with pytest.raises(ValueError, match=r"500 buckets need as many keys at least, and the texts to fit to have \d+:"):
+    with pytest.raises(ValueError, match=r"500 buckets need at least as many keys, and the texts to fit to have \d+:"):
         fitted(tmp_path, chosen=settings(buckets=500))
     with pytest.raises(ValueError, match=r"layers \[7\] are no full-attention layers"):
         fitted(tmp_path, chosen=settings(layers=(7,)))

@@ -204,8 +204,8 @@ def test_generate_says_the_same(beams, caplog):
 @pytest.mark.parametrize(
     ("family", "spec", "why"),
     [
-        ("llama", "h2o(keep=0.25)", "takes note of every query"),
-        ("llama", "expected_attention(keep=0.25)", "takes note of every query"),
+        ("llama", "h2o(keep=0.25)", "takes notes after every query"),
+        ("llama", "expected_attention(keep=0.25)", "takes notes after every query"),
         ("gemma2", "uniform(keep=0.5)", "transformers' own"),
         ("llama", "streaming_llm(keep=96, heads=PROFILE)", "windows of unequal lengths"),
     ],

@@ -109,7 +109,7 @@ def test_a_profile_of_other_layers_is_refused(tmp_path):
     last = max(layers, key=int)
     for parts, message in (
         ({layer: own for layer, own in layers.items() if layer != last}, f"lacks the 2 KV heads of layer {last}"),
-        (layers | {"0": layers[last]}, r"is of layers that share no budget too: \[0\]"),
+        (layers | {"0": layers[last]}, r"also has layers that share no budget: \[0\]"),
     ):
         spec = changed(path, tmp_path / "other.json", layers=parts)
         with pytest.raises(ValueError, match=message):
@@ -207,7 +207,7 @@ def test_what_is_no_profile_of_the_model_is_refused(measured, tmp_path):
     with pytest.raises(ValueError, match="there is no profile"):
         kvsketch.make_cache(model, "uniform(heads='nowhere.json')")
     for what in ({"keeps": [0.2, 0.5]}, {"tokens": 0}, {"layers": {}}, {"layers": {"0": [[1.5, 0.1]] * 4}}):
-        with pytest.raises(ValueError, match="does not describe a profile"):
+        with pytest.raises(ValueError, match="is not the description of a profile"):
             kvsketch.make_cache(model, changed(path, other, **what))
     other.write_text(path.read_text().replace(str(known["layers"]["1"][0][0]), "NaN", 1))
     with pytest.raises(ValueError, match=r"cannot be read as what kvsketch wrote.* Put back .* kvsketch profile MODEL"):
@@ -236,7 +236,7 @@ def test_bad_input_to_the_command_is_one_sentence(options, message, tmp_path, mo
 def test_a_picture_of_something_else_is_not_written_over(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("holiday.png").write_bytes(b"snow")
-    refused(command("profile", "--out", "holiday.json"), "would take the place of holiday.png too")
+    refused(command("profile", "--out", "holiday.json"), "would overwrite holiday.png too")
     assert Path("holiday.png").read_bytes() == b"snow"
 
 

@@ -131,7 +131,7 @@ def test_rows_whose_windows_are_unequal_are_as_if_alone(spec):
     cache = LayerCache(config, 1, spans_of=lambda rows: spans)
     fed(cache, *(x[:, :, :200] for x in given), parts[:2])
     tensors, numbers = cache.state()
-    with pytest.raises(ValueError, match="rows of unequal windows that are even"):
+    with pytest.raises(ValueError, match="rows whose windows have unequal lengths"):
         LayerCache(config, 1).restore(tensors, numbers | {"ragged": False})
     cache.map_rows([1, 0])
     got = fed(cache, *(x[[1, 0], :, 200:] for x in given), parts[2:])
@@ -308,7 +308,7 @@ def test_the_heads_of_streaming_heads_are_as_many_as_fit_beside_them(llama, tmp_
         ([(0.0, 5)], "protect is"),
         ([(False, True)], "protect is"),
         ([(0, 5), [(0, 5)]], "protect is"),
-        ([(5, 5)], r"is \(start, stop\), the first one and the one behind the last, counted from 0, got \(5, 5\)"),
+        ([(5, 5)], r"is \(start, stop\), the first token and the one after the last, counted from 0, got \(5, 5\)"),
         ([(9, 5)], r"got \(9, 5\)"),
         ([[(0, 2)], [(-3, 5)]], r"got \(-3, 5\)"),
         ([(3, 1 << 50)], "got"),

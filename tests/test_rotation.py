@@ -116,16 +116,16 @@ def test_a_layer_that_attends_to_other_vectors_is_refused():
     with Noting(model) as watch, torch.no_grad():
         model(tokens(1, 10))
         noted = watch._here.noted[2]
-        with pytest.raises(ValueError, match="layer 2 of LlamaForCausalLM attends to other vectors"):
+        with pytest.raises(ValueError, match="layer 2 of LlamaForCausalLM does not attend to the vectors"):
             watch.take(2, noted.rotated_queries[..., :8], noted.rotated_keys[..., :8])
         noted = watch._here.noted[1]
-        with pytest.raises(ValueError, match="layer 1 of LlamaForCausalLM attends to other vectors"):
+        with pytest.raises(ValueError, match="layer 1 of LlamaForCausalLM does not attend to the vectors"):
             watch.take(1, noted.rotated_queries + 1, noted.rotated_keys)
         noted = watch._here.noted[3]
         # Ten numbers of ten tokens: from the same place on, in another order.
         turned = noted.rotated_queries[..., :10].transpose(2, 3)
         watch._here.noted[3] = replace(noted, rotated_queries=noted.rotated_queries[..., :10])
-        with pytest.raises(ValueError, match="layer 3 of LlamaForCausalLM attends to other vectors"):
+        with pytest.raises(ValueError, match="layer 3 of LlamaForCausalLM does not attend to the vectors"):
             watch.take(3, turned, noted.rotated_keys)
         noted = watch._here.noted[0]
         queries, keys = watch.take(0, noted.rotated_queries.clone(), noted.rotated_keys)
@@ -223,7 +223,7 @@ def test_a_first_call_is_compared_however_short_it_is():
     with Noting(model) as watch, torch.no_grad():
         model(tokens(1, 1))
         noted = watch._here.noted[0]
-        with pytest.raises(ValueError, match="layer 0 of LlamaForCausalLM attends to other vectors"):
+        with pytest.raises(ValueError, match="layer 0 of LlamaForCausalLM does not attend to the vectors"):
             watch.take(0, noted.rotated_queries + 1, noted.rotated_keys, check=False)
 
 

@@ -72,7 +72,7 @@ def test_centroids_have_length_one_and_none_is_left_without_a_key():
 
 
 def test_fewer_keys_than_buckets_are_refused():
-    with pytest.raises(ValueError, match="8 buckets need as many keys at least, got 5"):
+    with pytest.raises(ValueError, match="8 buckets need at least as many keys, got 5"):
         spherical_k_means(normal(5, 4), torch.zeros(8, dtype=torch.int64))
 
 

@@ -38,7 +38,7 @@ def test_a_budget_alone_is_the_recommended_method():
         chosen_method("exact", 0.25)
     with pytest.raises(ValueError, match="keep must be a fraction"):
         chosen_method(None, 0)
-    with pytest.raises(ValueError, match=r"has a budget, and keep=0\.25 is one beside it"):
+    with pytest.raises(ValueError, match=r"has a budget already, and keep=0\.25 is a second one"):
         chosen_method("uniform(keep=0.5)", 0.25)
 
 

@@ -158,7 +158,7 @@ def test_what_does_not_fit_is_left_out_and_said(tmp_path):
     assert rows == []
     assert steps[-1][1] == len(small().forms())
     assert re.match(
-        r"1,000,000,000 tokens of one layer are left out: it takes about \d+\.\d GB of memory, and", said[0]
+        r"1,000,000,000 tokens of one layer are left out: it needs about \d+\.\d GB of memory, and", said[0]
     )
     free = free_memory(torch.device("cpu"))
     assert free is None or no_room(free / 2) is None
@@ -298,7 +298,7 @@ def test_the_command_measures_and_draws_and_goes_on(tmp_path, monkeypatch):
         ({"methods": "exact"}, "exact is what all others are compared with: leave it out"),
         ({"methods": "uniform; uniform(keep=0.25)"}, "uniform(keep=0.25) is named twice"),
         ({"methods": "uniform(keep='1MB')"}, "bytes are those of a whole model"),
-        ({"methods": "expected_attention"}, "goes by how what follows is rotated"),
+        ({"methods": "expected_attention"}, "depends on how later tokens are rotated"),
         ({"methods": "unifrom"}, "did you mean uniform"),
         ({"dtype": "int8"}, "dtype must be one of"),
         ({"width": "15"}, "width must be even"),

@@ -1,4 +1,4 @@
-"""BalanceKV, for one head: halves of tokens that answer every query alike, and a stream of such halves.
+"""BalanceKV, for one head: halves of tokens that answer every query alike, and a stream held as such halves.
 
 Paper: Han, Kapralov, Kochetkova, Sheth, Zandieh, BalanceKV (NeurIPS 2025), Algorithms 1 to 4; the walk is that
 of Alweiss, Liu and Sawhney (2021). Randomness comes in as numbers in [0, 1), one for each sign. Logits are
@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Walk:
-    """Signs of n vectors, so far as they were drawn: 0 from the place at which the walk failed."""
+    """Signs of n vectors, as far as they were drawn: 0 from the place at which the walk failed."""
 
     signs: Float[Tensor, " n"]
     failed_at: int | None
@@ -32,7 +32,7 @@ class Walk:
 
 
 def sign_of(y: float, bound: float, uniform: float) -> float:
-    """+1 with probability 1/2 - y/(2·bound), else -1; 0 where |y| is beyond the bound: no such probability."""
+    """+1 with probability 1/2 - y/(2·bound), else -1; 0 if |y| is beyond the bound: there is no such probability."""
     if abs(y) > bound:
         return 0.0
     return 1.0 if uniform < 0.5 - y / (2 * bound) else -1.0
@@ -41,7 +41,8 @@ def sign_of(y: float, bound: float, uniform: float) -> float:
 def balance(products: Float[Tensor, "n n"], bound: float, uniforms: Float[Tensor, " n"]) -> Walk:
     """The walk on vectors of which only the products are known. Algorithm 3, lines 4-11.
 
-    A sign depends on y, the vector's product with the signed sum of those before it; without a sign the walk fails.
+    A sign depends on y, the vector's product with the signed sum of the vectors before it; where no sign can be drawn,
+    the walk fails.
     """
     signs = products.new_zeros(len(products))
     for j in range(len(products)):
@@ -54,10 +55,10 @@ def balance(products: Float[Tensor, "n n"], bound: float, uniforms: Float[Tensor
 def halve_exactly(products: Float[Tensor, "n n"], gain: float, uniforms: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
     """Signs of which exactly half are +, as in the experiments (Appendix B); n is even.
 
-    The probability of + is 1/2 - gain · y; beyond [0, 1] it is never or always, and no failure. As soon as n/2 have
-    one sign, the rest gets the other. A gain of 1/(2cR²) is the theorem's, as long as it stays within; a large one is
-    a greedy walk, for which no bound is proven. Changing all uniforms to 1 - u changes all signs: every token is kept
-    as often as not.
+    The probability of + is 1/2 - gain · y; beyond [0, 1] it means never or always, and is no failure. As soon as n/2
+    have one sign, the rest gets the other. A gain of 1/(2cR²) is the theorem's, as long as the probability stays within
+    [0, 1]; with a large gain it is a greedy walk, for which no bound is proven. Changing all uniforms to 1 - u changes
+    all signs: every token is kept as often as not.
     """
     half, signs = len(products) // 2, products.new_zeros(len(products))
     for j in range(len(products)):
@@ -71,14 +72,14 @@ def halve_exactly(products: Float[Tensor, "n n"], gain: float, uniforms: Float[T
 
 
 def constant(count: int, failure: float) -> float:
-    """c = 30 log(n/δ); of no tokens as of one, for small batches may be halved down to none."""
+    """c = 30 log(n/δ); for no tokens the same as for one, since small batches may be halved down to none."""
     return 30 * math.log(max(1, count) / failure)
 
 
 def self_balancing_walk(
     vectors: Float[Tensor, "n d"], radius: float, failure: float, uniforms: Float[Tensor, " n"]
 ) -> Walk:
-    """Signs whose sum is short in every direction. Algorithm 3, in O(nd) time: the signed sum is carried along."""
+    """Signs whose signed sum is short in every direction. Algorithm 3, in O(nd) time: that sum is carried along."""
     bound = constant(len(vectors), failure) * radius**2
     signs, total = vectors.new_zeros(len(vectors)), vectors.new_zeros(vectors.shape[1])
     for j, vector in enumerate(vectors):
@@ -116,15 +117,15 @@ class Tokens:
     values: Float[Tensor, "n e"]
 
     def join(self, other: "Tokens") -> "Tokens":
-        """These and then those."""
+        """These tokens and then the others."""
         return Tokens(torch.cat([self.keys, other.keys]), torch.cat([self.values, other.values]))
 
     def choose(self, which: Bool[Tensor, " n"]) -> "Tokens":
-        """Only these."""
+        """Only these tokens."""
         return Tokens(self.keys[which], self.values[which])
 
 
-Halve = Callable[[Tokens], Tokens]  # at most half of the tokens, which count double
+Halve = Callable[[Tokens], Tokens]  # gives at most half of the tokens; they count double from then on
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,7 @@ def balancekv(
     scale: float,
     halve: Halve,
 ) -> BalanceKV:
-    """Take a token. Algorithm 1, lines 5-12; `count` is n, the length that is expected.
+    """Take a token. Algorithm 1, lines 5-12; `count` is n, the expected length of the stream.
 
     Buckets with 2^i ≤ ε/(2n) · exp(-r²·scale) · v_max are erased: line 8 as it is printed. (The proof of Theorem 3.1
     has ε/√n · v_max there.)

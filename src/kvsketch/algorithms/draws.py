@@ -1,8 +1,8 @@
 """Random numbers by address: a pure function of a seed and where the number is used.
 
-Methods draw by (seed, layer, head, rank of the token in its row), so the same token meets the same
+Methods draw by (seed, layer, head, rank of the token in its row), so the same token gets the same
 number whether it comes alone or in a chunk, in a batch or by itself, on a CPU or elsewhere; there is
-no generator to save, and none of the global ones is touched.
+no generator to save, and no global generator is touched.
 """
 
 import torch
@@ -19,7 +19,7 @@ def uniforms(*address: int | Int64[Tensor, "..."]) -> Float[Tensor, "..."]:
 
 
 def state_of(*address: int | Int64[Tensor, "..."]) -> Int64[Tensor, "..."]:
-    """64 bits that all parts of an address have gone into, one after another."""
+    """64 bits into which all parts of an address were mixed, one after another."""
     state: Tensor | None = None
     for part in address:
         number = part.long() if isinstance(part, Tensor) else torch.tensor(part, dtype=torch.int64, device="cpu")

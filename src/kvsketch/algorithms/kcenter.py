@@ -1,7 +1,7 @@
 """Greedy k-center for one head: a few tokens that are near to all others.
 
 Algorithm: M. E. Dyer and A. M. Frieze, A simple heuristic for the p-centre problem, Operations
-Research Letters 3(6), 1985: the next centre is the point farthest from the centres so far. No choice
+Research Letters 3(6), 1985: the next centre is the point farthest from the centres so far. No other choice
 of as many centres has less than half of its radius. SubGen and ClusterGen compress with it in their
 experiments (arXiv:2402.06082, section 3.2); they do not say where it starts: here, with the first point.
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Clustering:
-    """Centres among n points, in the order of choice, and what each point belongs to."""
+    """Centres among n points, in the order of choice, and the centre to which each point belongs."""
 
     centres: Int64[Tensor, " k"]  # which points they are
     nearest: Int64[Tensor, " n"]  # number of each point's centre, in the order of choice
@@ -51,11 +51,11 @@ class Clusters:
     reach: Float[Tensor, " k"]  # no token of the cluster is farther from its entry
 
     def at(self, index: Int64[Tensor, " m"]) -> "Clusters":
-        """Those with these numbers."""
+        """The clusters with these numbers."""
         return Clusters(self.keys[index], self.values[index], self.sizes[index], self.reach[index])
 
     def and_(self, other: "Clusters") -> "Clusters":
-        """These and then those."""
+        """These clusters and then the others."""
         return Clusters(*(torch.cat([getattr(self, f.name), getattr(other, f.name)]) for f in fields(self)))
 
 
@@ -92,7 +92,7 @@ def away_from_mean(pool: Clusters, count: int) -> Int64[Tensor, " m"]:
 
 
 def clustered(pool: Clusters, count: int, means: bool) -> Clusters:
-    """So many clusters of these, by greedy k-center."""
+    """`count` clusters of these, by greedy k-center."""
     found = greedy_k_center(pool.keys, count)
     owner = found.centres[found.nearest]
     kept = found.centres.sort().values

@@ -22,7 +22,7 @@ def number_of(bits: Bool[Tensor, "*n r"]) -> Int64[Tensor, "*n"]:
 
 
 def gray_rank(bits: Bool[Tensor, "*n r"]) -> Int64[Tensor, "*n"]:
-    """Where the bits stand among the Gray codes, of which each differs from the next by one bit.
+    """The rank of the bits among the Gray codes, of which each differs from the next by one bit.
 
     Bit i of the rank is the parity of all bits from i on.
     """
@@ -33,7 +33,7 @@ def gray_rank(bits: Bool[Tensor, "*n r"]) -> Int64[Tensor, "*n"]:
 def equal_bins(
     order_of_keys: Int64[Tensor, " n"], order_of_queries: Int64[Tensor, " q"], bins: int
 ) -> Bool[Tensor, "q n"]:
-    """Which keys each query sees: keys in order are cut into bins of as many, and a query falls into one of them."""
+    """Which keys each query sees: sorted keys are cut into bins of equally many, and a query falls into one of them."""
     count = len(order_of_keys)
     sorted_keys = order_of_keys.sort(stable=True)
     bin_of_place = torch.arange(count) * bins // count
@@ -45,7 +45,7 @@ def equal_bins(
 def kdeformer(
     queries: Float[Tensor, "q d"], keys: Float[Tensor, "n d"], directions: Float[Tensor, "r d"], bins: int
 ) -> Bool[Tensor, "q n"]:
-    """Keys in the order of their signs' Gray codes, in equal bins; a query visits the one it falls into."""
+    """Keys in the order of their signs' Gray codes, in equal bins; a query visits the bin that it falls into."""
     if len(directions) > MOST_BITS:
         raise ValueError(f"a bucket's number has at most {MOST_BITS} bits, got {len(directions)} directions")
     keys_at, queries_at = (gray_rank(signs(x, directions)) for x in (keys, queries))
@@ -55,9 +55,9 @@ def kdeformer(
 def reformer(
     queries: Float[Tensor, "q d"], keys: Float[Tensor, "n d"], directions: Float[Tensor, "c d"], bins: int
 ) -> Bool[Tensor, "q n"]:
-    """Keys in the order of the direction they are nearest to, in equal bins. Saap, Equation 3.
+    """Keys in the order of the number of the direction they are nearest to, in equal bins. Saap, Equation 3.
 
-    The numbers of directions mean nothing; a bin may hold several directions' keys or a part of one's.
+    The order of directions means nothing; a bin may hold the keys of several directions, or a part of one direction's.
     """
     keys_at, queries_at = ((x @ directions.T).argmax(1) for x in (keys, queries))
     return equal_bins(keys_at, queries_at, bins)

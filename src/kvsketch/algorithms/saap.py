@@ -14,12 +14,12 @@ from torch import Tensor
 
 from kvsketch.attention import NO_MASS, Partial, exact_attention
 
-APART = 2047  # queries learn from keys that are farther away than this: nearer ones are attended anyway
+APART = 2047  # queries learn from keys that are farther away than this: nearer ones are read in any case
 LONG_RANGE = 1024  # and only queries whose best key is farther away than this
 
 
 def assign(keys: Float[Tensor, "n d"], centroids: Float[Tensor, "c d"]) -> Int64[Tensor, " n"]:
-    """The bucket of every key: the centroid of the largest inner product, which is the nearest on the sphere."""
+    """The bucket of every key: that of the centroid with the largest inner product, the nearest on the sphere."""
     return (keys @ centroids.T).argmax(1)
 
 
@@ -28,11 +28,11 @@ def spherical_k_means(
 ) -> Float[Tensor, "c d"]:
     """Centroids of length 1, from the keys with the numbers `start`. Appendix A: ten iterations, random start.
 
-    A bucket that is empty begins again at the key that its own centroid fits worst, each at another one: the paper
-    leaves that to its library.
+    An empty bucket begins again at the key that the centroid of its bucket fits worst, each empty bucket at another
+    key: the paper leaves that to its library.
     """
     if len(start) > len(keys):
-        raise ValueError(f"{len(start)} buckets need as many keys at least, got {len(keys)}")
+        raise ValueError(f"{len(start)} buckets need at least as many keys, got {len(keys)}")
     centroids = F.normalize(keys[start], dim=1)
     for _ in range(iterations):
         buckets = assign(keys, centroids)
@@ -52,7 +52,7 @@ def bucket_shares(
     scale: float,
     visible: Bool[Tensor, "q n"],
 ) -> Float[Tensor, "q c"]:
-    """A·H_k: which share of a query's attention each bucket has. What the classifier learns (Equation 1).
+    """A·H_k: each bucket's share of a query's attention, which the classifier learns (Equation 1).
 
     Queries and keys are rotated here. Rows of queries that see nothing are 0.
     """
@@ -64,7 +64,7 @@ def bucket_shares(
 def to_learn_from(
     query_positions: Int64[Tensor, " q"], key_positions: Int64[Tensor, " n"], apart: int = APART, sinks: int = 1
 ) -> Bool[Tensor, "q n"]:
-    """Pairs of a query and an earlier key that is far away, and no sink. Section 4, appendix A."""
+    """Pairs of a query and an earlier key that is far away and not a sink. Section 4, appendix A."""
     return (query_positions[:, None] - key_positions > apart) & (key_positions >= sinks)
 
 
@@ -110,7 +110,7 @@ def fold_normalization(
     offset: Float[Tensor, " h"],
     epsilon: float = 1e-5,
 ) -> tuple[Float[Tensor, "h d"], Float[Tensor, " h"]]:
-    """A layer that does what this one and the batch normalization behind it do, its averages being fixed."""
+    """A layer that does what this one does with the batch normalization after it, whose averages are fixed."""
     factor = gain * torch.rsqrt(variance + epsilon)
     return factor[:, None] * weight, factor * (bias - mean) + offset
 
@@ -133,7 +133,7 @@ def attend(
     visit: Int64[Tensor, " l"],
     scale: float,
 ) -> Partial:
-    """Attention of a group's rotated queries over all keys of the visited buckets: no top-k among them. Section 4."""
+    """Attention of a group's rotated queries over all keys of the visited buckets, with no top-k of them. Section 4."""
     visible = torch.isin(buckets, visit)
     return exact_attention(
         queries[None, :, None], keys[None, None], values[None, None], scale, visible=visible[None, None, None]

@@ -56,14 +56,14 @@ def last_writer(slot: Int64[Tensor, "l n"], slots: int) -> Int64[Tensor, "l {slo
     """For each slot the last token that took it, or -1."""
     order = torch.arange(slot.shape[1], device=slot.device).expand_as(slot)
     last = torch.full((len(slot), slots + 1), -1, device=slot.device)
-    # Tokens that were passed over write to a slot behind the last, which is cut off.
+    # Tokens that were passed over write to a slot after the last, which is cut off.
     return last.scatter_reduce_(1, slot.masked_fill(slot < 0, slots), order, "amax")[:, :slots]
 
 
 def log_weights(plan: Plan, count: Int64[Tensor, "..."], slots: int, first: int = 0) -> Float[Tensor, "... slots"]:
-    """Log of how many tokens each of `slots` slots stands for, those from `first` on, after `count` tokens.
+    """Log of how many tokens each of `slots` slots, from `first` on, stands for after `count` tokens.
 
-    Those of empty ones are -inf.
+    For empty slots it is -inf.
     """
     slot = torch.arange(first, first + slots, device=count.device)
     stratum, within = slot // plan.slots, slot % plan.slots

@@ -53,7 +53,7 @@ def no_samples(s: int, key: Float[Tensor, " d"], value: Float[Tensor, " e"]) -> 
 def update_softmax_normalizer(
     clusters: Clusters, delta: float, key: Float[Tensor, " d"], uniforms: Float[Tensor, " t"]
 ) -> Clusters:
-    """Put the key into the nearest cluster if that is within δ, or let it found one. Lines 11-23."""
+    """Put the key into the nearest cluster if that is within δ, or let the key found one. Lines 11-23."""
     nearest, distance = nearest_cluster(clusters, key)
     if distance > delta:
         alone = key.expand(1, len(uniforms), -1)  # S' = [k, … × t …]
@@ -122,7 +122,7 @@ def log_normalizer(clusters: Clusters, query: Float[Tensor, " d"], scale: float)
 
 
 def founders(keys: Float[Tensor, "n d"], delta: float) -> Int64[Tensor, " m"]:
-    """Which keys of a stream found clusters in Algorithm 1: those that are within δ of none that did."""
+    """Which keys of a stream found clusters in Algorithm 1: those that are within δ of no earlier founder."""
     if not delta >= 0:
         raise ValueError(f"delta must be 0 or more, got {delta}")
     near = torch.zeros(len(keys), dtype=torch.bool)
@@ -139,10 +139,10 @@ def make_room(
 ) -> tuple[Clusters, float]:
     """Multiply δ by `growth` until clusters merge; the clusters that remain, and the new δ.
 
-    δ = 0 stands for one that is not known yet: it begins as the smallest distance between representatives.
-    In the order in which they were founded, clusters stay if none that stays is within δ; each of the
-    others joins the nearest that stays. Sample j of a cluster becomes sample j of one that joins it with
-    the probability that a key of both together is of the one that joins: it stays uniform.
+    δ = 0 means that δ is not known yet: it begins as the smallest distance between representatives.
+    Clusters are visited in the order in which they were founded: one stays if none that stays is within δ;
+    each of the others joins the nearest that stays. Sample j of a cluster is replaced by sample j of one that
+    joins it, with the probability that a key of both together is of the joining one: samples stay uniform.
     """
     x = clusters.representatives
     distances = (x[:, None] - x).norm(dim=2).fill_diagonal_(float("inf"))

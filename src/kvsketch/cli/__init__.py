@@ -16,4 +16,4 @@ def main() -> None:
 
         sys.exit(
             app(prog_name="kvsketch", standalone_mode=False)
-        )  # mistakes come as exceptions: `ending` says them in a line
+        )  # mistakes come as exceptions, which `ending` prints as one line

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 N = TypeVar("N", int, float)
 T = TypeVar("T")
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-MOST = 10**9  # of whatever can be counted; more is a slip of the keyboard, and would run for ever
+MOST = 10**9  # limit of all counts; a larger one is a typing error, and would run for ever
 
 
 def _show_version(wanted: bool) -> None:
@@ -52,17 +52,17 @@ def methods() -> None:
 
 
 def output() -> Console:
-    """Standard output, for tables: names are shown as they are, whatever brackets they have."""
+    """Standard output, for tables; brackets in names are shown as they are, and are not markup."""
     return Console(markup=False, emoji=False)
 
 
 def say_no_pictures(missing: str, rows: Path) -> None:
-    """That a package is missing without which there are rows alone."""
+    """Say that a package is missing, and that without it there are rows but no pictures."""
     say(f"no pictures: {missing} is not installed (pip install {missing}); the rows are in {rows}")
 
 
 def progress_bar(*more: ProgressColumn, transient: bool = True) -> Progress:
-    """A bar with its times, for anything that takes longer than a moment."""
+    """A progress bar with elapsed and remaining time, for anything that takes longer than a moment."""
     stop_in_order()
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -76,15 +76,15 @@ def progress_bar(*more: ProgressColumn, transient: bool = True) -> Progress:
 
 @contextmanager
 def reported(report: Callable[[], None]) -> Iterator[None]:
-    """Measure here; then the report, also of a run that is stopped in between, from the rows that it has by then."""
+    """Measure in the body, then report; a run that is stopped is reported too, from the rows that it has by then."""
     stop_in_order()
     try:
         yield
     except BaseException as error:
         if not was_stopped(error):
             raise
-        stop_at_once()  # who asks again means it
-        say("stopped; what follows is from the rows that are there. Run the same command again to go on")
+        stop_at_once()  # a second Ctrl-C ends the report too
+        say("stopped: what follows is from the rows measured so far. Run the same command again to go on")
         try:
             report()
         except (ValueError, OSError) as wrong:
@@ -94,7 +94,7 @@ def reported(report: Callable[[], None]) -> Iterator[None]:
 
 
 def check_folder(what: str, folder: Path) -> None:
-    """Refuse what cannot be a folder to write to, before there is any work."""
+    """Refuse a path that cannot be a folder to write to, before any work is done."""
     from kvsketch.files import nearest
 
     there = nearest(folder)
@@ -107,22 +107,20 @@ def check_folder(what: str, folder: Path) -> None:
 def check_output(
     option: str, path: Path, inputs: Iterable[Path | None], *, begins: Callable[[bytes], bool], what: str
 ) -> None:
-    """Refuse a file that cannot be written, and one that is there and is something else: it would be gone."""
+    """Refuse a file that cannot be written, and an existing one of another kind, which would be overwritten."""
     from kvsketch.files import can_be_written, is_another
 
     target = can_be_written(path)
     if not target.exists():
         return
     if any(one is not None and one.exists() and one.samefile(target) for one in inputs):
-        raise ValueError(f"{option} would take the place of {path}, which is to be read: name another file")
+        raise ValueError(f"{option} would overwrite {path}, which is an input: name another file")
     if is_another(target, begins):
-        raise ValueError(
-            f"{option} would take the place of {path}, which is no {what}: name another file, or remove it"
-        )
+        raise ValueError(f"{option} would overwrite {path}, which is no {what}: name another file, or remove it")
 
 
 def read_text(path: Path) -> str:
-    """A text file, or what comes through a pipe; standard input where the path is -."""
+    """The text of a file or a pipe; of standard input where the path is -."""
     from kvsketch.files import as_text, read_file
 
     if str(path) == "-":
@@ -137,9 +135,9 @@ def read_text(path: Path) -> str:
 
 
 def made_text(task: str, tokens: int, seed: str, tokenizer: "PreTrainedTokenizerBase", questions: int = 0) -> str:
-    """A document of a task, of about so many tokens, in the words that the embedded model knows.
+    """A document of a task, of about `tokens` tokens, in the wording that the embedded model knows.
 
-    At its end stand at most so many questions with their right answers.
+    It ends with at most `questions` questions and their right answers.
     """
     from kvsketch.evaluation.embedded.corpus import answered
     from kvsketch.evaluation.tasks import TASKS, Sample, Setting
@@ -159,18 +157,18 @@ def made_text(task: str, tokens: int, seed: str, tokenizer: "PreTrainedTokenizer
 
 
 def listed(text: str) -> list[str]:
-    """What an option lists, with commas between."""
+    """The parts of an option's comma-separated list."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def specs(text: str) -> list[str]:
-    """The methods that an option lists, with ; between them. One in quotes belongs to a path."""
+    """The methods of an option's list, which has ; between them; a ; in quotes belongs to a path."""
     parts = re.findall(r"""(?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^;])+""", text)
     return [part.strip() for part in parts if part.strip()]
 
 
 def numbers(option: str, text: str, kind: Callable[[str], N]) -> list[N]:
-    """The numbers that an option lists."""
+    """The numbers of an option's comma-separated list."""
     try:
         found = [kind(part) for part in listed(text)]
     except ValueError as error:
@@ -182,7 +180,7 @@ def numbers(option: str, text: str, kind: Callable[[str], N]) -> list[N]:
 
 
 def some_numbers(option: str, text: str, kind: Callable[[str], N]) -> list[N]:
-    """The same, and at least one."""
+    """As `numbers`, and at least one."""
     found = numbers(option, text, kind)
     if not found:
         raise ValueError(f"{option} must be numbers with commas between them, got {text!r}")
@@ -195,7 +193,7 @@ def or_default(value: T | None, default: T) -> T:
 
 
 def size_for_people(count: int) -> str:
-    """Bytes, with a unit."""
+    """A number of bytes in a unit that suits it."""
     size = float(count)
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:

@@ -1,4 +1,4 @@
-"""`kvsketch bench`: tasks with right answers, methods side by side, rows that can be continued."""
+"""`kvsketch bench`: methods side by side on tasks with right answers; a run that was stopped can be continued."""
 
 import shlex
 import sys
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from kvsketch.evaluation.answers.summary import Mean
     from kvsketch.evaluation.results.rows import RowsFile
 
-WIDEST = 38  # letters of a method, before it goes on in the next line
+WIDEST = 38  # letters of a method in a line of a table; the rest goes to the next line
 SUITES = {
     "lines": "Records of lines, one of which is asked for.",
     "needle": "Needles in noise or in a text of yours.",
     "ruler": "RULER's needles, variables and words.",
     "infinite": "InfiniteBench's pass keys, numbers, pairs and sums.",
 }
-NOTE = "Scores are means over n prompts, with Wilson's 95 % interval; bytes in percent of a full cache."
-LETTERS = 3  # of a token, at least
+NOTE = "Scores are means over n prompts, with Wilson's 95 % interval; bytes as percentages of a full cache's."
+LETTERS = 3  # a token has at least so many
 METHODS = f"exact; {FOR_BOTH}; streaming_llm(keep=0.25); uniform(keep=0.25)"
 MODES: "dict[str, tuple[Asked, ...]]" = {"before": ("before",), "after": ("after",), "both": ("before", "after")}
 
@@ -50,7 +50,7 @@ class Suites(TyperGroup):
     """The commands below `bench`."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Refuse an unknown suite in one line, as everything else is refused."""
+        """Refuse an unknown suite with a message of one line, as for all other mistakes."""
         if args[0] not in self.commands and not args[0].startswith("-"):
             raise ValueError(f"unknown suite {args[0]!r}; there are {', '.join(self.commands)}")
         return super().resolve_command(ctx, args)
@@ -58,38 +58,50 @@ class Suites(TyperGroup):
 
 bench = typer.Typer(cls=Suites, no_args_is_help=True)
 AskedOption = Annotated[
-    str, typer.Option(help="Is the question known before the cache compresses: before, after, or both.")
+    str, typer.Option(help="When the question is known: before the cache is compressed, after, or both.")
 ]
 WordingOption = Annotated[
-    str | None, typer.Option(help="official or compact; compact is for the embedded model, and its default.")
+    str | None,
+    typer.Option(
+        help="Wording of the prompts: official (the default), or compact, for the embedded model and its default."
+    ),
 ]
 HaystackOption = Annotated[
     list[Path] | None,
     typer.Option(
-        help="A text to hide needles in, instead of noise; several take turns. :sentences is the noise of version 0.2."
+        help="A text file to hide needles in, instead of noise; repeat for more, which take turns. :sentences is the "
+        "noise of version 0.2."
     ),
 ]
 AbleOption = Annotated[
-    float | None, typer.Option(help="Only tasks and lengths where exact scores so much, by 20 prompts asked first.")
+    float | None,
+    typer.Option(
+        help="Measure only tasks and lengths where exact scores at least this (0 to 1) on 20 prompts asked first."
+    ),
 ]
-NewTokensOption = Annotated[int | None, typer.Option(min=1, max=MOST, help="Instead of the task's own limit.")]
+NewTokensOption = Annotated[
+    int | None, typer.Option(min=1, max=MOST, help="Most tokens of an answer, instead of the task's own limit.")
+]
 
 
 def bench_suite(
     context: typer.Context,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Rows, pictures and the page go to this folder.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the result rows, the pictures and the page.")],
     model: ModelName = None,
-    methods: Annotated[str, typer.Option("--methods", "-m", help="Specs, with ; between them.")] = METHODS,
-    lengths: Annotated[str, typer.Option(help="Tokens in a prompt, with commas between them.")] = "1000,2000,4000",
+    methods: Annotated[str, typer.Option("--methods", "-m", help="Methods, as specs with ; between them.")] = METHODS,
+    lengths: Annotated[str, typer.Option(help="Lengths of prompts in tokens, with commas.")] = "1000,2000,4000",
     samples: Annotated[int, typer.Option(min=1, max=MOST, help="Prompts for each task, length and depth.")] = 200,
-    tasks: Annotated[str | None, typer.Option(help="Only these tasks of the suite, with commas.")] = None,
+    tasks: Annotated[str | None, typer.Option(help="Tasks of the suite, with commas; all if left out.")] = None,
     asked: AskedOption = "both",
-    depths: Annotated[str | None, typer.Option(help="Depths of the needle from 0 to 1, with commas.")] = None,
+    depths: Annotated[
+        str | None,
+        typer.Option(help="Depths of the needle from 0 (start) to 1 (end), with commas; anywhere if left out."),
+    ] = None,
     wording: WordingOption = None,
     haystack: HaystackOption = None,
     cases: Annotated[Path | None, typer.Option(help="A file of LongEval's lines cases, instead of new ones.")] = None,
-    seed: Annotated[int, typer.Option(help="Number of the first sample.")] = 0,
-    batch: Annotated[int, typer.Option(min=1, max=MOST, help="Prompts read together.")] = 8,
+    seed: Annotated[int, typer.Option(help="Number of the first sample; the others follow it.")] = 0,
+    batch: Annotated[int, typer.Option(min=1, max=MOST, help="Prompts read together, as one batch.")] = 8,
     able: AbleOption = None,
     max_new_tokens: NewTokensOption = None,
     dtype: Precision = "auto",
@@ -126,7 +138,7 @@ def _plan(
     if wording not in WORDINGS:
         raise ValueError(f"--wording must be one of {', '.join(WORDINGS)}, got {wording!r}")
     if cases is not None and suite != "lines":
-        raise ValueError(f"--cases are LongEval's lines, which the suite {suite!r} has none of")
+        raise ValueError(f"--cases are LongEval's lines: they need the suite lines, got {suite!r}")
     return Plan(
         tasks=_tasks(suite, tasks),
         methods=specs(methods),
@@ -141,39 +153,41 @@ def _plan(
 
 
 def say_if_short(plan: "Plan") -> None:
-    """Say so of a haystack that comes round again in the longest prompt."""
+    """Warn of a haystack that is shorter than the longest prompt, so that its sentences are repeated."""
     longest = max(plan.lengths)
     if plan.haystack.letters < LETTERS * longest:
         say(
-            f"a text of --haystack has {plan.haystack.letters:,} letters, fewer than prompts of {longest:,} tokens: "
-            "its sentences come again and again, and what is hidden in such noise is easily found"
+            f"a text of --haystack has only {plan.haystack.letters:,} letters. Prompts of {longest:,} tokens need "
+            "more, so its sentences are repeated, and what is hidden in such noise is found too easily"
         )
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(help="The folder that was --out of a bench of answers.")],
-    able: Annotated[float | None, typer.Option(help="Only tasks and lengths where exact scores so much.")] = None,
+    folder: Annotated[Path, typer.Argument(help="The --out folder of a benchmark of answers.")],
+    able: Annotated[
+        float | None, typer.Option(help="Show only tasks and lengths where exact scores at least this (0 to 1).")
+    ] = None,
 ) -> None:
-    """Make table, pictures and page of a bench of answers anew, from the rows of one that stopped or is going on."""
+    """Make table, pictures and page of a benchmark of answers again, also while it runs or after it was stopped."""
     if not (folder / ANSWERS).is_file():
         raise ValueError(
-            f"{folder} has no {ANSWERS}: name a folder that was --out of a bench of answers. What other suites have "
-            "measured is shown by the same command again, which measures nothing twice"
+            f"{folder} has no {ANSWERS}: name a folder that was --out of a bench of answers. To see what other "
+            "suites have measured repeat their command: nothing is measured twice"
         )
     check_able(able)
     show(folder, able=able)
 
 
 def check_able(able: float | None) -> None:
-    """Refuse what is no score."""
+    """Refuse a number that is no score."""
     if able is not None and not 0 <= able <= 1:
         raise ValueError(f"--able must be a score from 0 to 1, got {able:g}")
 
 
 def show(folder: Path, tasks: Sequence[str] | None = None, able: float | None = None) -> None:
-    """Print the table of some tasks, or of all; write pictures and the page, where matplotlib is.
+    """Print the table of some tasks, or of all; write pictures and the page if matplotlib is installed.
 
-    With `able`, what the model does with everything held comes first, and then what counts by that.
+    With `able`, the scores of exact come first, and then only tasks and lengths where they are at least `able`.
     """
     from kvsketch.evaluation.answers.able import able_part
     from kvsketch.evaluation.answers.summary import summarise
@@ -196,7 +210,7 @@ def measure(
     plan: "Plan", model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", name: str | None, out: Path,
     able: float | None = None, before: "Callable[[Runner], None]" = lambda runner: None,
 ) -> None:  # fmt: skip
-    """Run a plan, or the part of it that the model can do, into a folder's rows; `before` is told what will run."""
+    """Run a plan, or what the model can do of it, and add its rows to a folder; `before` gets the runner first."""
     from kvsketch.evaluation.answers.able import first_prompts, unable
     from kvsketch.evaluation.answers.runner import Runner
     from kvsketch.evaluation.results.rows import LEARNT, RowsFile, read_rows
@@ -216,7 +230,7 @@ def measure(
 
 
 def _fill(file: "RowsFile", runner: "Runner") -> None:
-    """Make the rows that are missing, with a bar."""
+    """Measure the rows that are missing, with a progress bar."""
     from kvsketch.evaluation.results.rows import key_of
 
     plan = runner.plan
@@ -228,7 +242,7 @@ def _fill(file: "RowsFile", runner: "Runner") -> None:
 
 
 def say_left_out(left_out: "Mapping[Place, Sequence[float]]", able: float) -> None:
-    """What the model cannot do, in a line; nothing if it can do all."""
+    """Print in one line what the model cannot do; nothing if it can do all."""
     if left_out:
         places = [
             f"{task}{f' at {length:,} tokens' * bool(length)}, {asked} ({fmean(scores):.2f}, n = {len(scores)})"
@@ -238,12 +252,12 @@ def say_left_out(left_out: "Mapping[Place, Sequence[float]]", able: float) -> No
 
 
 def describe(model: "PreTrainedModel", name: str | None, fingerprint: str) -> dict[str, Any]:
-    """What makes the rows of a run: the model, the versions, the machine."""
+    """What a run's rows were made with: the model, the versions, the machine."""
     return about_run(name or EMBEDDED, fingerprint, str(model.dtype).removeprefix("torch."), model.device.type)
 
 
 def about_run(name: str, fingerprint: str, dtype: str, device: str, *, program: str = "kvsketch") -> dict[str, Any]:
-    """The same in words: of a model, or of what was made up."""
+    """The same from names, for a model or for made-up data."""
     from kvsketch.evaluation.results.provenance import provenance
 
     about = {"model": name, "fingerprint": fingerprint, "dtype": dtype, "device": device}
@@ -262,7 +276,7 @@ def _tasks(suite: str, names: str | None) -> list[str]:
 
 
 def tables_of(means: "Sequence[Mean]") -> Group:
-    """A table for each task, length and question mode, methods down: wide enough for their names on 80 columns."""
+    """A table for each task, length and question mode, a line for each method; it fits into 80 columns with names."""
     from kvsketch.evaluation.answers.summary import ASKED
 
     looking = any(mean.looked_up is not None for mean in means)
@@ -285,7 +299,7 @@ def tables_of(means: "Sequence[Mean]") -> Group:
 
 
 def able_table(held: "Sequence[Mean]", able: float) -> Group:
-    """What a model does with everything held, and what counts by that."""
+    """The scores of exact, and whether each is high enough to count."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("task", overflow="fold")
     for heading in ("tokens", "question", "n", "score", "counts"):
@@ -297,7 +311,7 @@ def able_table(held: "Sequence[Mean]", able: float) -> Group:
 
 
 def write_report(folder: Path, able: float | None = None) -> None:
-    """Pictures and a page from a folder's rows, where matplotlib is."""
+    """Pictures and a page from a folder's rows, if matplotlib is installed."""
     rows_path = folder / ANSWERS
     try:
         from kvsketch.evaluation.answers.page import write_page

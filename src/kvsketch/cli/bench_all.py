@@ -20,7 +20,7 @@ ABLE = 0.8
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What is used where an option is left out."""
+    """Defaults of the options that are left out."""
 
     lengths: str
     samples: int
@@ -33,37 +33,58 @@ class Sizes:
 USUAL = Sizes(lengths="2000", samples=40, keep="0.5,0.25,0.125,0.0625", windows=10, turns=7, steps=32)
 QUICK = Sizes(lengths="1000", samples=4, keep="0.25", windows=2, turns=2, steps=8)
 
-Out = Annotated[Path, typer.Option("--out", "-o", help="Rows and the page go to this folder.")]
+Out = Annotated[Path, typer.Option("--out", "-o", help="Folder for the result rows and the page.")]
 Methods = Annotated[
     str | None,
     typer.Option(
-        "--methods", "-m", help="Specs, with ; between; all that forget, and the recommended ones, if left out."
+        "--methods",
+        "-m",
+        help="Methods, as specs with ; between them. Left out: all that drop tokens, and the recommended ones.",
     ),
 ]
-Heads = Annotated[str, typer.Option(help="How heads share a budget, with commas; for specs that do not say.")]
-Keeps = Annotated[str | None, typer.Option("--keep", help=f"Fractions of a full cache; {USUAL.keep} if left out.")]
-TaskNames = Annotated[str, typer.Option("--tasks", help="Tasks, with commas.")]
+Heads = Annotated[str, typer.Option(help="Ways to share a budget among heads, with commas; for specs that name none.")]
+Keeps = Annotated[
+    str | None,
+    typer.Option("--keep", help=f"Budgets: fractions of a full cache, with commas; {USUAL.keep} if left out."),
+]
+TaskNames = Annotated[str, typer.Option("--tasks", help="Tasks, with commas between them.")]
 Lengths = Annotated[str | None, typer.Option(help=f"Tokens in a prompt, with commas; {USUAL.lengths} if left out.")]
 Samples = Annotated[
-    int | None, typer.Option(min=1, max=MOST, help=f"Prompts for each task; {USUAL.samples} if left out.")
+    int | None, typer.Option(min=1, max=MOST, help=f"Prompts for each task and length; {USUAL.samples} if left out.")
 ]
-Files = Annotated[list[Path] | None, typer.Option(help="A text whose predictions are measured (KL); again for more.")]
+Files = Annotated[
+    list[Path] | None,
+    typer.Option(help="A text file on which predictions are measured (KL divergence); repeat for more."),
+]
 Windows = Annotated[
-    int | None, typer.Option(min=1, max=MOST, help=f"Windows of each text; {USUAL.windows} if left out.")
+    int | None, typer.Option(min=1, max=MOST, help=f"Windows measured in each of --texts; {USUAL.windows} if left out.")
 ]
 Turns = Annotated[
-    int | None, typer.Option(min=0, max=MOST, help=f"Times that all is timed, 0: not; {USUAL.turns} if left out.")
+    int | None,
+    typer.Option(
+        min=0, max=MOST, help=f"Times that compressing is timed; 0: nothing is timed; {USUAL.turns} if left out."
+    ),
 ]
-Index = Annotated[Path | None, typer.Option(help="What kvsketch fit has written: look tokens up too.")]
+Index = Annotated[
+    Path | None,
+    typer.Option(help="A folder that kvsketch fit has written: with it, methods that look tokens up are compared too."),
+]
 Beside = Annotated[
-    list[Path] | None, typer.Option(help="Rows of another package (see benchmarks/kvpress_board.py); again for more.")
+    list[Path] | None,
+    typer.Option(help="A folder with rows of another package (see benchmarks/kvpress_board.py); repeat for more."),
 ]
 Fit = Annotated[
-    bool, typer.Option("--fit", help="Give each method less, so that with all its spare room it holds its budget.")
+    bool,
+    typer.Option(
+        "--fit", help="Give each method less, so that what it holds, spare room included, is no more than its budget."
+    ),
 ]
-Quick = Annotated[bool, typer.Option("--quick", help="A handful of documents, a quarter kept: to see that it works.")]
-Seed = Annotated[int, typer.Option(help="Number of the first sample.")]
-Batch = Annotated[int, typer.Option(min=1, max=MOST, help="Prompts read together.")]
+Quick = Annotated[
+    bool,
+    typer.Option("--quick", help="Smaller defaults, to see that it works: a handful of documents, a quarter kept."),
+]
+Seed = Annotated[int, typer.Option(help="Number of the first sample; the others follow it.")]
+Batch = Annotated[int, typer.Option(min=1, max=MOST, help="Prompts read together, as one batch.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Do not use the model's chat template.")]
 
 

@@ -45,25 +45,31 @@ def bench_error(
     out: RowsFolder,
     model: ModelName = None,
     methods: Annotated[str | None, methods_option(METHODS)] = None,
-    rates: Annotated[str | None, typer.Option(help=f"Shares of the tokens to keep ({RATES}).")] = None,
+    rates: Annotated[
+        str | None, typer.Option(help=f"Shares of the tokens to keep, with commas; {RATES} if left out.")
+    ] = None,
     seeds: Annotated[
-        int | None, typer.Option(max=MOST_SEEDS, help=f"Seeds for methods that draw at random; {SEEDS}.")
+        int | None,
+        typer.Option(max=MOST_SEEDS, help=f"Number of seeds for methods that draw at random; {SEEDS} if left out."),
     ] = None,
     layers: Layers = None,
     prompt_file: PromptFiles = None,
     task: Task = None,
     prompts: Prompts = None,
     tokens: Tokens = None,
-    blocks: Annotated[str | None, typer.Option(help=f"Sizes of block, for methods that have such; {BLOCKS}.")] = None,
+    blocks: Annotated[
+        str | None,
+        typer.Option(help=f"Block sizes in tokens, with commas, for methods that have blocks; {BLOCKS} if left out."),
+    ] = None,
     exact: Annotated[
-        int | None, typer.Option(help=f"Tokens kept at either end; so many queries are asked; {EXACT}.")
+        int | None, typer.Option(help=f"Tokens kept at either end, and last queries asked; {EXACT} if left out.")
     ] = None,
     dtype: Precision = "auto",
     device: Device = None,
 ) -> None:
-    """Compare single layers with exact attention: BalanceKV's study of how many tokens are kept.
+    """Compare single layers that keep few tokens with exact attention: BalanceKV's study.
 
-    The first and the last tokens of a text are kept, methods compress those between, and the last ones ask.
+    The first and the last tokens of a text are kept, a method compresses those between, and the last queries ask.
     Run it again to go on after an interruption.
     """
     study = read_study(methods, rates, seeds, blocks, exact)
@@ -87,7 +93,7 @@ def read_study(
 
 
 def run(study: "Study", inputs: Inputs) -> None:
-    """Measure what is missing, with a bar; then tables and pictures of all that was asked for."""
+    """Measure what is missing, with a progress bar; then show tables and pictures of all that was asked for."""
     from kvsketch.evaluation.layers.error import NORMS_KEY
     from kvsketch.evaluation.layers.plan import KEY
     from kvsketch.evaluation.results.rows import RowsFile, name_without_digest
@@ -118,7 +124,7 @@ def _measure(
     errors: "RowsFile",
     norms: "RowsFile",
 ) -> None:
-    """Run the study, with a bar."""
+    """Run the study, with a progress bar."""
     from kvsketch.evaluation.layers.error import run
 
     with progress_bar(MofNCompleteColumn()) as bar:
@@ -145,7 +151,7 @@ def _asked_for(
 
 
 def _draw(rows: "Sequence[Row]", out: Path) -> None:
-    """Pictures, where matplotlib is."""
+    """Save the pictures, if matplotlib is installed."""
     if find_spec("matplotlib") is None:
         say_no_pictures("matplotlib", out / ROWS)
         return

@@ -1,4 +1,4 @@
-"""What studies of single layers are given: a model, its layers, and texts."""
+"""The inputs of studies of single layers: a model, its layers, and texts."""
 
 import json
 from collections.abc import Sequence
@@ -24,30 +24,32 @@ TASK, PROMPTS, TOKENS = "lines", 3, 4000  # the documents that are made
 
 
 def methods_option(usual: str) -> Any:
-    """Which methods are compared, those of `usual` if nothing is said."""
-    return typer.Option("--methods", "-m", help=f"Specs without budgets, with ; between ({usual}).")
+    """The option that names the methods to compare; `usual` are its default."""
+    return typer.Option("--methods", "-m", help=f"Specs without budgets, with ; between them; if left out: {usual}.")
 
 
-# Options that all of them have.
+# Options that all these studies have.
 ModelName = Annotated[
     str | None,
-    typer.Argument(metavar="MODEL", callback=named, help="A model's folder or name; the embedded one if left out."),
+    typer.Argument(metavar="MODEL", callback=named, help="A model's folder or name; the embedded model if left out."),
 ]
-Layers = Annotated[str | None, typer.Option(help="These layers, with commas; all if left out.")]
+Layers = Annotated[str | None, typer.Option(help="Layers to measure, with commas; all if left out.")]
 PromptFiles = Annotated[
-    list[Path] | None, typer.Option(help="A text to read; once for each. Left out: documents of a task.")
+    list[Path] | None, typer.Option(help="A text file to read; repeat for more. Left out: documents of a task.")
 ]
-Task = Annotated[str | None, typer.Option(help=f"Documents of this task, {TASK} if left out.")]
-Prompts = Annotated[int | None, typer.Option(min=1, max=MOST, help=f"So many documents, {PROMPTS} if left out.")]
+Task = Annotated[str | None, typer.Option(help=f"Task whose documents are read; {TASK} if left out.")]
+Prompts = Annotated[int | None, typer.Option(min=1, max=MOST, help=f"Number of documents; {PROMPTS} if left out.")]
 Tokens = Annotated[
     int | None,
-    typer.Option(min=1, max=MOST, help=f"Tokens of a document, {TOKENS:,} if left out; and the most of a file."),
+    typer.Option(
+        min=1, max=MOST, help=f"Tokens of a document, {TOKENS:,} if left out; for a file, the most that are read."
+    ),
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Texts:
-    """Which texts: files, or so many documents of a task, with questions and answers behind them if wanted."""
+    """The texts to read: files, or made-up documents of a task, which may end with questions and their answers."""
 
     files: Sequence[Path] = ()
     task: str | None = None
@@ -66,13 +68,13 @@ class Texts:
 
     @cached_property
     def contents(self) -> list[tuple[str, str]]:
-        """The files, by name."""
+        """The name and the text of each file."""
         from kvsketch.files import name_of
 
         return [(name_of(path), read_text(path)) for path in self.files]
 
     def read(self, tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedModel") -> "list[Prompt]":
-        """All of them, cut to the tokens wanted, on the model's device."""
+        """All texts, cut to the number of tokens wanted, on the model's device."""
         from kvsketch.evaluation.layers.plan import Prompt
         from kvsketch.evaluation.results.rows import name_with_digest
 
@@ -91,18 +93,18 @@ class Texts:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Everything but what is special to a study."""
+    """All that a study is given, but its own options."""
 
     model: "PreTrainedModel"
     tokenizer: "PreTrainedTokenizerBase"
     texts: Texts
     layers: Sequence[int]
     out: Path
-    about: dict[str, Any]  # the run
+    about: dict[str, Any]  # describes the run
 
 
 def shares(text: str) -> list[float]:
-    """Numbers, or fractions as the tables have them."""
+    """Shares written as numbers, or as fractions such as 1/4, which the tables show."""
     return some_numbers("--rates", text, _share)
 
 
@@ -116,7 +118,7 @@ def _share(text: str) -> float:
 def load_inputs(
     out: Path, model: str | None, layers: str | None, texts: Texts, dtype: str, device: str | None
 ) -> Inputs:
-    """The model, loaded, with everything else that a study is given."""
+    """Load the model, and collect everything else that a study is given."""
     check_folder("--out", out)
     wanted = None if layers is None else some_numbers("--layers", layers, int)
 

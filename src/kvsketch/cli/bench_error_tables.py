@@ -9,7 +9,7 @@ from rich.text import Text
 from kvsketch.evaluation.layers.summary import compare, name_of, pool_norms, rate_name, summarise
 from kvsketch.evaluation.results.rows import Row, name_without_digest
 
-COMPARED, BASELINE = "balancekv", "uniform"  # whose errors are divided by whose
+COMPARED, BASELINE = "balancekv", "uniform"  # the errors of the first are divided by those of the second
 NOTE = (
     "Relative errors are Frobenius norms over the last queries and all heads of a layer. All methods have room for the "
     "same number of entries: the rate's share of the middle, to the nearest 32. ¹ Geometric mean over pairs of the "
@@ -18,7 +18,7 @@ NOTE = (
 
 
 def tables(rows: Sequence[Row], norms: Sequence[Row]) -> Iterator[Group]:
-    """Errors and times of every layer, ratios to a weighted uniform sample, norms."""
+    """Tables of errors and times of every layer, of ratios to a weighted uniform sample, and of norms."""
     rows = sorted(rows, key=lambda row: (row["layer"], -row["rate"]))
     found = summarise(rows)
     compared = [name for name in dict.fromkeys(row["method"] for row in rows) if name.startswith(COMPARED)]
@@ -41,7 +41,7 @@ def tables(rows: Sequence[Row], norms: Sequence[Row]) -> Iterator[Group]:
 
 
 def table_of(title: str, corner: str, cells: Mapping[tuple[str, str], str]) -> Group:
-    """Cells by line and column, below a title that may be wider."""
+    """A table of cells, by line and column, below a title that may be wider than it."""
     columns = dict.fromkeys(column for _, column in cells)
     table = Table(box=None, pad_edge=False, collapse_padding=True)
     table.add_column(corner, overflow="fold")

@@ -1,4 +1,4 @@
-"""`kvsketch bench speed`: how long a step takes beside exact and stock, and from which context on a method pays."""
+"""`kvsketch bench speed`: how long a step takes beside exact and stock, and from which context on it is faster."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -32,33 +32,37 @@ if TYPE_CHECKING:
 
 USUAL_LENGTHS, USUAL_CONTEXTS = (",".join(map(str, some)) for some in (LENGTHS, END_TO_END))
 USUAL_METHODS = "; ".join(METHODS)
-Lengths = Annotated[str, typer.Option(help="Tokens that one layer holds, with commas between them.")]
+Lengths = Annotated[str, typer.Option(help="Numbers of tokens that one layer holds, with commas between them.")]
 Methods = Annotated[
     str,
     typer.Option(
         "--methods",
         "-m",
-        help="Specs, with ; between; or all (expected_attention apart). What saap and heads='profile' want is made up.",
+        help="Specs, with ; between them, or all (but expected_attention). The index that saap needs and the "
+        "profile that heads='profile' needs are made up.",
     ),
 ]
 Heads = Annotated[int, typer.Option(min=1, max=MOST, help="KV heads of a layer.")]
-Group = Annotated[int, typer.Option(min=1, max=MOST, help="Query heads of each.")]
-Width = Annotated[int, typer.Option(min=2, max=MOST, help="Numbers of a key.")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
-Threads = Annotated[int | None, typer.Option(min=1, max=4096, help="Threads; as many as torch would use.")]
-Rounds = Annotated[int, typer.Option(min=2, max=MOST, help="Steps of each way that are timed.")]
+Group = Annotated[int, typer.Option(min=1, max=MOST, help="Query heads of each KV head.")]
+Width = Annotated[int, typer.Option(min=2, max=MOST, help="Width of a head: numbers in a key.")]
+Dtype = Annotated[str, typer.Option(help="Precision: float32, bfloat16 or float16.")]
+Threads = Annotated[int | None, typer.Option(min=1, max=4096, help="CPU threads; if left out, as many as torch uses.")]
+Rounds = Annotated[int, typer.Option(min=2, max=MOST, help="Steps that are timed of each method and kernel.")]
 Between = Annotated[
     str,
-    typer.Option(help="Memory that is read before each step, to empty the processor's caches: more than they hold."),
+    typer.Option(help="Memory that is read before each step to empty the processor's caches: more than they hold."),
 ]
 EndToEnd = Annotated[
-    str, typer.Option(help='Contexts of a random Llama that is timed whole, with commas; "" for none.')
+    str,
+    typer.Option(help='Context lengths, with commas, at which a whole Llama with random weights is timed; "": none.'),
 ]
-Prompts = Annotated[int, typer.Option(min=0, max=MOST, help="Its longest prompt that is read; longer ones take hours.")]
-Layers = Annotated[int, typer.Option(min=1, max=1000, help="Its layers.")]
-Real = Annotated[bool, typer.Option("--real/--no-real", help="Time smollm2 at 8,192 tokens too.")]
-Buckets = Annotated[int, typer.Option(min=1, max=1 << 20, help="Buckets of the index that saap looks things up in.")]
-Hidden = Annotated[int, typer.Option(min=0, max=1 << 20, help="Hidden units of its router; 0: it is linear.")]
+Prompts = Annotated[
+    int, typer.Option(min=0, max=MOST, help="Longest prompt, in tokens, that this Llama reads; longer ones take hours.")
+]
+Layers = Annotated[int, typer.Option(min=1, max=1000, help="Layers of this Llama.")]
+Real = Annotated[bool, typer.Option("--real/--no-real", help="Also time smollm2 at 8,192 tokens.")]
+Buckets = Annotated[int, typer.Option(min=1, max=1 << 20, help="Buckets of the index in which saap looks tokens up.")]
+Hidden = Annotated[int, typer.Option(min=0, max=1 << 20, help="Hidden units of that index's router; 0: a linear one.")]
 
 
 def bench_speed(
@@ -79,10 +83,10 @@ def bench_speed(
     buckets: Buckets = 1024,
     hidden: Hidden = 1024,
 ) -> None:
-    """Time a step beside exact and stock, on this machine's CPU. Run it again to go on after an interruption.
+    """Time a step of each method beside exact and stock, on this CPU. Run it again to go on after an interruption.
 
-    One layer with every method and kernel, whole models, and the context from which on each method is faster than
-    exact. Answers are checked first: a wrong one has no time. Let nothing else compute meanwhile.
+    Timed are one layer, with every method and kernel, and whole models; then comes the context from which on each
+    method is faster than exact. Answers are checked first: a wrong one is not timed. Run nothing else meanwhile.
     """
     check_folder("--out", out)
 
@@ -112,7 +116,7 @@ def size(text: str) -> int:
 
 
 def run(plan: "Plan", out: Path) -> None:
-    """Measure what is missing, with a bar; then tables and picture of all that was asked for."""
+    """Measure what is missing, with a progress bar; then show tables and picture of all that was asked for."""
     from kvsketch.evaluation.results.rows import RowsFile
     from kvsketch.evaluation.speed.clock import threads
     from kvsketch.evaluation.speed.plan import KEY
@@ -142,7 +146,7 @@ def _measured(plan: "Plan", rows: "RowsFile") -> Iterator[tuple[str, int]]:
 
 
 def show(plan: "Plan", out: Path) -> None:
-    """Tables and picture of all rows of the folder that were asked for, whenever they were made."""
+    """Show tables and picture of all rows of the folder that were asked for, whenever they were made."""
     from kvsketch.evaluation.results.rows import read_rows
     from kvsketch.evaluation.speed.plan import KEY
 
@@ -156,7 +160,7 @@ def show(plan: "Plan", out: Path) -> None:
 
 
 def _draw(plan: "Plan", rows: "list[Row]", out: Path) -> None:
-    """The picture, where matplotlib is and something was timed."""
+    """Save the picture, if matplotlib is installed and a layer was timed."""
     from kvsketch.evaluation.speed.plan import LAYER
     from kvsketch.evaluation.speed.summary import timed
 

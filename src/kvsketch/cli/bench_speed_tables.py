@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from kvsketch.evaluation.results.rows import Row
     from kvsketch.evaluation.speed.plan import Plan
 
-WIDEST = 24  # letters of a method, before it goes on in the next line
+WIDEST = 24  # letters of a method in a line of a table; the rest goes to the next line
 NOTE = (
     "ms: median of a step, and the 5th and 95th percentile. Read: bytes of keys, values, weights and router that a "
     "step reads; of memory: those over its time, as a share of the speed at which much memory was read right before "
     "it. × exact: time of exact with the same kernels over this time, in the same turns (of stock and two "
     "products: with the default kernels). Stock is the call of transformers; folded, with the queries of a group "
-    "together; neither has to take in the token. Of whole models decoded/s and × exact are of 64 steps in a row, with "
-    "all that is done only every so many tokens (stock's are of the median). A piece: caches were filled, and prompt/s "
-    "is of the tokens that were read behind them."
+    "together; neither adds the new token to a cache. Of whole models decoded/s and × exact are of 64 steps in a row, "
+    "with all that is done only every so many tokens (stock's are of the median). A piece: caches were filled with "
+    "random keys and values, and prompt/s is for the tokens that were read after that."
 )
 
 
 def tables(rows: "Sequence[Row]", plan: "Plan") -> Iterator[Group]:
-    """One of a layer for each length, one of break-even, and one for each whole model and length."""
+    """A table of one layer for each length, one of break-even, and one for each whole model and length."""
     from kvsketch.evaluation.speed.plan import BUILD, LAYER
     from kvsketch.evaluation.speed.summary import parts_of
 
@@ -105,7 +105,7 @@ def _ms(seconds: float) -> str:
 
 
 def _wrong(row: "Row") -> str:
-    """By how much, of what it may be."""
+    """How wrong an answer is: its worst error, as a multiple of plain torch's."""
     names = [name.removesuffix("_error") for name in row if name.endswith("_error") and not name.startswith("plain_")]
     worst = max(names, key=lambda name: row[f"{name}_error"] / max(row[f"plain_{name}_error"], 1e-300))
     return f"{row[f'{worst}_error'] / max(row[f'plain_{worst}_error'], 1e-300):.1f} × plain"

@@ -1,4 +1,4 @@
-"""`kvsketch bench text`: how far predictions of a text move when the cache is compressed."""
+"""`kvsketch bench text`: how much the predictions of a text change when the cache is compressed."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -25,27 +25,28 @@ if TYPE_CHECKING:
 
 METHODS = "uniform; streaming_llm; clustergen; balancekv; kvzip; kvzip(window=0.25)"
 KEEPS, TOKENS, NEXT, CALL, WINDOWS = "0.5,0.25,0.125,0.0625", 2048, 128, 16, 20
-WIDEST = 22  # letters of a method, before it goes on in the next line
-BASELINE = "uniform"  # with whose divergence others are compared, at the same budget
+WIDEST = 22  # letters of a method in a line of the table; the rest goes to the next line
+BASELINE = "uniform"  # the others' divergence is divided by this one's at the same budget
 NOTE = (
     "KL: divergence of the predictions from those of the full cache, nats a token, mean over n windows with its 95 % "
     "interval. Of uniform: over that of uniform with the same budget, window by window; geometric mean and interval. "
-    "Agree: the likeliest token is the same. ppl: perplexity of the text. Bytes in percent of a full cache after the "
-    "window was read."
+    "Agree: the likeliest token is the same. ppl: perplexity of the text. Bytes as percentages of a full cache's, "
+    "after the window was read."
 )
 
-Files = Annotated[list[Path], typer.Option(help="A text to read; once for each.")]
+Files = Annotated[list[Path], typer.Option(help="A text file to read; repeat for more.")]
 Methods = Annotated[
-    str, typer.Option("--methods", "-m", help="Specs, with ; between; those without a budget get every --keep.")
+    str, typer.Option("--methods", "-m", help="Specs, with ; between them; those without a budget get every --keep.")
 ]
-Budgets = Annotated[str, typer.Option(help="Budgets: fractions, numbers of entries, or bytes; with commas.")]
+Budgets = Annotated[str, typer.Option(help="Budgets, with commas: fractions, numbers of entries, or bytes.")]
 Tokens = Annotated[int, typer.Option(min=2, max=MOST, help="Tokens of a window that are read and compressed.")]
-Next = Annotated[int, typer.Option("--next", min=2, max=MOST, help="Tokens that are predicted then.")]
+Next = Annotated[int, typer.Option("--next", min=2, max=MOST, help="Tokens after the window that are predicted.")]
 Call = Annotated[
-    int, typer.Option(min=1, max=MOST, help="So many of them are fed at a time; one where tokens are looked up.")
+    int,
+    typer.Option(min=1, max=MOST, help="Tokens fed at a time while predicting; one for methods that look tokens up."),
 ]
 Windows = Annotated[int, typer.Option(min=1, max=MOST, help="Windows of each text.")]
-Batch = Annotated[int, typer.Option(min=1, max=MOST, help="So many windows are read and measured together.")]
+Batch = Annotated[int, typer.Option(min=1, max=MOST, help="Windows that are read and measured together.")]
 
 
 def bench_text(
@@ -64,8 +65,8 @@ def bench_text(
 ) -> None:
     """Measure what methods do to a model's predictions of texts. Run it again to go on after an interruption.
 
-    A window of a text is read and compressed; how far are the predictions of the next tokens from those of the full
-    cache?
+    A window of a text is read and compressed; then the predictions of the next tokens are compared with those of the
+    full cache.
     """
     from kvsketch.evaluation.texts.plan import Plan
     from kvsketch.huggingface.rereading import check_room_behind
@@ -88,7 +89,7 @@ def bench_text(
 
 
 def run(plan: "Plan", inputs: Inputs) -> None:
-    """Measure what is missing, with a bar; then table and picture of all that was asked for."""
+    """Measure what is missing, with a progress bar; then show table and picture of all that was asked for."""
     from kvsketch.evaluation.results.rows import LEARNT, RowsFile
     from kvsketch.evaluation.texts import measure
     from kvsketch.evaluation.texts.plan import KEY
@@ -96,7 +97,7 @@ def run(plan: "Plan", inputs: Inputs) -> None:
 
     texts = inputs.texts.read(inputs.tokenizer, inputs.model)
     for text in texts:
-        plan.starts(text)  # a text that is too short shows now, not after hours
+        plan.starts(text)  # refuses a text that is too short now, not after hours
     learnt = Identity(inputs.model).learnt(plan.configs.values())
     rows = RowsFile(inputs.out / TEXTS, inputs.about | {LEARNT: learnt}, KEY)
     with reported(lambda: show(plan, texts, inputs.out)), progress_bar(MofNCompleteColumn()) as bar:
@@ -106,7 +107,7 @@ def run(plan: "Plan", inputs: Inputs) -> None:
 
 
 def budgets(text: str) -> "list[Keep]":
-    """What `--keep` lists: 0.25 is a fraction, 512 a number of entries, 64MB bytes."""
+    """The budgets that `--keep` lists: 0.25 is a fraction, 512 a number of entries, 64MB bytes."""
     found: list[Keep] = []
     for part in listed(text):
         for kind in (int, float, str):
@@ -119,7 +120,7 @@ def budgets(text: str) -> "list[Keep]":
 
 
 def show(plan: "Plan", texts: "Sequence[Prompt]", out: Path) -> None:
-    """Table and picture of all rows of the folder that were asked for, whenever they were made."""
+    """Show table and picture of all rows of the folder that were asked for, whenever they were made."""
     from kvsketch.evaluation.results.rows import key_of, read_rows
     from kvsketch.evaluation.texts.plan import KEY
 
@@ -176,5 +177,5 @@ def table_of(rows: "Sequence[Row]", plan: "Plan") -> Group:
 
 
 def _three_digits(number: float) -> str:
-    """A number with three digits, or all before the point if there are more."""
+    """A number with three digits, or with all digits before the point if these are more."""
     return f"{number:,.{2 if number < 10 else 1 if number < 100 else 0}f}"

@@ -1,4 +1,4 @@
-"""What `kvsketch bench all` does: plans, the runs of them, and a page of what is there."""
+"""The work of `kvsketch bench all`: its plans, their runs, and a page of the rows that are there."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -69,7 +69,7 @@ class Given:
 
     @cached_property
     def choice(self) -> "Choice":
-        """Which methods are compared."""
+        """The methods that are compared."""
         from kvsketch.evaluation.board.plan import Choice
 
         index = None if self.index is None else str(self.index)
@@ -77,7 +77,7 @@ class Given:
 
     @cached_property
     def answers(self) -> "list[AnswerPlan]":
-        """What is asked, methods apart: in noise, and in texts if there are some."""
+        """Plans of what is asked, but for the methods: in noise, and in texts if some are given."""
         from kvsketch.evaluation.answers.plan import Plan
         from kvsketch.evaluation.tasks import TASKS
         from kvsketch.evaluation.tasks.haystack import haystack_of
@@ -93,7 +93,7 @@ class Given:
         hiding = [name for name in self.tasks if TASKS[name].hides]
         if not self.haystack:
             return [made]
-        hidden = replace(made, haystack=haystack_of(self.haystack))  # refused where no task hides anything
+        hidden = replace(made, haystack=haystack_of(self.haystack))  # refuses texts where no task hides anything
         return [made, replace(hidden, tasks=hiding)]
 
     @cached_property
@@ -112,7 +112,7 @@ class Given:
 
 
 class Board:
-    """A model, and what is measured of it."""
+    """A model, and all that is measured on it."""
 
     def __init__(self, given: Given, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> None:
         import torch
@@ -135,10 +135,10 @@ class Board:
         self.predictions = replace(given.predictions, methods=every[1:])
         self.texts: list[Prompt] = given.texts.read(tokenizer, model) if given.texts.files else []
         for text in self.texts:
-            self.predictions.starts(text)  # a text that is too short shows now, not after hours
+            self.predictions.starts(text)  # refuses a text that is too short now, not after hours
 
     def _check_lengths(self) -> None:
-        """Refuse to read more than the model was made for."""
+        """Refuse prompts that are longer than the model's context."""
         from kvsketch.caches.registry import parse_spec
         from kvsketch.huggingface.rereading import check_room_behind
         from kvsketch.huggingface.supported import check_context
@@ -149,7 +149,7 @@ class Board:
             check_room_behind(self.model, longest, "a prompt")
 
     def _fitted(self) -> dict[str, float | None]:
-        """Specs that hold what their budget says, each with that budget; what the folder knows is not sought again."""
+        """Specs that hold what their budget says, each with that budget; known ones are read from the folder."""
         from kvsketch.evaluation.answers.runner import read_together
         from kvsketch.evaluation.board.equal import Fitter
         from kvsketch.evaluation.board.lines import line_of
@@ -167,7 +167,7 @@ class Board:
     # -- measuring
 
     def _about(self, methods: "Sequence[str]") -> dict[str, object]:
-        """What makes rows of these methods."""
+        """What rows of these methods are made with."""
         from kvsketch.caches.registry import parse_spec
         from kvsketch.evaluation.results.rows import LEARNT
         from kvsketch.huggingface.identity import Identity
@@ -175,11 +175,13 @@ class Board:
         return self.about | {LEARNT: Identity(self.model).learnt(map(parse_spec, methods))}
 
     def measure(self) -> None:
-        """Make the rows that are missing."""
+        """Measure the rows that are missing."""
         from kvsketch.evaluation.board.prompts import write_prompts
 
         given = self.given
-        note = partial(write_prompts, given.out / PROMPTS, self.about)  # first: others may answer them meanwhile
+        note = partial(
+            write_prompts, given.out / PROMPTS, self.about
+        )  # before measuring: other packages may answer them meanwhile
         for plan in self.answers:
             measure(plan, self.model, self.tokenizer, given.model, given.out, given.able, before=note)
         if self.texts:
@@ -208,7 +210,7 @@ class Board:
     # -- what is there
 
     def report(self) -> None:
-        """Print who wins, and write the page; of the rows that there are."""
+        """Print the winners and write the page, from the rows that are there."""
         from kvsketch.evaluation.board.content import content
 
         rows = self._rows()
@@ -228,7 +230,7 @@ class Board:
         say(f"rows in {self.given.out}, the board in {write_board(self.given.out / PAGE, found, about)}")
 
     def _rows(self) -> "Rows":
-        """All rows that were asked for, those of other packages too."""
+        """All rows that were asked for, also those of other packages."""
         from kvsketch.evaluation.board.gathering import Rows, Wanted
         from kvsketch.evaluation.results.rows import key_of
         from kvsketch.evaluation.texts.plan import KEY
@@ -248,7 +250,7 @@ class Board:
 
 
 def winners_table(board: "Content") -> Table:
-    """The best of each column and budget, and how many are level with it."""
+    """A table of the best of each column and budget, and how many are level with it."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for heading, right in (("kept", True), ("", False), ("best", False), ("", True), ("level", True)):
         table.add_column(heading, justify="right" if right else "left", overflow="fold")

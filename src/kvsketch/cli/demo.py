@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 SHOWN = 7  # characters of an answer
 NOTE = (
     "holds: bytes of the cache, over those of a full one. reads: how much of what was seen a new token looks at. "
-    "Green answers are right. No question is known when a document is read: what was dropped "
-    "in every head cannot be answered. This is one document of each kind, docs/results.md has hundreds; kvsketch "
-    "methods lists the other methods."
+    "Green answers are right. No question is known when a document is read: questions about tokens "
+    "that every head has dropped cannot be answered. This is one document of each kind, docs/results.md has hundreds; "
+    "kvsketch methods lists the other methods."
 )
 
 
 def demo(
-    tokens: Annotated[int, typer.Option(min=500, max=6000, help="Length of each document.")] = 4000,
+    tokens: Annotated[int, typer.Option(min=500, max=6000, help="Length of each document in tokens.")] = 4000,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Also draw a picture, in this folder.")] = None,
     device: Device = None,
 ) -> None:
-    """Read two documents with a few methods, and ask about them later: what each holds, reads and answers."""
+    """Read two documents with a few methods, ask about them later, and show what each holds, reads and answers."""
     if out is not None:
         check_folder("--out", out)
     place = check_device(device)

@@ -1,6 +1,6 @@
-"""How a command ends: well, with one line on what was wrong and exit code 2, or with 130 by Ctrl-C.
+"""How a command ends: well, with one line on what was wrong and exit code 2, or with 130 after Ctrl-C.
 
-Nothing heavy is imported here: it is loaded before everything else.
+This module is loaded before all others, so it imports nothing heavy.
 """
 
 import os
@@ -14,14 +14,18 @@ from types import FrameType
 from typing import Any, TextIO
 
 WRONG, STOPPED = 2, 130  # exit codes
-LONG = ("fit", "profile", "train-demo")  # go on where they were stopped; a bench says so with its report
-LONGEST = 1000  # letters of what is said to be wrong: a spec may have thousands
-NO_MEMORY = ("out of memory", "allocate memory", "DefaultCPUAllocator")  # how torch says it
+LONG = (
+    "fit",
+    "profile",
+    "train-demo",
+)  # go on where they were stopped, and say so here; a bench says it with its report
+LONGEST = 1000  # letters of an error message: a spec may have thousands
+NO_MEMORY = ("out of memory", "allocate memory", "DefaultCPUAllocator")  # parts of torch's messages
 
 
 @contextmanager
 def ending() -> Iterator[None]:
-    """Run a command here, and the process ends as it should."""
+    """Run a command in the body, and end the process as it should end."""
     stop_at_once()
     _mend_streams()
     try:
@@ -29,10 +33,10 @@ def ending() -> Iterator[None]:
             _check_arguments()
             yield
         finally:
-            sys.stdout.flush()  # a full disk shows here, and not when nobody can say so any more
+            sys.stdout.flush()  # so that a full disk raises here, where it can still be reported
     except BaseException as error:
-        stop_at_once()  # also while Python itself comes to its end
-        if was_stopped(error) or (isinstance(error, SystemExit) and error.code == STOPPED):  # as typer says it
+        stop_at_once()  # also while Python itself shuts down
+        if was_stopped(error) or (isinstance(error, SystemExit) and error.code == STOPPED):  # typer's form of it
             _say_that_it_goes_on()
             sys.exit(STOPPED)
         said = _explained(error)
@@ -46,24 +50,23 @@ def ending() -> Iterator[None]:
 
 
 def stop_at_once() -> None:
-    """From now on Ctrl-C ends the process where it stands: there is nothing to put in order.
+    """From now on Ctrl-C ends the process at once: there is nothing to put in order.
 
-    While modules are imported and models are loaded, an exception would be printed, or be taken for another one, by
-    whatever library it passes through. Where somebody has chosen that Ctrl-C shall do nothing, as nohup does, it stays
-    so.
+    An exception while modules are imported and models are loaded would be printed, or replaced by another one, by
+    whatever library it passes through. Where Ctrl-C is ignored, as under nohup, it stays so.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _stop)
 
 
 def stop_in_order() -> None:
-    """From now on Ctrl-C is an exception again: there is work to report, or a bar to take from the terminal."""
+    """From now on Ctrl-C is an exception again: there is work to report, or a bar to remove from the terminal."""
     if signal.getsignal(signal.SIGINT) is _stop:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def was_stopped(error: BaseException | None) -> bool:
-    """Whether Ctrl-C is what an exception comes from; libraries make others of it."""
+    """Whether an exception comes from Ctrl-C; libraries turn it into other exceptions."""
     while error is not None:
         if isinstance(error, KeyboardInterrupt):
             return True
@@ -76,7 +79,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def _say_that_it_goes_on() -> None:
-    """What was done before Ctrl-C is kept by these commands."""
+    """Say of the commands in `LONG` that they have kept what was done before Ctrl-C."""
     if sys.argv[1:2] and sys.argv[1] in LONG:
         from kvsketch.cli.notes import say
 
@@ -88,18 +91,18 @@ def _say_that_it_goes_on() -> None:
 
 
 def _check_arguments() -> None:
-    """Refuse what the shell gave us that is no text: it could not be written down beside what was measured."""
+    """Refuse arguments that are no text: they could not be written to a file beside what was measured."""
     for argument in sys.argv[1:]:
         if any("\ud800" <= letter <= "\udfff" for letter in argument):
             raise ValueError(
-                f"the argument {argument!r:.60} is no text in UTF-8: type it in a terminal that writes UTF-8, and "
-                "rename a file whose name is not"
+                f"the argument {argument!r:.60} is no text in UTF-8: use a terminal that writes UTF-8, and "
+                "rename files whose names are not in UTF-8"
             )
 
 
 def _explained(error: BaseException) -> str | None:
-    """What to say of an error that is not a fault of ours."""
-    if hasattr(error, "format_message"):  # typer's, on how a command is called
+    """What to say of an error that is not a bug of ours; None for one that is."""
+    if hasattr(error, "format_message"):  # from typer: the command was called wrongly
         return _called_wrongly(error)
     if isinstance(error, ValueError | OSError):
         return str(error)
@@ -120,7 +123,7 @@ def _called_wrongly(error: Any) -> str:
     command = error.ctx.command_path if getattr(error, "ctx", None) else "kvsketch"
     said = error.format_message().strip().removesuffix(".")
     end = "" if said.endswith("?") and not got else "."
-    return f"{said}{got}{end} See {command} --help" if said else ""  # nothing: help was shown instead
+    return f"{said}{got}{end} See {command} --help" if said else ""  # typer has no message where it has shown the help
 
 
 def _say(text: str) -> None:
@@ -141,16 +144,16 @@ def _say(text: str) -> None:
 
 
 def _mend_streams() -> None:
-    """Streams that the shell has closed are empty ones; a letter that a terminal cannot show does not end a command."""
+    """Replace closed streams by empty ones; a letter that a terminal cannot show must not end a command."""
     for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:  # libraries write there without asking
+        if getattr(sys, name) is None:  # libraries write there without a check
             setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))  # noqa: SIM115 (for as long as we run)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as standard error has it
 
 
 def _give_up_what_cannot_be_written(stream: TextIO) -> None:
-    """Python would try again when it ends, and say so at length."""
+    """Send to nowhere what cannot be written: Python would try again at its end, and print a long error."""
     try:
         stream.flush()
     except OSError:

@@ -1,4 +1,4 @@
-"""`kvsketch fit`: learn which keys a model's queries look for, once, for `saap` and `kmeans` to look them up by."""
+"""`kvsketch fit`: learn once which keys a model's queries look for; `saap` and `kmeans` look keys up by that."""
 
 from dataclasses import replace
 from functools import partial
@@ -27,63 +27,74 @@ SHOWN_PROBES = 32
 Files = Annotated[
     list[Path] | None,
     typer.Option(
-        help='A .txt file (one text) or a .jsonl file (a text a line, under "text"); again for more. Left out, the '
-        "embedded model is fitted to documents of its own tasks, with settings for those."
+        help='A .txt file (one text) or a .jsonl file (a text a line, under "text"); repeat for more. Left out, the '
+        "embedded model is fitted to documents of its own tasks; --tokens, --apart, --away, --queries, --buckets and "
+        "--hidden then have other defaults."
     ),
 ]
 Out = Annotated[
     Path | None,
-    typer.Option("--out", "-o", help="The index goes to this folder; left out, to where saap finds it by itself."),
+    typer.Option("--out", "-o", help="Folder for the index; left out, the one where saap finds it by itself."),
 ]
-Buckets = Annotated[int, typer.Option(help="Buckets of every KV head.")]
+Buckets = Annotated[int, typer.Option(help="Buckets that the keys of each KV head are sorted into.")]
 Hidden = Annotated[int, typer.Option(help="Width of the classifiers' inner layer; 256 and 0 (linear) are cheaper.")]
 Layers = Annotated[
-    str | None, typer.Option(help="These layers, with commas; left out, all with queries that look far.")
+    str | None, typer.Option(help="Layers to fit, with commas; left out, all with long-range queries (see --away).")
 ]
 Tokens = Annotated[
-    int | None, typer.Option(help="Cut texts into pieces of so many tokens; 16384, or the model's context.")
+    int | None,
+    typer.Option(
+        help="Cut texts into pieces of so many tokens; left out, 16384, or the model's context if that is less."
+    ),
 ]
 Apart = Annotated[
-    int, typer.Option(help="The window: queries learn from keys farther away. Texts must be longer than this.")
+    int,
+    typer.Option(help="The window in tokens: queries learn from keys farther away. Texts must be longer than this."),
 ]
-Away = Annotated[int, typer.Option(help="Learn from queries whose best key is farther away than this.")]
-Queries = Annotated[int, typer.Option(help="Note so many queries of each text and KV head, at most.")]
-Pool = Annotated[int, typer.Option(help="Learn from so many queries of each KV head, evenly from all texts.")]
-KeysAtMost = Annotated[int, typer.Option(help="Cluster so many keys of each KV head, at most.")]
+Away = Annotated[int, typer.Option(help="Learn only from queries whose best key is more than this many tokens away.")]
+Queries = Annotated[int, typer.Option(help="Most queries that are noted of each text and KV head.")]
+Pool = Annotated[int, typer.Option(help="Queries of each KV head to learn from, taken evenly from all texts.")]
+KeysAtMost = Annotated[int, typer.Option(help="Most keys of each KV head that are clustered.")]
 RecipeName = Annotated[
     str,
-    typer.Option(help="fast, or paper: 40,000 steps of 1,000 queries at a constant rate of 1e-5, begun at random."),
+    typer.Option(
+        help="Recipe of the training: fast (500 steps of 512 queries, at a rate that falls from 1e-3), or paper "
+        "(40,000 steps of 1,000 queries at a constant rate of 1e-5, from random weights)."
+    ),
 ]
-Steps = Annotated[int | None, typer.Option(help="Steps of the training; the recipe's if left out.")]
-Batch = Annotated[int | None, typer.Option(help="Queries of each head in a step; the recipe's if left out.")]
-Rate = Annotated[float | None, typer.Option(help="The rate it begins with; the recipe's if left out.")]
+Steps = Annotated[int | None, typer.Option(help="Training steps; the recipe's if left out.")]
+Batch = Annotated[int | None, typer.Option(help="Queries of each head in a training step; the recipe's if left out.")]
+Rate = Annotated[float | None, typer.Option(help="Learning rate at the start; the recipe's if left out.")]
 Products = Annotated[
     str | None,
     typer.Option(
-        help="What the training multiplies: float32, or bfloat16, faster where a processor has products of it."
+        help="Precision of the training's products: float32, or bfloat16, which is faster where the processor has such "
+        "products; the recipe's if left out."
     ),
 ]
 HeldOut = Annotated[
-    float, typer.Option(help="The share of texts that nothing is fitted to, to measure on; at least one text.")
+    float, typer.Option(help="Share of the texts that is kept for measuring, and not fitted to; at least one text.")
 ]
-Seed = Annotated[int, typer.Option(help="Another seed is another index.")]
+Seed = Annotated[int, typer.Option(help="Random seed: another one gives another index.")]
 ShardsFolder = Annotated[
     Path | None,
     typer.Option(
-        help="What is noted of the texts goes to this folder and stays there for other fits; left out, it goes "
-        "to OUT/work and is removed at the end."
+        help="Folder for what is noted of the texts, where it stays for other fits; left out, it goes to OUT/work "
+        "and is removed at the end."
     ),
 ]
-Keep = Annotated[bool, typer.Option("--keep", help="Keep OUT/work, which is emptied as layers are done.")]
-SaveEvery = Annotated[float, typer.Option(min=0, help="Seconds of training that a crash may cost.")]
+Keep = Annotated[bool, typer.Option("--keep", help="Keep OUT/work, which is otherwise emptied as layers are done.")]
+SaveEvery = Annotated[
+    float, typer.Option(min=0, help="Seconds of training between saves: the most that a crash may cost.")
+]
 UseRay = Annotated[
     bool,
     typer.Option(
-        "--ray", help="Spread texts and layers over a Ray cluster, whose machines share the folders; the same result."
+        "--ray", help="Spread texts and layers over a Ray cluster whose machines share the folders; same result."
     ),
 ]
 RayAddress = Annotated[
-    str, typer.Option(help="Which cluster: auto is the one this machine is part of, local a new one here.")
+    str, typer.Option(help="Address of the cluster: auto is the one this machine is part of, local a new one here.")
 ]
 
 
@@ -118,8 +129,8 @@ def fit(
 ) -> None:
     """Learn which of a model's keys its queries look for; run it again to go on after an interruption.
 
-    It reads the corpus once, noting keys and queries in OUT/work or --shards, and then fits layer by layer. The corpus
-    should be like what the model is to be used for: texts in which things are looked up from far away.
+    The corpus is read once, and keys and queries are noted in OUT/work or --shards; then layers are fitted one by one.
+    The corpus should be like what the model is to be used for: texts in which things are looked up from far away.
     """
     if out is not None:
         check_folder("--out", out)
@@ -136,13 +147,13 @@ def fit(
 
 
 def _without_corpus(context: typer.Context, model: str | None, corpus: list[Path] | None) -> dict[str, int]:
-    """Settings for documents of the embedded model's tasks, where those are what is read; but for what was given."""
+    """Settings for documents of the embedded model's tasks if these are read; options that were given stay."""
     if corpus:
         return {}
     from kvsketch.evaluation.embedded.corpus import FIT
 
     if model is not None:
-        raise ValueError("a corpus is wanted for every model but the embedded one: kvsketch fit MODEL --corpus FILE")
+        raise ValueError("every model but the embedded one needs a corpus: kvsketch fit MODEL --corpus FILE")
     sources = {name: context.get_parameter_source(name) for name in FIT}
     return {name: FIT[name] for name, source in sources.items() if source is not None and source.name == "DEFAULT"}
 
@@ -150,7 +161,7 @@ def _without_corpus(context: typer.Context, model: str | None, corpus: list[Path
 def _settings(
     recipe: str, layers: str | None, training: dict[str, Any], given: dict[str, int], held_out: float
 ) -> "FitSettings":
-    """The settings that the options name; of `training` what was given."""
+    """The settings that the options name; parts of `training` that are None stay the recipe's."""
     from kvsketch.fitting.settings import RECIPES, FitSettings, ShardSettings
 
     if recipe not in RECIPES:
@@ -167,7 +178,7 @@ def _fit(
     settings: "FitSettings",
     shards: Path | None, ray: bool, ray_address: str, whole: bool, **options: Any,
 ) -> None:  # fmt: skip
-    """Load the model and fit to it, here or on a Ray cluster, with a bar for each part; then show what was learnt."""
+    """Load the model and fit to it, here or on a Ray cluster, with a bar for each part; then show the result."""
     from kvsketch.caches.lookup.key_index import own_index
     from kvsketch.evaluation.embedded.corpus import write_corpus
     from kvsketch.evaluation.results.provenance import provenance
@@ -217,7 +228,7 @@ def model_on(device: str, *, name: str | None, dtype: str) -> "PreTrainedModel":
 
 
 def _table(index: "KeyIndex", probes: int) -> Table:
-    """What was found in texts that nothing was fitted to."""
+    """How much is found in texts that nothing was fitted to."""
     from kvsketch.fitting.measure import CLASSIFIER, KMEANS, ROTATED
 
     ways = {CLASSIFIER: "classifier", KMEANS: "k-means", ROTATED: "k-means, rotated"}

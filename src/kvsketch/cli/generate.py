@@ -1,4 +1,4 @@
-"""`kvsketch generate`: read a text with a bounded cache, and answer or go on."""
+"""`kvsketch generate`: read a text with a bounded cache; then answer a question, or go on with the text."""
 
 import math
 import re
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvsketch.evaluation.answers.session import Timing
 
 
-LEAST_TEMPERATURE = 1e-4  # below it, logits divided by it are no numbers any more
+LEAST_TEMPERATURE = 1e-4  # below it, dividing logits by it gives no finite numbers
 
 
 def generate(
@@ -35,24 +35,39 @@ def generate(
         typer.Option(
             "--method",
             "-m",
-            help=f"How the cache is kept small; {FOR_BOTH} if left out.",
+            help=f"How the cache is kept small, as a spec; {FOR_BOTH} if left out.",
         ),
     ] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="A text to read; - is standard input.")] = None,
-    question: Annotated[str | None, typer.Option(help="Asked after the text, when the cache is compressed.")] = None,
-    save_cache: Annotated[Path | None, typer.Option(help="Keep the cache of the text in this file.")] = None,
-    load_cache: Annotated[Path | None, typer.Option(help="Start from a saved cache instead of a text.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, max=MOST, help="Length of the answer.")] = 128,
-    chunk: Annotated[int | None, typer.Option(min=1, max=MOST, help="Read the text so many tokens at a time.")] = None,
-    protect: Annotated[list[str] | None, typer.Option(help="START:STOP, tokens of the text never to drop.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="A text file to read; - is standard input.")] = None,
+    question: Annotated[
+        str | None, typer.Option(help="A question on the text, asked once the cache is compressed.")
+    ] = None,
+    save_cache: Annotated[Path | None, typer.Option(help="Save the cache of the text in this file.")] = None,
+    load_cache: Annotated[
+        Path | None, typer.Option(help="Start from the cache saved in this file instead of a text.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, max=MOST, help="Most tokens of the answer.")] = 128,
+    chunk: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=MOST, help="Tokens of the text to read at a time; left out, all at once, or as the method says."
+        ),
+    ] = None,
+    protect: Annotated[
+        list[str] | None, typer.Option(help="Tokens of the text never to drop, as START:STOP; repeat for more.")
+    ] = None,
     dtype: Precision = "auto",
     device: Device = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="The same draws each time, where --temperature is not 0.")] = None,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Sampling temperature; 0 takes the likeliest token each time.")
+    ] = 0.0,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the draws, for a --temperature that is not 0: the same draws each time.")
+    ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Do not use the model's chat template.")] = False,
     report: Annotated[bool, typer.Option("--report", help="Also show what each layer holds.")] = False,
 ) -> None:
-    """Read a text with a bounded cache, and answer or go on."""
+    """Read a text with a bounded cache; then answer a question on it, or go on with the text."""
     _check_sources(prompt_file, question, load_cache, save_cache, method, chunk)
     if temperature and not LEAST_TEMPERATURE <= temperature < math.inf:
         raise ValueError(f"--temperature must be 0, or a number from {LEAST_TEMPERATURE:g} on, got {temperature}")
@@ -94,7 +109,7 @@ def generate(
 def _tokens(
     model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", text: str, question: str, raw: bool
 ) -> "tuple[Tensor, Tensor | None]":
-    """What the cache reads, and what comes after it, if anything does."""
+    """The tokens that the cache reads, and the tokens that come after, or None."""
     from kvsketch.huggingface.templates import split_prompt, uses_template
 
     template = uses_template(tokenizer, raw)
@@ -105,7 +120,7 @@ def _tokens(
 
 
 def _as_it_fits(config: "MethodConfig", model: "PreTrainedModel", tokens: int) -> "MethodConfig":
-    """The usual method, or another where the model's context has no room for a text and its second reading."""
+    """The usual method, or another one where the model's context has no room to read the text a second time."""
     from kvsketch.huggingface.rereading import check_room_behind
 
     try:
@@ -118,7 +133,7 @@ def _as_it_fits(config: "MethodConfig", model: "PreTrainedModel", tokens: int) -
 
 
 def _read_once(model: "PreTrainedModel") -> "MethodConfig":
-    """The usual method for a text that is read once: by profile, if there is one of this model."""
+    """The usual method for a text that is read once: by profile, if this model has one."""
     try:
         return kvsketch.make_cache(model, READ_ONCE).config
     except ValueError:
@@ -133,7 +148,7 @@ def _loaded_or_filled(
     chunk: int | None,
     asked: int,
 ) -> "tuple[Any, Timing | None]":
-    """The saved cache, or a new one that has read these tokens, with room for those `asked`; and how fast it read."""
+    """The saved cache, or a new one that has read these tokens; and how fast it read. Checks that `asked` more fit."""
     from kvsketch.huggingface.supported import check_context
 
     if saved is not None:
@@ -145,29 +160,29 @@ def _loaded_or_filled(
 
 
 def _spans(given: list[str] | None, saved: Path | None) -> list[tuple[int, int]]:
-    """The spans of tokens that options name, as in 0:20."""
+    """The spans of tokens that `--protect` names, as in 0:20."""
     if given and saved is not None:
-        raise ValueError("--protect is said when a text is read; a loaded cache keeps what it was made with")
+        raise ValueError("--protect does not go with --load-cache: it is said when a text is read")
     spans = list[tuple[int, int]]()
     for one in given or ():
         found = re.fullmatch(r"(\d{1,15}):(\d{1,15})", one)
         if found is None:
             raise ValueError(f"--protect is START:STOP in tokens of the text, as in 0:20, got {one!r:.40}")
         if int(found[1]) >= int(found[2]):
-            raise ValueError(f"--protect is START:STOP with STOP behind START, as in 0:20, got {one}")
+            raise ValueError(f"--protect is START:STOP with STOP after START, as in 0:20, got {one}")
         spans.append((int(found[1]), int(found[2])))
     return spans
 
 
 def _check_spans(spans: list[tuple[int, int]], tokens: int) -> None:
-    """Refuse to protect what the text does not have."""
+    """Refuse to protect tokens that the text does not have."""
     last = max((stop for _, stop in spans), default=0)
     if last > tokens:
         raise ValueError(f"--protect goes up to token {last:,}, and the text has {tokens:,}")
 
 
 def _try_to_save(cache: Any, path: Path, *, answers: bool) -> Exception | None:
-    """Save a cache; what went wrong, if there is still a question to answer before that ends the command."""
+    """Save a cache; an error is returned, not raised, if there is a question to answer before it ends the command."""
     try:
         cache.save(path)
     except (ValueError, OSError) as error:
@@ -209,7 +224,7 @@ def _read_with_bar(model: "PreTrainedModel", ids: "Tensor", cache: Any, chunk: i
 
     count = ids.shape[1]
     twice = cache.config.askings.second
-    in_one_call = chunk is None and cache.config.prefill == "exact"  # then the bar can only show that it is at work
+    in_one_call = chunk is None and cache.config.prefill == "exact"  # then the bar cannot show progress, only activity
     with progress_bar() as bar:
         task = bar.add_task(f"reading {count:,} tokens", total=None if in_one_call else count * (1 + twice))
         return read_prompt(model, ids, cache, chunk=chunk, progress=lambda read: bar.update(task, completed=read))

@@ -1,4 +1,4 @@
-"""`kvsketch import`: a GGUF file becomes a folder that every other command takes for a model."""
+"""`kvsketch import`: turn a GGUF file into a folder that every other command takes as a model."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,13 +10,13 @@ from kvsketch.cli.notes import say
 
 
 def import_model(
-    file: Annotated[Path, typer.Argument(help="A GGUF file.")],
+    file: Annotated[Path, typer.Argument(help="The GGUF file to read.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder to make, new or empty.")],
     dtype: Annotated[
-        str, typer.Option(help="float32 keeps every digit; bfloat16 or float16 take half the room.")
+        str, typer.Option(help="Precision: float32 keeps every digit; bfloat16 or float16 take half the room.")
     ] = "float32",
 ) -> None:
-    """Make a folder that transformers loads of a GGUF file: weights in safetensors, and the tokenizer."""
+    """Turn a GGUF file into a folder that transformers loads: weights in safetensors, and the tokenizer."""
     check_folder("--out", out)
     if file.is_dir():
         raise ValueError(f"{file} is a folder: name a GGUF file. A folder that holds a model needs no import")

@@ -1,4 +1,4 @@
-"""`kvsketch inspect`: whether a model's keys cluster, and its values."""
+"""`kvsketch inspect`: whether a model's keys and values form clusters."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,22 +36,24 @@ if TYPE_CHECKING:
 
 LEAST_TOKENS = 16
 NOTE = (
-    "δ in shares of the median distance between keys, or between values. In brackets 2δr: SubGen's theorem asks for "
-    "samples in proportion to its exponential. Radius of k centres: over that of one. "
+    "δ in shares of the median distance between keys, or between values. In brackets 2δr: the samples that SubGen's "
+    "theorem asks for grow as its exponential. Radius of k centres: over that of one. "
     "Attention to a quarter: what a quarter of the tokens gets of all that goes to the middle of the text, if they are "
     "those that get most, those whose keys point away from the mean of all, those with short keys or short values, or "
     "k-center's; .25 by chance. Cosine: of the mean query and the mean key."
 )
 PromptFile = Annotated[
-    Path | None, typer.Option(help="A text to read; - is standard input. Left out: a record of lines.")
+    Path | None, typer.Option(help="A text file to read; - is standard input. Left out: a made-up record of lines.")
 ]
 Layers = Annotated[
-    str | None, typer.Option(help="These layers, with commas; left out, five from the first to the last.")
+    str | None, typer.Option(help="Layers to show, with commas; left out, five, evenly from the first to the last.")
 ]
 SHARES = "0.25,0.5,0.75,1"
 Shares = Annotated[
     str | None,
-    typer.Option(help=f"Radii δ, as shares of the median distance between keys, or values; {SHARES} if left out."),
+    typer.Option(
+        help=f"Radii δ of clusters, as shares of the median distance between keys, or values; {SHARES} if left out."
+    ),
 ]
 Maps = Annotated[str | None, typer.Option(help="KV heads to draw maps of, with commas; 0 if left out.")]
 
@@ -60,31 +62,33 @@ def inspect(
     out: RowsFolder,
     model: ModelName = None,
     prompt_file: PromptFile = None,
-    tokens: Annotated[int, typer.Option(min=64, max=MOST, help="Read so many tokens of the text at most.")] = 4000,
+    tokens: Annotated[int, typer.Option(min=64, max=MOST, help="Most tokens of the text that are read.")] = 4000,
     layers: Layers = None,
     maps: Maps = None,
     shares: Shares = None,
     heads: Annotated[
-        bool, typer.Option("--heads", help="Show which tokens each head keeps instead, on a page.")
+        bool, typer.Option("--heads", help="Instead, write a page that shows which tokens each head keeps.")
     ] = False,
     method: Annotated[
         str | None,
-        typer.Option("--method", "-m", help=f"For --heads: how a cache is kept small; {FOR_BOTH} if left out."),
+        typer.Option("--method", "-m", help=f"For --heads: the method, as a spec; {FOR_BOTH} if left out."),
     ] = None,
     dtype: Precision = "auto",
     device: Device = None,
 ) -> None:
-    """Show how a model's keys, values and queries are spread, with maps; or, by --heads, what each head keeps."""
+    """Show how a model's keys, values and queries are spread, with maps; or, with --heads, what each head keeps."""
     check_folder("--out", out)
     text = None if prompt_file is None else read_text(prompt_file)
     if heads:
         for name, value in (("--layers", layers), ("--maps", maps), ("--shares", shares)):
             if value is not None:
-                raise ValueError(f"{name} is for how keys are spread; --heads shows every layer, and what it keeps")
+                raise ValueError(
+                    f"{name} says how keys are spread, and does not go with --heads, which shows every layer"
+                )
         show_heads(model, method, prompt_file, text, tokens, dtype, device, out)
         return
     if method is not None:
-        raise ValueError("--method says what keeps tokens for --heads; keys are spread as they are whatever is kept")
+        raise ValueError("--method needs --heads: how keys are spread does not depend on a method")
     wanted = None if layers is None else some_numbers("--layers", layers, int)
     drawn, radii = some_numbers("--maps", or_default(maps, "0"), int), _positive("--shares", or_default(shares, SHARES))
     about = {"model": model or "embedded", "text": str(prompt_file or "a record of lines")}
@@ -101,7 +105,7 @@ def _show_spread(
     tokens: int,
     out: Path,
 ) -> None:
-    """Rows, tables and pictures."""
+    """Write the rows and pictures, and print the tables."""
     if find_spec("matplotlib") is None:
         raise ValueError("pictures need matplotlib: pip install matplotlib")
 
@@ -131,7 +135,7 @@ def _positive(option: str, text: str) -> list[float]:
 
 
 def _read(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", text: str | None, tokens: int) -> "Tensor":
-    """The text's first tokens, on the model's device; without a text, those of a record of lines."""
+    """The first tokens of the text, or of a made-up record of lines without one, on the model's device."""
     read = made_text("lines", tokens, "inspect", tokenizer) if text is None else text
     ids = tokenizer(read, return_tensors="pt")["input_ids"][:, :tokens]
     if ids.shape[1] < LEAST_TOKENS:
@@ -140,7 +144,7 @@ def _read(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", text: 
 
 
 def _measure(seen: "Sequence[Captured]", shares: Sequence[float]) -> "list[Row]":
-    """Rows of all layers and heads, with a bar."""
+    """Rows of all layers and heads, with a progress bar."""
     from kvsketch.evaluation.inspection.spread import inspect_layer
 
     rows = list["Row"]()
@@ -154,7 +158,7 @@ def _measure(seen: "Sequence[Captured]", shares: Sequence[float]) -> "list[Row]"
 
 
 def _draw(rows: "list[Row]", seen: "Sequence[Captured]", heads: Sequence[int], out: Path) -> None:
-    """Pictures; maps only where scikit-learn is."""
+    """Save the pictures; maps only if scikit-learn is installed."""
     from kvsketch.evaluation.inspection import pictures
     from kvsketch.evaluation.results.panels import save
 
@@ -168,7 +172,7 @@ def _draw(rows: "list[Row]", seen: "Sequence[Captured]", heads: Sequence[int], o
 
 
 def _tables(rows: "list[Row]") -> Iterator[Table]:
-    """Means over heads: norms, clusters of keys and of values after the whole text, and radii of k-center."""
+    """Tables of means over heads: norms, clusters of keys and of values after the whole text, radii of k-center."""
     by_layer = {layer: [row for row in rows if row["layer"] == layer] for layer in sorted({r["layer"] for r in rows})}
     norms = Table("norms, layer", "queries", "keys", "keys - mean", "values", "distance", box=None, pad_edge=False)
     for layer, heads in by_layer.items():
@@ -184,7 +188,7 @@ def _tables(rows: "list[Row]") -> Iterator[Table]:
 
 
 def _clusters(what: str, name: str, by_layer: "Mapping[int, Sequence[Row]]") -> Table:
-    """How many there are at the end, for each δ; of keys also 2δr."""
+    """Numbers of clusters at the end of the text, for each δ; for keys also 2δr."""
     shares = sorted({cell["share"] for heads in by_layer.values() for cell in heads[0][name]})
     table = Table(f"clusters of {what}, layer", *(f"δ = {share:g}" for share in shares), box=None, pad_edge=False)
     for layer, heads in by_layer.items():
@@ -198,7 +202,7 @@ def _clusters(what: str, name: str, by_layer: "Mapping[int, Sequence[Row]]") -> 
 
 
 def _attended(by_layer: "Mapping[int, Sequence[Row]]") -> Table:
-    """Shares of attention, and the cosine between mean query and mean key."""
+    """Shares of attention that a quarter of the tokens gets, and the cosine of mean query and mean key."""
     from kvsketch.evaluation.inspection.attended import CHOICES
 
     names = (*CHOICES, "cosine")
@@ -209,7 +213,7 @@ def _attended(by_layer: "Mapping[int, Sequence[Row]]") -> Table:
 
 
 def _radii(by_layer: "Mapping[int, Sequence[Row]]") -> Table:
-    """Of keys and of values, over that of one centre."""
+    """Radii around k centres, of keys and of values, relative to the radius around one."""
     counts = [cell["centres"] for cell in next(iter(by_layer.values()))[0]["radii"]]
     headings = (f"k = {count}" for count in counts)
     table = Table("radius, keys / values, layer", *headings, box=None, pad_edge=False)

@@ -25,7 +25,7 @@ def show_heads(
     device: str | None,
     out: Path,
 ) -> None:
-    """Read a text once, make a small cache of that, and write the page."""
+    """Read a text once, compress what was read into a small cache, and write the page."""
     config = checked(method)
     from kvsketch.evaluation.inspection.kept import held_tokens, token_texts, write_kept_page
     from kvsketch.evaluation.reading import readable_for
@@ -34,7 +34,7 @@ def show_heads(
 
     exact = readable_for(config)
     if exact is None:
-        why, advice = "goes by what an exact cache has no notes of", "name another method"
+        why, advice = "needs notes that an exact cache does not take", "name another method"
         if config.prefill != "exact":
             why, advice = "chooses while it reads", f'leave out prefill="{config.prefill}", or {advice}'
         raise ValueError(f"{config} {why}, and --heads shows what is chosen of a text that was read exactly: {advice}")
@@ -60,7 +60,7 @@ def show_heads(
 
 
 def checked(method: str | None) -> "MethodConfig":
-    """The method, if it forgets."""
+    """The method's config; refuses one that holds every token."""
     from kvsketch.caches.core.config import BudgetedConfig
 
     config = kvsketch.parse_spec(or_default(method, FOR_BOTH))

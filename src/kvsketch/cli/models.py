@@ -1,4 +1,4 @@
-"""Models by name: a folder or name that transformers knows, the embedded one, or a real one from a package."""
+"""Models by name: a folder or name that transformers knows, the embedded model, or a real one from a package."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ EMBEDDED_MODEL = (
 
 
 def check_device(device: str | None) -> str:
-    """Where to run: what was named, if it is there, or the best there is."""
+    """The device to run on: the one named, if it is there; cuda or else cpu if none is named."""
     import torch
 
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -29,7 +29,7 @@ def check_device(device: str | None) -> str:
 
 
 def load_model(name: str | None, dtype: str, device: str | None) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """The model and its tokenizer; without a name the embedded one, and say so."""
+    """The model and its tokenizer; without a name the embedded model, with a note that says so."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from kvsketch.checkpoints import PRECISIONS
@@ -47,13 +47,13 @@ def load_model(name: str | None, dtype: str, device: str | None) -> "tuple[PreTr
     else:
         name = _folder_of(name)
         try:
-            # nothing of a checkpoint is ever run: neither its code nor a pickle
+            # no code of a checkpoint is ever run, and no pickle is loaded
             safe: dict[str, Any] = {"trust_remote_code": False, "use_safetensors": True}
             model = AutoModelForCausalLM.from_pretrained(name, dtype=wanted, **safe)
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         except MemoryError:
             raise
-        except Exception as error:  # a folder can be broken in any way, and transformers says so in any words
+        except Exception as error:  # a folder can be broken in any way, and transformers raises any exception for it
             what = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
             known = "" if Path(name).is_dir() else f". There is no folder of this name; those of ours are {_ours()}"
             raise ValueError(f"{name} cannot be loaded as a model with its tokenizer ({what}){known}") from error
@@ -67,13 +67,13 @@ def _ours() -> str:
 
 
 def _folder_of(name: str) -> str:
-    """What transformers is asked for: a name of ours is a folder of ours."""
+    """The folder or name to load with transformers; for smollm2 our own folder."""
     from kvsketch.checkpoints import SMOLLM2, smollm2_folder
 
     if name == SMOLLM2 and not Path(name).exists():
         return str(smollm2_folder(say))
     if name.lower().endswith(".gguf"):
         raise ValueError(f"{name} is a GGUF file: make a folder of it first, with kvsketch import {name} -o FOLDER")
-    if name.startswith(("/", ".", "~")) and not Path(name).is_dir():  # no name that transformers could know
+    if name.startswith(("/", ".", "~")) and not Path(name).is_dir():  # not a name that transformers could know
         raise ValueError(f"there is no folder {name}: name a model's folder, or leave it out for the embedded model")
     return name

@@ -1,4 +1,4 @@
-"""`kvsketch profile`: how unequally a model's KV heads use what they have seen, once, for `heads="profile"`."""
+"""`kvsketch profile`: measure once how unequally a model's KV heads use what they have seen, for `heads="profile"`."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvsketch.fitting.profiling import Parts
 
 TOKENS, WINDOWS, KEEPS = 2000, 4, "0.5,0.25,0.125,0.0625,0.03125"
-TASKS = "lines,kv,niah_single,niah_multikey"  # whose documents the embedded model reads
+TASKS = "lines,kv,niah_single,niah_multikey"  # the embedded model reads documents of these
 KEY = ("text", "start", "tokens", "keeps")
 NOTE = (
     "Part of the tokens between sinks and window that a head holds when the best of all heads are kept; "
@@ -39,18 +39,24 @@ NOTE = (
 
 Files = Annotated[
     list[Path] | None,
-    typer.Option(help="A text like those to come; again for more. Left out: documents, for the embedded model alone."),
+    typer.Option(
+        help="A text file like those to come; repeat for more. Left out, for the embedded model: documents of --tasks."
+    ),
 ]
 Out = Annotated[
     Path | None,
     typer.Option(
-        "--out", "-o", help='A file (.json), its picture beside it (.png). Left out: where heads="profile" finds it.'
+        "--out",
+        "-o",
+        help="The profile's file (.json), a picture beside it (.png); left out, where heads='profile' finds it.",
     ),
 ]
-Tasks = Annotated[str | None, typer.Option("--tasks", help=f"Documents of these tasks; {TASKS} if left out.")]
-Tokens = Annotated[int, typer.Option(min=64, max=MOST, help="Tokens of a piece, which is read twice.")]
-Windows = Annotated[int, typer.Option(min=1, max=MOST, help="Pieces of each text; documents of each task.")]
-Keeps = Annotated[str, typer.Option("--keep", help="Fractions for which shares are measured.")]
+Tasks = Annotated[
+    str | None, typer.Option("--tasks", help=f"Tasks to make documents of, with commas; {TASKS} if left out.")
+]
+Tokens = Annotated[int, typer.Option(min=64, max=MOST, help="Length in tokens of a piece, which is read twice.")]
+Windows = Annotated[int, typer.Option(min=1, max=MOST, help="Pieces of each text, or documents of each task.")]
+Keeps = Annotated[str, typer.Option("--keep", help="Budgets for which shares are measured: fractions, with commas.")]
 
 
 def profile(
@@ -66,7 +72,7 @@ def profile(
 ) -> None:
     """Measure which share of a cache each head of a model needs. Run it again to go on after an interruption.
 
-    Pieces of the texts are read twice; what a head looks at again is what it needs.
+    Pieces of the texts are read twice; what a head looks at in the second reading is what it needs.
     """
     if out is not None and (out.suffix != ".json" or out.is_dir()):
         raise ValueError(f"--out must name a file that ends in .json, got {out}")
@@ -88,7 +94,7 @@ def profile(
         picture = out.with_suffix(".png")
         if picture.exists() and not out.exists():
             raise ValueError(
-                f"--out would take the place of {picture} too, a picture that belongs to no profile: name another "
+                f"--out would overwrite {picture} too, a picture that belongs to no profile: name another "
                 "file, or remove it"
             )
     inputs = load_inputs(folder, model, None, Texts(files=tuple(texts or ())), dtype, device)
@@ -106,7 +112,7 @@ def profile(
 def _pieces(
     inputs: Inputs, tasks: str, tokens: int, windows: int, keeps: Sequence[float]
 ) -> "list[tuple[dict[str, Any], Tensor]]":
-    """What is read: where it comes from, and its tokens."""
+    """The pieces to read: where each comes from, and its tokens."""
     from kvsketch.evaluation.texts.plan import Plan
 
     about: dict[str, Any] = {"keeps": ",".join(map(str, keeps))}
@@ -127,7 +133,7 @@ def _pieces(
 
 
 def _check_pieces(inputs: Inputs, pieces: "Sequence[tuple[dict[str, Any], Tensor]]", keeps: Sequence[float]) -> None:
-    """Refuse what cannot be measured before anything is read."""
+    """Refuse pieces that cannot be measured, before anything is read."""
     from kvsketch.fitting.profiling import SINKS, WINDOW
 
     least = min(about["tokens"] for about, _ in pieces)
@@ -143,7 +149,7 @@ def _check_pieces(inputs: Inputs, pieces: "Sequence[tuple[dict[str, Any], Tensor
 def _measure(
     inputs: Inputs, pieces: "Sequence[tuple[dict[str, Any], Tensor]]", keeps: Sequence[float], path: Path
 ) -> "Parts":
-    """The means over all pieces, with a bar; rows beside the file remember those that were read already."""
+    """The means over all pieces, with a progress bar; pieces that were read already come from rows beside the file."""
     from kvsketch.evaluation.results.rows import RowsFile, key_of, read_rows
     from kvsketch.files import ready
     from kvsketch.fitting.profiling import mean_parts, parts_of
@@ -194,7 +200,7 @@ def _write(
 
 
 def _show(path: Path, keeps: Sequence[float], means: "Parts") -> None:
-    """A table by layer, and a picture of all heads."""
+    """Print a table by layer, and save a picture of all heads."""
     table = Table("layer", *(f"keep {keep:g}" for keep in keeps), box=None, pad_edge=False)
     for layer, heads in means.items():
         columns = zip(*heads, strict=True)

@@ -1,4 +1,4 @@
-"""`kvsketch sample`: documents of a task, to look at, to ask about, or to fit an index to."""
+"""`kvsketch sample`: documents of a task, to look at, to ask questions on, or to fit an index to."""
 
 import json
 from functools import cache
@@ -16,22 +16,27 @@ if TYPE_CHECKING:
 
 
 def sample(
-    task: Annotated[str, typer.Argument(help="A task's name, such as lines; a wrong one lists them all.")],
-    tokens: Annotated[int, typer.Option(min=1, max=MOST, help="Length of the document with its question.")] = 2000,
-    wording: Annotated[str, typer.Option(help="official or compact.")] = "official",
-    seed: Annotated[int, typer.Option(help="Another seed is another document.")] = 0,
+    task: Annotated[str, typer.Argument(help="A task's name, such as lines; a wrong name lists them all.")],
+    tokens: Annotated[
+        int,
+        typer.Option(
+            min=1, max=MOST, help="Length of the document with its question, in tokens of the embedded model."
+        ),
+    ] = 2000,
+    wording: Annotated[str, typer.Option(help="Wording of the document: official or compact.")] = "official",
+    seed: Annotated[int, typer.Option(help="Random seed: another one gives another document.")] = 0,
     jsonl: Annotated[
         bool,
         typer.Option("--jsonl", help="Print documents that end with many questions and their answers, as JSON lines."),
     ] = False,
-    count: Annotated[int, typer.Option(min=1, max=MOST, help="With --jsonl: so many documents.")] = 1,
+    count: Annotated[int, typer.Option(min=1, max=MOST, help="With --jsonl: number of documents.")] = 1,
     questions: Annotated[
-        int, typer.Option(min=1, max=MOST, help="With --jsonl: so many questions on each, at most.")
+        int, typer.Option(min=1, max=MOST, help="With --jsonl: most questions on each document.")
     ] = 24,
 ) -> None:
-    """Print a document; the question on it and the right answers go to standard error.
+    """Print a document of a task; its question and the right answers go to standard error.
 
-    With --jsonl the lines are a corpus for `kvsketch fit`.
+    With --jsonl the printed lines are a corpus for `kvsketch fit`.
     """
     from kvsketch.evaluation.embedded.corpus import texts
     from kvsketch.evaluation.tasks import TASKS, WORDINGS, Setting
@@ -63,10 +68,10 @@ def _tokenizer() -> "PreTrainedTokenizerBase":
 
 
 def _length(text: str) -> int:
-    """Its tokens, as the embedded model reads it."""
+    """The number of a text's tokens, as the embedded model reads it."""
     return len(_tokenizer()(text)["input_ids"])
 
 
 def _longest(made: "Sample") -> int:
-    """Tokens of the document with its longest question."""
+    """The number of tokens of the document with its longest question."""
     return max(_length(made.context + question.prompt) for question in made.questions)

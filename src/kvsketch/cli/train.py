@@ -1,4 +1,4 @@
-"""`kvsketch train-demo`: make the embedded model anew."""
+"""`kvsketch train-demo`: train the embedded model again."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,22 +14,24 @@ if TYPE_CHECKING:
 
 
 def train_demo(
-    folder: Annotated[Path, typer.Argument(help="Checkpoints, log and the finished model go here.")],
+    folder: Annotated[Path, typer.Argument(help="Folder for the checkpoints, the log and the finished model.")],
     tokens: Annotated[
         int | None,
         typer.Option(
             min=1,
             max=MOST,
-            help="Tokens to train on before the finish, which adds a third (on a GPU four fifths); the recipe's if "
-            "left out.",
+            help="Tokens to train on before the last part, which adds a third of them (on a GPU four fifths); "
+            "if left out, 12 million (on a GPU 54 million).",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=MOST, help="Another seed is another model.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MOST, help="Random seed: another one gives another model.")] = 0,
     haystack: Annotated[
         list[Path] | None,
-        typer.Option(help="A file with a text to hide things in too, beside made-up ones; again for more."),
+        typer.Option(help="A text file to hide things in too, beside made-up texts; repeat for more."),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="Where to train; the default is the best there is.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Device to train on, such as cuda; left out, cuda if it is there, else cpu.")
+    ] = None,
 ) -> None:
     """Train the small model that this package contains; run it again to go on after an interruption."""
     from kvsketch.evaluation.embedded.training.recipe import LENGTHS, Recipe

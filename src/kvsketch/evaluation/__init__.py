@@ -1,1 +1,1 @@
-"""What a method does to a model: models to try it on, and comparisons."""
+"""What methods do to a model: models to try them on, and comparisons."""

@@ -1,4 +1,4 @@
-"""Reading a text once, exactly, for all methods that can take that over."""
+"""Reading a text once, exactly, for all methods that can continue from that."""
 
 from collections.abc import Iterable
 
@@ -13,7 +13,7 @@ from kvsketch.huggingface import SketchCache, make_cache, prefill
 
 
 class Text:
-    """A text, or rows of them, and what methods make of it; `methods` are those that will be asked for."""
+    """A text, or a batch of texts, and the caches of it; `methods` are those that will be asked for."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class Text:
         self._whole = dict[Exact, SketchCache]()
 
     def whole(self, config: MethodConfig) -> SketchCache | None:
-        """The exact cache that a method can take over, read once; None where it reads for itself."""
+        """The exact cache that a method can take over, read once; None if the method must read for itself."""
         shared = readable_for(config, self.methods)
         if shared is None:
             return None
@@ -35,7 +35,7 @@ class Text:
         return self._whole[shared]
 
     def cache(self, config: MethodConfig) -> SketchCache:
-        """What a method holds of it."""
+        """The cache of a method that has read the text."""
         whole = self.whole(config)
         return self._read(config) if whole is None else whole.compress(config)
 
@@ -44,7 +44,7 @@ class Text:
 
 
 def readable_for(config: MethodConfig, beside: Iterable[MethodConfig] = ()) -> Exact | None:
-    """The exact cache whose reading a method can take over, with those `beside` it; None: it reads for itself."""
+    """The exact cache that a method can share with those `beside` it; None if it must read for itself."""
     own = _noting(config)
     if own is None or own == QUESTIONS:
         return None if own is None else Exact(noting=own)
@@ -53,5 +53,5 @@ def readable_for(config: MethodConfig, beside: Iterable[MethodConfig] = ()) -> E
 
 
 def _noting(config: MethodConfig) -> str | None:
-    """What an exact cache notes for a method; None where that cannot take over what another one read."""
+    """What an exact cache must note for a method; None if the method cannot take over another cache's reading."""
     return None if config.prefill != "exact" or config.before_rotation else noting_for(config.asking)

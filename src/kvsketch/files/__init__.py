@@ -1,13 +1,13 @@
 """Files that are whole or refused: they appear in one piece, and every byte of them is checked when they are read.
 
     atomic.py        how a file takes the place of another
-    folders.py       how a folder does
+    folders.py       how a folder takes its place
     tensors.py       files of tensors with a description
     description.py   descriptions alone
-    claims.py        how one process alone writes to a file or folder
+    claims.py        how only one process writes to a file or folder
     text.py          texts that people bring
 
-Nothing that was read is a view of a file: what happens to a file later does not reach it.
+Nothing that was read is a view of a file: later changes to the file do not reach it.
 """
 
 from kvsketch.files.atomic import UNFINISHED, can_be_written, is_another, remove_left_over, replacing

@@ -1,4 +1,4 @@
-"""A file appears in one piece or not at all: the one way in which kvsketch writes files that may not be half there."""
+"""A file appears in one piece or not at all: the one way in which kvsketch writes files that must not be incomplete."""
 
 import errno
 import hashlib
@@ -14,12 +14,12 @@ try:
 except ImportError:  # not there on Windows, where nothing is locked
     fcntl = None  # type: ignore[assignment]
 
-UNFINISHED = ".kvsketch-"  # how the names of files begin that are not whole yet, where they need one
+UNFINISHED = ".kvsketch-"  # how the names of unfinished files begin, where they need a name
 NO_UNNAMED_FILES = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}
 
 
 def can_be_written(path: str | Path) -> Path:
-    """Where a file of this name is, or would be; refuses what is none, and what has no folder."""
+    """Where a file of this name is, or would be; refuses what is no file, and a name whose folder does not exist."""
     target = Path(os.path.realpath(path))
     if target.is_symlink():
         raise ValueError(f"{path} is a symbolic link that leads to itself: name a file, one that is there or a new one")
@@ -33,7 +33,7 @@ def can_be_written(path: str | Path) -> Path:
 
 
 def is_another(path: Path, begins: Callable[[bytes], bool]) -> bool:
-    """Whether there is a file of this name that is something else, as its first bytes show: it would be gone."""
+    """Whether a file of this name is something else, as its first bytes show: writing would destroy it."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -45,11 +45,11 @@ def is_another(path: Path, begins: Callable[[bytes], bool]) -> bool:
 def replacing(path: str | Path) -> Iterator[BinaryIO]:
     """A file to write to, which takes the place of `path` when all is written; if anything fails, nothing has changed.
 
-    Where the system can, the file has no name before it is whole, so that nothing is left of one that was given up. A
-    symbolic link is followed. A file that was there keeps its mode; a new one gets what the umask gives.
+    Where the system can, the file has no name before it is whole, so that nothing is left of it if it is given up. A
+    symbolic link is followed. A file that was there keeps its mode; a new one gets the mode that the umask gives.
     """
     target = can_be_written(path)
-    # The lock is held until the end. A file of this name without a lock is one whose writer was killed.
+    # The lock is held until the end. The writer of an unlocked file with such a name was killed.
     prefix = f"{UNFINISHED}{hashlib.sha256(target.name.encode()).hexdigest()[:12]}-"
     remove_left_over(target.parent, prefix)
     try:
@@ -76,7 +76,7 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def _open_new(prefix: Path) -> tuple[int, Path, bool]:
-    """A new locked file, the name that it has or will have, and whether it has it: not, if the system can do that."""
+    """A new locked file, its name, and whether it has that name yet: not where the system can make unnamed files."""
     if hasattr(os, "O_TMPFILE") and os.path.isdir("/proc/self/fd"):
         try:
             handle = os.open(prefix.parent, os.O_TMPFILE | os.O_WRONLY, 0o666)
@@ -99,7 +99,7 @@ def _another(prefix: Path) -> Path:
 
 
 def _is_ours(handle: int, path: Path) -> bool:
-    """Whether a new file has our lock: another writer may have taken it for one that was left over, just before."""
+    """Whether a new file has our lock: just before, another writer may have taken the file for one left over."""
     if fcntl is None:
         return True
     return bool(lock(handle)) and path.exists() and os.path.samestat(os.fstat(handle), path.stat())
@@ -115,7 +115,7 @@ def _give_name(handle: int, path: Path) -> None:
 
 
 def lock(handle: int) -> bool | None:
-    """Lock an open file or folder: whether nobody else has it; None where there are no locks, and nobody knows."""
+    """Lock an open file or folder: whether nobody else has the lock; None where there are no locks to tell."""
     if fcntl is None:
         return None
     try:
@@ -128,7 +128,7 @@ def lock(handle: int) -> bool | None:
 
 
 def remove_left_over(folder: Path, prefix: str = UNFINISHED) -> None:
-    """Remove the files in this folder that writers have left who were killed."""
+    """Remove the files in this folder that were left by writers who were killed."""
     for path in folder.glob(f"{prefix}*"):
         with suppress(OSError):
             handle = os.open(path, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0))

@@ -1,4 +1,4 @@
-"""A file or a folder that one process alone writes to: two runs that add to the same results spoil both."""
+"""A file or a folder to which only one process writes: two runs that add to the same results spoil both."""
 
 import os
 import weakref
@@ -8,7 +8,7 @@ from kvsketch.files.atomic import lock
 
 
 class Claim:
-    """Holds a place for this process, as long as anybody in it holds this."""
+    """Holds a place for this process, as long as anything in the process holds this object."""
 
     def __init__(self, handle: int) -> None:
         self.close = weakref.finalize(self, os.close, handle)
@@ -18,7 +18,7 @@ _held = weakref.WeakValueDictionary[tuple[int, int], Claim]()  # by device and n
 
 
 def claim(path: Path) -> Claim | None:
-    """Hold what is there for this process; refuses what another one holds. None where there are no such locks."""
+    """Hold what is at `path` for this process; refuses what another one holds. None where there are no such locks."""
     while True:
         handle = os.open(path, os.O_RDONLY)
         about = os.fstat(handle)
@@ -31,6 +31,6 @@ def claim(path: Path) -> Claim | None:
             return None
         if not free:
             raise ValueError(f"another run is writing to {path}: wait until it has ended, or write to another folder")
-        if path.exists() and os.path.samestat(about, path.stat()):  # and not one that its owner has just removed
+        if path.exists() and os.path.samestat(about, path.stat()):  # else its owner has just removed it
             _held[place] = made
             return made

@@ -1,4 +1,4 @@
-"""Descriptions: files of JSON with a checksum of what they say."""
+"""Descriptions: JSON files with a checksum of their content."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
 
 
 def digest_of(content: Mapping[str, Any]) -> str:
-    """A digest of what can be written as JSON, its checksum left out."""
+    """A digest of content that can be written as JSON, its checksum left out."""
     plain = {name: value for name, value in content.items() if name != "checksum"}
     return hashlib.sha256(json.dumps(plain, sort_keys=True, allow_nan=False).encode()).hexdigest()
 

@@ -15,7 +15,7 @@ TAKEN = "is there, and not an empty folder: name a new one"
 
 
 def nearest(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """The folder, or the nearest one above it that exists."""
     return next(place for place in (folder, *folder.absolute().parents) if place.exists())
 
 
@@ -28,14 +28,14 @@ def user_cache() -> Path:
 
 
 def private(folder: Path) -> Path:
-    """A folder that is there from now on; what was not there of the way to it is the user's alone."""
+    """The folder, which exists from now on; folders that had to be made for it are open to the user alone."""
     for place in reversed([place for place in (folder, *folder.absolute().parents) if not place.exists()]):
         place.mkdir(mode=0o700, exist_ok=True)
     return folder
 
 
 def ready(folder: Path) -> Path:
-    """A folder that is there from now on, with those above it; private in the user's cache, where kernels lie too."""
+    """The folder, which exists from now on, with those above it; private in the user's cache, where kernels lie too."""
     if folder.absolute().is_relative_to(user_cache().absolute()):
         return private(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,7 @@ def ready(folder: Path) -> Path:
 
 
 def holds_files(folder: Path) -> bool:
-    """Whether this is a file, or there are some in the folder, beside what a writer has left who was killed."""
+    """Whether this is a file, or a folder with files beside those that a killed writer has left."""
     return folder.is_file() or any(
         path.is_file() and not path.name.startswith(UNFINISHED) for path in folder.rglob("*")
     )
@@ -53,8 +53,7 @@ def holds_files(folder: Path) -> bool:
 def making(folder: str | Path) -> Iterator[Path]:
     """A folder to fill, which becomes `folder` when all is there; if anything fails, nothing has changed.
 
-    `folder` must not be there yet, or be empty; its parents are made. What writers have left who were killed is
-    removed.
+    `folder` must not exist yet, or be empty; its parents are made. What killed writers have left is removed.
     """
     target = Path(os.path.realpath(folder))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -67,7 +66,7 @@ def making(folder: str | Path) -> Iterator[Path]:
     unfinished.mkdir()
     handle = os.open(unfinished, os.O_RDONLY)
     try:
-        lock(handle)  # held until the end: a folder of this name without a lock is one whose writer was killed
+        lock(handle)  # held until the end: the writer of an unlocked folder with such a name was killed
         yield unfinished
         os.rename(unfinished, target)
     except OSError as error:
@@ -80,7 +79,7 @@ def making(folder: str | Path) -> Iterator[Path]:
 
 
 def _remove_folder(path: Path) -> None:
-    """Unless somebody is writing to it."""
+    """Remove an unfinished folder, unless somebody is writing to it."""
     try:
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_DIRECTORY", 0))
     except OSError:

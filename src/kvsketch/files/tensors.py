@@ -1,7 +1,7 @@
 """A file of tensors with a description, every byte of which is checked when it is read.
 
 It is a safetensors file. Its header begins with a checksum of the header itself, and has a description as JSON and a
-digest of every tensor. So a part of a file can be read without the rest, and is what was written.
+digest of every tensor. So a part of a file can be read, and checked, without the rest.
 """
 
 import hashlib
@@ -25,10 +25,10 @@ DTYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-BEGIN = b'{"__metadata__":{"checksum":"'  # of every header; behind it stand the 64 figures of its checksum
+BEGIN = b'{"__metadata__":{"checksum":"'  # of every header; after it come the 64 figures of its checksum
 BLANK = b"0" * 64
-ABOUT, DIGESTS = "kvsketch", "digests"  # of the metadata: the description, and the tensors' digests
-LARGEST_HEADER = LARGEST_DESCRIPTION  # of a file; it is a description, with a digest of every tensor
+ABOUT, DIGESTS = "kvsketch", "digests"  # in the metadata: the description, and the tensors' digests
+LARGEST_HEADER = LARGEST_DESCRIPTION  # a header is a description, with a digest of every tensor
 MOST_DIMENSIONS = 8  # of a tensor
 
 
@@ -36,7 +36,7 @@ MOST_DIMENSIONS = 8  # of a tensor
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-    """Write tensors with a description, one tensor in memory at a time beside those given."""
+    """Write tensors with a description; beside those given, one tensor at a time is in memory."""
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that all lie aligned
     header: dict[str, Any] = {"__metadata__": {"checksum": BLANK.decode(), ABOUT: _json(about)}}
     digests, end = dict[str, str](), 0
@@ -83,14 +83,14 @@ class Place:
 
 
 def begins_as_tensors(content: bytes) -> bool:
-    """Whether these are the first bytes of a file of tensors as kvsketch writes them: behind the length of a header."""
+    """Whether a file that begins so is one of tensors as kvsketch writes them; the length of its header comes first."""
     return content[8:].startswith(BEGIN)
 
 
 class TensorFile:
     """A file that `write_tensors` wrote: its description, and its tensors when they are asked for.
 
-    It stays open, as the same file, whatever takes its place meanwhile: `with TensorFile(path) as file`.
+    It stays open, as the same file, even if another takes its place meanwhile: `with TensorFile(path) as file`.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -141,7 +141,7 @@ class TensorFile:
 
     @staticmethod
     def _place(entry: Mapping[str, Any], digest: str, start: int) -> Place:
-        """An entry of the header: tensors lie one behind another."""
+        """An entry of the header: tensors lie one after another."""
         dtype, shape, (begin, end) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
         whole = all(type(number) is int and 0 <= number < 1 << 48 for number in (*shape, begin, end))
         whole = whole and len(shape) <= MOST_DIMENSIONS and math.prod(max(1, number) for number in shape) < 1 << 48
@@ -150,7 +150,7 @@ class TensorFile:
         return Place(dtype, shape, begin, end, digest)
 
     def read(self, prefix: str = "", device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """The tensors whose names begin so, without the beginning; refuses what is not as it was written."""
+        """The tensors whose names begin with `prefix`, named without it; refuses what is not as it was written."""
         names = [name for name in self.places if name.startswith(prefix)]
         return {name.removeprefix(prefix): self._tensor(name).to(device) for name in names}
 
@@ -167,10 +167,10 @@ class TensorFile:
         return found
 
     def _damaged(self, why: str) -> DamagedError:
-        return DamagedError(f"{self.path} is damaged: {why}. Take a copy of it, if there is one, or make it anew")
+        return DamagedError(f"{self.path} is damaged: {why}. Use another copy of it, if there is one, or make it anew")
 
     def _foreign(self, text: bytes) -> ValueError:
-        """What to say of a header that is not ours; versions before the first checksum began another way."""
+        """The error for a header that is not ours; versions before the first checksum began another way."""
         try:
             known = json.loads(text).get("__metadata__", {}).keys()
         except (ValueError, AttributeError, RecursionError):
@@ -184,13 +184,13 @@ class TensorFile:
 
 
 def read_tensors(path: str | Path, device: torch.device | str = "cpu", prefix: str = "") -> dict[str, Tensor]:
-    """The tensors of a file whose names begin so, without the beginning."""
+    """The tensors of a file whose names begin with `prefix`, named without it."""
     with TensorFile(path) as file:
         return file.read(prefix, device)
 
 
 def read_about(path: str | Path) -> dict[str, Any] | None:
-    """The description of a file of tensors; None if there is no such file, or none that is whole."""
+    """The description of a file of tensors; None if there is no such file, or it is not whole."""
     try:
         with TensorFile(path) as file:
             return file.about

@@ -1,10 +1,10 @@
-"""What people bring: files and pipes with a text in them."""
+"""Texts that people bring, in files and pipes."""
 
 from pathlib import Path
 
 
 def check_is_file(path: Path) -> None:
-    """Refuse a folder, and what is not there; a pipe can be read too."""
+    """Refuse a folder, and what does not exist; a pipe can be read too."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder: name a file")
     if not path.exists():
@@ -19,12 +19,12 @@ def read_file(path: str | Path) -> bytes:
 
 
 def name_of(path: str | Path) -> str:
-    """A file's name; that of a pipe would be a number, another one each time."""
+    """A file's name; "pipe" for a pipe, whose name would be another number each time."""
     return Path(path).name if Path(path).is_file() else "pipe"
 
 
 def as_text(content: bytes, name: str | Path) -> str:
-    """The text that bytes are, in UTF-8; without the mark that some files begin with, and with plain line ends."""
+    """Bytes as text in UTF-8, without the mark that some files begin with, and with plain line ends."""
     try:
         return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
@@ -35,5 +35,5 @@ def as_text(content: bytes, name: str | Path) -> str:
 
 
 def is_text(text: str) -> bool:
-    """Whether UTF-8 can hold it: JSON and the shell can give halves of letters, which are none."""
+    """Whether UTF-8 can hold the text: JSON and the shell can give halves of letters, which are no letters."""
     return not any("\ud800" <= letter <= "\udfff" for letter in text)

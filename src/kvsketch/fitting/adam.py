@@ -1,4 +1,4 @@
-"""A model in training, with what Adam knows of its parameters, as tensors with names."""
+"""A model in training, with Adam's moments of its parameters, as tensors with names."""
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ def state_of(model: nn.Module, adam: torch.optim.Adam) -> dict[str, Tensor]:
 
 
 def restore(model: nn.Module, adam: torch.optim.Adam, tensors: dict[str, Tensor], path: object) -> None:
-    """Put them back; `path` is where they come from."""
+    """Put back what `state_of` gave; `path` is the file it comes from."""
     parameters = dict(model.named_parameters())
     wanted = [f"model.{name}" for name in model.state_dict()]
     wanted += [f"{moment}.{name}" for name in parameters for moment in MOMENTS]
@@ -27,6 +27,6 @@ def restore(model: nn.Module, adam: torch.optim.Adam, tensors: dict[str, Tensor]
     model.load_state_dict({name: tensors[f"model.{name}"] for name in model.state_dict()})
     for name, parameter in parameters.items():
         moments = {moment: tensors[f"{moment}.{name}"] for moment in MOMENTS}
-        # Steps are counted where the parameter is if all is done in one pass, and on the CPU if not.
+        # Fused Adam counts steps on the parameter's device, otherwise they are counted on the CPU.
         stays = {"step"} if not adam.defaults["fused"] else set()
         adam.state[parameter] = {k: v if k in stays else v.to(parameter.device) for k, v in moments.items()}

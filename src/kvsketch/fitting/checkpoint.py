@@ -1,4 +1,4 @@
-"""Training that can stop at any moment, and goes on to the same result."""
+"""Training that can be stopped at any moment, and then goes on to the same result."""
 
 import math
 import time
@@ -27,7 +27,7 @@ def train_or_resume(
     save_every: float,
     show: Callable[[int, float], None],
 ) -> float:
-    """Train by the recipe, or go on from the checkpoint at `path`; how many seconds it took in all."""
+    """Train by the recipe, or go on from the checkpoint at `path`; the result is how many seconds it took in all."""
     adam = torch.optim.Adam(classifiers.parameters(), lr=recipe.rate, fused=True)
     done, before = _load(path, classifiers, adam, draw)
     begin = saved = time.monotonic()
@@ -42,7 +42,7 @@ def train_or_resume(
         show(step, loss)
     with torch.no_grad():
         learnt = classifiers(pool.queries[:, : recipe.batch]).sum()
-    _check_finite(float(learnt), layer, recipe.steps, recipe)  # every loss is from before its step
+    _check_finite(float(learnt), layer, recipe.steps, recipe)  # every loss is from before its own step
     return before + time.monotonic() - begin
 
 

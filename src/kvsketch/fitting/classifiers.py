@@ -1,7 +1,7 @@
 """The query classifiers of all heads of a layer, trained together by batched products.
 
-One head's is a network of two layers with batch normalization and ReLU between them (Saap, section 6.1). Heads do not
-touch each other: training them together gives what training each alone would, batch by batch.
+A head's classifier is a network of two layers with batch normalization and ReLU between them (Saap, section 6.1). Heads
+do not touch each other: training them together gives what training each alone would, batch by batch.
 """
 
 import math
@@ -20,12 +20,12 @@ SPARE_UNITS = 0.1  # factor on the weights of units that the linear start does n
 
 
 class Classifiers(nn.Module):
-    """A classifier for every lane; with `hidden=0` a single layer each."""
+    """A classifier for every lane; with `hidden=0` each has a single layer."""
 
     mean: Tensor
     variance: Tensor
 
-    products: torch.dtype | None = None  # while training, what a product takes and gives is rounded to it
+    products: torch.dtype | None = None  # while training, inputs and outputs of products are rounded to it
 
     def __init__(self, lanes: int, width: int, hidden: int, buckets: int, generator: torch.Generator) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Classifiers(nn.Module):
         return (x.to(self.products) @ weight.to(self.products)).to(x.dtype) + bias
 
     def _normalized(self, x: Float[Tensor, "l q h"]) -> Float[Tensor, "l q h"]:
-        """Each lane's by itself, times the gain and moved by the offset."""
+        """Batch normalization, each lane by itself, times the gain and moved by the offset."""
         lanes = zip(x, self.mean, self.variance, self.gain, self.offset, strict=True)
         return torch.stack(
             [
@@ -72,9 +72,9 @@ class Classifiers(nn.Module):
     def begin_at(
         self, weight: Float[Tensor, "l d c"], bias: Float[Tensor, "l 1 c"], queries: Float[Tensor, "l p d"]
     ) -> None:
-        """Begin near a linear map of queries like these, where the inner layer is wide enough for one.
+        """Begin near a linear map of queries like these, if the inner layer is wide enough for one.
 
-        It takes two units for every number of a query, as x = relu(x) - relu(-x); the others begin small.
+        The map takes two units for every number of a query, as x = relu(x) - relu(-x); other units begin small.
         """
         if not self.hidden:
             self.second.copy_(weight)
@@ -96,12 +96,12 @@ class Classifiers(nn.Module):
         self.second_bias.copy_(bias + mean @ weight)
 
     def log_probabilities(self, lane: int, queries: Float[Tensor, "q d"]) -> Float[Tensor, "q c"]:
-        """What one lane says, by what is used after training."""
+        """The answers of one lane's classifier, in the form that is used after training."""
         return self.classifier_of(lane).log_probabilities(queries)
 
     @torch.no_grad()
     def classifier_of(self, lane: int) -> QueryClassifier:
-        """One head's classifier, for use: the normalization is part of its first layer."""
+        """One head's classifier as it is used: the normalization is part of its first layer."""
         last = (self.second[lane].T, self.second_bias[lane, 0])
         if not self.hidden:
             return QueryClassifier(None, None, *last)
@@ -122,8 +122,8 @@ def train(
 ) -> Iterator[Float[Tensor, " l"]]:
     """Learn from a pool of queries with their shares (Equation 1), by Adam; each lane's loss after every batch.
 
-    `batches` are numbers of queries in the pool, the same for all lanes. Appendix A: 40,000 of 1,000 at a rate of 1e-5.
-    Who brings the optimizer can go on where another run was stopped.
+    `batches` are numbers of queries in the pool, the same for all lanes. Appendix A: 40,000 batches of 1,000 queries at
+    a rate of 1e-5. A caller that brings the optimizer can go on where another run was stopped.
     """
     classifiers.train()
     adam = adam or torch.optim.Adam(classifiers.parameters(), fused=True)

@@ -16,7 +16,7 @@ from kvsketch.files import as_text, digest_of_file, is_text
 
 @dataclass(frozen=True)
 class Text:
-    """What is read in one go."""
+    """A piece of text that is read in one go."""
 
     ids: Int64[Tensor, " n"]
     digest: str  # of the ids
@@ -28,7 +28,7 @@ class Source:
 
     file: str
     sha256: str
-    texts: int  # that came from it
+    texts: int  # how many came from it
     tokens: int
 
 
@@ -100,7 +100,7 @@ def _text_of_line(line: str, where: str) -> str:
 
 
 def _pieces(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int) -> list[list[int]]:
-    """Each begins as a text does with this tokenizer."""
+    """A text in pieces; each begins as a text does with this tokenizer."""
     ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
     begin = ids[:1] if ids and ids[0] == tokenizer.bos_token_id else []
     rest, step = ids[len(begin) :], tokens - len(begin)

@@ -1,4 +1,4 @@
-"""The whole fit: read a corpus, learn layer by layer, and leave a folder that a cache can look things up in."""
+"""The whole fit: read a corpus, learn layer by layer, and leave a folder in which a cache can look tokens up."""
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ Done = TypeVar("Done")
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a part of the work is."""
+    """How far one part of the work has got."""
 
     part: str  # reading or fitting
     done: int
@@ -61,12 +61,12 @@ def fit(
 ) -> KeyIndex:
     """Fit Saap's buckets and classifiers to a model, or go on where a run in this folder was stopped.
 
-    `settings.shards.layers` left empty are all full-attention layers that have long-range queries. A kill loses the
-    text, the clustering or the pool that was being made, and of a training at most `save_every` seconds. What a layer
-    was made from is removed when the layer is there, and shards in `out` at the end, unless `keep`; shards in a folder
-    of their own stay.
+    Left empty, `settings.shards.layers` means all full-attention layers that have long-range queries. If the run is
+    killed, the text, the clustering or the pool that was being made is lost, and of a training at most `save_every`
+    seconds. Unless `keep`, what a layer was made from is removed when the layer is there, and shards in `out` at the
+    end; shards in a folder of their own stay.
     """
-    device = str(model.device) if cluster is None else cluster.place()  # a cluster that is not there is said at once
+    device = str(model.device) if cluster is None else cluster.place()  # a cluster that is missing is reported at once
     corpus = _read_files(files, tokenizer, settings, note)
     train, held_out = split(corpus, settings)
     _check_enough_keys(train, settings)
@@ -91,7 +91,7 @@ def fit(
 def _read_files(
     files: Sequence[Path], tokenizer: PreTrainedTokenizerBase, settings: FitSettings, note: Callable[[str], None]
 ) -> Corpus:
-    """The corpus, with a note of what was left out of it."""
+    """The corpus; notes what was left out of it."""
     limits = settings.shards
     corpus = read_corpus(files, tokenizer, tokens=settings.tokens, least=limits.least_tokens, apart=limits.apart)
     for text in corpus.notes:
@@ -155,7 +155,7 @@ def _check_enough_keys(train: list[Text], settings: FitSettings) -> None:
     there = sum(len(text.ids) - settings.shards.sinks for text in train)
     if there < settings.buckets:
         raise ValueError(
-            f"{settings.buckets} buckets need as many keys at least, and the texts to fit to have {there}: give more "
+            f"{settings.buckets} buckets need at least as many keys, and the texts to fit to have {there}: give more "
             "text, or make fewer buckets (--buckets)"
         )
 
@@ -206,7 +206,7 @@ def _fit_layers(job: LayerFit, layers: list[int], cluster: RayCluster | None, sh
 def _spread(
     cluster: RayCluster | None, make_worker: Callable[[], Callable[[Job], Done]], jobs: Mapping[str, Job]
 ) -> Iterator[Done]:
-    """What is made of the jobs, which are given by their names."""
+    """The results of the jobs, which are given by their names."""
     if cluster is not None:
         yield from cluster.run(make_worker, jobs)
     elif jobs:
@@ -216,7 +216,7 @@ def _spread(
 def _with_long_range_queries(
     layers: list[int], paths: list[Path], settings: FitSettings, note: Callable[[str], None]
 ) -> list[int]:
-    """Refuse layers that were asked for and have none; without any named, leave them out."""
+    """Layers that have long-range queries; refuses layers that were asked for and have none, or leaves others out."""
     counts = {layer: long_range_queries(paths, layer) for layer in layers}
     without = [layer for layer, count in counts.items() if not count.any()]
     what = f"no query of layers {without} has its best key more than {settings.shards.away} tokens away"

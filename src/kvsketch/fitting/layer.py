@@ -24,21 +24,21 @@ Show = Callable[[int, int, str], None]  # the layer, steps of its training, and 
 
 @dataclass(frozen=True)
 class LayerFit:
-    """Fits one layer after another: what a machine does that takes part in a fit."""
+    """Fits one layer after another: the work of a machine that takes part in a fit."""
 
-    out: Path  # a finished layer's file goes there
-    work: Path  # and here is what an interrupted one goes on from
+    out: Path  # where a finished layer's file goes
+    work: Path  # where an interrupted layer finds what it goes on from
     train: list[Path]
     lengths: list[int]  # of the texts to fit to
     held_out: list[Path]
     settings: FitSettings
     device: str
     save_every: float = 60.0
-    keep: bool = False  # what is in `work`, when the layer is there
+    keep: bool = False  # whether files in `work` stay when the layer is there
     show: Show = lambda layer, step, text: None
 
     def __call__(self, layer: int) -> int:
-        """The layer, once its file is there."""
+        """Fit a layer; the result is its number, once its file is there."""
         path = self.out / layer_file(layer)
         if read_about(path) is None:
             self._fit(layer, path)
@@ -90,7 +90,7 @@ class LayerFit:
 
 
 def classifiers_for(clusters: Clusters, pool: Pool, settings: FitSettings, layer: int) -> Classifiers:
-    """Those of a layer, as they begin: at random, or near what the clusters say."""
+    """A layer's classifiers as they begin: at random, or near what the clusters say."""
     lanes, _, width = pool.queries.shape
     draw = generator(settings.seed, layer, "weights")
     made = Classifiers(lanes, width, settings.hidden, settings.buckets, draw).to(pool.queries.device)
@@ -101,11 +101,11 @@ def classifiers_for(clusters: Clusters, pool: Pool, settings: FitSettings, layer
 
 
 def index_of(clusters: Clusters, classifiers: Classifiers) -> LayerIndex:
-    """What a cache looks keys and queries up by."""
+    """What a cache looks up keys and queries by."""
     by_lane = [classifiers.classifier_of(lane) for lane in range(len(clusters.before))]
 
     def stacked(parts: list[Tensor | None]) -> Tensor | None:
-        """As products take them; biases as rows."""
+        """Weights as products take them; biases as rows."""
         there = [part for part in parts if part is not None]
         return torch.stack([part.T if part.ndim == 2 else part[None] for part in there]) if there else None
 
@@ -123,7 +123,7 @@ def index_of(clusters: Clusters, classifiers: Classifiers) -> LayerIndex:
 
 
 def report_of(out: Path, layer: int) -> dict[str, Any]:
-    """What is known of a finished layer."""
+    """The facts about a finished layer, from its file."""
     about = read_about(out / layer_file(layer))
     assert about is not None
     return about

@@ -1,6 +1,6 @@
 """How well buckets are found in texts that nothing was fitted to.
 
-Every long-range query is measured by itself: what a cache does with the queries of a group together is not seen here.
+Every long-range query is measured by itself: what a cache does with a group's queries together is not seen here.
 """
 
 from pathlib import Path
@@ -30,7 +30,7 @@ def measure(
     settings: FitSettings,
     device: str,
 ) -> dict[str, Any]:
-    """Recall of far attention and the share of far keys that is read, by probes, for the classifier and beside it.
+    """Recall of far attention and the share of far keys that is read, by probes, for the classifier and for k-means.
 
     k-means visits the buckets whose centroids have the largest inner products with the query, before or after rotation.
     """
@@ -59,7 +59,7 @@ def measure(
 def _shares_and_sizes(
     shard: ShardLayer, chosen: Int64[Tensor, " q"], lane: int, buckets: Int64[Tensor, "l n"], settings: FitSettings
 ) -> tuple[Float[Tensor, "q c"], Float[Tensor, "q c"]]:
-    """Of each query's far attention, and of the far keys themselves, the share that each bucket has."""
+    """Each bucket's share of each query's far attention, and its share of the far keys themselves."""
     equal = torch.zeros_like(shard.keys)  # every key has the same share of a query's attention
     shares, sizes = (
         shares_of(shard, chosen, lane, keys, buckets, settings.buckets, settings) for keys in (shard.keys, equal)
@@ -68,7 +68,7 @@ def _shares_and_sizes(
 
 
 class Tally:
-    """Sums over queries, of every way to choose buckets and every head."""
+    """Sums over queries, for every way to choose buckets and every head."""
 
     def __init__(self, probes: list[int], lanes: int) -> None:
         self.probes = probes
@@ -83,7 +83,7 @@ class Tally:
         shares: Float[Tensor, "q c"],
         sizes: Float[Tensor, "q c"],
     ) -> None:
-        """What each number of probes reaches with these scores."""
+        """Add what each number of probes reaches with these scores."""
         best = scores.topk(max(self.probes), 1).indices
         for row, x in enumerate((shares, sizes)):
             reached = x.gather(1, best).double().cumsum(1).sum(0)
@@ -92,7 +92,7 @@ class Tally:
             self.queries[lane] += len(scores)
 
     def result(self) -> dict[str, Any]:
-        """Means over queries; over heads too, and the recall of each."""
+        """Means over queries; recall and selectivity also as means over heads, and the recall of each head."""
         queries = self.queries.clamp_min(1)
         found: dict[str, Any] = {"queries": self.queries.int().tolist(), "loss": _plain(self.losses / queries)}
         for name, sums in self.sums.items():

@@ -1,4 +1,4 @@
-"""What is learnt from, out of all shards: keys for k-means, and queries with their shares of attention."""
+"""The data to learn from, out of all shards: keys for k-means, and queries with their shares of attention."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from kvsketch.kernels.groups import sums_of_groups
 class Clusters:
     """Centroids of keys before rotation, and of the same keys after it; and what they say of a query's attention.
 
-    That is the logit of a bucket's mean key, and the log of how many keys it has: a linear map of queries.
+    They say the logit of a bucket's mean key, and the log of how many keys it has: a linear map of queries.
     """
 
     before: Float[Tensor, "l c d"]
@@ -28,14 +28,14 @@ class Clusters:
 
 @dataclass(frozen=True)
 class Pool:
-    """Queries before rotation, and what they should say."""
+    """Queries before rotation, and the shares of attention that the classifier should give for them."""
 
     queries: Float[Tensor, "l p d"]
     shares: Float[Tensor, "l p c"]
 
 
 def cluster(paths: list[Path], lengths: list[int], layer: int, settings: FitSettings, device: str) -> Clusters:
-    """Spherical k-means for all KV heads, of a random sample of keys."""
+    """Spherical k-means of a random sample of keys, for all KV heads."""
     draw = generator(settings.seed, layer, "keys")
     before, after = sample_keys(paths, lengths, layer, settings, draw)
     lanes, count = before.shape[:2]
@@ -55,7 +55,7 @@ def cluster(paths: list[Path], lengths: list[int], layer: int, settings: FitSett
 def sample_keys(
     paths: list[Path], lengths: list[int], layer: int, settings: FitSettings, draw: torch.Generator
 ) -> tuple[Float[Tensor, "h m d"], Float[Tensor, "h m d"]]:
-    """Keys before and after rotation, the same ones of every KV head, each text's in its share; sinks are left out."""
+    """Keys before and after rotation, of the same tokens for every KV head, each text in its share; without sinks."""
     sinks, total = settings.shards.sinks, sum(length - settings.shards.sinks for length in lengths)
     chosen = torch.randperm(total, generator=draw)[: settings.keys_at_most].sort().values
     before, after, first = list[Tensor](), list[Tensor](), 0
@@ -71,9 +71,9 @@ def sample_keys(
 def fill_pool(
     paths: list[Path], layer: int, centroids: Float[Tensor, "l c d"], settings: FitSettings, device: str
 ) -> Pool:
-    """Long-range queries of every KV head, the same number from every text; a head that has none learns from others.
+    """Long-range queries of every KV head, the same number from every text; a head with none learns from other queries.
 
-    Where a head has fewer than another, some of them are there more than once.
+    If a head has fewer queries than another, some of its queries are there more than once.
     """
     each = -(-settings.pool // len(paths))
     has_far = long_range_queries(paths, layer) > 0
@@ -110,7 +110,7 @@ def shares_of(
     count: int,
     settings: FitSettings,
 ) -> Float[Tensor, "q c"]:
-    """Of the attention of some queries of a KV head, far away, by buckets; with keys of 0, of the keys themselves."""
+    """Each bucket's share of the far attention of some queries of a KV head; with keys of 0, its share of far keys."""
     return bucket_shares(
         shard.queries[chosen].float()[None], keys[lane].float()[None], buckets[lane][None], count, shard.scale,
         shard.query_positions[chosen], shard.key_positions, settings.shards.apart, settings.shards.sinks,

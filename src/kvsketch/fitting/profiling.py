@@ -1,4 +1,4 @@
-"""What goes into a profile: which part of a text each KV head holds where one threshold decides over all of them."""
+"""What goes into a profile: which part of a text each KV head holds if one threshold decides for all heads."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -10,7 +10,7 @@ from torch import Tensor
 from kvsketch.kernels.distances import rounded
 
 SINKS, WINDOW = 4, 16  # tokens that every head holds whatever their scores
-BITS = 16  # of a score that are compared: the order of sums in float32 must not decide
+BITS = 16  # of a score that are compared, so that the order of a float32 sum's terms does not decide
 
 Parts = dict[int, list[list[float]]]  # of each layer's heads, for each keep
 

@@ -1,4 +1,4 @@
-"""What a fit in a folder is: which model, corpus and settings; whether it may go on there."""
+"""What the fit in a folder is: which model, corpus and settings; and whether another run may go on there."""
 
 import json
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ from kvsketch.fitting.corpus import Corpus
 from kvsketch.fitting.settings import FitSettings
 
 STATE = "fit.json"
-EARLIER = {"settings.recipe.products": "float32"}  # what fits were before they could be told
+EARLIER = {"settings.recipe.products": "float32"}  # what fits used before they had this setting
 
 
 @dataclass(frozen=True)
 class Run:
-    """A fit and its folder; `begin` before anything is written there."""
+    """A fit and its folder; call `begin` before anything is written there."""
 
     out: Path
     model: dict[str, Any]  # what must be the same of a model for the index to fit it, and its id
@@ -27,11 +27,11 @@ class Run:
 
     @property
     def work(self) -> Path:
-        """What is of use until the fit is done."""
+        """The folder of files that are of use until the fit is done."""
         return self.out / "work"
 
     def begin(self) -> bool:
-        """Note down what this is, or refuse a folder of something else; whether all of it was done before."""
+        """Note down what this fit is, or refuse a folder of something else; whether all of it was done before."""
         for path in (self.out / DESCRIPTION, self.work / STATE):
             if path.is_file():
                 self._check_same(path)
@@ -43,7 +43,7 @@ class Run:
         return False
 
     def description(self) -> dict[str, Any]:
-        """All that the result depends on, as JSON has it."""
+        """All that the result depends on, in the form that JSON gives back."""
         described = {
             "model": self.model,
             "dtype": self.dtype,
@@ -54,7 +54,7 @@ class Run:
         return plain
 
     def finish(self, layers: Mapping[int, Any], about: Mapping[str, Any]) -> None:
-        """Write the description, by which the folder is an index."""
+        """Write the description, which makes the folder an index."""
         settings = self.settings
         description = {
             "buckets": settings.buckets,
@@ -77,7 +77,7 @@ class Run:
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    """The numbers and strings in a description, by their whole names."""
+    """The numbers and strings in a description, by their full names."""
     if isinstance(value, list):
         value = {str(place): part for place, part in enumerate(value)}
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What a fit can be told; every number that its result depends on."""
+"""The settings of a fit: every number that its result depends on."""
 
 import hashlib
 import math
@@ -24,11 +24,11 @@ def _check(settings: Any, **least: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSettings:
-    """What is noted down of a text."""
+    """What is noted about a text."""
 
     apart: int = APART  # queries learn from keys more than this many tokens away
     away: int = LONG_RANGE  # only queries learn whose best key is more than this many tokens away
-    sinks: int = 1  # first keys of a text, which are no part of anything here
+    sinks: int = 1  # first keys of a text, which are left out of everything here
     queries: int = 512  # of each KV head, at most
     layers: tuple[int, ...] = ()
     seed: int = 0
@@ -38,7 +38,7 @@ class ShardSettings:
 
     @property
     def least_tokens(self) -> int:
-        """The last query of a text of so many has a key that it may learn from."""
+        """The least length of a text whose last query has a key that it may learn from."""
         return self.apart + self.sinks + 2
 
 
@@ -51,7 +51,7 @@ class Recipe:
     rate: float = 1e-3
     schedule: str = "cosine"  # from the rate down to nothing; or constant
     start: str = "clusters"  # from what k-means says, if the inner layer is twice as wide as a query; or random
-    products: str = "float32"  # what a product takes and gives; weights and all else stay float32
+    products: str = "float32"  # precision of products' inputs and outputs; weights and all else stay float32
 
     def __post_init__(self) -> None:
         _check(self, steps=1, batch=2)
@@ -71,7 +71,7 @@ class Recipe:
             yield self.rate * (1 + math.cos(math.pi * step / self.steps)) / 2 if falls else self.rate
 
 
-# The paper's is that of Saap, appendix A; its queries are drawn anew in every step, ours from a pool.
+# "paper" is the recipe of Saap, appendix A; there queries are drawn anew in every step, here from a pool.
 RECIPES = {
     "fast": Recipe(),
     "paper": Recipe(steps=40_000, batch=1000, rate=1e-5, schedule="constant", start="random"),
@@ -80,7 +80,7 @@ RECIPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class FitSettings:
-    """All of it."""
+    """All settings of a fit."""
 
     shards: ShardSettings = field(default_factory=ShardSettings)
     recipe: Recipe = field(default_factory=Recipe)
@@ -104,6 +104,6 @@ class FitSettings:
 
 
 def generator(*address: object) -> torch.Generator:
-    """Random numbers for one purpose, the same ones wherever it is pursued."""
+    """A generator of random numbers for one purpose: the same numbers on every machine."""
     digest = hashlib.sha256(repr(address).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)

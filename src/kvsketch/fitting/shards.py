@@ -1,7 +1,7 @@
 """Shards: what Saap learns from one text, in one file.
 
-Of every layer all keys, before rotation and after it, and some queries of every KV head: those whose best key is far
-away, by the queries of all heads of its group. A KV head that has none in a text gives a few others, marked as such.
+For every layer it has all keys, before rotation and after it, and some queries of every KV head, from all query heads
+of its group: those whose best key is far away. A KV head that has none in a text gives a few others, marked as such.
 """
 
 import hashlib
@@ -24,13 +24,13 @@ from kvsketch.kernels.buckets import long_range
 
 FORMAT = 2
 POSITIONS_AT_ONCE = 256  # positions whose queries are looked at together
-FALLBACK_PART = 8  # where no query is long-range, one in so many of those wanted
-CANDIDATES = 16  # looked at for every query wanted, at most
+FALLBACK_PART = 8  # if no query is long-range, one in so many of the number wanted is taken
+CANDIDATES = 16  # queries looked at for every query wanted, at most
 
 
 @dataclass(frozen=True)
 class ShardLayer:
-    """What a shard has of one layer; queries of all KV heads one after another."""
+    """One layer's part of a shard; queries of all KV heads one after another."""
 
     keys: Float[Tensor, "h n d"]
     keys_before: Float[Tensor, "h n d"]  # rotation
@@ -50,10 +50,10 @@ class ShardLayer:
 
 @dataclass(frozen=True)
 class Shards:
-    """A folder of shards, all by the same model and settings."""
+    """A folder of shards, all made with the same model and settings."""
 
     folder: Path
-    model: dict[str, Any]  # what identifies it, and the precision it ran in
+    model: dict[str, Any]  # what identifies the model, and the precision it ran in
     settings: ShardSettings
 
     def path(self, text: Text) -> Path:
@@ -62,7 +62,7 @@ class Shards:
         return self.folder / f"{digest[:24]}.safetensors"
 
     def has(self, text: Text) -> bool:
-        """Whether it is there and whole."""
+        """Whether the shard of a text is there and whole."""
         about = read_about(self.path(text)) or {}
         return {name: about.get(name) for name in self._about(text)} == self._about(text)
 
@@ -84,13 +84,13 @@ class Shards:
 
 
 class Reader:
-    """Reads texts and leaves a shard of each: what a machine does that takes part in a capture."""
+    """Reads texts and leaves a shard of each: the work of a machine that takes part in a capture."""
 
     def __init__(self, load: Callable[[], PreTrainedModel], shards: Shards) -> None:
         self.model, self.shards = load(), shards
 
     def __call__(self, text: Text) -> str:
-        """The name of the shard."""
+        """Read a text; the result is the name of its shard."""
         ids = text.ids[None].to(self.model.device)
         captured = capture(self.model, ids, self.shards.settings.layers, before_rotation=True)
         self.shards.write(text, captured)
@@ -105,12 +105,12 @@ def read_layer(path: Path, layer: int, device: torch.device | str = "cpu") -> Sh
 
 
 def long_range_queries(paths: list[Path], layer: int) -> Int64[Tensor, " h"]:
-    """How many these shards have of every KV head."""
+    """How many long-range queries of every KV head these shards have."""
     return torch.tensor([_seen(path, layer)["long_range"] for path in paths]).sum(0)
 
 
 def _seen(path: Path, layer: int) -> dict[str, Any]:
-    """What a shard says of a layer."""
+    """What a shard's description says about a layer."""
     found: dict[str, Any] | None = (read_about(path) or {}).get("seen", {}).get(str(layer))
     if found is None:
         raise ValueError(f"the shard {path} is missing or damaged: run the same command again to make it anew")
@@ -125,7 +125,7 @@ def choose_queries(seen: Captured, settings: ShardSettings, draw: torch.Generato
     grouped, before = (_by_position(x, heads) for x in (seen.queries, seen.queries_before))  # [h, n·g, d]
     group = grouped.shape[1] // count
     keys, at = seen.keys.float(), torch.arange(count, device=seen.keys.device)
-    first = settings.least_tokens - 1  # the first position from where a key far away can be seen
+    first = settings.least_tokens - 1  # the first position from which a key far away can be seen
     order = torch.randperm(count - first, generator=draw).to(at.device) + first
     most = -(-settings.queries * CANDIDATES // group)  # positions
     places, far = list[Tensor](), list[Tensor]()

@@ -21,12 +21,12 @@ class RayCluster:
     """Where work is spread: a cluster's address, "auto" for the one this machine is part of, "local" for a new one.
 
     Every worker reads and writes the same folders, loads the model by itself, and computes with the number of threads
-    that this process would use: results depend on it.
+    that this process would use: results depend on that number.
     """
 
     address: str
     load: Callable[[str], PreTrainedModel]  # onto a device
-    device: str | None = None  # of every worker; the best that the cluster has
+    device: str | None = None  # of every worker; None: the best that the cluster has
     patience: float = 600.0  # seconds to wait for a first worker
 
     def place(self) -> str:
@@ -35,7 +35,7 @@ class RayCluster:
         return self.device or ("cuda" if there.get("GPU") else "cpu")
 
     def run(self, make_worker: Callable[[], Callable[[Job], Done]], jobs: Mapping[str, Job]) -> Iterator[Done]:
-        """What workers make of the jobs, which are given by their names, as it comes."""
+        """The results of the jobs, which are given by their names, in the order in which workers finish them."""
         if not jobs:
             return
         ray = _started(self.address)
@@ -58,17 +58,17 @@ class RayCluster:
 
 
 class _Worker:
-    """A process that takes jobs, on some machine."""
+    """A process on some machine that takes jobs."""
 
     def __init__(self, make_worker: Callable[[], Callable[[Any], Any]], threads: int) -> None:
         self.make_worker, self.threads = make_worker, threads
         self.work: Callable[[Any], Any] | None = None
 
     def start(self) -> None:
-        """Nothing: who answers is there."""
+        """Do nothing: a worker that answers is there."""
 
     def do(self, job: Any) -> Any:
-        """One job; what goes wrong in getting ready is said as what goes wrong in the job."""
+        """One job; an error in getting ready is reported like an error in the job."""
         if self.work is None:
             torch.set_num_threads(self.threads)
             self.work = self.make_worker()
@@ -76,7 +76,7 @@ class _Worker:
 
 
 def _as_they_come(ray: Any, workers: list[Any], jobs: Mapping[str, Any], patience: float) -> Iterator[Any]:
-    """Whoever is there, and has no job, takes the next; those for whom the cluster has no room yet hold none up."""
+    """Each worker that is there and has no job takes the next; workers that cannot start yet hold no job up."""
     left, running = list(jobs.items()), dict[Any, tuple[Any, str]]()
     starting = {worker.start.remote(): worker for worker in workers}
     while left or running:
@@ -97,7 +97,7 @@ def _as_they_come(ray: Any, workers: list[Any], jobs: Mapping[str, Any], patienc
 
 
 def _result(ray: Any, reference: Any, name: str) -> Any:
-    """What became of a job; an error in it as it would be without Ray."""
+    """The result of a job; an error in it is raised as it would be without Ray."""
     try:
         return ray.get(reference)
     except ray.exceptions.RayTaskError as error:
@@ -131,7 +131,7 @@ def _started(address: str) -> Any:
 
 
 def _check_somebody_answers(address: str) -> None:
-    """Ray itself would try for many minutes."""
+    """Refuse an address that does not answer: Ray itself would try for many minutes."""
     host, colon, port = address.rpartition("://")[2].rpartition(":")
     if colon:
         socket.create_connection((host, int(port)), timeout=CONNECTION_SECONDS).close()

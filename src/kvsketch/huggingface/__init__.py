@@ -1,4 +1,4 @@
-"""kvsketch for transformers: the first part of the library that imports it; what it builds on does not.
+"""kvsketch for transformers: the first part of the library that imports transformers; what it builds on does not.
 
 What users call: `generation.py`, `attaching.py`, `loading.py`, `studying.py`, `templates.py`.
 
@@ -10,7 +10,7 @@ What users call: `generation.py`, `attaching.py`, `loading.py`, `studying.py`, `
     layers.py        all layers of a cache; layer.py: one of ours; stock.py: those that stay transformers' own
     positions.py     padding and positions of the text so far
     rows.py, taking_back.py, compressing.py, report.py, cache_file.py    what is done with all layers at once
-    prompt.py        a prompt that is held whole until it is read; rereading.py: what is read behind it
+    prompt.py        a prompt that is held whole until it is read; rereading.py: what is read after it
     templates.py     a text and a question in a chat template
     graphs.py        decode steps that are recorded and replayed
     capture.py       what layers see while a model reads

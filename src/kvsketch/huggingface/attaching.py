@@ -1,4 +1,4 @@
-"""Attaching to a model, so that it computes attention with kvsketch, and letting go of it again."""
+"""Attaching kvsketch to a model, which then computes attention with it, and detaching it again."""
 
 import inspect
 import threading
@@ -23,14 +23,14 @@ from kvsketch.huggingface.supported import NOT_EXCHANGED, check_layers_are_found
 M = TypeVar("M", bound=nn.Module)
 CALLS = "_kvsketch_calls"  # on the decoder: the hooks that tell a cache where a call begins and ends
 BEFORE = "_kvsketch_before"  # on attention modules: the attention they had
-_BLOCKS = weakref.WeakKeyDictionary[Any, tuple[bool, int]]()  # of a model: if it was attached before, and how many
-_ATTACHING = threading.RLock()  # threads that attach one model at once would hang up its hooks twice
+_BLOCKS = weakref.WeakKeyDictionary[Any, tuple[bool, int]]()  # by model: if it was attached before, and how many
+_ATTACHING = threading.RLock()  # threads that attach one model at once would register its hooks twice
 
 
 def attach(model: nn.Module, *, before_rotation: bool = False) -> ModelLink:
     """Let the model compute attention with kvsketch; without one of our caches it answers as before.
 
-    `before_rotation`: have queries and keys noted before they are rotated, for methods that ask for that (saap,
+    `before_rotation`: note queries and keys before they are rotated, for methods that ask for that (saap,
     expected_attention). `make_cache` and `load_cache` do what their method needs.
     """
     with _ATTACHING:
@@ -62,18 +62,18 @@ def attach(model: nn.Module, *, before_rotation: bool = False) -> ModelLink:
 
 
 def is_attached(model: PreTrainedModel) -> bool:
-    """Whether it computes attention with kvsketch."""
+    """Whether the model computes attention with kvsketch."""
     return bool(model.config.get_text_config(decoder=True)._attn_implementation == ATTENTION_NAME)
 
 
 def detach(model: nn.Module) -> None:
-    """Give the model back the attention it had; harmless where it is not attached."""
+    """Give the model back the attention it had; harmless if it is not attached."""
     with _ATTACHING:
         inner: PreTrainedModel = unwrapped(model)
         text = inner.config.get_text_config(decoder=True)
         modules = list(attention_modules(inner))
         if text._attn_implementation == ATTENTION_NAME:
-            # Not noted down where a model that shares this config was attached instead.
+            # Modules lack this note if another model that shares their config was attached instead.
             usual = "sdpa" if getattr(inner, "_supports_sdpa", False) else "eager"
             _set_attention(inner, text, next((getattr(m, BEFORE) for m in modules if hasattr(m, BEFORE)), usual))
         stop_watching(inner)
@@ -94,7 +94,7 @@ def is_watched(model: nn.Module) -> bool:
 
 
 def stop_watching(model: nn.Module) -> None:
-    """Note queries and keys no more."""
+    """Stop noting queries and keys before rotation."""
     modules = list(attention_modules(unwrapped(model)))
     if _own_watch(modules):
         getattr(modules[0], WATCH).close()
@@ -105,7 +105,7 @@ def stop_watching(model: nn.Module) -> None:
 
 @contextmanager
 def attached(model: M) -> Iterator[M]:
-    """Attach inside a `with` block, whatever caches are made there; one that was attached before stays so."""
+    """Attach inside a `with` block, whatever caches are made there; a model that was attached before stays so."""
     inner = unwrapped(model)
     with _ATTACHING:
         was_attached, blocks = _BLOCKS.get(inner, (is_attached(inner), 0))
@@ -116,14 +116,14 @@ def attached(model: M) -> Iterator[M]:
     finally:
         with _ATTACHING:
             was_attached, blocks = _BLOCKS.pop(inner)
-            if blocks > 1:  # the others' threads are at work
+            if blocks > 1:  # other threads are still at work in theirs
                 _BLOCKS[inner] = was_attached, blocks - 1
             elif not was_attached:
                 detach(model)
 
 
 def _exchange_attention(model: PreTrainedModel, text: Any, modules: Sequence[nn.Module]) -> None:
-    """Have the model call our attention, and note down on its modules which one it had."""
+    """Have the model call our attention, and note on its modules which attention it had."""
     before = text._attn_implementation
     if before == ATTENTION_NAME:
         return
@@ -165,14 +165,14 @@ def _begin_call(module: nn.Module, arguments: tuple[Any, ...], options: dict[str
 
 
 def _end_call(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
-    """Tell it that all layers have seen them; there is no output after a failure."""
+    """Tell our cache that all layers have seen the tokens, or that the call failed: then there is no output."""
     for value in (*arguments, *options.values()):
         if isinstance(value, Cache) and hasattr(value, "end_call"):
             value.end_call(failed=output is None)
 
 
 def _own_watch(modules: Sequence[nn.Module]) -> bool:
-    """Whether the watch noted down on a model's modules is of these: a copy's has none."""
+    """Whether the watch noted on these modules watches them: that of a copied model watches no modules."""
     watch: BeforeRotation | None = getattr(modules[0], WATCH, None) if modules else None
     return watch is not None and bool(watch.modules) and watch.modules[0] is modules[0]
 

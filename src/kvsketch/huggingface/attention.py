@@ -22,27 +22,27 @@ from kvsketch.huggingface.autocast import as_autocast, is_on, without_autocast
 from kvsketch.huggingface.ordinary import as_output, ordinary_attention, with_sinks
 
 ATTENTION_NAME = "kvsketch"  # must not contain "flash": transformers looks for that word
-# What some models hand to their attention that changes its answer, and neither we nor torch's own attention know.
+# Arguments of some models' attention that change its answer, and that neither we nor torch's own attention know.
 NOT_KNOWN = ("sinks", "indices", "block_indices")
 NOT_KNOWN_TO_US = ("position_bias", *NOT_KNOWN)
 
 
 @runtime_checkable
 class Linked(Protocol):
-    """The layer of a cache that keys lead to; `huggingface/layer.py` has it."""
+    """The cache's layer that linked keys lead to; `huggingface/layer.py` has it."""
 
     held: LayerCache
-    is_first: bool  # of the cache
+    is_first: bool  # of the cache's sketch layers
     watcher: Callable[[Query, Partial], None] | None
 
     def check_asked_by(self, module: nn.Module) -> None:
         """Refuse another model's module."""
 
     def before_rotation(self, module: nn.Module, queries: Tensor, keys: Tensor) -> Unrotated | None:
-        """Queries and keys as they were before they were rotated, where the method asks for them."""
+        """Queries and keys as they were before rotation, if the method asks for them."""
 
     def check_positions_once(self, positions: Tensor | None, new: NewTokens) -> None:
-        """Refuse positions that do not go on where the cache stands."""
+        """Refuse positions that do not continue those of the cache."""
 
     def read(
         self,
@@ -88,11 +88,11 @@ def mask(
     if plain and not isinstance(q_offset, Tensor) and kv_length + kv_offset == q_offset + q_length:
         if torch.compiler.is_compiling():
             return attention_mask
-        # Of several tokens behind others it is said that they are not to see each other: some modules would have it so.
+        # Several tokens after others always get a mask: without one, some modules would let them see later tokens.
         behind = 1 < q_length < kv_length
         every = every_new = True
         if attention_mask is not None:
-            # Looked at once here, and not in every layer: on a GPU each look waits for the device.
+            # Read once here, and not in every layer: on a GPU each such look waits for the device.
             new = attention_mask[:, -q_length:]
             every, every_new = torch.stack([attention_mask.all(), new.all()]).tolist()
         if every and not behind:
@@ -102,7 +102,7 @@ def mask(
         attention_mask = attention_mask.view_as(attention_mask)
         attention_mask._kvsketch_new = None if every_new else new  # type: ignore[attr-defined]
         return attention_mask
-    kwargs["allow_is_bidirectional_skip"] = False  # None would say that it is causal
+    kwargs["allow_is_bidirectional_skip"] = False  # no mask would mean a causal one
     return sdpa_mask(
         batch_size,
         q_length,
@@ -133,13 +133,13 @@ def attention(
     layer = _linked_layer(key)
     if layer is not None:
         layer.check_asked_by(module)
-    if layer is None or "output_attentions" in kwargs:  # else it was looked at before the first layer
+    if layer is None or "output_attentions" in kwargs:  # else it was checked before the first layer
         check_no_weights(module, kwargs)
     for name in NOT_KNOWN if layer is None else NOT_KNOWN_TO_US:
         if kwargs.get(name) is not None:
             raise ValueError(
-                f"the attention of this model goes by {name} too ({type(module).__name__}): kvsketch does not serve "
-                "it, kvsketch.detach(model) and use transformers' own cache"
+                f"the attention of this model also depends on {name} ({type(module).__name__}), which kvsketch does "
+                "not serve: kvsketch.detach(model) and use transformers' own cache"
             )
     if layer is not None and dropout:
         raise ValueError(
@@ -175,7 +175,7 @@ def check_not_empty(count: int) -> None:
 
 
 def check_no_weights(module: object, given: Mapping[str, Any]) -> None:
-    """Refuse a call that asks for attention weights, itself or by the config of this, a module or all of a model."""
+    """Refuse a call that asks for attention weights, itself or by the config of `module` (perhaps the whole model)."""
     asked = given.get("output_attentions")
     if getattr(getattr(module, "config", None), "output_attentions", False) if asked is None else asked:
         raise ValueError(
@@ -190,13 +190,12 @@ def _linked_layer(key: Tensor) -> Linked | None:
 
 
 def check_mask(attention_mask: Tensor, rows: int, new: int, seen: int) -> None:
-    """Refuse a mask that is not for all tokens."""
+    """Refuse a mask that is not a 2-D one for all rows and tokens."""
     if attention_mask.ndim != 2:
         raise ValueError(
             f"a kvsketch cache takes a 2-D padding mask, rows × tokens, got shape {tuple(attention_mask.shape)}: "
-            "custom 4-D masks, packed sequences, and models or images whose tokens see those behind them are not "
-            "supported. Give each sequence a row of its own; leave out token_type_ids, which make such a mask of text "
-            "too"
+            "custom 4-D masks, packed sequences, and models or images whose tokens see later ones are not supported. "
+            "Give each sequence a row of its own; leave out token_type_ids, which make such a mask of text too"
         )
     if attention_mask.shape[0] != rows:
         raise ValueError(f"the attention mask is for {attention_mask.shape[0]} rows, but {rows} came")
@@ -216,6 +215,6 @@ def _valid(attention_mask: Tensor | None, query: Tensor, seen: int) -> Tensor | 
     if hasattr(attention_mask, "_kvsketch_new"):
         return attention_mask._kvsketch_new
     if new == 1 and torch.compiler.is_compiling():
-        return None  # a step of decoding brings a real token; to look would break the graph
+        return None  # a decode step brings a real token; looking would break the graph
     valid = attention_mask[:, -new:]
     return None if bool(valid.all()) else valid

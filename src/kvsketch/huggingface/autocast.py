@@ -1,4 +1,4 @@
-"""The precision of `torch.autocast`, and how an attention function goes by it."""
+"""The precision of `torch.autocast`, and how an attention function follows it."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -13,17 +13,17 @@ def autocast_of(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
-# Whether there is `torch.autocast` on any device: the name of a device takes ten times as long, in a model's layers.
+# Whether `torch.autocast` is on for any device: to ask by a device's name takes ten times as long, in a model's layers.
 _anywhere: Callable[[], bool] | None = getattr(torch._C, "_is_any_autocast_enabled", None)
 
 
 def may_be_on() -> bool:
-    """Whether there may be `torch.autocast` on some device."""
+    """Whether `torch.autocast` may be on for some device."""
     return _anywhere is None or torch.compiler.is_compiling() or _anywhere()
 
 
 def is_on(like: Tensor) -> bool:
-    """Whether there is `torch.autocast` where this is."""
+    """Whether `torch.autocast` is on for this tensor's device."""
     return may_be_on() and torch.is_autocast_enabled(like.device.type)
 
 
@@ -33,10 +33,10 @@ def dtype_of(x: Tensor) -> torch.dtype:
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """As stock's attention would take it."""
+    """The tensor as stock's attention would take it."""
     return x.to(dtype_of(x))
 
 
 def without_autocast(like: Tensor) -> AbstractContextManager[Any]:
-    """Where the precision is what the tensors have: what is held must not depend on who asks for it."""
+    """A block in which tensors keep their own precision: what is held must not depend on who asks for it."""
     return torch.autocast(like.device.type, enabled=False) if is_on(like) else nullcontext()

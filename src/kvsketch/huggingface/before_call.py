@@ -1,6 +1,6 @@
-"""What is refused before any layer has taken a part of it: tokens, masks, positions and keys that cannot be read.
+"""Checks that refuse tokens, masks, positions and keys that cannot be read, before any layer has taken a part of them.
 
-What stock layers take cannot be taken back, so a call is looked at as a whole, at its beginning.
+What stock layers take cannot be taken back, so a call is checked as a whole, at its beginning.
 """
 
 import math
@@ -29,7 +29,7 @@ CHECKPOINTING = next(
 
 
 def check_numbers(stack: LayerStack, decoder: Any, given: Mapping[str, Any], new: Tensor) -> None:
-    """Refuse a call by its tokens, mask and positions, and by what layers of ours could not take."""
+    """Refuse a call whose tokens, mask or positions are wrong, or which layers of ours could not take."""
     if new.shape[1] > 1:  # as with keys: a single token is not worth waiting for the device
         check_tokens(decoder, new)
     if stack.sketch:
@@ -38,14 +38,14 @@ def check_numbers(stack: LayerStack, decoder: Any, given: Mapping[str, Any], new
 
 
 def check_ids(ids: object, what: str) -> None:
-    """Refuse what is no tensor of token ids."""
+    """Refuse anything that is not a tensor of token ids."""
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
         came = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise ValueError(f"{what}, got {came}: tokenizer(text, return_tensors='pt')['input_ids'] gives them")
 
 
 def check_tokens(decoder: Any, new: Tensor) -> None:
-    """Refuse token ids that the model does not have, and embeddings that are no numbers."""
+    """Refuse token ids that the model does not have, and embeddings that are NaN or infinite."""
     least, most = torch.stack(torch.aminmax(new)).tolist()
     known = getattr(decoder.get_input_embeddings(), "num_embeddings", math.inf)
     if new.is_floating_point() and not math.isfinite(least + most):
@@ -58,14 +58,14 @@ def check_tokens(decoder: Any, new: Tensor) -> None:
 
 
 def check_places(first: SketchLayer, new: Tensor, mask: Tensor | None, positions: Tensor | None) -> None:
-    """Refuse a mask and positions by which new tokens do not follow on what the first of our layers has read."""
+    """Refuse a mask or positions by which new tokens do not continue what the first of our layers has read."""
     rows, count = new.shape[:2]
     first.positions.checked, valid = False, None
     if mask is not None:
         first.positions.check_mask(mask, count, first.held.seen)
         valid = mask[:, -count:].bool()
     if isinstance(positions, Tensor) and positions.ndim < 3:
-        check_not_empty(positions.numel())  # transformers' chunks of a text of which all was read
+        check_not_empty(positions.numel())  # empty when transformers reads a text in chunks and all of it was read
         if positions.ndim != 2 or positions.shape[0] not in (1, rows) or positions.shape[1] != count:
             raise ValueError(
                 f"positions of {rows} rows × {count} tokens are wanted, got shape {tuple(positions.shape)}"
@@ -74,7 +74,7 @@ def check_places(first: SketchLayer, new: Tensor, mask: Tensor | None, positions
 
 
 def check_shares_nothing(given: Mapping[str, Any]) -> None:
-    """Refuse a call that wants the keys of all that layers hold."""
+    """Refuse a call that asks for the keys of all tokens that layers hold."""
     if given.get("return_shared_kv_states"):
         raise ValueError(
             "return_shared_kv_states asks for all keys and values of some layers, from which an assistant drafts (that "
@@ -84,7 +84,7 @@ def check_shares_nothing(given: Mapping[str, Any]) -> None:
 
 
 def check_caches_are_used(decoder: nn.Module) -> None:
-    """Refuse a model that gives its layers no cache, whatever it was given itself."""
+    """Refuse a model that does not give its layers the cache that it was given."""
     if decoder.training and getattr(decoder, CHECKPOINTING, False):
         raise ValueError(
             "the model is in training with gradient checkpointing, where transformers leaves caches out: call "
@@ -93,7 +93,7 @@ def check_caches_are_used(decoder: nn.Module) -> None:
 
 
 def check_layers(stack: LayerStack, decoder: Any, rows: int) -> None:
-    """Refuse what layers of ours could not take: a budget, a precision, keys whose rotation nobody watches."""
+    """Refuse what layers of ours could not take: a budget, a precision, keys whose rotation is not watched."""
     dtype = decoder.dtype
     if may_be_on():
         dtype = autocast_of(device_of(next(attention_modules(decoder))) or decoder.device) or dtype
@@ -112,27 +112,27 @@ def check_layers(stack: LayerStack, decoder: Any, rows: int) -> None:
 
 
 class Finite:
-    """Whether the layers of a call are given numbers, and not NaN or infinite ones: each is asked, and heard later.
+    """Checks that a call's layers are given finite numbers: each check is started at once, and its result read later.
 
-    A question that is waited for stops a GPU, which then has nothing to do until Python has found it more.
+    Waiting for a result stalls a GPU, which then has nothing to do until Python has found it more.
     """
 
     def __init__(self) -> None:
-        self.unheard: Callable[[str], None] | None = None  # refuses what the latest layer was given
+        self.unheard: Callable[[str], None] | None = None  # reads the latest layer's result, and refuses by it
 
     def of(
         self, layer: Any, index: int, keys: Tensor, values: Tensor, *, late: bool
     ) -> tuple[Tensor, Tensor, Callable[[], None] | None]:
-        """Refuse a layer's keys and values of which some are no numbers: now, or as soon as that is known.
+        """Refuse a layer's keys and values if some are NaN or infinite: now, or as soon as that is known.
 
-        What is returned refuses them once attention is under way, and before any is stored, so that the cache is as
-        good as before. With `late` a layer on a GPU goes on, with zeros for what is to be refused: a call that has
+        The function returned refuses them once attention is under way, and before any is stored, so that the cache is
+        as good as before. With `late` a layer on a GPU goes on, with zeros for what is to be refused: a call that has
         begun has failed half-way in any case.
         """
         there = are_numbers((keys, values))
         refuse = partial(_refuse, index, fetched(there))
         self.hear()
-        if not isinstance(layer, SketchLayer) or layer.held.config.before_rotation:  # which is compared, and so waits
+        if not isinstance(layer, SketchLayer) or layer.held.config.before_rotation:  # keys are compared, which waits
             refuse(STORED_NONE)
             return keys, values, None
         if keys.device.type == "cpu" or not late:
@@ -142,13 +142,13 @@ class Finite:
         return keys, values, None
 
     def hear(self) -> None:
-        """Refuse what an earlier layer was given, if that was no numbers."""
+        """Refuse what an earlier layer was given, if it was NaN or infinite."""
         refuse, self.unheard = self.unheard, None
         if refuse is not None:
             refuse("")
 
     def forget(self) -> None:
-        """Whatever was asked is of a call that has failed."""
+        """Drop the result that was not read: its call has failed."""
         self.unheard = None
 
 
@@ -162,7 +162,7 @@ def _refuse(index: int, told: Callable[[], Tensor], more: str) -> None:
 
 
 def check_own_mask(mask: object, ids: Tensor) -> None:
-    """Refuse a mask that is not of these tokens; None is one."""
+    """Refuse a mask that does not cover exactly these tokens; None is accepted."""
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
         came = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(
@@ -171,7 +171,7 @@ def check_own_mask(mask: object, ids: Tensor) -> None:
 
 
 def check_goes_on(input_ids: Tensor, stack: LayerStack) -> None:
-    """Refuse tokens that cannot go on from what layers hold."""
+    """Refuse tokens that cannot continue what layers hold."""
     check_ids(input_ids, "new tokens are token ids, rows × tokens")
     if input_ids.ndim != 2 or input_ids.shape[1] == 0:
         raise ValueError(f"new tokens are rows × tokens with at least one token, got shape {tuple(input_ids.shape)}")

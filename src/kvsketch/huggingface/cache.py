@@ -40,7 +40,7 @@ class SketchCache(Cache):
 
     (Before transformers 5.24 the argument's name is `past_key_values`.)
 
-    Its layers are in a `LayerStack`. Here is what transformers calls, in the order of a call, and what a user asks.
+    Its layers are in a `LayerStack`. Here is what transformers calls, in the order of a call, and what users call.
     """
 
     def __init__(
@@ -50,18 +50,18 @@ class SketchCache(Cache):
         super().__init__(layers=[])
         self.reset()
         self.asked_for_length = False  # see DropGuard
-        self.steps: Steps | None = None  # while they are recorded
+        self.steps: Steps | None = None  # set while steps are recorded
         if model.guard is not None:
             model.guard.watch(self)
 
     def reset(self) -> None:
         """Forget everything, a call that failed half-way included."""
-        self.underway, self.seen_before = False, 0  # a call has begun, with so many tokens seen
-        self.settles_later = False  # whether its layers leave to its end what is due, as compiled ones do
-        self.finite = Finite()  # what its layers are given
-        # The model whose keys are held, as it was when the first came; of a file its fingerprint.
+        self.underway, self.seen_before = False, 0  # whether a call has begun, and how many tokens were seen before it
+        self.settles_later = False  # whether layers write to the past only at a call's end, as compiled ones do
+        self.finite = Finite()  # checks what a call's layers are given
+        # The model whose keys are held, as it was when the first keys came; its fingerprint if they are from a file.
         self.read_by: Identity | str | None = None
-        # New layers: stock ones do not always forget that they recorded, or their length.
+        # Layers are made anew: stock ones do not always forget that they recorded, or their length.
         self._stack = LayerStack(self.config, self.model, self.protect)
         self.layers, self.sketch_layers = self._stack.layers, self._stack.sketch
         self.prompt = Prompt(self.config, self._stack, self.questions, self.model.rope)
@@ -70,17 +70,17 @@ class SketchCache(Cache):
     # -- what transformers calls
 
     def begin_call(self, module: nn.Module, given: Mapping[str, Any]) -> None:
-        """Refuse what cannot be read, before any layer takes a part of it; the decoder tells what it was given."""
+        """Refuse a call that cannot be read, before any layer takes a part of it; `given`: the decoder's arguments."""
         if self.in_recorded_step:
             return
-        self.underway = False  # an interruption may have left it
+        self.underway = False  # an interruption may have left it set
         self.finite.forget()
         new = given.get("input_ids")
         new = given.get("inputs_embeds") if new is None else new
         if not isinstance(new, Tensor):
             return  # the decoder will say so
         mask = given.get("attention_mask")
-        if isinstance(mask, Mapping):  # made by a model around this one (Gemma 3 with images), a mask for every kind
+        if isinstance(mask, Mapping):  # one for each kind of layer, from a model around this one (Gemma 3 with images)
             mask = next((mask[kind] for kind in OURS if kind in mask), None)
             given = {**given, "attention_mask": mask}
         rows, count = new.shape[:2]
@@ -93,7 +93,7 @@ class SketchCache(Cache):
         check_no_weights(module, given)
         if isinstance(mask, Tensor):
             check_mask(mask, rows, count, self.stack.seen)
-        if not torch.compiler.is_compiling():  # which cannot trace what looks at numbers
+        if not torch.compiler.is_compiling():  # a compiler cannot trace code that looks at numbers
             check_numbers(self.stack, module, given, new)
             self.seen_before = self.stack.seen
         self._recognise()
@@ -104,7 +104,7 @@ class SketchCache(Cache):
         self.prompt.note(module, given, count)
 
     def end_call(self, *, failed: bool = False, came: bool = True) -> None:
-        """All layers have taken what `came`; or the call failed, and some have if any was touched."""
+        """All layers have taken the call's tokens, if any `came`; or it failed, and some have if any was touched."""
         if self.in_recorded_step:
             return
         begun, self.underway = self.underway, False
@@ -130,7 +130,7 @@ class SketchCache(Cache):
         self.prompt.call_ended(self, begun=begun, failed=failed)
 
     def _leave_due(self, *, later: bool) -> None:
-        """Have layers leave what is due to the end of the call, where it is compiled, or do it themselves again."""
+        """Have layers put off due writes to the past to the call's end, where it is compiled; or make them at once."""
         if self.settles_later != later:
             self.settles_later = later
             for layer in self._stack.sketch:
@@ -141,7 +141,7 @@ class SketchCache(Cache):
         self.model.check_attached()
         self.asked_for_length = False
         self.stack.check_whole()
-        if self.stack.rows and self.stack.rows != rows:  # `in` is not traced for a size that may change
+        if self.stack.rows and self.stack.rows != rows:  # not `rows in (...)`: untraced for a size that may change
             raise ValueError(
                 f"the cache holds {self.stack.rows} rows, but {rows} came: for beams or several answers "
                 "from a filled cache call cache.batch_repeat_interleave(n) first"
@@ -161,7 +161,7 @@ class SketchCache(Cache):
                 self.read_by = now
 
     def _check_begun(self) -> None:
-        """What stock layers take cannot be taken back, so nothing may come there that was not looked at before."""
+        """Refuse what comes to a stock layer outside a checked call: what such a layer takes cannot be taken back."""
         if not self.underway:
             raise ValueError(NOT_OURS)
 
@@ -182,14 +182,14 @@ class SketchCache(Cache):
             self._check_begun()
         if layer is not first:
             stack.check_in_step(layer, layer_idx, count)
-        elif not self.underway:  # a layer was called by itself, or a part of the model that was compiled
+        elif not self.underway:  # a layer, or a compiled part of the model, was called by itself
             if self.config.holds_back and self.stack.seen == 0:
                 raise ValueError(NOT_OURS)  # nobody would know what the prompt was, nor where it ends
             self._check_call(key_states.shape[0], count)
             check_no_weights(self.model, {})
             self._recognise()
-        # One token at a time is not looked at: the check would stall a GPU at every layer of every
-        # step, and a NaN shows in the logits as it does with any cache.
+        # A single token is not checked: that would stall a GPU at every layer of every step, and a NaN shows in the
+        # logits as it does with any cache.
         refuse: Callable[[], None] | None = None
         if count > 1 and not torch.compiler.is_compiling():
             late = self.underway and layer is not first
@@ -203,14 +203,14 @@ class SketchCache(Cache):
         return keys, values
 
     def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
-        """What a layer with a convolution holds; for a single token models change it where it lies, and say nothing."""
+        """The state of a layer with a convolution; for a single token models change it in place, and do not say so."""
         self._check_begun()
         found = super().get_conv_state(layer_idx, *args, **kwargs)
         self.stack.touched = self.stack.touched or found is not None
         return found
 
     def has_previous_state(self, layer_idx: int | None = None, *args: Any, **kwargs: Any) -> bool:
-        """Whether a layer holds a state; with transformers 5.17 a model that asks may then change it where it lies."""
+        """Whether a layer holds a state; with transformers 5.17 a model that asks may then change it in place."""
         found = super().has_previous_state(layer_idx, *args, **kwargs)
         if self.underway and layer_idx is not None:
             self.stack.touched = self.stack.touched or found
@@ -239,12 +239,12 @@ class SketchCache(Cache):
         super().activate_past_recording()
 
     def end_recording(self) -> None:
-        """Compress what assisted decoding held back, now that it has ended; or what is there of a prompt."""
+        """Compress what assisted decoding held back, now that it has ended; or what was read of a prompt."""
         self._end_prompt()
         taking_back.end_recording(self.stack)
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Take back the last tokens, padding included, given as a number below zero: all layers do, or none does."""
+        """Take back the last tokens, padding included, in all layers or in none; crop(-3) takes back three."""
         taking_back.crop(self.stack, tokens_to_remove, self._end_prompt)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -266,17 +266,17 @@ class SketchCache(Cache):
 
     @property
     def stack(self) -> LayerStack:
-        """All layers, as whoever looks at them expects them."""
+        """All layers, in the state that callers expect: recorded steps are closed first."""
         self._close()
         return self._stack
 
     @property
     def in_recorded_step(self) -> bool:
-        """Whether a step is under way of which Python takes no note."""
+        """Whether a step is under way in which this class checks and notes nothing."""
         return self.steps is not None and self.steps.inside
 
     def check_step(self, model: nn.Module, given: Mapping[str, Any]) -> None:
-        """Look at a single token before it comes, as at the beginning of any call."""
+        """Check a single token before it comes, as at the beginning of any call."""
         decoder = next((module for module in model.modules() if id(module) == self.model.decoder), model)
         self.begin_call(decoder, given)
         self.end_call(came=False)
@@ -286,7 +286,7 @@ class SketchCache(Cache):
             self.steps.close()
 
     def without_room(self) -> None:
-        """Have no more room than without recorded steps."""
+        """Give up the spare room that recorded steps needed."""
         for layer in self.stack.sketch:
             layer.held.without_room()
 
@@ -317,7 +317,7 @@ class SketchCache(Cache):
         return copy.deepcopy(self)
 
     def compress(self, method: str | MethodConfig) -> "SketchCache":
-        """A cache of another method that holds the same text, as if it had read that in one call.
+        """A cache of another method that holds the same text, as if it had read the text in one call.
 
         Only an exact cache still has the text. One exact read serves many methods: in a call that reads a whole prompt
         with `prefill="exact"`, tokens see all earlier ones whatever the method, so keys and values are the same.
@@ -362,8 +362,8 @@ class SketchCache(Cache):
     def new_tokens(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> dict[str, Tensor]:
         """Inputs for `generate` that continue from this cache with only the new tokens.
 
-        `model.generate(**cache.new_tokens(ids), cache=cache)`. Knows the padding of the tokens already
-        read. The last token that `generate` returned was not read yet: what follows an answer begins with it
+        `model.generate(**cache.new_tokens(ids), cache=cache)`. The mask includes the padding of tokens already
+        read. The last token that `generate` returned was not read yet: tokens that follow an answer must begin with it
         (`torch.cat([answer[:, -1:], question], 1)`).
         """
         self.stack.check_whole()
@@ -395,21 +395,21 @@ class SketchCache(Cache):
         )  # fmt: skip
 
     def _end_prompt(self) -> None:
-        """What was read of a prompt is all of it."""
+        """Treat what was read of a prompt as all of it."""
         if self.prompt.held:
             self.stack.check_whole()
             self.prompt.end(self)
 
     def _settle(self) -> None:
-        """Be whole, with nothing held back."""
+        """Hold nothing back any more; refuse a cache that is not whole."""
         self.stack.check_whole()
         if self.recording:
             self.end_recording()
 
 
-@torch.compiler.disable  # a compiler would break off in the midst of every layer, and compile all around it in pieces
+@torch.compiler.disable  # else the graph breaks in the midst of every layer, and all around it is compiled in pieces
 def _settle(stack: LayerStack) -> None:
-    with stack.changing():  # layers that have forgotten do not go with others that have not
+    with stack.changing():  # layers that have evicted tokens do not fit together with layers that have not
         for layer in stack.sketch:
             if not layer.held.recording:
                 layer.settle(recording=False)

@@ -1,4 +1,4 @@
-"""A cache's file: tensors, and a description that has everything else."""
+"""A cache's file: tensors, and a description with everything else."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
@@ -17,9 +17,9 @@ from kvsketch.huggingface.identity import Identity, fingerprint
 from kvsketch.huggingface.layer import SketchLayer
 from kvsketch.huggingface.model import ModelLink
 
-FORMAT, ALSO_READ = 7, (6,)  # the one before has other runs of what is looked up
+FORMAT, ALSO_READ = 7, (6,)  # format 6 has other runs in the stores of look-up methods
 READ = f"formats {ALSO_READ[0]} to {FORMAT}"
-# What a description has, and of which kind.
+# What a description must have, and of which type.
 KINDS: dict[str, type | tuple[type, ...]] = {
     "method": str,
     "options": dict,
@@ -43,7 +43,7 @@ def write_cache(
 ) -> None:
     """Write the layers of a cache that the model with the fingerprint `read_by` has filled.
 
-    Of `noted` tokens there are notes of what was read behind them.
+    `noted`: for how many tokens there are notes of what was read after them.
     """
     if is_another(Path(path), begins_as_tensors):
         raise ValueError(f"{path} is there and is no saved cache: name another file, or remove it")
@@ -82,7 +82,7 @@ def check_same_weights(read_by: str | None, model: ModelLink) -> str:
 
 
 def read_description(file: TensorFile) -> dict[str, Any]:
-    """A cache's description, all that it needs of the right kind."""
+    """A cache's description; refused if anything that it needs is missing or of the wrong type."""
     known = file.about
     if known.get("format") not in (FORMAT, *ALSO_READ):
         if "method" not in known:
@@ -94,7 +94,7 @@ def read_description(file: TensorFile) -> dict[str, Any]:
     for name, kind in KINDS.items():
         if name not in known or not isinstance(known[name], kind):
             raise ValueError(f"{file.path} does not describe a cache: its {name} is {known.get(name)!r:.60}")
-    noted = known.setdefault("noted", None)  # earlier files do not say it
+    noted = known.setdefault("noted", None)  # not in earlier files
     if noted is not None and (type(noted) is not int or noted < 0):
         raise ValueError(f"{file.path} does not describe a cache: it has notes of {noted!r:.60} tokens")
     if known["dtype"] not in (None, *DTYPES):
@@ -135,13 +135,13 @@ def _config(known: Mapping[str, Any], path: str | Path) -> MethodConfig:
     try:
         return METHODS[name](**options)
     except ValueError as error:
-        raise ValueError(f"{path} holds a cache of {name} that cannot be: {error}") from error
+        raise ValueError(f"{path} holds a cache of {name} with options that it cannot have: {error}") from error
 
 
 def _with_its_source(
     config: MethodConfig, model: PreTrainedModel, before: str | None, path: str | Path
 ) -> MethodConfig:
-    """The config for the model; refuses one that now takes something else from outside than when a cache was saved."""
+    """The config for the model; refused if what it takes from outside has changed since the cache was saved."""
     try:
         config = Identity(model).fitted(config, held=True)
         now = config.source_digest()

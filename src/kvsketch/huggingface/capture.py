@@ -1,4 +1,4 @@
-"""What the attention layers of a model see while it reads a text: queries, keys and values, rotated and before."""
+"""What a model's attention layers see while it reads a text: queries and keys, also before rotation, and values."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -35,7 +35,7 @@ class Captured:
 
 
 class Listening(LayerCache):
-    """Holds everything, and notes the queries; and what both were before rotation, where somebody watches that."""
+    """Holds everything, and notes the queries; with a `watch` also queries and keys as they were before rotation."""
 
     def __init__(self, *args: Any, watch: BeforeRotation | None) -> None:
         super().__init__(*args)
@@ -46,7 +46,7 @@ class Listening(LayerCache):
         self.softcap: float | None = None
 
     def read(self, query: Tensor, new: NewTokens, scale: float, softcap: float | None = None, **given: Any) -> Partial:
-        """Answer as ever."""
+        """Note the queries, and answer as ever."""
         self.queries.append(query.detach())
         if self.watch is not None:
             self.before.append(self.watch.take(self.layer, query, new.keys))
@@ -66,7 +66,7 @@ def capture(
     """Read one text (a row of ids) and return what these full-attention layers saw.
 
     Without `layers` it is all of them, or at most `at_most` of them, evenly from the first to the last. With
-    `before_rotation` also what queries and keys were before. The model is left with the attention it had.
+    `before_rotation` also queries and keys before rotation. The model is left with the attention it had.
     """
     if ids.ndim != 2 or ids.shape[0] != 1:
         raise ValueError(f"capture reads one text, ids of shape 1 × tokens, got shape {tuple(ids.shape)}")

@@ -13,11 +13,13 @@ from kvsketch.huggingface.protecting import prepare
 
 
 def check_can_become(old: MethodConfig, new: MethodConfig, prompt: Prompt) -> None:
-    """Refuse to make a cache of another method from one that does not hold the text as that would have read it."""
+    """Refuse a `new` method if the old cache does not hold the text as a cache of that method would have read it."""
     if not isinstance(old, Exact):
         raise ValueError(f"only an exact cache can be compressed by another method, this one is {old}")
     if new.prefill != "exact":
-        raise ValueError(f"{new} reads a prompt in chunks that see compressed ones: have it read the text itself")
+        raise ValueError(
+            f"{new} reads a prompt in chunks, each of which sees earlier ones compressed: have it read the text itself"
+        )
     if new.before_rotation:
         raise ValueError(
             f"{new.name} goes by queries or keys as they are before rotation, and an exact cache holds keys rotated: "
@@ -25,20 +27,20 @@ def check_can_become(old: MethodConfig, new: MethodConfig, prompt: Prompt) -> No
         )
     missing = [asking for asking in new.askings.each if asking not in old.askings.each]
     if missing:
-        beside = [own for own in old.askings.each if not (own.behind and new.askings.behind)]  # one is read behind
+        beside = [own for own in old.askings.each if not (own.behind and new.askings.behind)]  # only one can be behind
         wanted = [noting_for(asking) for asking in (*beside, *missing)]
         noting = ", ".join(name for name in wanted if name is not None)
         how = "" if None in wanted else f'read it with make_cache(model, "exact(noting={noting!r})"), or '
         raise ValueError(
-            f"{new} goes by queries that this exact cache took no notes of: {how}have a cache of this method read the "
-            "text itself"
+            f"{new} goes by the attention of queries that this exact cache did not note: {how}have a cache of this "
+            "method read the text itself"
         )
     if new.askings.behind:
         prompt.check_noted()
 
 
 def hold_again(config: MethodConfig, exact: LayerStack, new: LayerStack) -> None:
-    """Have new layers hold the text that exact ones hold: ours compressed, transformers' own as they are."""
+    """Have new layers hold the text that exact ones hold: layers of ours compressed, transformers' own as they are."""
     new.whole.protected = exact.whole.protected
     if exact.sketch and exact.sketch[0].held.started:
         first = exact.sketch[0].held

@@ -1,4 +1,4 @@
-"""What records a step: CUDA graphs, and what else can stand in their place."""
+"""What records a step: CUDA graphs, or something else in their place."""
 
 import warnings
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch
 from transformers.utils import ModelOutput
 
 Step = Callable[[], ModelOutput]
-PROTOTYPE = "Synchronization debug mode is a prototype"  # so begins what torch says of what finds out waits
+PROTOTYPE = "Synchronization debug mode is a prototype"  # how torch's warning about this mode begins
 
 
 class NotRecordedError(Exception):
@@ -18,15 +18,15 @@ class NotRecordedError(Exception):
 
 @runtime_checkable
 class Graphs(Protocol):
-    """What records."""
+    """What records and replays steps."""
 
     def take(self, step: Step) -> tuple[ModelOutput, str | None]:
-        """Take a step as it is, where later ones will be recorded; what in it, if anything, could not be."""
+        """Take a step as it is, where later ones will be recorded: its output, and why it cannot be recorded, if so."""
 
     def record(self, step: Step) -> tuple[Callable[[], object], ModelOutput]:
-        """Take a step and record it: what takes it again, and where its output is then.
+        """Take a step and record it: a function that takes it again, and where its output is then.
 
-        `NotRecordedError` if that cannot be; then nothing was taken.
+        `NotRecordedError` if it cannot be recorded; then nothing was taken.
         """
 
 
@@ -35,12 +35,12 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
-        self.latest: torch.cuda.CUDAGraph | None = None  # is still there while the next one is made
+        self.latest: torch.cuda.CUDAGraph | None = None  # kept while the next one is made
 
     def take(self, step: Step) -> tuple[ModelOutput, str | None]:
         now = torch.cuda.current_stream(self.stream.device)
         self.stream.wait_stream(now)
-        # A recording that fails leaves some versions of torch in a bad state, so what would end one is found before.
+        # A recording that fails leaves some versions of torch in a bad state: what would make it fail is found first.
         mode = torch.cuda.get_sync_debug_mode()
         try:
             with warnings.catch_warnings(record=True) as said, torch.cuda.stream(self.stream):
@@ -62,7 +62,7 @@ class CudaGraphs:
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         try:
             with torch.cuda.stream(self.stream):
-                # Not `with torch.cuda.graph`, which gives back all memory first: that takes longer than a step.
+                # Not `with torch.cuda.graph`, which first frees all cached memory: that takes longer than a step.
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 try:
                     out = step()

@@ -1,4 +1,4 @@
-"""How much memory can be had now."""
+"""How much memory is free now."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ GROUP = Path("/sys/fs/cgroup")  # of processes that share a limit
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that can be had; None where the system does not tell."""
+    """Free bytes; None where the system does not tell."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     if device.type != "cpu":
@@ -27,10 +27,10 @@ def _of_machine() -> int | None:
 
 
 def _of_group() -> int | None:
-    """What is left of a container's limit; files in its cache give way."""
+    """What is left of a container's limit; files in its cache give way, and count as free."""
     try:
         limit, used = (int((GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         lines = dict(line.split() for line in (GROUP / "memory.stat").read_text().splitlines())
         return limit - used + int(lines.get("inactive_file", 0))
-    except (OSError, ValueError):  # there is none, or it has no limit: that is "max"
+    except (OSError, ValueError):  # there is no such group, or it has no limit ("max")
         return None

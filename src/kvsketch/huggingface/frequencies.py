@@ -10,7 +10,7 @@ GUARD = "_kvsketch_guard"  # on attention modules of models that may drop a cach
 
 @dataclass(frozen=True)
 class ChangingFrequencies:
-    """Of a model that rotates otherwise when the text gets longer than `limit`."""
+    """The rotary scaling of a model that rotates differently when the text gets longer than `limit`."""
 
     kind: str
     limit: int
@@ -29,7 +29,7 @@ class ChangingFrequencies:
             raise ValueError(self.crossing(seen, seen + count))
 
     def crossing(self, seen: int, total: int) -> str:
-        """What to say when a text crosses the limit."""
+        """The error message for a text that crosses the limit."""
         return (
             f"this model switches its rotary frequencies at {self.limit} tokens, and keys from both sides do not fit "
             f"together: the cache has seen {seen} tokens and the text has {total}. Stay below the switch, or read a "
@@ -39,14 +39,14 @@ class ChangingFrequencies:
 
 @dataclass
 class DropGuard:
-    """Notices that a model has dropped the cache it was given at its rotary switch (Phi-3 does, without a word)."""
+    """Notices when a model, at its rotary switch, has dropped the cache it was given (Phi-3 does, without a word)."""
 
     rope: ChangingFrequencies
     caches: "weakref.WeakSet[Any]" = field(default_factory=weakref.WeakSet)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def watch(self, cache: Any) -> None:
-        """One of this model's caches, as long as there is one."""
+        """Watch one of this model's caches, for as long as it exists."""
         with self.lock:
             self.caches.add(cache)
 

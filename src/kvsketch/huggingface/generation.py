@@ -36,10 +36,10 @@ def make_cache(
     `keep` is how much it may hold: a fraction of the tokens (0.25), entries per head (4096) or bytes ("512MB"); the
     recommended method decides what. `method` names another one: a spec such as "uniform(keep=0.25)" (see
     `kvsketch.methods()`), or a config such as `kvsketch.Uniform(keep=0.25)`. Without both, the cache is exact.
-    `questions`, token ids of each as a prompt goes on with them, say what matters in prompts where the method goes by
-    that ("kvzip(queries='questions')"); `kvsketch.study` has the model write some. `protect` are spans of the prompt
-    that are never dropped: (start, stop) pairs for all rows, or a list of such pairs for each row, padding not counted.
-    `kvsketch.detach(model)` undoes the attaching.
+    `questions` say what matters in prompts, for a method that goes by questions ("kvzip(queries='questions')"): the
+    token ids of each, as they would follow a prompt; `kvsketch.study` has the model write some. `protect` are spans of
+    the prompt that are never dropped: (start, stop) pairs for all rows, or a list of such pairs for each row, padding
+    not counted. `kvsketch.detach(model)` undoes the attaching.
     """
     config = chosen_method(method, keep)
     asked, protected = checked_questions(config, questions), read_spans(protect)
@@ -52,7 +52,7 @@ def make_cache(
 
 
 def checked_questions(config: MethodConfig, questions: Sequence[Tensor] | Mapping[str, Tensor]) -> list[Tensor]:
-    """Questions as rows of ids; refuses what is none, and questions that are not asked for or are missing."""
+    """Questions as rows of ids; refuses anything else, and questions that the method does not use or that it lacks."""
     wanted = config.askings.by_questions
     if wanted != bool(len(questions)):
         if wanted:
@@ -83,10 +83,10 @@ def prefill(
     """Have the cache read a prompt, without generating; then ask with `cache.new_tokens`.
 
     Reads all tokens in one call, or `chunk` at a time so that the model's own activations stay small; by default in
-    chunks where the method says `prefill="streaming"`. `progress` is called with the number of tokens read after each
-    chunk, those of a second reading included where the method wants one; the same call again completes one that was
-    interrupted. `attention_mask` covers the new tokens alone. `protect` is as for `make_cache`, for a cache that was
-    made without.
+    chunks if the method says `prefill="streaming"`. After each chunk `progress` is called with the number of tokens
+    read, including those of a second reading if the method wants one. After an interruption, the same call again
+    completes it. `attention_mask` covers only the new tokens. `protect` is as for `make_cache`, for a cache that was
+    made without it.
     """
     inner: PreTrainedModel = unwrapped(model)
     _check_prompt(input_ids, attention_mask, chunk, cache)
@@ -96,7 +96,7 @@ def prefill(
     if already:  # by the same call, which was interrupted
         input_ids, protect = input_ids[:, already:], ()
         attention_mask = None if attention_mask is None else attention_mask[:, already:]
-    if input_ids.shape[1] == 0:  # all of it
+    if input_ids.shape[1] == 0:  # all of it was read already
         cache.prompt.end(cache, progress)
         return cache
     (rows, count), mask = input_ids.shape, attention_mask
@@ -117,8 +117,8 @@ def prefill(
 def _read(
     model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None, cache: SketchCache, chunk: int
 ) -> Iterator[int]:
-    """Give the model one chunk after the other; each time how many tokens were read."""
-    # Only the cache matters, so logits are computed for one token alone where the model can leave out the others.
+    """Give the model one chunk after the other; yields each time how many tokens were read."""
+    # Only the cache matters, so logits are computed for a single token if the model can leave out the others.
     fewer = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     seen = cache.seen
     for start, stop in chunks(input_ids.shape[1], chunk):
@@ -131,7 +131,7 @@ def _read(
 
 
 def _check_prompt(input_ids: Tensor, attention_mask: Tensor | None, chunk: int | None, cache: SketchCache) -> None:
-    """Refuse what is no prompt, before any of it is read."""
+    """Refuse what cannot be a prompt for this cache, before any of it is read."""
     if not isinstance(cache, SketchCache):
         raise ValueError(f"prefill fills a cache of kvsketch.make_cache(model, ...), got {type(cache).__name__}")
     check_ids(input_ids, "a prompt is token ids, rows × tokens")

@@ -1,13 +1,13 @@
 """Decode steps that are recorded and replayed: a GPU takes longer to start thousands of small kernels than to run them.
 
-A step can be recorded where the numbers that Python knows are those of the next step too. What changes from step to
-step, the place of the new token and its rank, is counted by the device (`LayerCache.open`). Tokens leave windows
-between steps, in blocks. If then all that a step reads lies where it lay (`LayerCache.marks`), with empty places behind
-it for what comes, the step is replayed again; if not, one is recorded anew.
+A step can be recorded if every number that Python knows is the same in the next step. What changes from step to step,
+the place of the new token and its rank, is counted by the device (`LayerCache.open`). Tokens leave windows between
+steps, in blocks. If all that a step reads then still lies where it lay (`LayerCache.marks`), with empty places after it
+for new tokens, the step is replayed again; if not, a new one is recorded.
 
     open ─ a step as it is ─ a step recorded ─ replayed … replayed ─ close, tokens leave ─ open ─ replayed …
 
-Whoever looks at the cache in between finds it closed, as after any step.
+Code that looks at the cache in between finds it closed, as after any step.
 """
 
 import functools
@@ -35,66 +35,66 @@ from kvsketch.huggingface.supported import unwrapped
 from kvsketch.kernels.gpu import attention as in_triton
 
 M = TypeVar("M", bound=nn.Module)
-MOST = 256  # tokens for which there is room at once, where nothing leaves
-LEAST = 4  # before something leaves: for fewer it is not worth while
+MOST = 256  # tokens for which room is made at once, where nothing leaves
+LEAST = 4  # steps until something leaves a window: with no more than that it is not worth while
 OFTEN = 3  # times in a row
-KEPT = 4  # recorded steps of a cache, as it may go from one of several states to another and back
+KEPT = 4  # recorded steps of a cache, which may go from one of several states to another and back
 INPUTS = ("input_ids", "position_ids")  # change from step to step; the mask does not, for new tokens are real ones
-SEEN_TO = (*INPUTS, "attention_mask")  # and the cache
+SEEN_TO = (*INPUTS, "attention_mask")  # handled here, and so is the cache
 PLAIN = {"use_cache": (None, True), "return_dict": (None, True), "labels": (None,), "inputs_embeds": (None,)}
 LOOKED_AT = "the cache is looked at, or its rows are moved, after every step or two"
-UNEVEN = "rows of unequal lengths have few steps between tokens that leave their windows"
+UNEVEN = "in rows of unequal lengths tokens leave the windows after too few steps"
 _log = logging.getLogger("kvsketch")
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A step that can be taken again as long as all that it reads is where it was."""
+    """A step that can be taken again while all that it reads is where it was."""
 
     marks: object
     replay: Callable[[], object]
     out: ModelOutput
-    beside: list[object]  # what it reads beside what `marks` speaks of, which would be gone
+    beside: list[object]  # what it reads beside what `marks` describes: held here, or it would be gone
 
 
 class Steps:
-    """The steps of one cache, which `forward` takes."""
+    """The steps of one cache, which `forward` computes."""
 
     def __init__(self, cache: Any, forward: Callable[..., ModelOutput], graphs: Graphs) -> None:
         self.stack, self.forward, self.graphs = cache._stack, forward, graphs
-        self._cache: weakref.ref[Any] = weakref.ref(cache)  # not held: the cache has this
+        self._cache: weakref.ref[Any] = weakref.ref(cache)  # not held: the cache holds this object
         self.refused: str | None = None  # why no more steps are recorded
         self.inside = False  # a step is under way
-        self.open = False  # layers are, for so many tokens more:
-        self.room = 0
-        self.inputs: dict[str, Tensor] = {}  # where a step finds them
+        self.open = False  # whether layers are open
+        self.room = 0  # for how many tokens more they are
+        self.inputs: dict[str, Tensor] = {}  # the tensors in which a step finds its inputs
         self.rest: dict[str, Any] = {}  # what else a step is given
-        self.inference = False  # whether torch's inference mode is on, whose tensors nobody else may change
+        self.inference = False  # whether torch's inference mode is on: its tensors may not be changed outside it
         self.warm = False  # whether a step was taken since layers were opened, and could have been recorded
-        self.waited = 0  # so many steps in a row could not
-        self.short = 0  # so many steps in a row there was no room for several more
-        self.looked_at = 0  # so many times in a row layers were closed before a step was replayed
-        self.now: Recorded | None = None  # what is replayed
+        self.waited = 0  # how many steps in a row could not be recorded
+        self.short = 0  # at how many steps in a row there was no room for several more
+        self.looked_at = 0  # how many times in a row layers were closed before a step was replayed
+        self.now: Recorded | None = None  # the step that is replayed
         self.known: deque[Recorded] = deque(maxlen=KEPT)
 
     def fit(self, inputs: Mapping[str, Tensor], rest: Mapping[str, Any]) -> bool:
-        """Whether layers are open for a step with these."""
+        """Whether layers are open for a step with these inputs."""
         return self.open and self._known(inputs, rest)
 
     def _known(self, inputs: Mapping[str, Tensor], rest: Mapping[str, Any]) -> bool:
-        """Whether steps that were recorded are right for these inputs."""
+        """Whether the recorded steps are right for these inputs."""
         same = self.inference == torch.is_inference_mode_enabled() and self.rest == rest
         same = same and self.inputs.keys() == inputs.keys()
         return same and all(_alike(self.inputs[name], x) for name, x in inputs.items())
 
     def may_open(self) -> bool:
-        """Whether so much has room that it is worth while."""
+        """Whether there is room for enough steps to be worth while."""
         self.room = min(MOST, *(layer.held.room() for layer in self.stack.sketch))
         self.short = 0 if self.room > LEAST else self.short + 1
         return self.room > LEAST
 
     def take(self, inputs: Mapping[str, Tensor], rest: dict[str, Any]) -> ModelOutput:
-        """Take a step that nothing is against."""
+        """Take a step that may be recorded."""
         try:
             if not self.open:
                 self._open(inputs, rest)
@@ -115,7 +115,7 @@ class Steps:
         return out
 
     def close(self) -> None:
-        """Have layers as they are after a step that was not recorded."""
+        """Bring layers into the state in which a step that was not recorded leaves them."""
         if self.open and not self.inside:
             self.looked_at = self.looked_at + 1 if self.now is None else 0
             self.refused = LOOKED_AT if self.looked_at == OFTEN else self.refused
@@ -128,12 +128,12 @@ class Steps:
             self.inference, self.rest = torch.is_inference_mode_enabled(), rest
             self.inputs = {name: x.clone() for name, x in inputs.items()}
         if not self._laid_out(anew=False) and self.known:
-            for layer in self.stack.sketch:  # something has moved: then all may, so as to stay there for long
+            for layer in self.stack.sketch:  # something has moved: lay out all anew, to stay in place for long
                 layer.held.close()
             self._laid_out(anew=True)
 
     def _laid_out(self, *, anew: bool) -> bool:
-        """Open all layers; whether what a recorded step reads is where it was."""
+        """Open all layers; whether all that one of the recorded steps reads is where it was."""
         for layer in self.stack.sketch:
             layer.held.open(self.room, anew=anew)
         marks = self._marks()
@@ -162,14 +162,14 @@ class Steps:
             marks = self._marks()
             replay, out = self.graphs.record(step)
             for name in named(None, out):
-                out[name] = None  # or what the cache has would have the cache
+                out[name] = None  # the cache will hold this output, which must not hold the cache
             self.now = Recorded(marks, replay, out, [layer.held.read_beside() for layer in self.stack.sketch])
-            if marks == self._marks():  # there are things that may lie elsewhere each time
+            if marks == self._marks():  # some things may lie elsewhere each time
                 self.known.append(self.now)
         else:
             out, wrong = self.graphs.take(step)
             self.warm, self.waited = wrong is None, 0 if wrong is None else self.waited + 1
-            self.refused = wrong if self.waited == OFTEN else None  # the first step may look at what is new to it
+            self.refused = wrong if self.waited == OFTEN else None  # a first step may have to look at what is new to it
             return out
         return _copied(self.now.out, cache)
 
@@ -180,18 +180,18 @@ class Steps:
         if self.room and self.refused is None:
             return
         self._close()
-        for layer in self.stack.sketch:  # what is due leaves
+        for layer in self.stack.sketch:  # evict what is due
             layer.held.settle()
 
     def _forget(self) -> None:
-        """Nothing was taken of a step that could not be recorded, whatever layers say."""
+        """Undo what layers note of a step that could not be recorded: nothing of it was taken."""
         for layer in self.stack.sketch:
             layer.pending, layer.broken = 0, False
         self.stack.touched = False
 
 
 class Recording:
-    """A model's `forward` that records the steps of caches of ours."""
+    """Stands in for a model's `forward`, and records the steps of caches of ours."""
 
     def __init__(self, model: nn.Module, graphs: Graphs) -> None:
         self.model, self.graphs, self.before = model, graphs, model.forward
@@ -200,7 +200,7 @@ class Recording:
         functools.update_wrapper(self, self.before)  # `generate` asks for the names of its arguments
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        """A copy of the model does not compute with this one, nor records."""
+        """The plain `forward` for a copy of the model: it must not compute with this model, nor record."""
         twin = memo[id(self.model)]
         return type(twin).forward.__get__(twin)
 
@@ -213,7 +213,7 @@ class Recording:
             return self.before(*args, **given)
         with self.lock:
             steps = self._steps_of(cache)
-            if steps.stack.touched:  # which will be said
+            if steps.stack.touched:  # the call will refuse such a cache
                 return self.before(**given)
             inputs = {name: given[name] for name in INPUTS if given.get(name) is not None}
             others = given.keys() - {*SEEN_TO, *PLAIN}
@@ -224,12 +224,12 @@ class Recording:
                     return steps.take(inputs, rest)
                 except NotRecordedError as error:
                     reason = steps.refused = str(error)
-        if reason != UNEVEN or steps.short > LEAST:  # at the end of a window there are LEAST such steps at most
+        if reason != UNEVEN or steps.short > LEAST:  # before a block leaves a window there are at most LEAST such steps
             self._say(reason)
         return self.before(**given)
 
     def end(self) -> None:
-        """Leave all caches as they are after steps that were not recorded."""
+        """Leave all caches in the state in which steps that were not recorded leave them."""
         for cache in self.caches:
             cache.without_room()
             cache.steps = None
@@ -244,14 +244,14 @@ class Recording:
     def _against(
         self, steps: Steps, cache: Any, given: Mapping[str, Any], inputs: Mapping[str, Tensor], rest: Mapping[str, Any]
     ) -> str | None:
-        """Why this step is not recorded; if nothing is against it layers are open, or can be opened."""
+        """Why this step is not recorded; None if it can be: then layers are open, or can be opened."""
         reason = steps.refused or _against_call(self.model, given, rest)
         if reason is not None or steps.fit(inputs, rest):
             return reason
         cache._close()
         steps.refused = why_not(cache)
         if steps.refused is None and steps.may_open():
-            cache.check_step(self.model, given)  # as always, but now and then
+            cache.check_step(self.model, given)  # the check of any call, but made only now and then
             return None
         return steps.refused or UNEVEN
 
@@ -272,25 +272,25 @@ def why_not(cache: Any) -> str | None:
     if cache.model.divisions or len(devices) > 1:
         return "the model is spread over several devices"
     if any(device.type == "cuda" and not in_triton.runs_on(device) for device in devices):
-        return "kernels in Triton do not run here, and what torch does in their place takes more memory so"
+        return "kernels in Triton do not run here, and torch's own take more memory when they are recorded"
     for layer in sketch:
         only, config = layer.held.streams.only, layer.held.config
         if only is None:
             return f"{config}: heads of one layer have windows of unequal lengths"
         observes = frozenset() if only.method is None else only.method.observes
         if observes - {"read"} or config.looks_ahead:
-            return f"{config} takes note of every query when it was answered"
+            return f"{config} takes notes after every query that was answered"
     return None
 
 
 @contextmanager
 def cuda_graphs(model: M) -> Iterator[M]:
-    """Within the block decode steps are recorded as CUDA graphs and replayed, where a cache of ours allows it.
+    """Within the block, decode steps are recorded as CUDA graphs and replayed, where a cache of ours allows it.
 
-    `with kvsketch.cuda_graphs(model): model.generate(..., cache=cache)`. Answers are the same. Other calls,
-    and caches whose steps cannot be recorded, go on as they are; why is said once in the log. The model stays as it is
-    in the block: weights that are moved, and hooks or adapters that are exchanged, are not noticed by what is replayed.
-    Threads may share the block, if they use one CUDA stream: recorded steps share their memory.
+    `with kvsketch.cuda_graphs(model): model.generate(..., cache=cache)`. Answers are the same. Other calls, and caches
+    whose steps cannot be recorded, work as before; the log says once why. Leave the model as it is inside the block: a
+    replayed step does not notice weights that were moved, nor hooks or adapters that were exchanged. Threads may share
+    the block if they use one CUDA stream: recorded steps share their memory.
     """
     inner = unwrapped(model)
     device = next(inner.parameters()).device
@@ -304,7 +304,7 @@ def cuda_graphs(model: M) -> Iterator[M]:
 
 @contextmanager
 def recorded(model: nn.Module, graphs: Graphs) -> Iterator[None]:
-    """The same, with what records given."""
+    """The same, with the given `graphs` to record steps."""
     if isinstance(model.forward, Recording):
         raise ValueError("the steps of this model are being recorded: leave the block before another one begins")
     own, recording = model.__dict__.get("forward"), Recording(model, graphs)
@@ -320,7 +320,7 @@ def recorded(model: nn.Module, graphs: Graphs) -> Iterator[None]:
 
 
 def _is_step(cache: Any, given: Mapping[str, Any]) -> bool:
-    """Whether a call is a single token for a cache of ours that has read something, and nobody wants more of it."""
+    """Whether a call is a single token for a cache of ours that has read something, and asks for nothing else."""
     ids = given.get("input_ids")
     if not (isinstance(cache, Cache) and hasattr(cache, "check_step") and isinstance(ids, Tensor)):
         return False
@@ -335,7 +335,7 @@ def _is_step(cache: Any, given: Mapping[str, Any]) -> bool:
 
 
 def _against_call(model: nn.Module, given: Mapping[str, Any], rest: Mapping[str, Any]) -> str | None:
-    """Why a call of a single token cannot be recorded, by what it is given."""
+    """Why a call of a single token cannot be recorded, by its arguments; None if it can."""
     ids, mask, places = (given.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
     assert isinstance(ids, Tensor), "it is a step"
     if torch.is_grad_enabled() or model.training:

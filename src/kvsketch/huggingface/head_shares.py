@@ -1,4 +1,4 @@
-"""How the KV heads of a model share a budget, as the option `heads` says: a layer asks for its own when it begins."""
+"""How a model's KV heads share a budget, as the option `heads` says: a layer asks for its shares when it begins."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,19 +13,19 @@ from kvsketch.huggingface.model import ModelLink
 
 @dataclass(frozen=True)
 class HeadShares:
-    """For the full-attention layers of a model, each with so many KV heads. Copies of a cache share it."""
+    """The shares of full-attention layers; `layers` has their numbers of KV heads. Copies of a cache share this."""
 
     config: BudgetedConfig
     model: ModelLink
     layers: Mapping[int, int]
-    length: int = LENGTH  # of texts for which a number of heads is right
+    length: int = LENGTH  # of the texts for which a number of heads is chosen
     found: dict[float | None, Shares] = field(default_factory=dict)  # by fraction: the same for all layers
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "HeadShares":
         return self
 
     def __call__(self, layer: int, heads: int, budget: Budget) -> Sequence[float]:
-        """Those of a layer that turns out to have so many heads, in all processes."""
+        """The shares of a layer that turns out to have `heads` KV heads, in all processes together."""
         if budget.fraction not in self.found:
             self.found[budget.fraction] = self._divided(budget)
         shares = self.found[budget.fraction].get(layer, ())
@@ -36,10 +36,10 @@ class HeadShares:
         return shares
 
     def _divided(self, budget: Budget) -> Shares:
-        """Of all layers."""
+        """The shares of all layers."""
         if self.config.heads == PYRAMID:
             return pyramid(self.layers, MOST if budget.fraction is None else 1 / budget.fraction)
         shares = find_profile(self.config.heads, self.model.facts()).shares(budget)
-        if others := sorted(set(shares) - set(self.layers)):  # what they would leave is not theirs
-            raise ValueError(f"the profile {self.config.heads} is of layers that share no budget too: {others}. {HOW}")
+        if others := sorted(set(shares) - set(self.layers)):  # the budget that they would leave is not theirs
+            raise ValueError(f"the profile {self.config.heads} also has layers that share no budget: {others}. {HOW}")
         return self.config.divided(shares, budget.beside, self.length)

@@ -1,4 +1,4 @@
-"""Which model this is, for what was made from it: the keys of a cache, and the index that Saap looks things up by."""
+"""Which model it is that something was made from: the keys of a cache, or the index that Saap looks tokens up by."""
 
 import hashlib
 import json
@@ -32,10 +32,10 @@ GONE = "the model that this cache was made for is gone"
 
 
 class Identity:
-    """Which model one is, as it was when somebody first asked. Copies of a cache share it."""
+    """Which model this is, as it was when somebody first asked. Copies of a cache share it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model = weakref.ref(model)  # which this does not keep alive
+        self.model = weakref.ref(model)  # this does not keep the model alive
         self.text = model.config.get_text_config(decoder=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Identity":
@@ -43,7 +43,7 @@ class Identity:
 
     @cached_property
     def weights(self) -> SampledWeights:
-        """A sample of them."""
+        """A sample of the model's weights."""
         model = self.model()
         if model is None:
             raise ValueError(GONE)
@@ -51,13 +51,13 @@ class Identity:
 
     @cached_property
     def architecture(self) -> str:
-        """What of its config keys depend on."""
+        """The part of the model's config on which keys depend."""
         known = {name: config_value(self.text, name) for name in ARCHITECTURE}
         plain = {name: value for name, value in known.items() if value is not None}
         return json.dumps(plain, sort_keys=True, default=str)
 
     def look(self) -> None:
-        """See now what it is. What its weights are a GPU sends when it has them, and only who asks waits for that."""
+        """Look at the model now. A GPU sends the sampled weights when it has them; only who asks for them waits."""
         _ = self.weights, self.architecture
 
     @cached_property
@@ -71,7 +71,7 @@ class Identity:
     def facts(self) -> dict[str, Any]:
         """What an index or a profile must fit: shape, rotation and weights, the same in every precision.
 
-        But for a checkpoint in float32: what is loaded from it in float16 was rounded otherwise, and counts as another.
+        A checkpoint in float32 is the exception: loaded in float16 it was rounded otherwise, and counts as another.
         """
         kv_heads, width = heads_of(self.text)
         found = {
@@ -87,29 +87,29 @@ class Identity:
         return plain
 
     def fitted(self, config: MethodConfig, *, held: bool = False) -> MethodConfig:
-        """A method for this model; refuses one that rests on something learnt from another.
+        """A method's config for this model; refuses one that uses something learnt from another model.
 
-        `held`: a cache of it comes from a file.
+        `held`: a cache of this method comes from a file.
         """
         rope = changing_frequencies(self.text) if config.looks_ahead else None
         if rope is not None:
             raise ValueError(
-                f"{config.name} goes by how what follows will be rotated, and this model rotates otherwise once a text "
-                f"is longer than {rope.limit} tokens: use a method that does not look ahead, such as keydiff"
+                f"{config.name} depends on how later tokens will be rotated, and this model rotates otherwise once a "
+                f"text is longer than {rope.limit} tokens: use a method that does not look ahead, such as keydiff"
             )
         return config.for_model(lambda: self.facts, held=held)
 
     def learnt(self, configs: Iterable[MethodConfig]) -> dict[str, str]:
-        """For those that go by something that was learnt of this model, which one it is now; refuses others, too."""
+        """For configs that use something learnt from this model, its digest now; refuses what is of another model."""
         found = {str(config): self.fitted(config).learnt_digest(lambda: self.facts) for config in configs}
         return {name: digest for name, digest in found.items() if digest is not None}
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """A hash of what a model is now."""
+    """A hash of a model as it is now."""
     return Identity(model).fingerprint
 
 
 def describe_model(model: PreTrainedModel) -> dict[str, Any]:
-    """What an index or a profile must fit."""
+    """What an index or a profile must fit, of a model as it is now."""
     return Identity(model).facts

@@ -29,17 +29,17 @@ class SketchLayer(CacheLayerMixin):
     def __init__(self, held: LayerCache, model: ModelLink) -> None:
         super().__init__()
         self.held, self.model = held, model
-        self.is_first = False  # of the cache's sketch layers: it knows padding and positions, the same in all of them
+        self.is_first = False  # of the cache's sketch layers: it keeps padding and positions, which are the same in all
         self.positions = Positions()
-        self.watcher: Callable[[Query, Partial], None] | None = None  # is told what is asked, and what comes of it
+        self.watcher: Callable[[Query, Partial], None] | None = None  # is told of queries and their answers
         self.pending = 0  # new tokens that were taken and that attention has not asked for yet
-        self.refuse: Callable[[], None] | None = None  # refuses those, if they are no numbers
-        self.broken = False  # a read failed in its middle
+        self.refuse: Callable[[], None] | None = None  # refuses those tokens, if they are NaN or infinite
+        self.broken = False  # a read failed half-way
         self.cropped = True  # `crop` was called since the last read
 
     @property
     def is_croppable(self) -> bool:
-        """Whether all that comes can be taken back: while compression is held back, as assisted decoding asks."""
+        """Whether all that comes can be taken back: yes while compression is held back, as assisted decoding asks."""
         return self.held.recording
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -75,7 +75,7 @@ class SketchLayer(CacheLayerMixin):
         return part
 
     def _begin(self) -> None:
-        """Called before a read changes anything: refuse tokens that are no numbers."""
+        """Called before a read changes anything: refuse tokens that are NaN or infinite."""
         refuse, self.refuse = self.refuse, None
         if refuse is not None:
             try:
@@ -86,7 +86,7 @@ class SketchLayer(CacheLayerMixin):
                 raise
 
     def came_one(self) -> None:
-        """Count a token that every row has got, where only the device has."""
+        """Count a token of every row that only the device has counted so far."""
         self.held.came_one()
         if self.is_first:
             self.positions.remember_one()
@@ -107,23 +107,20 @@ class SketchLayer(CacheLayerMixin):
         self.cropped = exact.cropped
 
     def check_positions_once(self, positions: Tensor | None, new: NewTokens) -> None:
-        """In the first layer: refuse wrong positions where the call did not tell them at its beginning.
-
-        The model has made them since.
-        """
+        """In the first layer: refuse wrong positions that the model has made since the call came without any."""
         looked_at = self.positions.checked or self.held.next_rank is not None
         if not looked_at and positions is not None:
             self.check_positions(positions, new.valid, new.keys.shape[0])
 
     def check_positions(self, positions: Tensor, valid: Tensor | None, rows: int) -> None:
-        """Refuse new tokens that do not follow on those held."""
+        """Refuse new tokens that do not continue those held."""
         self.positions.check(positions, valid, self.held.lengths or [0] * rows)
 
     def check_asked_by(self, module: nn.Module) -> None:
-        """The attention function has found this layer; refuse a second look, and another model's module."""
+        """Called when the attention function has found this layer: refuse a second look, and another model's module."""
         if not self.pending:
             raise ValueError(
-                f"{type(module).__name__} looks at the tokens of layer {self.held.layer} twice: kvsketch does not "
+                f"{type(module).__name__} reads the tokens of layer {self.held.layer} twice: kvsketch does not "
                 "serve such a model, use transformers' own cache"
             )
         self.pending = 0
@@ -131,7 +128,7 @@ class SketchLayer(CacheLayerMixin):
             self.model.check_module(module)
 
     def check_watched(self, module: nn.Module) -> None:
-        """Refuse an attention module of which nobody knows what it rotates, where the method asks for that."""
+        """Refuse an attention module whose rotation is not watched, if the method needs that."""
         if self.held.config.before_rotation and getattr(module, WATCH, None) is None:
             raise ValueError(
                 f"{self.held.config.name} needs queries and keys as they are before rotation, and the model was "
@@ -139,7 +136,7 @@ class SketchLayer(CacheLayerMixin):
             )
 
     def before_rotation(self, module: nn.Module, queries: Tensor, keys: Tensor) -> Unrotated | None:
-        """Queries and keys of the call as they were before rotation, where the method asks for them."""
+        """Queries and keys of the call as they were before rotation, if the method asks for them."""
         if not self.held.config.before_rotation:
             return None
         self.check_watched(module)
@@ -178,7 +175,7 @@ class SketchLayer(CacheLayerMixin):
         self.held.recording = True
 
     def take_back(self, count: int, dropped: list[int]) -> None:
-        """Take back the last tokens, `dropped` of each row and else padding; then compress what was held back."""
+        """Take back `count` places, of which `dropped` are tokens of each row; then compress what was held back."""
         if not self.held.started:
             return
         self.held.crop(count, dropped)
@@ -188,7 +185,7 @@ class SketchLayer(CacheLayerMixin):
             self.settle(recording=True)
 
     def settle(self, *, recording: bool) -> None:
-        """Compress what was held back; whether to hold back what comes next."""
+        """Compress what was held back; `recording`: whether to hold back what comes next."""
         self.held.recording = False
         if self.held.started:
             with without_autocast(self.held.window.keys.view):
@@ -244,14 +241,14 @@ class SketchLayer(CacheLayerMixin):
 
 
 class HybridSketchLayer(SketchLayer, LinearAttentionAndFullAttentionLayer):
-    """A layer with attention, which is held by ours, and linear attention beside it, which stays as it is."""
+    """A layer with attention, held as in `SketchLayer`, and linear attention beside it, held as in transformers."""
 
     def __init__(self, held: LayerCache, model: ModelLink, number_of_states: int = 1) -> None:
         SketchLayer.__init__(self, held, model)
         LinearAttentionAndFullAttentionLayer.__init__(self, number_of_states=number_of_states)
 
     def lazy_initialization(self, *keys_and_values: Tensor, **states: Any) -> None:
-        """Of attention with keys and values, of linear attention with the names of its states."""
+        """Make buffers for attention, given keys and values; or for linear attention, given its states by name."""
         if keys_and_values:
             SketchLayer.lazy_initialization(self, *keys_and_values)
         else:

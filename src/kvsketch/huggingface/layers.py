@@ -1,4 +1,4 @@
-"""The layers of a cache, all together: ours where a model attends to everything, transformers' own elsewhere."""
+"""All layers of a cache: ours where a model attends to everything, transformers' own elsewhere."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ NOT_USED = (
 
 
 class LayerStack:
-    """All layers of one cache: each kind of them, what they hold together, and whether that is one text."""
+    """All layers of one cache: by kind, what they hold together, and whether they all hold the same text."""
 
     def __init__(self, config: MethodConfig, model: ModelLink, protected: Protected | None = None) -> None:
         self.config, self.model = config, model
@@ -45,8 +45,8 @@ class LayerStack:
         self.kinds = types
         self._shares = self._new_shares()
         self.layers = [self._new_layer(i, kind, options[i]) for i, kind in enumerate(types)]
-        # Kept beside the layers, for every layer asks for them at every step: ours, all that count tokens, and all
-        # that sum them up (linear attention and the like).
+        # Kept beside the layers, as every layer asks for them at every step: our layers, all that count tokens, and all
+        # that sum tokens up (linear attention and the like).
         self.sketch = [layer for layer in self.layers if isinstance(layer, SketchLayer)]
         self.counting = [layer for layer in self.layers if isinstance(layer, CacheLayerMixin)]
         self.summing = [layer for layer in self.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
@@ -57,7 +57,7 @@ class LayerStack:
             layer.is_first = True
 
     def _new_shares(self, length: int = LENGTH) -> HeadShares | None:
-        """What says how heads share the budget, where that is not all alike; of texts of this length."""
+        """What says how heads share the budget, for texts of this length; None if all have equal shares."""
         if equal_until_read(self.config):
             return None
         assert isinstance(self.config, BudgetedConfig), "others hold everything"
@@ -78,7 +78,7 @@ class LayerStack:
     # -- how a budget is divided
 
     def expect(self, length: int = LENGTH) -> None:
-        """Have heads share the budget as is right for a text of this length, before it is read."""
+        """Before a text of this length is read, have heads share the budget as is right for it."""
         self._shares = self._new_shares(length)
         for layer in self.sketch:
             layer.held.shares = self._shares
@@ -111,11 +111,11 @@ class LayerStack:
             getattr(layer, "record_past", False) for layer in self.layers
         )
 
-    # -- whether that is one text
+    # -- whether all layers hold the same text
 
     def check_whole(self) -> None:
-        """Refuse to go on after a call, or a move of rows, that did not come to its end in all layers."""
-        seen = self.seen  # compared one by one: of a set the compiler would make a graph for every length
+        """Refuse to go on after a call, or a move of rows, that did not finish in all layers."""
+        seen = self.seen  # compared one by one: with a set the compiler would make a graph for every length
         unequal = [layer for layer in self.counting if layer.get_seq_length() != seen]
         if self.touched or unequal or [layer for layer in self.sketch if layer.broken]:
             lengths = [layer.get_seq_length() for layer in self.counting]
@@ -125,7 +125,7 @@ class LayerStack:
             )
 
     def check_in_step(self, layer: Any, index: int, count: int) -> None:
-        """Refuse tokens for a layer behind the first one that are not those that the first one took."""
+        """Refuse tokens for a layer after the first one, if they are not the ones that the first one took."""
         latest, first = self.latest, self.counting[0]
         if latest is not layer and isinstance(latest, SketchLayer) and latest.pending:
             if not self.touched:  # no call of the model that this cache was made for has begun
@@ -142,7 +142,7 @@ class LayerStack:
             )
 
     def forget_refused(self, seen: int) -> None:
-        """A call has failed that began at so many tokens: if the first layer refused it, nothing has moved."""
+        """A call that began after `seen` tokens has failed: if the first layer refused it, nothing has moved."""
         first = self.counting[0]
         if isinstance(first, SketchLayer) and first.held.seen == seen and not first.broken and not self.summing:
             first.pending, self.touched = 0, False
@@ -157,7 +157,7 @@ class LayerStack:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Whatever is done here is done in all layers, or they say that they are broken."""
+        """A block whose changes are made in all layers, or the layers say that they are broken."""
         self.check_whole()
         self.touched = True
         yield

@@ -1,4 +1,4 @@
-"""Caches that were saved, ready to go on."""
+"""Loading saved caches, ready to go on."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ from kvsketch.huggingface.modules import heads_of, of_layer
 from kvsketch.huggingface.supported import unwrapped
 from kvsketch.huggingface.weights import devices_of_layers
 
-# What comes of a state in which no layer can be.
+# What is raised by a state in which no layer can be.
 NOT_POSSIBLE = (
     KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, AssertionError, ArithmeticError,
 )  # fmt: skip
@@ -27,7 +27,7 @@ NOT_POSSIBLE = (
 def load_cache(model: nn.Module, path: str | Path) -> SketchCache:
     """The cache that `cache.save(path)` wrote, for the same model; also attaches the model.
 
-    Each layer's part goes to where that layer computes, and nothing of it is a view of the file.
+    Each layer's part goes to the device where that layer computes, and nothing of it is a view of the file.
     """
     inner: PreTrainedModel = unwrapped(model)
     with TensorFile(path) as file:
@@ -55,7 +55,7 @@ def _restore(
     devices: Mapping[int, torch.device],
     elsewhere: torch.device,
 ) -> None:
-    """Fill a new cache from a file: layers of ours first, which know how much of what was read is padding."""
+    """Fill a new cache from a file: layers of ours first, as they know how much of the text is padding."""
     kinds = [type(layer).__name__ for layer in cache.layers]
     if [saved["type"] for saved in known["layers"]] != kinds:
         raise ValueError(f"{file.path} does not hold the layers that this model has: {', '.join(dict.fromkeys(kinds))}")
@@ -81,13 +81,13 @@ def _restore(
 
 
 def _widths(cache: SketchCache) -> list[int]:
-    """Of every layer's keys: a share of a wider layer's budget is more bytes."""
+    """The width of every layer's keys: a share of a wider layer's budget is more bytes."""
     width = heads_of(cache.model.config)[1]
     return [of_layer(width, index) for index in range(len(cache.layers))]
 
 
 def _check_shares(budgets: Sequence[Any], widths: Sequence[int], file: TensorFile) -> None:
-    """Refuse heads that all together would have more than there is: the mean of their shares is 1, byte by byte."""
+    """Refuse heads that together would have more than there is: the mean of their shares, by bytes, is 1."""
     heads = [
         (head[-1], width)
         for layer, width in zip(budgets, widths, strict=True)
@@ -95,14 +95,14 @@ def _check_shares(budgets: Sequence[Any], widths: Sequence[int], file: TensorFil
         for head in layer
         if isinstance(head, list) and head
     ]
-    known = [(share, width) for share, width in heads if type(share) is float]  # others are refused where they are read
+    known = [(share, width) for share, width in heads if type(share) is float]  # others are refused when they are read
     if sum(share * width for share, width in known) > 1.001 * sum(width for _, width in known):
         shares = [share for share, _ in known]
         raise ValueError(f"{file.path} holds heads with shares of {shares!s:.80}, whose mean cannot be above 1")
 
 
 def _check_row_shares(given: Sequence[Any], widths: Sequence[int], file: TensorFile) -> None:
-    """The same of shares that a prompt has set, row by row."""
+    """The same for shares that a prompt has set, row by row."""
     known = [
         (rows, width)
         for rows, width in zip(given, widths, strict=True)

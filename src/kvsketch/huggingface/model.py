@@ -28,34 +28,34 @@ class ModelLink:
     guard: DropGuard | None
     model: "weakref.ref[PreTrainedModel]"  # not held: a cache does not keep its model alive
     divisions: tuple[Division, ...] = ()  # over which processes it is spread
-    looked_at: Identity | None = None  # as it was when it was last asked for: as a cache begins to read, and for files
+    looked_at: Identity | None = None  # as it was when last asked for: when a cache begins to read, and for files
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModelLink":
         return self
 
     def now(self) -> Identity | None:
-        """The model as it is now; None if it is gone. Layers that begin go by this."""
+        """The model as it is now; None if it is gone. Layers that begin after this go by it."""
         model = self.model()
         self.looked_at = None if model is None else Identity(model)
         return self.looked_at
 
     def fingerprint(self) -> str | None:
-        """Of the model as it is now; None if it is gone."""
+        """The fingerprint of the model as it is now; None if it is gone."""
         now = self.now()
         return None if now is None else now.fingerprint
 
     def part_of(self, layer: int, heads: int) -> HeadPart:
-        """Which of a layer's KV heads are here, where keys of so many came."""
+        """Which of a layer's KV heads are in this process, if keys of `heads` of them came."""
         return part_of(self.divisions, layer, heads, of_layer(self.heads, layer))
 
     @cached_property
     def heads(self) -> Any:
-        """KV heads; a list of them, where layers differ. Layers ask at their beginning, and a config takes its time."""
+        """KV heads; a list, if layers differ. Kept, as layers ask at their beginning and a config is slow to answer."""
         return heads_of(self.config)[0]
 
     @property
     def group(self) -> int:
-        """Query heads of a KV head; the most, where layers differ."""
+        """Query heads of a KV head; the largest number, if layers differ."""
         least = min(heads for heads in self.heads if heads) if isinstance(self.heads, list) else self.heads
         return int(self.config.num_attention_heads // least)
 
@@ -70,14 +70,14 @@ class ModelLink:
             raise ValueError(f"{what} needs all heads in one process, and this model is spread over several")
 
     def facts(self) -> dict[str, Any]:
-        """What there is to know about the model, as it was when it was last looked at."""
+        """The facts about the model (`Identity.facts`), as it was when it was last looked at."""
         known = self.looked_at or self.now()
         if known is None:
             raise ValueError(GONE)
         return known.facts
 
     def fitted(self, config: MethodConfig) -> MethodConfig:
-        """A method for the model as it is now; refuses one that does not fit it."""
+        """A method's config for the model as it is now; refuses one that does not fit it."""
         now = self.now()
         return config if now is None else now.fitted(config)
 

@@ -1,4 +1,4 @@
-"""A model's attention modules, and what its config says of them."""
+"""A model's attention modules, and what its config says about them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,19 +17,19 @@ def attention_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
 
 
 def config_value(config: Any, name: str) -> Any:
-    """What a config says; a list of what it says of each layer, where layers differ (Gemma 4); None if nothing."""
+    """A value of a config; a list with each layer's value, if layers differ (Gemma 4); None if it says nothing."""
     if name in (getattr(config, "per_layer_attributes", None) or ()):
         return [getattr(layer, name, None) for layer in config.per_layer_config]
     return getattr(config, name, None)
 
 
 def heads_of(config: Any) -> tuple[Any, Any]:
-    """KV heads and the width of their keys; lists of them, a number for each layer, where layers differ."""
+    """KV heads and the width of their keys; lists with a number for each layer, if layers differ."""
     heads, width = config_value(config, "num_key_value_heads"), config_value(config, "head_dim")
     queries = config.num_attention_heads
     return heads or queries, width or config.hidden_size // queries
 
 
 def of_layer(said: Any, index: int) -> Any:
-    """What a config says of one layer, where it says one thing of all or a list."""
+    """A config's value for one layer, given its value for all layers or a list of them."""
     return said[index] if isinstance(said, list) else said

@@ -16,10 +16,10 @@ def cache_in(given: Mapping[str, Any]) -> Any:
 
 
 def as_argument(forward: Callable[..., Any], cache: Any) -> dict[str, Any]:
-    """A cache as what is called takes it; with the other name transformers warns."""
+    """A cache as the argument that `forward` takes; with the other name transformers warns."""
     return named(cache, inspect.signature(forward).parameters)
 
 
 def named(cache: Any, known: Container[str]) -> dict[str, Any]:
-    """A cache under the one of its names that is known there."""
+    """A cache under that one of its two names which is among the known ones."""
     return {NEW if NEW in known else OLD: cache}

@@ -34,7 +34,7 @@ def ordinary_attention(
     causal = getattr(module, "is_causal", True) if causal is None else causal
     partly_new = attention_mask is None and causal and 1 < queries < count  # a chunk after an ordinary cache
     if partly_new or (attention_mask is not None and attention_mask.ndim == 2):
-        if attention_mask is not None:  # of all tokens, where a layer may have the latest alone
+        if attention_mask is not None:  # it covers all tokens, and a layer may have only the latest
             attention_mask = attention_mask[:, -count:]
         attention_mask = _mask_of_all_keys(query, count, attention_mask)
     if attention_mask is not None and attention_mask.shape[-1] != count:
@@ -63,7 +63,7 @@ def _eager_attention(
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:
-    """With all weights in memory: where some are dropped, in training, or where a mask is added to logits."""
+    """Attention with all weights in memory: for dropout in training, or a mask that is added to logits."""
     group = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(group, 1) for x in (key, value))
     logits = query @ key.transpose(2, 3) * scale
@@ -79,7 +79,7 @@ def _eager_attention(
 
 
 def _mask_of_all_keys(query: Tensor, count: int, padding: Tensor | None) -> Tensor | None:
-    """Stock's mask of new queries for `count` keys that end with their own."""
+    """Stock's mask of new queries for `count` keys, the last of which are the queries' own."""
     rows, _, new, _ = query.shape
     return sdpa_mask(
         rows,
@@ -94,7 +94,7 @@ def _mask_of_all_keys(query: Tensor, count: int, padding: Tensor | None) -> Tens
 
 
 def with_sinks(part: Partial, s_aux: Tensor | None) -> Partial:
-    """A learned sink (gpt-oss), where there is one, is one more set, with mass and no value."""
+    """The part with a learned sink (gpt-oss), if there is one: one more set, with mass and no value."""
     if s_aux is None:
         return part
     sinks = s_aux.float()[None, :, None].expand(part.lse.shape)
@@ -105,4 +105,4 @@ def as_output(part: Partial, query: Tensor) -> Tensor:
     """The answer as transformers wants it."""
     out = part.out if part.out.dtype == query.dtype else part.out.to(query.dtype)
     out = out.transpose(1, 2)
-    return out if out.is_contiguous() else out.contiguous()  # of a single token it is
+    return out if out.is_contiguous() else out.contiguous()  # with a single token it is

@@ -1,4 +1,4 @@
-"""Where the tokens that were read stand in their rows, and whether new ones follow on them."""
+"""Where the tokens that were read stand in their rows, and whether new ones continue them."""
 
 from typing import Any
 
@@ -13,9 +13,9 @@ class Positions:
     """Which tokens so far are padding, and at which position each row began."""
 
     def __init__(self) -> None:
-        self.padding = Growing(dim=1)  # once there is any: which tokens so far are real
-        self.offsets: list[int] | None = None  # position less rank, of each row's first token
-        self.checked = False  # those of the present call were looked at
+        self.padding = Growing(dim=1)  # once there is padding: which tokens so far are real
+        self.offsets: list[int] | None = None  # position minus rank, of each row's first token
+        self.checked = False  # whether the present call's positions were checked
 
     @property
     def real(self) -> Tensor | None:
@@ -23,7 +23,7 @@ class Positions:
         return self.padding.view if self.padding.length else None
 
     def real_tokens(self, count: int, rows: int) -> list[int]:
-        """How many of the last `count` places are a token of each row, and not padding."""
+        """How many of the last `count` places of each row are tokens, and not padding."""
         if self.padding.length:
             return self.padding.view[:, max(0, self.padding.length - count) :].sum(1).tolist()
         return [count] * rows
@@ -31,19 +31,19 @@ class Positions:
     # -- before a call
 
     def check_mask(self, mask: Tensor, new: int, seen: int) -> None:
-        """Refuse a mask that hides what was read, or shows what was padding; single tokens are not looked at."""
+        """Refuse a mask that hides what was read, or shows what was padding; with single tokens it is not checked."""
         if new == 1 or not seen:
             return
         before = mask[:, :seen].bool()
         same = torch.equal(before, self.padding.view.to(before)) if self.padding.length else bool(before.all())
         if not same:
             raise ValueError(
-                "the attention mask says otherwise which of the tokens read so far are padding: they cannot be hidden "
-                "any more. Pass the mask of cache.new_tokens(ids)"
+                "the attention mask disagrees with the cache about which tokens read so far are padding: what was "
+                "read cannot be hidden any more. Pass the mask of cache.new_tokens(ids)"
             )
 
     def check(self, positions: Tensor, valid: Tensor | None, lengths: list[int]) -> None:
-        """Refuse tokens that do not follow on rows of these lengths: text that was cut wrongly, or several in one."""
+        """Refuse tokens that do not continue rows of these lengths: text cut wrongly, or several texts in one row."""
         if positions.ndim != 2:
             return
         positions = positions.expand(len(lengths), -1)
@@ -51,11 +51,11 @@ class Positions:
         if valid is None:
             first = positions[:, 0].tolist()
             begun = [True] * len(first)
-        else:  # a device is asked once
+        else:  # the device is asked once
             at = valid.long().argmax(1, keepdim=True)
             first, begun = torch.cat([positions.gather(1, at), valid.gather(1, at)], 1).T.tolist()
         offsets = [place - length for place, length in zip(first, lengths, strict=True)]
-        there = self.offsets if any(lengths) else None  # before anything was read they are of a call that was refused
+        there = self.offsets if any(lengths) else None  # before anything was read they are left by a refused call
         before = there or offsets
         for row, (offset, known, real) in enumerate(zip(offsets, before, begun, strict=True)):
             if real and lengths[row] and offset != known:
@@ -80,7 +80,7 @@ class Positions:
     # -- as the text goes on
 
     def remember(self, new: NewTokens, seen: int) -> None:
-        """Add new tokens, the last of those `seen`."""
+        """Add new tokens, the last of the `seen` ones."""
         rows, count = new.keys.shape[0], new.keys.shape[2]
         if new.valid is None and not self.padding.length:
             return
@@ -108,7 +108,7 @@ class Positions:
     # -- copies and files
 
     def copy_from(self, other: "Positions") -> None:
-        """Be those of the same text in another cache."""
+        """Take over the positions of the same text in another cache."""
         self.offsets = None if other.offsets is None else list(other.offsets)
         if other.padding.length:
             self.padding.append(other.padding.view)
@@ -120,7 +120,7 @@ class Positions:
     def restore(
         self, tensors: dict[str, Tensor], numbers: dict[str, Any], lengths: list[int], seen: int, *, known: bool
     ) -> None:
-        """Take back what `state` gave of rows of these lengths; `known` says that padding would be held here."""
+        """Take back what `state` gave for rows of these lengths; `known` says that padding would be held here."""
         self.offsets = offsets = numbers["offsets"]
         if offsets is not None and [type(offset) for offset in offsets] != [int] * len(lengths):
             raise ValueError(f"positions of {len(lengths)} rows begin at {offsets}")

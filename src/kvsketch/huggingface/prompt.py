@@ -1,7 +1,7 @@
-"""A prompt that layers hold whole until all of it is read: what is chosen then may follow from all layers.
+"""A prompt that layers hold whole until all of it is read: the choice made then may depend on all layers.
 
-It is read a second time where the method asks for that, shares are set where the prompt itself sets them, and layers
-forget one after another: the most that is ever held is the exact cache, one layer, and what is read again at a time.
+The model reads it a second time if the method asks for that, heads' shares are set if the prompt itself sets them, and
+layers are compressed one by one: the most ever held is the exact cache, one layer, and what is read again at a time.
 """
 
 import warnings
@@ -26,14 +26,14 @@ from kvsketch.huggingface.supported import check_context, context_of
 from kvsketch.kernels.places import in_front
 
 NO_QUESTIONS = (
-    "{} goes by questions, and there are none: kvsketch.make_cache(model, method, questions=[ids, ...]), token ids of "
-    "each, as the prompt goes on with them; kvsketch.study(model, tokenizer, text) writes some"
+    "{} needs questions, and got none: kvsketch.make_cache(model, method, questions=[ids, ...]), with the token ids of "
+    "each question as it would follow the prompt; kvsketch.study(model, tokenizer, text) writes some"
 )
 
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A call of `kvsketch.prefill` that has not come to its end: all that it was given, and where it began."""
+    """A call of `kvsketch.prefill` that has not finished: all that it was given, and where it began."""
 
     ids: Tensor
     mask: Tensor | None
@@ -51,35 +51,35 @@ class Prompt:
         rope: ChangingFrequencies | None = None,
     ) -> None:
         self.config, self.stack, self.rope = config, stack, rope
-        self.questions = questions  # token ids, 1 × tokens each, if they are to say what matters
+        self.questions = questions  # token ids, 1 × tokens each, if questions are to say what matters
         self.held = False  # whether all layers hold all of it
         self.open = False  # whether more calls belong to it
-        self.noted: int | None = None  # tokens of it, once it was read
+        self.noted: int | None = None  # how many tokens it has, once it was read
         self.first = 0  # tokens of its first call, if that was all of it
         self.again = False  # whether it is being read a second time
-        self.due = False  # whether all of it was read, and what was to follow has not come to its end
-        self.texts = list[Tensor]()  # what was read so far
-        self.latest = 0  # texts that there were before the latest `kvsketch.prefill`
-        self.unfinished: Unfinished | None = None  # what that is to read, until all of it is done
-        self.in_it = False  # whether the latest tokens that came are of that
-        self.decoder: weakref.ref[nn.Module] | None = None  # what reads
+        self.due = False  # whether all of it was read, but the work that follows is not finished
+        self.texts = list[Tensor]()  # token ids read so far, call by call
+        self.latest = 0  # how many texts there were before the latest `kvsketch.prefill`
+        self.unfinished: Unfinished | None = None  # the latest `prefill`, until all of it is done
+        self.in_it = False  # whether the latest tokens came in that `prefill`
+        self.decoder: weakref.ref[nn.Module] | None = None  # the module that reads
 
     @property
     def read_more(self) -> bool:
-        """Whether the model reads it twice, or questions behind it."""
+        """Whether the model reads the prompt twice, or questions after it."""
         return self.config.askings.behind
 
     # -- as calls come
 
     def begin(self) -> None:
-        """Hold all of what comes now until it is read, where the method asks for that and nothing came yet."""
+        """Hold all that comes until the prompt is read, if the method asks for that and nothing came yet."""
         if self.config.holds_back and not self.held and self.stack.seen == 0:
             for layer in self.stack.sketch:
                 layer.held.recording = True
             self.held = True  # last: after an interruption the next call begins again
 
     def read_already(self, ids: Tensor, mask: Tensor | None) -> int:
-        """How many of a prompt's tokens were read by the same call, if that was interrupted and nothing came since."""
+        """How many of these tokens the same call has read already, if it was interrupted and nothing came since."""
         left = self.unfinished
         if left is None or not self.in_it or not (_equal(left.ids, ids) and _equal(left.mask, mask)):
             return 0
@@ -88,7 +88,7 @@ class Prompt:
 
     @contextmanager
     def reading(self, ids: Tensor, mask: Tensor | None) -> Iterator[None]:
-        """All calls in here are one prompt; after an interruption the next call, or more in here, completes it."""
+        """All calls in here are one prompt; after an interruption the next call, or more calls in here, complete it."""
         self.begin()
         self._drop_unread()
         already = self.read_already(ids, mask)
@@ -101,7 +101,7 @@ class Prompt:
             self.open = False
 
     def complete(self, cache: Any, ids: Tensor | None = None, progress: Callable[[int], None] | None = None) -> bool:
-        """Do now what an interruption has left undone; whether these tokens are those that it had just read."""
+        """Finish now what an interruption left undone; whether `ids` are the tokens that it had just read."""
         if not self.due or self.again:
             return False
         read = self.texts[self.latest :]
@@ -110,7 +110,7 @@ class Prompt:
         return same
 
     def check(self, cache: Any, decoder: Any, given: Mapping[str, Any], rows: int, count: int) -> None:
-        """A call comes: do what is left of an earlier one, refuse what cannot be read twice, say if memory is short."""
+        """Before a call: finish an earlier one, refuse what cannot be read twice, and warn if memory is short."""
         self.complete(cache)
         if not self.open and self.stack.whole.protected and not torch.compiler.is_compiling():
             mask = given.get("attention_mask")
@@ -123,14 +123,14 @@ class Prompt:
             self._check_held(decoder, given, rows, count)
 
     def note(self, decoder: nn.Module, given: Mapping[str, Any], count: int) -> None:
-        """The call, of so many tokens, is read now: nobody refuses it any more."""
+        """The checks before the call are passed: its `count` tokens are read now."""
         self.in_it = self.open
         if not self.config.holds_back or self.again:
             return
         if not self.held and (count >= MANY or (count > 1 and count == self.first == self.stack.seen)):
             warnings.warn(
-                f"{self.config} went by its first call alone, and these {count:,} tokens are later text. To have "
-                "several calls count as one prompt use kvsketch.prefill(model, ids, cache, chunk=...)",
+                f"{self.config} took the first call for the whole prompt, so these {count:,} tokens count as later "
+                "text. To have several calls count as one prompt use kvsketch.prefill(model, ids, cache, chunk=...)",
                 stacklevel=2,
             )
         if self.held:
@@ -140,12 +140,12 @@ class Prompt:
             self.decoder = weakref.ref(decoder)
 
     def _drop_unread(self) -> None:
-        """Forget the text of a call that was interrupted before any layer took it: nobody says so of a Ctrl-C."""
+        """Forget the text of a call that was interrupted before any layer took it: nothing reports a Ctrl-C."""
         while self.texts and sum(ids.shape[-1] for ids in self.texts) > self.stack.seen:
             self.texts.pop()
 
     def call_ended(self, cache: Any, *, begun: bool, failed: bool) -> None:
-        """It was read, and is all of the prompt unless more is said to come; or it failed."""
+        """The call was read, and is all of the prompt unless more calls are to come (`open`); or it failed."""
         if not self.held or self.again:
             return
         if failed and begun:
@@ -162,40 +162,40 @@ class Prompt:
             raise ValueError(NO_QUESTIONS.format(self.config))
         if torch.compiler.is_compiling():
             raise ValueError(
-                f"{self.config} has the model read on behind the prompt, which compiled code does not: read the "
+                f"{self.config} has the model read more after the prompt, which compiled code does not: read the "
                 "prompt with kvsketch.prefill and the model as it is, and compile what follows"
             )
         if not isinstance(given.get("input_ids"), Tensor):
             raise ValueError(
-                f"{self.config} has the model read on behind the prompt, and embeddings came instead of token ids (a "
+                f"{self.config} has the model read more after the prompt, and embeddings came instead of token ids (a "
                 "model that reads images too makes them of text as well): use a method that reads a prompt once, as "
                 "keydiff or snapkv"
             )
         self._check_padding(given.get("attention_mask"), count)
         if decoder.training:
-            raise ValueError(f"{self.config} has the model read on behind the prompt: call model.eval() first")
+            raise ValueError(f"{self.config} has the model read more after the prompt: call model.eval() first")
         self.check_context(decoder, count)
 
     def _check_padding(self, mask: Any, count: int) -> None:
-        """Refuse padding that layers would see which do not attend to everything."""
+        """Refuse padding that would be seen by layers which do not attend to everything."""
         stock = self.stack.summing or len(self.stack.sketch) < len(self.stack.layers)
         if not stock or not isinstance(mask, Tensor) or mask.ndim != 2 or bool(mask.all()):
             return
-        behind = bool((mask.int().diff(dim=1) < 0).any())  # then it lies between the prompt and what is read behind it
-        alone = count == 1 and bool(self.stack.summing)  # transformers hides no single token from those that sum up
+        behind = bool((mask.int().diff(dim=1) < 0).any())  # padding between the prompt and what is read after it
+        alone = count == 1 and bool(self.stack.summing)  # transformers hides no single token from layers that sum up
         if behind or (alone and not bool(mask[:, -1].all())):
             raise ValueError(
-                f"{self.config} has the model read on behind the prompt, and the layers of this model that do not "
-                "attend to everything would see its padding: have all of it in front of the rows (padding_side="
+                f"{self.config} has the model read more after the prompt, and the layers of this model that do not "
+                "attend to everything would see its padding: put all padding before the rows (padding_side="
                 '"left"), or give each row a cache of its own'
             )
 
     def check_context(self, decoder: Any, count: int) -> None:
-        """Refuse a prompt that is longer than the context with what is read behind it."""
+        """Refuse a prompt that, together with what is read after it, is longer than the model's context."""
         if not self.held or not self.read_more:
             return
         count += self.stack.seen
-        once = f"{self.config.name} reads more than the prompt: methods that read it once, as keydiff, have all of it"
+        once = f"{self.config.name} reads more than the prompt: methods that read it once, such as keydiff, do not"
         if self.questions:
             more = max(ids.shape[1] for ids in self.questions)
             check_context(decoder, count + more, "a prompt and the longest question have", once)
@@ -205,7 +205,7 @@ class Prompt:
             self.rope.check_can_follow(count, more)
 
     def _room(self, decoder: Any, count: int) -> int | None:
-        """For how many tokens the model has place behind so many; None: for any."""
+        """How many tokens the model has room for after `count` others; None: for any number."""
         most = context_of(decoder) if self.rope is None else self.rope.limit
         return None if most is None or (self.rope is not None and count > most) else most - count
 
@@ -227,7 +227,7 @@ class Prompt:
     # -- when it is read
 
     def end(self, cache: Any, progress: Callable[[int], None] | None = None) -> None:
-        """All of it is read: choose, layer by layer. `progress` hears of its second reading if there is one."""
+        """All of it is read: compress layer by layer. `progress` is told of its second reading, if there is one."""
         if not self.held:
             self.unfinished = None
             return
@@ -235,7 +235,7 @@ class Prompt:
         decoder = None if self.decoder is None else self.decoder()
         if self.read_more and self.texts and decoder is not None and self.stack.sketch:
             self._read_behind(cache, decoder, progress)
-        with self.stack.changing():  # layers that have forgotten do not go with others that have not
+        with self.stack.changing():  # layers that have evicted tokens do not fit together with layers that have not
             self._share()
             for layer in self.stack.sketch:
                 layer.settle(recording=False)
@@ -243,7 +243,7 @@ class Prompt:
         self.unfinished = None
 
     def check_noted(self) -> None:
-        """Refuse to choose of a text that has gone on since the model read on behind it."""
+        """Refuse to compress a text that has gone on since notes were taken by reading something after it."""
         if self.noted not in (None, self.stack.seen):
             raise ValueError(
                 f"this cache has notes of {self.noted:,} tokens, and the cache has read {self.stack.seen:,}: compress "
@@ -261,7 +261,7 @@ class Prompt:
 
     def _read_behind(self, cache: Any, decoder: Any, progress: Callable[[int], None] | None) -> None:
         own = torch.cat(self.texts, 1)
-        if own.shape[1] != self.stack.seen:  # an interruption has left there what was read behind it
+        if own.shape[1] != self.stack.seen:  # an interruption has left tokens there that were read after the prompt
             self.stack.touched = True
             self.stack.check_whole()
         texts = [Behind(ids := one.to(own.device).expand(len(own), -1), torch.ones_like(ids)) for one in self.questions]
@@ -283,9 +283,9 @@ class Prompt:
 
 
 def _without_padding(ids: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Rows that begin with their first real token, and which tokens are real: what is padding comes last.
+    """Rows moved so that they begin with their first real token and padding comes last; and which tokens are real.
 
-    So no layer sees any of it, and a row reads as if it were alone.
+    So no layer sees any padding, and a row reads as if it were alone.
     """
     if real is None:
         return ids, torch.ones_like(ids)

@@ -1,4 +1,4 @@
-"""Tokens of a prompt that are protected: refused where they cannot be, before any of it is read."""
+"""Protected tokens of a prompt; before any of it is read, protection that is not possible is refused."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,9 +14,9 @@ from kvsketch.huggingface.layers import LayerStack
 
 @contextmanager
 def protecting(stack: LayerStack, given: Given, lengths: list[int]) -> Iterator[None]:
-    """Have these tokens of a prompt protected that is read in here, besides what the cache was told; if any are given.
+    """Protect these tokens, if any, of the prompt that is read in this block, besides those the cache was told of.
 
-    `lengths` are those of its rows. A prompt that is refused leaves nothing behind.
+    `lengths` are those of the prompt's rows. A prompt that is refused leaves nothing changed.
     """
     before, wanted = stack.whole.protected, read_spans(given)
     if wanted:
@@ -32,7 +32,7 @@ def protecting(stack: LayerStack, given: Given, lengths: list[int]) -> Iterator[
 
 
 def _first_given(stack: LayerStack, wanted: Protected) -> Protected:
-    """What a user protects now; refuses to add to what is protected, or was read."""
+    """What a user protects now; refused if something is protected already, or was read."""
     if stack.seen or any(layer.held.started for layer in stack.sketch):
         raise ValueError(
             "this cache has read before, and some of that may be gone: what is protected must be said with the first "
@@ -44,7 +44,7 @@ def _first_given(stack: LayerStack, wanted: Protected) -> Protected:
 
 
 def check_protected(stack: LayerStack, lengths: list[int]) -> None:
-    """A prompt begins, with rows of these lengths: refuse to protect what is not in it, or more than may be held."""
+    """A prompt with rows of these lengths begins: refuse to protect what is not in it, or more than may be held."""
     if stack.seen or not stack.whole.protected:
         return
     for row, (spans, length) in enumerate(zip(stack.whole.protected.of(len(lengths)), lengths, strict=True)):
@@ -58,7 +58,7 @@ def check_protected(stack: LayerStack, lengths: list[int]) -> None:
 
 
 def prepare(stack: LayerStack, lengths: Sequence[int]) -> None:
-    """Refuse to protect more of rows of these lengths than may be held, and divide the budget as is right for them."""
+    """Refuse to protect more of rows of these lengths than may be held; divide the budget as is right for them."""
     if not stack.whole.protected:
         return
     config = stack.config

@@ -22,7 +22,7 @@ class LayerReport:
     full_nbytes: int  # of an uncompressed cache
     error: list[float] | None  # per query head: ‖answer - exact answer‖ / ‖exact answer‖
     measured_at: int  # tokens seen when the error was measured
-    read: list[float] | None = None  # per KV head, where tokens are looked up: the share that queries read
+    read: list[float] | None = None  # per KV head, if tokens are looked up: the share of tokens that queries read
     recall: list[float] | None = None  # per query head: the share of the attention's mass in what was read
     details: dict[str, float] = field(default_factory=dict)  # what the method says about itself
     warning: str | None = None
@@ -35,7 +35,7 @@ class Report:
     method: str
     seen: int
     layers: tuple[LayerReport, ...]
-    protected: tuple[int, ...] = ()  # tokens of each row that are never dropped, where there are any
+    protected: tuple[int, ...] = ()  # tokens of each row that are never dropped, if there are any
     kernels: str = "torch"  # what computes the attention of a step
     exact: bool = False  # whether everything is held, and read: then there is no error
 
@@ -97,7 +97,7 @@ class Report:
 
 
 def report_on(stack: LayerStack, group: int) -> Report:
-    """What the layers of a cache hold now, of a model with so many query heads for a KV head."""
+    """What the layers of a cache hold now; the model has `group` query heads for each KV head."""
     layers = [
         _report_on_layer(index, layer)
         if isinstance(layer, SketchLayer)

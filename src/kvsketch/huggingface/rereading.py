@@ -1,4 +1,4 @@
-"""Texts that are read behind the one a cache holds, for the notes that layers take; then it is what it was."""
+"""Texts that are read after the one a cache holds, for the notes that layers take; then the cache is what it was."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +21,8 @@ from kvsketch.huggingface.layers import LayerStack
 from kvsketch.huggingface.supported import check_context
 
 CHUNK = 1024  # tokens of a call
-PIECE, LEAD = 2048, 64  # tokens of a text that are behind it at a time; and of those before them, which lead up to them
-LEAST = 256  # tokens of a piece, where the context has no room for more
+PIECE, LEAD = 2048, 64  # tokens that are read again at a time; and of the tokens before them, which lead up to them
+LEAST = 256  # tokens of a piece, if the context has no room for more
 ONCE = "Or take a method that reads a prompt once, such as keydiff"
 
 Give = Callable[[dict[str, Tensor | None]], object]
@@ -30,7 +30,7 @@ Give = Callable[[dict[str, Tensor | None]], object]
 
 @dataclass(frozen=True)
 class Behind:
-    """A text that is read behind the one a cache holds: its tokens, which are real, and from which one on they ask."""
+    """A text read after the one a cache holds: its tokens, which of them are real, and from which one on they ask."""
 
     ids: Int64[Tensor, "b n"]
     real: Int64[Tensor, "b n"]
@@ -38,22 +38,22 @@ class Behind:
 
 
 def check_room_behind(model: PreTrainedModel, count: int, what: str, advice: str = ONCE) -> int:
-    """How many tokens a second reading of so many has behind them at least; refuses a text that leaves no room."""
+    """How many tokens a second reading of `count` needs after them, at least; refuses a text that leaves no room."""
     least = min(count, LEAST + LEAD)
     check_context(model, count + least, f"{what} and what is read again of it at a time have", advice)
     return least
 
 
 def most_behind(count: int) -> int:
-    """Tokens that a second reading of so many has behind them at most."""
+    """How many tokens a second reading of `count` has after them, at most."""
     return count if count <= PIECE else PIECE + LEAD
 
 
 def pieces(ids: Int64[Tensor, "b n"], real: Int64[Tensor, "b n"], room: int | None) -> list[Behind]:
-    """A text as it is read again: whole, or piece by piece, each behind the text and after the tokens that lead to it.
+    """A text as it is read again: whole, or in pieces, each read after the text and after the tokens that lead to it.
 
-    `room` is for how many tokens the context has place: where that is little, pieces of a row beside a longer one are
-    shorter than those of the row alone.
+    `room`: for how many tokens the context has room. If that is little, pieces of a row beside a longer one are shorter
+    than those of the row alone.
     """
     count, most = ids.shape[1], PIECE + LEAD if room is None else min(PIECE + LEAD, room)
     if count <= min(PIECE, most):
@@ -72,9 +72,9 @@ def read_behind(
     give: Give,
     progress: Callable[[int], None],
 ) -> None:
-    """Have a model read each of some texts behind the one that layers hold whole, and note what is looked at of that.
+    """Have a model read each of these texts after the one that layers hold whole, and note what they look at in it.
 
-    `give` gives the model inputs of a call that goes on from the cache; `progress` hears how many tokens were read.
+    `give` calls the model with inputs that go on from the cache; `progress` is told how many tokens were read.
     """
     done, before, offsets = 0, stack.sketch[0].positions.real, stack.sketch[0].positions.offsets
     for layer in stack.sketch:  # a reading that was interrupted has left notes
@@ -84,7 +84,7 @@ def read_behind(
                 window.renote(asking.none(window.columns.keys), place)
     for text in texts:
         count, real = text.ids.shape[1], text.real
-        if not count:  # of nothing but padding
+        if not count:  # there is nothing but padding
             continue
         first = real.new_ones(len(real), stack.seen) if before is None else before.to(real)
         spans = [(text.lead + start, text.lead + stop) for start, stop in chunks(count - text.lead, CHUNK)]
@@ -105,7 +105,7 @@ def read_behind(
 
 
 class _Noting:
-    """Notes what a layer's first `count` columns got from a call: before it is taken back, which moves columns."""
+    """Notes what a layer's first `count` columns got from a call, before the call is taken back: that moves columns."""
 
     def __init__(self, askings: Askings) -> None:
         self.askings, self.on, self.padded = askings, True, True
@@ -125,7 +125,7 @@ class _Noting:
 
 @contextmanager
 def _watched(stack: LayerStack, note: Callable[..., None]) -> Iterator[None]:
-    """Have a layer's queries and answers noted, with how many columns it has now."""
+    """In this block `note` is told of each layer's queries and answers, and how many columns the layer has now."""
     try:
         for layer in stack.sketch:
             layer.watcher = partial(note, layer.held, layer.held.window.length)
@@ -138,7 +138,7 @@ def _watched(stack: LayerStack, note: Callable[..., None]) -> Iterator[None]:
 
 @contextmanager
 def _put_back(stack: LayerStack) -> Iterator[None]:
-    """Whatever is read here is taken back: from our layers by cropping, others are as they were before."""
+    """Whatever is read in this block is taken back: our layers are cropped, others get back the state they had."""
     kept = ("held", "model")
     saved = [
         copy.deepcopy({k: v for k, v in vars(layer).items() if not isinstance(layer, SketchLayer) or k not in kept})

@@ -1,8 +1,8 @@
-"""Queries and keys as attention layers have them before they are rotated, without a change to the model.
+"""Queries and keys as attention layers have them before rotation, without a change to the model.
 
 A modeling file rotates by calling its own `apply_rotary_pos_emb(queries, keys, cos, sin)`. While a `BeforeRotation` is
-open, that name leads to a function that rotates as ever and notes what it was given, until the layer is through. Only
-layers of the model it was opened for are noted, by thread; at its end the name leads where it did before.
+open, that name leads to a function that rotates as ever and notes what it was given, until the layer has run. It notes
+only layers of the model it was opened for, by thread; when it is closed, the name leads where it did before.
 """
 
 import inspect
@@ -24,12 +24,12 @@ from kvsketch.huggingface.modules import attention_modules
 
 ROTATION, POSITIONS = "apply_rotary_pos_emb", "position_ids"
 WATCH = "_kvsketch_watch"  # on attention modules: the watch that `attach` opened
-_FILES = threading.RLock()  # held while a file's name is moved; a collection within may move another
+_FILES = threading.RLock()  # held while a file's name is exchanged; a garbage collection meanwhile may exchange another
 
 
 @dataclass(frozen=True)
 class Rotated:
-    """One layer's queries and keys of one call, before and after."""
+    """One layer's queries and keys of one call, before and after rotation."""
 
     queries: Float[Tensor, "b hg q d"]
     keys: Float[Tensor, "b h q d"]
@@ -40,15 +40,15 @@ class Rotated:
 
 @dataclass(frozen=True)
 class Turning:
-    """How it was rotated: a modeling file's function, and what that was given beside queries and keys."""
+    """How they were rotated: a modeling file's function, and what it was given beside queries and keys."""
 
     rotate: Callable[..., Any]
     cosines: "weakref.ref[Tensor] | None"  # of the call's positions
-    arguments: tuple[Any, ...]  # behind cosines and sines
+    arguments: tuple[Any, ...]  # after cosines and sines
     options: dict[str, Any]
 
     def mean(self, angles: "Angles", width: int, first: int, count: int) -> Float[Tensor, "d d"]:
-        """The mean rotation of so many positions from one on; row i is what becomes of the i-th unit vector."""
+        """The mean rotation of `count` positions from `first` on; row i is what becomes of the i-th unit vector."""
         cosines, sines = (x.mean(1, keepdim=True) for x in angles.at(first, count))
         units = torch.eye(width, dtype=torch.float32, device=cosines.device)[None, :, None]
         return self.rotate(units, units, cosines, sines, *self.arguments, **self.options)[0][0, :, 0].double()
@@ -60,11 +60,11 @@ class Angles:
 
     module: "weakref.ref[nn.Module]"
     positions: Tensor
-    others: dict[str, Any]  # what else the module was told, such as a kind of layers
+    others: dict[str, Any]  # what else the module was given, such as a kind of layers
     cosines: "weakref.ref[Tensor]"
 
     def at(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Those of so many positions from one on, in float32."""
+        """Cosines and sines of `count` positions from `first` on, in float32."""
         module = self.module()
         assert module is not None, "the model asks"
         device = self.positions.device
@@ -75,14 +75,14 @@ class Angles:
 
 
 class NotingRotation:
-    """A modeling file's rotation, while somebody watches."""
+    """Stands in for a modeling file's rotation while it is watched."""
 
     def __init__(self, rotate: Callable[..., Any]) -> None:
         self.rotate = rotate
         self.watches: tuple[weakref.ref[BeforeRotation], ...] = ()  # not held: they hold their models
 
     def __call__(self, queries: Tensor, keys: Tensor, *arguments: Any, **options: Any) -> Any:
-        """Rotate as ever, and tell."""
+        """Rotate as ever, and tell the watches."""
         found = self.rotate(queries, keys, *arguments, **options)
         for reference in self.watches:
             watch = reference()
@@ -98,16 +98,16 @@ class NotingRotation:
 
 
 class BeforeRotation:
-    """Notes what the layers of a model rotate, while it is open; `take` hands it out while the layer runs."""
+    """Notes what the layers of a model rotate, while it is open; `take` gives that out while the layer runs."""
 
     def __init__(self, model: PreTrainedModel, layers: Collection[int] | None = None) -> None:
-        """Of these layers, or of all."""
+        """A watch of these layers, or of all."""
         self.name = type(model).__name__
         self.modules = [m for m in attention_modules(model) if layers is None or m.layer_idx in layers]
         self.embeddings = [m for m in model.modules() if _makes_angles(m)]
         self._here = threading.local()  # the layer that runs in this thread, and what was noted
         self._hooks = list[Any]()
-        self._compared = set[int]()  # layers for which what was noted was compared with what attention had
+        self._compared = set[int]()  # layers whose noted vectors were compared with those that attention got
 
     def __enter__(self) -> "BeforeRotation":
         self.open()
@@ -122,7 +122,7 @@ class BeforeRotation:
         return _closed, (self.name,)  # a copy of the model, or one from a file, is not watched
 
     def open(self) -> None:
-        """Begin to note; what was not closed is closed when its model is gone."""
+        """Begin to note; a watch that was not closed is closed when its model is gone."""
         self.check()
         files = self._files()
         weakref.finalize(self, _stop_telling, files, None)
@@ -138,7 +138,7 @@ class BeforeRotation:
                 names[ROTATION].watches += (weakref.ref(self),)
 
     def check(self) -> None:
-        """Refuse a model of which nothing could be noted."""
+        """Refuse a model for which nothing could be noted."""
         for module in self.modules:
             names = _names_of_forward(module)
             if ROTATION not in names or list(inspect.signature(names[ROTATION]).parameters)[1] == "cos":
@@ -157,8 +157,8 @@ class BeforeRotation:
     def take(self, layer: int, queries: Tensor, keys: Tensor, *, check: bool = True) -> tuple[Tensor, Tensor]:
         """What the layer's queries and keys were before rotation, given what they are after it.
 
-        A layer that rotates nothing has them as they are. Where a model rotates in a way that was not seen here, or
-        rotates a part of each vector alone, it is refused. `check=False` trusts that these are what was rotated: to
+        If a layer rotates nothing, they are returned as they are. A model that rotates in a way that was not seen here,
+        or rotates only a part of each vector, is refused. `check=False` trusts that these are what was rotated: to
         compare them would stall a GPU at every step; a layer's first call is always compared.
         """
         noted: dict[int, Rotated] = getattr(self._here, "noted", {})
@@ -172,14 +172,14 @@ class BeforeRotation:
             self._compared.add(layer)
         if not same:
             raise ValueError(
-                f"layer {layer} of {self.name} attends to other vectors than {ROTATION} made (it may rotate a part "
-                "of each alone): its queries and keys before rotation cannot be had, which saap and "
+                f"layer {layer} of {self.name} does not attend to the vectors that {ROTATION} made (it may rotate "
+                "only a part of each): its queries and keys before rotation are not available, which saap and "
                 "expected_attention need"
             )
         return found.queries, found.keys
 
     def ahead(self, layer: int, rows: int) -> Ahead | None:
-        """How what follows will be rotated by a layer that runs now; None where it rotates nothing."""
+        """How the layer, which runs now, will rotate the tokens to come; None if it rotates nothing."""
         found: Rotated | None = getattr(self._here, "noted", {}).get(layer)
         if found is None:
             return None
@@ -195,7 +195,7 @@ class BeforeRotation:
         return Ahead(angles.positions.expand(rows, -1), partial(found.turning.mean, angles, width))
 
     def _note_angles(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
-        """Keep where angles came from: the last ones of each kind. Others than cosines and sines are nobody's here."""
+        """Keep where angles came from: the latest of each kind. Outputs other than cosines and sines are not kept."""
         names = list(inspect.signature(module.forward).parameters)
         given = dict(zip(names, arguments, strict=False)) | options
         given.pop(names[0], None)
@@ -207,7 +207,7 @@ class BeforeRotation:
             self._here.angles = [*known, new]
 
     def _check_it_would_have_been_seen(self) -> None:
-        """Nothing was noted: either the layer rotates nothing, as some do, or nobody is told any more."""
+        """Nothing was noted: either the layer rotates nothing, as some do, or this watch is not told any more."""
         for names in self._files():
             if not (isinstance(names[ROTATION], NotingRotation) and names[ROTATION].watched_by(self)):
                 raise ValueError(
@@ -231,13 +231,13 @@ class BeforeRotation:
             self._here.noted[layer] = rotated
 
     def _files(self) -> list[dict[str, Any]]:
-        """The names of every modeling file of the model that has a rotation."""
+        """The global names of every modeling file of the model that has a rotation."""
         found = {id(names): names for names in map(_names_of_forward, self.modules) if ROTATION in names}
         return list(found.values())
 
 
 def forget_copied(model: nn.Module) -> None:
-    """Take off what a copy of a watched model brought along: hooks that tell a watch of nothing."""
+    """Remove hooks that a copy of a watched model brought along: they belong to a watch of no modules."""
     for module in model.modules():
         before: dict[int, Any] = module._forward_pre_hooks
         after: dict[int, Any] = module._forward_hooks
@@ -251,13 +251,13 @@ def forget_copied(model: nn.Module) -> None:
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
-    """Whether tensors of one shape have the same numbers: mostly they lie in one place, and need not be read."""
+    """Whether tensors of one shape have the same numbers: mostly they share memory, and need not be read."""
     place = _place(one)
     return (place is not None and place == _place(other)) or torch.equal(one, other)
 
 
 def _place(x: Tensor) -> tuple[Any, ...] | None:
-    """Where a tensor's numbers lie; None where nobody knows, as of one that other processes have a part of."""
+    """Where a tensor's numbers lie; None if that is not known, as for a tensor divided among processes."""
     if type(x) is not Tensor or not x.data_ptr() or x.is_neg():
         return None
     return x.data_ptr(), x.dtype, x.device, [step for step, size in zip(x.stride(), x.shape, strict=True) if size > 1]
@@ -276,7 +276,7 @@ def _names_of_forward(module: nn.Module) -> dict[str, Any]:
 
 
 def _closed(name: str) -> BeforeRotation:
-    """A watch of nothing."""
+    """A watch of no modules."""
     watch = BeforeRotation.__new__(BeforeRotation)
     watch.name, watch.modules, watch.embeddings, watch._hooks, watch._compared = name, [], [], [], set()
     watch._here = threading.local()
@@ -284,12 +284,12 @@ def _closed(name: str) -> BeforeRotation:
 
 
 def _stop_telling(files: list[dict[str, Any]], watch: BeforeRotation | None) -> None:
-    """Tell this watch nothing more, nor those that are gone; where nobody is left, the name leads where it did."""
+    """Stop telling this watch and those that are gone; where no watch is left, the name leads where it did before."""
     with _FILES:
         for names in files:
             noting = names[ROTATION]
             if not isinstance(noting, NotingRotation):
-                continue  # somebody else has put another function there
+                continue  # other code has put another function there
             noting.watches = tuple(known for known in noting.watches if known() not in (None, watch))
             if not noting.watches:
                 names[ROTATION] = noting.rotate

@@ -1,4 +1,4 @@
-"""Rows of a batch that change their places, in all layers of a cache at once: for beams and for several answers."""
+"""Moving rows of a batch, in all layers of a cache at once: for beams and for several answers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +37,7 @@ def select_rows(stack: LayerStack, indices: Tensor) -> None:
 
 
 def _move_rows(stack: LayerStack, indices: Tensor, move: Callable[[Any], None]) -> None:
-    """Have each row become what another one was, in all layers; before the first call there are none."""
+    """Have each row become what another one was, in all layers; before the first call there are no rows."""
     stack.check_whole()
     if stack.rows == 0:
         return

@@ -1,8 +1,8 @@
 """How much the tokens of a text matter: the weights they get when a model reads it again (KVzip, arXiv:2505.23416).
 
-A model that reads what it has just read looks up what comes next: so the tokens that matter get much of somebody's
-attention, whatever will be asked later. The largest weight that a token gets, from any query of a KV head, is its
-score; the weights are over the text and what is read again at a time.
+A model that reads what it has just read looks up what comes next: so the tokens that matter get much attention from
+some query, whatever will be asked later. A token's score is the largest weight that it gets from any query of a KV
+head; the weights are over the text and what is read again at a time.
 """
 
 from collections.abc import Callable

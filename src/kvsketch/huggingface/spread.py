@@ -17,7 +17,7 @@ TENSOR_PARALLEL = "tp"  # how transformers names the dimension of a mesh over wh
 
 @dataclass(frozen=True)
 class OneOfSeveral(HeadPart):
-    """What this process has, and the others that have the rest."""
+    """The heads that this process has, and the group of processes that have the rest."""
 
     group: Any = None
 
@@ -43,7 +43,7 @@ class Division:
 
 
 def divisions_of(modules: Iterable[nn.Module]) -> tuple[Division, ...]:
-    """Those of a model's attention modules; none where this process has whole weights."""
+    """The divisions of a model's attention modules; none if this process has whole weights."""
     found: Any = next((x for module in modules for x in module.parameters() if is_divided(x)), None)
     if found is None:
         return ()
@@ -56,7 +56,7 @@ def divisions_of(modules: Iterable[nn.Module]) -> tuple[Division, ...]:
 
 
 def part_of(divisions: Sequence[Division], layer: int, heads: int, every: int) -> HeadPart:
-    """Which of a layer's KV heads are here, where keys of so many came, and the model has so many."""
+    """Which of a layer's KV heads are in this process, if keys of `heads` came and the model has `every` one."""
     if heads == every:
         return HeadPart()
     fits = [one for one in divisions if one.parts * heads == every]
@@ -70,7 +70,7 @@ def part_of(divisions: Sequence[Division], layer: int, heads: int, every: int) -
 
 
 def numbers_at(tensor: Tensor, places: Tensor | None) -> Tensor:
-    """Numbers of a tensor, laid out as one row, at these places, or all; zeros for those that other processes have."""
+    """The numbers at these places of a flattened tensor, or all; zeros for those that other processes have."""
     if not is_divided(tensor):
         flat = tensor.detach().reshape(-1)
         return flat if places is None else flat[sent_to(flat.device, places)]
@@ -87,14 +87,14 @@ def numbers_at(tensor: Tensor, places: Tensor | None) -> Tensor:
 
 
 def combined(content: Tensor, groups: Iterable[Any]) -> Tensor:
-    """Bytes of which every process has some, and zeros for the others."""
+    """All bytes, where every process has some of them, and zeros for the others."""
     for group in groups:
         dist.all_reduce(content, dist.ReduceOp.MAX, group=group)
     return content
 
 
 def groups_of(tensors: Iterable[Tensor]) -> list[Any]:
-    """The processes that have the rest of these tensors."""
+    """The groups of processes that have the rest of these tensors."""
     found = dict[str, Any]()
     for tensor in tensors:
         if is_divided(tensor):
@@ -106,12 +106,12 @@ def groups_of(tensors: Iterable[Tensor]) -> list[Any]:
 
 
 def is_divided(tensor: Tensor) -> bool:
-    """Whether it is a DTensor, which need not be imported for this."""
+    """Whether a tensor is a DTensor, which need not be imported to tell."""
     return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 
 def _corner(tensor: Any) -> list[int] | None:
-    """Where this process's part of a tensor begins; None if its parts are not simply cut off one after the other."""
+    """Where this process's part of a tensor begins; None if the tensor is not cut into parts one after the other."""
     first, size = [0] * tensor.ndim, list(tensor.shape)
     for i, placement in enumerate(tensor.placements):
         if placement.is_replicate():

@@ -1,4 +1,4 @@
-"""What there is to know about the layers of a cache that stay transformers' own."""
+"""Handling the layers of a cache that stay transformers' own."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from kvsketch.caches.core.layer import LayerCache
 from kvsketch.caches.core.storage import storage_bytes, with_prefix
 
 STATES = {"conv": "conv_states", "recurrent": "recurrent_states"}  # of layers with linear attention or a convolution
-SAVED = {  # layers whose state is known: what their class is called
+SAVED = {  # names of the layer classes whose state is known
     "DynamicSlidingWindowLayer",
     "LinearAttentionLayer",
     "LinearAttentionAndFullAttentionLayer",
@@ -22,7 +22,7 @@ SAVED = {  # layers whose state is known: what their class is called
 
 
 def release_unused(layer: Any, prompt: bool) -> None:
-    """Have a layer hold what it uses: not all keys of a long prompt, not a call's autograd history."""
+    """Have a layer hold only what it uses: not all keys of a long prompt, not a call's autograd history."""
     for name in ("keys", "values"):
         tensor = getattr(layer, name, None)
         if not isinstance(tensor, Tensor):
@@ -34,12 +34,12 @@ def release_unused(layer: Any, prompt: bool) -> None:
 
 
 def release_history(layer: Any) -> None:
-    """Have a layer not hold the autograd history of what is summed up."""
+    """Drop the autograd history of a layer's states."""
     _change_states(layer, lambda state: state.detach() if state.requires_grad else state)
 
 
 def make_writable(layer: Any) -> None:
-    """Have what is summed up where it can be written to, if it was made in inference mode."""
+    """Replace a layer's states that were made in inference mode, so that they can be written to."""
     _change_states(layer, writable)
 
 
@@ -52,7 +52,7 @@ def _change_states(layer: Any, change: Callable[[Tensor], Tensor]) -> None:
 
 
 def pad_convolutions(layer: Any) -> None:
-    """Have states of convolutions as wide as their kernels, also after fewer tokens."""
+    """Pad a layer's convolution states to the width of their kernels, also after fewer tokens."""
     for number, state in getattr(layer, STATES["conv"], {}).items():
         if state is not None:
             missing = layer.conv_kernel_size[number] - state.shape[-1]
@@ -60,7 +60,7 @@ def pad_convolutions(layer: Any) -> None:
 
 
 def check_can_go_back(layer: Any, index: int) -> None:
-    """Refuse to take tokens back in a layer that has dropped what it would need."""
+    """Refuse to take back tokens in a layer that has dropped what it would need for that."""
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         what = f"the state of layer {index} (linear attention, or a convolution) has summed them up"
     elif getattr(layer, "is_sliding", False) and layer.get_seq_length() >= layer.sliding_window:
@@ -71,7 +71,7 @@ def check_can_go_back(layer: Any, index: int) -> None:
 
 
 def repeat_rows(layer: Any, repeats: int, rows: Tensor) -> None:
-    """Every row several times; what is summed up in a layer knows only how to be put in another order."""
+    """Every row several times; a layer that sums tokens up can only reorder its rows."""
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         layer.reorder_cache(rows)
     else:
@@ -110,7 +110,7 @@ def state_of(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def linear_state(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The part of it that is linear attention, or a convolution."""
+    """The part of a layer's state that belongs to linear attention, or a convolution."""
     tensors = dict[str, Tensor]()
     for short, name in STATES.items():
         tensors |= {f"{short}.{i}": state for i, state in getattr(layer, name).items() if state is not None}
@@ -122,7 +122,7 @@ def linear_state(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def restore(layer: Any, tensors: dict[str, Tensor], numbers: dict[str, Any], beside: LayerCache | None) -> None:
-    """Take back what `state_of` gave, beside a layer of ours if there is one; refuses what cannot be."""
+    """Take back what `state_of` gave; refuses a state that cannot be, or does not fit a layer of ours (`beside`)."""
     if beside is None:
         rows, seen = len(tensors["keys"]), numbers["cumulative_length"]
     else:
@@ -146,7 +146,7 @@ def restore(layer: Any, tensors: dict[str, Tensor], numbers: dict[str, Any], bes
 
 
 def restore_linear(layer: Any, tensors: dict[str, Tensor], numbers: dict[str, Any], rows: int) -> None:
-    """Take back what `linear_state` gave of this number of rows."""
+    """Take back what `linear_state` gave for this number of rows."""
     kernels, had = numbers["kernels"], numbers["had"]
     if not len(kernels) == len(had) == layer.number_of_states:
         raise ValueError(f"{len(kernels)} and {len(had)} states, and not {layer.number_of_states}")

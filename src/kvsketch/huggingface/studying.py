@@ -1,4 +1,4 @@
-"""Questions about a text that the model writes itself, with its answers: what is kept of the text may go by them."""
+"""Questions about a text that the model writes itself, with its answers: they may decide what is kept of the text."""
 
 import re
 from collections.abc import Callable
@@ -13,12 +13,12 @@ from kvsketch.caches.core.checks import check_count
 from kvsketch.huggingface.supported import check_context, unwrapped
 from kvsketch.huggingface.templates import split_prompt, uses_template
 
-LEAST = 128  # tokens of a piece: fewer say too little to be asked about
+LEAST = 128  # tokens of a piece: about fewer there is too little to ask
 LONGEST = 48  # tokens of a question, with its number, and of an answer
-TASK = "\n\nWrite questions about this text, each on a line of its own."  # for a model that does what it is told
-LIST = "\n\nQuestions about this text:\n"  # for one that goes on with a text
-BEGUN = "1."  # the list: small models write something else before it, or in its place
-QUESTION = re.compile(r"\W*(?:\d+\s*[.):]\W*)?(\w.*[?？؟])")  # in a line, behind its number
+TASK = "\n\nWrite questions about this text, each on a line of its own."  # for a model that follows instructions
+LIST = "\n\nQuestions about this text:\n"  # for a model that only continues a text
+BEGUN = "1."  # begins the list: small models write something else before it, or in its place
+QUESTION = re.compile(r"\W*(?:\d+\s*[.):]\W*)?(\w.*[?？؟])")  # in a line, after its number
 
 
 @torch.no_grad()
@@ -33,12 +33,12 @@ def study(
 ) -> dict[str, Int64[Tensor, "1 q"]]:
     """Questions about a text that the model writes, `count` at most, as `make_cache(..., questions=)` takes them.
 
-    With each come the token ids by which a prompt goes on with it, and with the model's answer: while that is written
-    its words are looked up. They are in the chat template, if the tokenizer has one and `raw` does not leave it out.
-    The text is read piece by piece, one for each question, but of 128 tokens at least and of no more than the context
-    has room for; where that makes more pieces than questions, some are skipped, evenly. The likeliest token is taken
-    each time, so the same questions come again; what is asked twice comes once. `progress` is called after each piece
-    with the number of the text's tokens up to there.
+    Each question comes with the token ids by which a prompt goes on with it and with the model's answer: while the
+    answer is written, its words are looked up. The ids are in the chat template, if the tokenizer has one and `raw`
+    does not leave it out. The text is read piece by piece, one for each question; a piece has at least 128 tokens, and
+    no more than the context has room for. If that makes more pieces than questions, some are skipped, evenly. The
+    likeliest token is taken each time, so the same questions come again; a question asked twice comes once. `progress`
+    is called after each piece with the number of the text's tokens up to there.
     """
     check_count("count", count, least=1)
     if not isinstance(text, str):
@@ -80,7 +80,7 @@ class _Writer:
         return torch.tensor([found], dtype=torch.long, device=self.model.device)
 
     def pieces(self, tokens: int, count: int) -> list[tuple[int, int]]:
-        """Where pieces of a text begin and end: nearly equal ones, each with room for its questions and an answer."""
+        """Where pieces of a text begin and end: nearly equal pieces, each with room for its questions and an answer."""
         number = max(1, min(count, tokens // LEAST))
         most = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if most is not None:
@@ -91,7 +91,7 @@ class _Writer:
         return [(tokens * i // number, tokens * (i + 1) // number) for i in range(number)]
 
     def questions(self, piece: Int64[Tensor, "1 n"], count: int) -> list[str]:
-        """So many questions about a piece, or fewer."""
+        """At most `count` questions about a piece."""
 
         def asked(reply: str) -> list[str]:
             return [found[1] for line in reply.split("\n") if (found := QUESTION.match(line))]
@@ -100,7 +100,7 @@ class _Writer:
         return asked(self._text(written))[:count]
 
     def answered(self, piece: Int64[Tensor, "1 n"], question: str) -> Int64[Tensor, "1 q"]:
-        """How a prompt goes on with a question, and with a line of an answer to it."""
+        """The ids by which a prompt goes on with a question, and with one line of an answer to it."""
         asked = f"\n\n{question}"
         own = self.ids(split_prompt(self.tokenizer, "", asked)[1] if self.template else f"{asked}\n")
         written = self._written(piece, own, LONGEST, lambda reply: "\n" in reply.lstrip())
@@ -109,7 +109,7 @@ class _Writer:
     def _written(
         self, piece: Int64[Tensor, "1 n"], behind: Int64[Tensor, "1 b"], most: int, enough: Callable[[str], bool]
     ) -> Int64[Tensor, "1 w"]:
-        """What the model writes behind a piece and what follows on it, until that is enough."""
+        """What the model writes after a piece and the ids that follow it, until that is enough."""
         prompt = torch.cat([self.before, piece, behind], 1)
         until = _Until(lambda ids: enough(self._text(ids[:, prompt.shape[1] :])))
         out: Any = self.model.generate(
@@ -126,7 +126,7 @@ class _Writer:
 
 
 class _Until(StoppingCriteria):
-    """Writes on until something is true of the ids of a row."""
+    """Has a model write until something is true of the ids."""
 
     def __init__(self, true: Callable[[Tensor], bool]) -> None:
         self.true = true

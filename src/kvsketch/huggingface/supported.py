@@ -11,7 +11,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, CacheLayerMixin
 from kvsketch.huggingface.frequencies import changing_frequencies
 from kvsketch.huggingface.modules import OURS
 
-# Kinds of layers that we know: ours, and those that stay as they are. Others have masks that only their own code knows.
+# Kinds of layers that we know: ours, and those that stay as they are. Others have masks that only their code knows.
 SERVED = (
     *OURS, "sliding_attention", "chunked_attention", "hybrid_sliding", "linear_attention", "conv", "dummy",
 )  # fmt: skip
@@ -22,7 +22,7 @@ NOT_EXCHANGED = (
 
 
 def unwrapped(model: nn.Module) -> Any:
-    """The transformers model itself, where adapters (peft) or the compiler are wrapped around it."""
+    """The transformers model itself, without adapters (peft) or the compiler that are wrapped around it."""
     inner: Any = getattr(model, "_orig_mod", model)
     if isinstance(inner, PreTrainedModel):
         return inner
@@ -50,7 +50,7 @@ def check_supported(model: PreTrainedModel) -> Any:
             f"{name} caches latents from which keys are made later (MLA): kvsketch does not serve it, "
             "use transformers' own cache"
         )
-    sharing = getattr(text, "kv_sharing_modes", None) or ()  # "store" alone: for assistants, whoever they are
+    sharing = getattr(text, "kv_sharing_modes", None) or ()  # "store" alone: for assistants, whichever they are
     if getattr(text, "num_kv_shared_layers", None) or any("reuse" in (mode or "") for mode in sharing):
         raise ValueError(f"layers of {name} share one cache: kvsketch does not serve it, use transformers' own cache")
     if any(hasattr(module, "_setup_cache") for module in model.modules()):  # RecurrentGemma
@@ -79,14 +79,14 @@ def check_supported(model: PreTrainedModel) -> Any:
 
 
 def context_of(model: PreTrainedModel) -> int | None:
-    """How many tokens a model was made to read; None where that is not said, or it rotates otherwise beyond them."""
+    """How many tokens a model was made to read; None if its config does not say, or if it rotates otherwise beyond."""
     text = model.config.get_text_config(decoder=True)
     most: int | None = getattr(text, "max_position_embeddings", None)
     return most if changing_frequencies(text) is None else None
 
 
 def check_context(model: PreTrainedModel, tokens: int, what: str, advice: str = "") -> None:
-    """Refuse to read more tokens than a model was made for: what it says after those is noise."""
+    """Refuse to read more tokens than a model was made for: what it writes after those is noise."""
     most = context_of(model)
     if most is not None and tokens > most:
         raise ValueError(
@@ -98,7 +98,7 @@ def check_context(model: PreTrainedModel, tokens: int, what: str, advice: str = 
 def check_layers_are_found(model: PreTrainedModel, text: Any, modules: Sequence[nn.Module]) -> None:
     """Refuse a model whose attention layers do not know their numbers (Zamba)."""
     kinds, _ = get_layer_types_and_kwargs(text)
-    found = {module.layer_idx for module in modules if hasattr(module, "is_causal")}  # others sum tokens up
+    found = {module.layer_idx for module in modules if hasattr(module, "is_causal")}  # other modules sum tokens up
     missing = [i for i, kind in enumerate(kinds) if kind in OURS and i not in found]
     name = type(model).__name__
     if missing:

@@ -1,4 +1,4 @@
-"""Tokens that are taken back, and compression that is held back until it is known which ones: assisted decoding."""
+"""Taking back tokens, and holding back compression until it is known which tokens those are: assisted decoding."""
 
 from collections.abc import Callable
 
@@ -12,11 +12,11 @@ from kvsketch.huggingface.layers import LayerStack
 
 
 def check_can_record(stack: LayerStack, config: MethodConfig) -> None:
-    """Refuse assisted decoding, which feeds the whole prompt again, where that or taking back is not possible."""
+    """Refuse assisted decoding where the prompt cannot be fed again, as it does, or tokens cannot be taken back."""
     if config.askings:
         raise ValueError(
-            f"{config} goes by queries, those of a draft included that are taken back again: generate without an "
-            "assistant, or use a method that does not, such as keydiff"
+            f"{config} goes by queries, including those of a draft that is taken back later: generate without an "
+            "assistant, or use a method that does not go by queries, such as keydiff"
         )
     if stack.seen > 0:
         raise ValueError(
@@ -25,7 +25,7 @@ def check_can_record(stack: LayerStack, config: MethodConfig) -> None:
             "generate without an assistant"
         )
     for index, layer in enumerate(stack.layers):
-        # A convolution's states can be kept for a while; what was summed up cannot be taken back.
+        # A convolution's states can be kept for a while; tokens that were summed up cannot be taken back.
         if isinstance(layer, LinearAttentionCacheLayerMixin) and stack.kinds[index] != "conv":
             raise ValueError(
                 f"assisted decoding (and prompt look-up) takes tokens back, and the linear attention of layer "
@@ -47,9 +47,9 @@ def end_recording(stack: LayerStack) -> None:
 
 
 def crop(stack: LayerStack, tokens_to_remove: int | Tensor, end_prompt: Callable[[], None]) -> None:
-    """Take back the last tokens, padding included, given as a number below zero: all layers do, or none does.
+    """Take back the last tokens, padding included, in all layers or in none; their number is given below zero.
 
-    `end_prompt` has a prompt that is held back be all that was read of it, before anything is taken back.
+    `end_prompt` is called before that: it takes what was read of a prompt that is held back for all of it.
     """
     tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 brings a tensor
     if tokens_to_remove > 0:
@@ -78,7 +78,7 @@ def crop(stack: LayerStack, tokens_to_remove: int | Tensor, end_prompt: Callable
 
 
 def _real_tokens(stack: LayerStack, count: int) -> list[int]:
-    """How many of the last `count` places are a token of each row, and not padding."""
+    """How many of the last `count` places of each row are tokens, and not padding."""
     if not stack.sketch:
         return [count] * stack.rows
     return stack.sketch[0].positions.real_tokens(count, stack.rows)

@@ -1,4 +1,4 @@
-"""A text and a question on it, as a tokenizer's chat template puts them."""
+"""A text and a question about it, in a tokenizer's chat template."""
 
 from transformers import PreTrainedTokenizerBase
 
@@ -9,9 +9,9 @@ def uses_template(tokenizer: PreTrainedTokenizerBase, raw: bool) -> bool:
 
 
 def split_prompt(tokenizer: PreTrainedTokenizerBase, text: str, question: str) -> tuple[str, str]:
-    """A user's message, a text and a question on it, in the tokenizer's chat template: cut before the question.
+    """A user's message, a text and a question about it, in the tokenizer's chat template: cut before the question.
 
-    The first part is to be read, and the second what follows it; both hold all special tokens that they need.
+    The first part is to be read first, and the second follows it; both have all special tokens that they need.
     """
     if not uses_template(tokenizer, raw=False):
         raise ValueError(

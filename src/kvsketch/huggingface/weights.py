@@ -1,7 +1,7 @@
 """What a model's weights are, and where its layers compute, wherever the weights lie: on devices, offloaded, on disk.
 
-A fingerprint has a few numbers of every tensor, and which adapters are at work. It is taken when it is needed: weights
-may be trained, merged or converted at any time.
+A fingerprint is made of a few numbers of every tensor, and of the adapters at work. It is taken when it is needed:
+weights may be trained, merged or converted at any time.
 """
 
 import hashlib
@@ -24,14 +24,14 @@ from kvsketch.huggingface.spread import combined, groups_of, is_divided, numbers
 from kvsketch.kernels.places import few_of_each
 
 SAMPLED = 64  # numbers of every tensor that go into a fingerprint
-# One in each of 64 equal parts of it, at the multiples of the golden ratio, so that no two are of one column where a
-# matrix can have it.
+# One number in each of 64 equal parts of a tensor, at the multiples of the golden ratio, so that no two are of one
+# column, where the matrix allows it.
 _NUMBERS = torch.arange(SAMPLED, dtype=torch.float64, device="cpu")
 PLACES = _NUMBERS.mul((math.sqrt(5) - 1) / 2).frac() + _NUMBERS
 TINY = torch.finfo(torch.float16).tiny  # float16 has fewer bits for what is smaller than bfloat16 has
 _PLAIN = nn.Module._save_to_state_dict
 NO_MATTER = ("path", "dropout", "init", "inference_mode", "task_type", "revision", "version", "mapping")  # in a config
-Modules = Sequence[tuple[str, nn.Module]]  # all of a model, by name
+Modules = Sequence[tuple[str, nn.Module]]  # all modules of a model, by name
 ADAPTER = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")  # what a peft layer computes by
 
 
@@ -40,19 +40,19 @@ class SampledWeights:
     """A few numbers of every weight, and what adapters do, at one moment."""
 
     shapes: Mapping[str, tuple[int, ...]]  # of the weights, by name
-    coming: Callable[[], Mapping[str, Tensor]]  # waits for the numbers, where a GPU is still to send them
+    coming: Callable[[], Mapping[str, Tensor]]  # waits for the numbers, if a GPU has not sent them yet
     adapters: Sequence[str]
 
     @cached_property
     def numbers(self) -> Mapping[str, Tensor]:
-        """On the CPU."""
+        """The numbers, on the CPU."""
         return self.coming()
 
     def fingerprint(self, *, rounded: bool) -> str:
-        """A hash of them.
+        """A hash of shapes, numbers and adapters.
 
-        `rounded`: to bfloat16, with tiny numbers as zeros, so that it is the same in whatever precision a checkpoint is
-        loaded; otherwise the precision counts as well.
+        `rounded`: to bfloat16, with tiny numbers as zeros, so that the hash is the same in whatever precision a
+        checkpoint is loaded; otherwise the precision counts as well.
         """
         digest = hashlib.sha256()
         for name, shape in self.shapes.items():
@@ -66,7 +66,7 @@ class SampledWeights:
 
 
 def sample_weights(model: PreTrainedModel) -> SampledWeights:
-    """Of the model as it is now. This does not wait for a GPU that has all weights."""
+    """A sample of the model's weights as they are now. This does not wait for a GPU that has all of them."""
     modules = tuple(model.named_modules())
     weights = dict(_weights(model, modules))
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
@@ -74,7 +74,7 @@ def sample_weights(model: PreTrainedModel) -> SampledWeights:
 
 
 def _adapters(model: PreTrainedModel, modules: Modules) -> list[str]:
-    """Which there are, and what they do."""
+    """Which adapters there are, and what they do."""
     found = list[str]()
     for name, module in modules:
         if isinstance(getattr(type(module), "active_adapters", None), property):  # models have methods of that name
@@ -86,14 +86,14 @@ def _adapters(model: PreTrainedModel, modules: Modules) -> list[str]:
 
 
 def _computed_by(adapter: Any) -> dict[str, Any]:
-    """What an adapter's config says that its answers depend on."""
+    """The part of an adapter's config on which its answers depend."""
     known = adapter.to_dict() if hasattr(adapter, "to_dict") else {}
     sets = {name: sorted(value, key=str) if isinstance(value, set) else value for name, value in known.items()}
     return {name: sets[name] for name in sets if not any(part in name for part in NO_MATTER)}
 
 
 def _refuse_adapters_by_row(name: str, module: nn.Module) -> None:
-    """Refuse a call in which rows go through different adapters: they would be keys of several models."""
+    """Refuse a call in which rows go through different adapters: their keys would be those of several models."""
     for hook in module._forward_pre_hooks.values():
         if "adapter_names" in (getattr(hook, "keywords", None) or {}):
             raise ValueError(
@@ -103,7 +103,7 @@ def _refuse_adapters_by_row(name: str, module: nn.Module) -> None:
 
 
 def _rounded(sample: Tensor) -> Tensor:
-    """As it is where a checkpoint is loaded in the precision that has the fewest bits."""
+    """Numbers as they are if a checkpoint is loaded in the precision that has the fewest bits."""
     if not sample.is_floating_point():
         return sample
     sample = sample.to(torch.bfloat16)
@@ -115,7 +115,7 @@ def _bytes_of(sample: Tensor) -> Tensor:
 
 
 def _coming(weights: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
-    """Numbers of all tensors, sent by each device at once, and by the processes that have parts of them."""
+    """Numbers of all tensors, each device's sent at once, and put together from the processes that have parts."""
     by_device, groups = defaultdict[torch.device, list[str]](list), groups_of(weights.values())
     for name, tensor in weights.items():
         by_device[tensor.device].append(name)
@@ -136,14 +136,14 @@ def _coming(weights: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
 
 
 def _sampled(tensors: Sequence[Tensor]) -> Tensor:
-    """Bytes of a few numbers of each of these, which one device has."""
+    """Bytes of a few numbers of each of these tensors, which are on one device."""
     found = few_of_each(tensors, PLACES)
     if found is not None:
         return found
     samples, places = list[Tensor](), dict[int, Tensor]()
     for tensor in tensors:
         count = tensor.numel()
-        if count > SAMPLED and count not in places:  # of tensors of one size they are sent once
+        if count > SAMPLED and count not in places:  # for all tensors of one size they are sent once
             at = (PLACES * (count / SAMPLED)).long()
             places[count] = at if is_divided(tensor) else sent_to(tensor.device, at)
         samples.append(_bytes_of(numbers_at(tensor, places.get(count)).contiguous()))
@@ -151,7 +151,7 @@ def _sampled(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _weights(model: PreTrainedModel, modules: Modules) -> Iterator[tuple[str, Tensor]]:
-    """All parameters, and what else is saved with a model, by name; those that are offloaded from where they lie."""
+    """All parameters and whatever else is saved with a model, by name; offloaded ones come from where they lie."""
     offloaded = {name: (weights, key) for name, weights, key in _offloaded(modules)}
     for prefix, module in modules:
         if not module._parameters and not module._buffers:
@@ -175,7 +175,7 @@ def _weights(model: PreTrainedModel, modules: Modules) -> Iterator[tuple[str, Te
 
 
 def _packed(modules: Modules) -> Iterator[tuple[str, Tensor]]:
-    """What is saved with a model beside its parameters and buffers, as some quantized layers have it."""
+    """Tensors saved with a model beside its parameters and buffers, as some quantized layers have them."""
     for prefix, module in modules:
         if type(module)._save_to_state_dict is _PLAIN:
             continue
@@ -188,7 +188,7 @@ def _packed(modules: Modules) -> Iterator[tuple[str, Tensor]]:
 
 
 def _tensors_in(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Those in what a module saves; refuses what may be weights in a form that is not known here."""
+    """The tensors in what a module saves; refuses what may be weights in a form that is not known here."""
     if isinstance(value, Tensor):
         yield name, value.dequantize() if value.is_quantized else value
     elif isinstance(value, tuple | list):
@@ -199,7 +199,7 @@ def _tensors_in(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _offloaded(modules: Modules) -> Iterator[tuple[str, Any, str]]:
-    """Weights that accelerate keeps elsewhere: the name, and the mapping that has it under which key."""
+    """Weights that accelerate keeps elsewhere: the name, the mapping that has the weight, and its key there."""
     for prefix, module in modules:
         for hook in _hooks(module):
             weights = getattr(hook, "weights_map", None)
@@ -211,13 +211,13 @@ def _offloaded(modules: Modules) -> Iterator[tuple[str, Any, str]]:
 
 
 def _hooks(module: nn.Module) -> list[Any]:
-    """Those of accelerate, which may be several in one."""
-    hook = vars(module).get("_hf_hook")  # of itself: a module asks all its parts for what it has not
+    """A module's hooks of accelerate, which may be several in one."""
+    hook = vars(module).get("_hf_hook")  # its own: `getattr` would search all parts of a module for what it lacks
     return [] if hook is None else list(getattr(hook, "hooks", [hook]))
 
 
 def devices_of_layers(model: PreTrainedModel) -> dict[int, torch.device]:
-    """Where each attention layer computes."""
+    """The device on which each attention layer computes."""
     found = dict[int, torch.device]()
     for module in attention_modules(model):
         device = device_of(module)
@@ -227,7 +227,7 @@ def devices_of_layers(model: PreTrainedModel) -> dict[int, torch.device]:
 
 
 def device_of(module: nn.Module) -> torch.device | None:
-    """Where a module computes: where accelerate brings its weights, or where they are."""
+    """The device on which a module computes: to which accelerate brings its weights, or on which they are."""
     for part in module.modules():
         for hook in _hooks(part):
             if getattr(hook, "execution_device", None) is not None:

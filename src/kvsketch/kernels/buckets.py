@@ -1,6 +1,6 @@
-"""Buckets of the keys of all heads at once, a head a lane of its own: k-means, assignment, shares of attention.
+"""Buckets of the keys of all heads at once, each head a lane: k-means, assignment, shares of attention.
 
-The form for one head is `algorithms/saap.py`; this one gives the same.
+The form for one head is `algorithms/saap.py`; this one gives the same results.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ PRODUCTS_AT_ONCE = 1 << 24  # of keys with centroids: 64 MiB of float32
 
 
 def assign(keys: Float[Tensor, "l n d"], centroids: Float[Tensor, "l c d"]) -> Int64[Tensor, "l n"]:
-    """The bucket of every key: the centroid of the largest inner product."""
+    """The bucket of every key: the centroid with the largest inner product."""
     found = in_c.assign(keys, centroids)
     if found is not None:
         return found
@@ -32,10 +32,10 @@ def assign(keys: Float[Tensor, "l n d"], centroids: Float[Tensor, "l c d"]) -> I
 def spherical_k_means(
     keys: Float[Tensor, "l n d"], start: Int64[Tensor, "l c"], iterations: int = 10
 ) -> Float[Tensor, "l c d"]:
-    """Centroids of length 1 for every lane, from the keys with the numbers `start`; see `algorithms.saap`."""
+    """Centroids of length 1 for every lane, starting from the keys numbered `start`; see `algorithms.saap`."""
     lanes, count = start.shape
     if count > keys.shape[1]:
-        raise ValueError(f"{count} buckets need as many keys at least, got {keys.shape[1]}")
+        raise ValueError(f"{count} buckets need at least as many keys, got {keys.shape[1]}")
     centroids = F.normalize(_of_lanes(keys, start), dim=2)
     for _ in range(iterations):
         buckets = assign(keys, centroids)
@@ -44,7 +44,7 @@ def spherical_k_means(
         sizes = torch.zeros(lanes, count, dtype=torch.int64, device=keys.device)
         empty = sizes.scatter_add_(1, buckets, torch.ones_like(buckets)) == 0
         if bool(empty.any()):
-            # The n-th empty bucket of a lane begins again at the n-th worst fitting key.
+            # The n-th empty bucket of a lane starts again at the n-th worst fitting key.
             fit = F.cosine_similarity(keys, centroids.gather(1, index), dim=2)
             worst = fit.argsort(dim=1)[:, :count].gather(1, (empty.cumsum(1) - 1).clamp_min(0))
             sums = torch.where(empty[..., None], _of_lanes(keys, worst), sums)
@@ -64,10 +64,10 @@ def bucket_shares(
     sinks: int = 1,
     softcap: float | None = None,
 ) -> Float[Tensor, "l q c"]:
-    """A·H_k over earlier keys `farther_than` this, for every lane; rotated queries and keys, never all logits at once.
+    """A·H_k over earlier keys more than `farther_than` away, for every lane; queries and keys are rotated.
 
-    In two passes over the keys: the log of the sum of exponentials, and then every bucket's share of it. A query that
-    sees nothing has no shares.
+    Two passes over the keys, never with all logits at once, find the log of the sum of exponentials, and then every
+    bucket's share of it. A query that sees nothing has no shares.
     """
     lse = queries.new_full(queries.shape[:2], NO_MASS)
 
@@ -96,7 +96,7 @@ def long_range(
     farther_than: int = LONG_RANGE,
     sinks: int = 1,
 ) -> Bool[Tensor, "l q"]:
-    """Queries whose best key, among all they see but the sink, is `farther_than` this, for every lane."""
+    """For every lane, the queries whose best key, of all they see but the sinks, is more than `farther_than` away."""
     best = queries.new_full(queries.shape[:2], NO_MASS)
     place = torch.zeros_like(best, dtype=torch.int64)
     for part, products in _products(queries, keys):
@@ -109,7 +109,7 @@ def long_range(
 
 
 def _products(queries: Float[Tensor, "l q d"], keys: Float[Tensor, "l n d"]) -> Iterator[tuple[slice, Tensor]]:
-    """Of all queries with some of the keys at a time."""
+    """Products of all queries with some of the keys at a time."""
     step = max(1, PRODUCTS_AT_ONCE // max(1, queries.shape[0] * queries.shape[1]))
     for first in range(0, keys.shape[1], step):
         part = slice(first, first + step)

@@ -1,8 +1,8 @@
 """Distances between many points, from their products: |x|² + |y|² - 2⟨x, y⟩, in float64.
 
 They decide which point is the farthest or the nearest, so they must not depend on the order in which
-products were summed. Two things see to that: norms are a rounding error too small, so that equal points
-are at distance 0 and not at some tiny one; and what comes out is rounded to 24 bits, so that points that
+products were summed. Two things see to that: norms are made a rounding error too small, so that equal points
+are at distance 0 and not at some tiny one; and distances are rounded to 24 bits, so that points that
 are equally far compare as equal.
 """
 
@@ -24,17 +24,17 @@ def squared_distances(
     others: Float[Tensor, "l m d"],
     other_norms: Float[Tensor, "l m"],
 ) -> Float[Tensor, "l n m"]:
-    """Of every point to every other; points in float64, norms from `squared_norms`."""
+    """From every point to each of `others`; points in float64, norms from `squared_norms`."""
     sums = norms[:, :, None] + other_norms[:, None]
     return rounded(sums.baddbmm_(points, others.transpose(1, 2), alpha=-2).clamp_min_(0))
 
 
 def rounded(x: Tensor, bits: int = BITS) -> Tensor:
-    """Numbers of float64 with so many bits, whatever their size (Veltkamp 1968)."""
+    """float64 numbers rounded to so many bits, whatever their size (Veltkamp 1968)."""
     split = x * splitting_at(bits)
     return split.sub_(split - x)
 
 
 def splitting_at(bits: int) -> float:
-    """What a number is multiplied with for that."""
+    """The factor by which `rounded` multiplies numbers."""
     return 2.0 ** (53 - bits) + 1

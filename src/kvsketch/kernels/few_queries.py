@@ -13,8 +13,8 @@ from kvsketch.kernels.native import attention as in_c
 from kvsketch.kernels.native.prompt import in_tiles
 from kvsketch.kernels.sources import Entries
 
-IN_STEPS = 8  # rows of a group's queries that tiles are too large for
-ENOUGH = 1 << 15  # rows times entries, where these are read in several calls
+IN_STEPS = 8  # rows of a group's queries: tiles are too large for so few
+ENOUGH = 1 << 15  # rows times entries that are worth several calls, one for each part
 
 
 def attend(
@@ -22,7 +22,7 @@ def attend(
 ) -> Partial | None:
     """Attention over all parts together, each read where it lies.
 
-    None where no kernel does it; or where they are read sooner one by one, by a kernel for many queries.
+    None where no kernel does it, or where a kernel for many queries is faster, reading the parts one by one.
     """
     if torch.compiler.is_compiling():
         return None
@@ -30,14 +30,14 @@ def attend(
         if _are_many(query, parts, heads):
             return None
         found = in_c.attend(query, parts, heads, scale, softcap)
-        # A choice is only made in C; where that does not read the entries, `reading.read` has them chosen first.
+        # Only C makes choices as it reads; where it does not read the entries, `reading.read` has them chosen first.
         if found is not None or any(part.choice is not None for part in parts):
             return found
     return in_triton.attend(query, parts, heads, scale, softcap)
 
 
 def _are_many(query: Tensor, parts: Sequence[Entries], heads: int) -> bool:
-    """Whether queries of a few tokens, all of whose parts are read whole, are as good as those of a prompt."""
+    """Whether queries of a few tokens, all of whose parts are read whole, may as well be treated as a prompt's."""
     rows = query.shape[2] * (query.shape[1] // heads)
     if query.shape[2] == 1 or rows <= IN_STEPS:
         return False
@@ -48,7 +48,7 @@ def _are_many(query: Tensor, parts: Sequence[Entries], heads: int) -> bool:
 
 
 def name(device: torch.device, dtype: torch.dtype = torch.float32, group: int = 1, width: int = 1) -> str:
-    """Which kernels a device has for so wide heads of a kind, and so many query heads of a KV head, for reports."""
+    """Which kernels a device has for heads of a dtype and width, and `group` query heads per KV head, for reports."""
     if dtype not in native.DTYPES:
         return "torch"
     if device.type == "cpu" and native.library() is not None:

@@ -1,4 +1,4 @@
-"""Whether tensors have numbers, and no NaN or infinite ones, without a copy of them."""
+"""Whether all numbers of tensors are finite (no NaN, no infinity), without a copy of them."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from kvsketch.kernels import native
 
 
 def are_numbers(each: Sequence[Float[Tensor, "b h n _"]]) -> Bool[Tensor, " x"]:
-    """Of each of them, on their device: no GPU is waited for."""
+    """Whether each tensor's are, on its device: no GPU is waited for."""
     each = [x.detach() for x in each]
     if (found := _in_c(each)) is not None:
         return found

@@ -6,9 +6,9 @@ from torch import Tensor
 
 
 def sums_of_groups(x: Float[Tensor, "l n w"], groups: Int64[Tensor, "l n"], count: int) -> Float[Tensor, "l {count} w"]:
-    """The sum of each of so many groups of a lane's vectors.
+    """The sums of a lane's vectors in each of `count` groups.
 
-    A GPU adds up what is scattered in whatever order it comes; where places are put, torch sorts them first.
+    On a GPU scatter_add_ adds in whatever order numbers come; for index_put_ torch sorts the places first.
     """
     sums = x.new_zeros(len(x), count, x.shape[2])
     if x.device.type == "cpu":

@@ -1,4 +1,4 @@
-"""All that a query reads, in one call: entries of several kinds, for some heads or all, every one or runs of them."""
+"""All that a query reads, in one call: entries of several kinds, of some heads or all, whole or in runs."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ def read(
     softcap: float | None = None,
     lse: bool = True,
 ) -> Partial:
-    """Attention over all sources together; there is one at least. `lse=False`: see `weighted_attention`."""
+    """Attention over all sources (at least one) together. `lse=False`: see `weighted_attention`."""
     parts = [part for source in sources for part in source]
     found = few_queries.attend(query, parts, heads, scale, softcap)
     if found is not None:
@@ -39,7 +39,7 @@ def read(
 
 
 def _of_all(query: Tensor, part: Entries, scale: float, softcap: float | None, lse: bool) -> Partial:
-    """Attention over entries of all lanes; they may come as KV heads of one row."""
+    """Attention over entries of all lanes; the lanes may come as KV heads of one row."""
     tokens = part.tokens
     asking = (query if len(query) == len(tokens.keys) else query.flatten(0, 1)[None]).to(tokens.keys.dtype)
     if part.segments is None:
@@ -52,7 +52,7 @@ def _of_all(query: Tensor, part: Entries, scale: float, softcap: float | None, l
 
 
 def _of_some(query: Tensor, source: Source, heads: int, scale: float, softcap: float | None) -> Partial:
-    """Attention over entries of some lanes each; lanes that have none see nothing."""
+    """Attention over parts that have entries of some lanes each; lanes without entries see nothing."""
     rows, _, queries, _ = query.shape
     by_lane = query.unflatten(1, (heads, -1)).flatten(0, 1)  # [b·h, g, q, d]
     group = by_lane.shape[1]

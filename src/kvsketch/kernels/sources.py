@@ -1,4 +1,4 @@
-"""What a query reads, before it is read, and what says which of it: so that one kernel can read all in one call."""
+"""What a query will read, and what chooses it, described beforehand: so one kernel can read all of it in one call."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from kvsketch.attention import WeightedTokens
 
 @dataclass(frozen=True)
 class Segments:
-    """Runs of rows for every row of the batch, KV head and query; a run may be empty. No row is in two of a query's."""
+    """Runs of rows for every row of the batch, KV head and query. Runs may be empty; a query's do not overlap."""
 
     begin: Int64[Tensor, "b h q s"]
     length: Int64[Tensor, "b h q s"]
@@ -24,11 +24,11 @@ class Segments:
         return self.length.sum(-1)
 
     def join(self, other: "Segments") -> "Segments":
-        """These runs and those."""
+        """These runs and the other ones."""
         return Segments(torch.cat([self.begin, other.begin], -1), torch.cat([self.length, other.length], -1))
 
     def part(self, start: int, stop: int) -> "Segments":
-        """Those of queries start…stop-1."""
+        """The runs of queries start…stop-1."""
         return Segments(self.begin[:, :, start:stop], self.length[:, :, start:stop])
 
     def mask(self, count: int) -> Bool[Tensor, "b h q {count}"]:
@@ -42,19 +42,19 @@ class Segments:
 
 @dataclass(frozen=True)
 class Choice:
-    """Runs that a kernel chooses when it reads them; `made` chooses them at once, for those who read in other ways."""
+    """Runs that a kernel chooses when it reads them; `made` chooses them at once, for other ways of reading."""
 
     made: Callable[[], Segments]
-    asked: Any  # what that kernel goes by
-    tables: tuple[Tensor, ...] = ()  # where what is asked says that they lie
+    asked: Any  # what that kernel chooses by
+    tables: tuple[Tensor, ...] = ()  # tensors whose addresses are in `asked`
 
 
 @dataclass(frozen=True)
 class Entries:
     """Entries of some KV heads of some rows, and which of them are read: all, or those of `segments` or of a `choice`.
 
-    `lanes` says which ones they are, counted row by row; None: all of the batch, in their order. `pairs`: the keys with
-    their values behind them, where they lie so.
+    `lanes` says which KV heads, counted row by row; None: all of the batch, in order. `pairs`: each key followed by its
+    value, where they lie so in memory.
     """
 
     tokens: WeightedTokens
@@ -62,18 +62,18 @@ class Entries:
     segments: Segments | None = None
     pairs: Float[Tensor, "b h n de"] | None = None
     choice: Choice | None = None
-    noted: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)  # by a kernel, for its next call
+    noted: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)  # by a kernel for its next call
 
     def __reduce__(self) -> tuple[Any, ...]:
-        known = self.chosen()  # a copy is elsewhere in memory
+        known = self.chosen()  # a copy has other addresses
         return Entries, (known.tokens, known.lanes, known.segments, known.pairs)
 
     def by(self, choice: Choice) -> "Entries":
-        """Those of all that a choice says; where they lie is as it was noted."""
+        """Those of all entries that a choice picks; the note of where they lie stays."""
         return Entries(self.tokens, pairs=self.pairs, choice=choice, noted=self.noted)
 
     def chosen(self) -> "Entries":
-        """The same, with its runs as they are chosen now."""
+        """The same with its runs chosen now."""
         if self.choice is None:
             return self
         return Entries(self.tokens, self.lanes, self.choice.made(), self.pairs)
@@ -85,7 +85,7 @@ Layer = tuple[Float[Tensor, "h _ _"], Float[Tensor, "h 1 _"]]  # of a classifier
 
 @dataclass(frozen=True, eq=False)
 class Classifier:
-    """What queries expect of buckets: two layers with ReLU between them, or the last one alone."""
+    """The attention that queries expect in each bucket: two layers with ReLU between them, or the last one alone."""
 
     inner: Layer | None
     last: Layer
@@ -96,12 +96,12 @@ class Classifier:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Those of all layers."""
+        """The tensors of all layers."""
         return (*(self.inner or ()), *self.last)
 
 
 class Staged(NamedTuple):
-    """Entries that wait: where they begin, how many they are, and both on the device, whatever stands behind them."""
+    """Entries that wait: where they begin, how many they are, and both on the device, perhaps followed by others."""
 
     begin: int
     number: int
@@ -119,7 +119,7 @@ class Staged(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """How many buckets a query visits; `per_token`: those that expect most for each of their tokens."""
+    """How many buckets a query visits; `per_token`: the buckets with the highest scores per token."""
 
     probes: int
     visit: int | float | None = None

@@ -1,8 +1,8 @@
-"""A single token that comes as the one before it did: held, answered, and its attention noted in one call of C.
+"""A single token that comes like the one before it: held, answered, and its attention noted in one call of C.
 
-`LayerCache._step` is the road that every token can take. `LayerCache` has an `Again` behind a token where the next one
-may take this one, which does the same; what both go by is compared each time, and where anything is another there is no
-`Again` left.
+`LayerCache._step` is the long road, which every token can take; this one is shorter and does the same. After a token
+`LayerCache` has an `Again` if the next token may take the short road. What the road depends on is compared each time,
+and if anything differs the `Again` is dropped.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,26 +26,26 @@ from kvsketch.kernels.native.step import Note, Step
 from kvsketch.kernels.routing.native import Question, question
 from kvsketch.kernels.sources import Classifier, Entries
 
-AT_ONCE = 8  # answers that room is made for: a step leaves the processor's caches empty, and one alone costs 30 µs
+AT_ONCE = 8  # answers to make room for at a time: after a step the processor's caches are cold; one alone costs 30 µs
 
 
 class Room:
-    """For what a few tokens to come leave behind, from last to first; and what no token has of its own."""
+    """Memory for the answers of a few tokens to come, used from last to first; and tensors that all tokens share."""
 
     def __init__(
         self, query: Float[Tensor, "b hg 1 d"], width: int, heads: int, no_notes: Tensor | None, *, reads: bool
     ) -> None:
-        """For answers of this width; `no_notes` come with every token. `reads`: it is counted what is looked up."""
+        """For answers of this width; `no_notes` come with every token. `reads`: what is looked up is counted."""
         rows, every = query.shape[:2]
         self.shape, self.read_shape = (rows, every, 1, width), (1, rows * heads, 1) if reads else None
         self.lse, self.no_notes = native.room(rows, every, 1), no_notes
-        self.no_lse = torch.full_like(self.lse, torch.nan)  # where nobody wants it
+        self.no_lse = torch.full_like(self.lse, torch.nan)  # given out where nobody wants it
         self.fill(query)
 
     def fill(self, query: Float[Tensor, "b hg 1 d"]) -> None:
-        """Have room for so many again."""
-        # A model may keep one (and all eight with it), and write to it; where there are gradients torch may refuse that
-        # in a part of a tensor.
+        """Make room for AT_ONCE answers again."""
+        # A model may keep an answer (and all eight with it), and write to it. With gradients enabled, torch may refuse
+        # to write to a part of a tensor.
         if torch.is_grad_enabled():
             self.outs = [query.new_empty(self.shape) for _ in range(AT_ONCE)]
         else:
@@ -55,7 +55,7 @@ class Room:
 
 
 class Again:
-    """What is known of the latest token's step, so that tokens that come alike need one call each."""
+    """What is known from the latest token's step, so that tokens that come like it need one call each."""
 
     @classmethod
     def of(
@@ -67,11 +67,11 @@ class Again:
         asking_now: Sequence[tuple[Asking, slice]],
         before: "Again | None" = None,
     ) -> "Again | None":
-        """None where the next token may not come so.
+        """The short road for the next token; None if that must take the long one.
 
-        `found`: what is still to be read, with the window; None if a block has left since, then it is looked for again,
-        or the next token takes the long road, where something is looked up. `asking_now`: who asks whom in the window
-        attention goes to. `before`: what there was for the latest token, if that took this road.
+        `found`: what the query had to read, window included. None if a block has left since: then it is looked for
+        again; if the method looks things up, the next token takes the long road instead. `asking_now`: the askings that
+        note which tokens of the window get attention. `before`: the `Again` that the latest token took, if it did.
         """
         stream = layer.streams.only if asked.queries.is_cpu else None
         if stream is None or not _is_plain(layer, stream) or _is_to_note(stream):
@@ -124,12 +124,12 @@ class Again:
         self.how, self.looks = (asked.scale, asked.softcap), _looks_of(asked.queries, new)
         self.held, self.looks_up = _held_by(stream), asking is not None
         self.store: Any = stream.past.bundles[0].holding if self.looks_up and stream.past is not None else None
-        every = _entries_of(stream)  # C can be told where these are when a block has left
+        every = _entries_of(stream)  # when a block has left, C can be told where these are then
         there = len(every) == len(parts) - 1 and all(
             own is part.tokens for own, part in zip(every, parts, strict=False)
         )
         self.entries = every if there and all(of_window for _, _, of_window in notes) else []
-        self.may_grow = there and not notes  # C is told once where something is noted: notes lie beside the window
+        self.may_grow = there and not notes  # C is told only once where notes lie, which is beside the window
         beside = [] if router is None else [*router.tensors]
         beside += [x for to, _, _ in notes for x in (to.got, to.keys, to.log_mass) if x is not None]
         for part in parts[:-1]:
@@ -151,9 +151,9 @@ class Again:
         return Room(query, new.values.shape[3], layer.heads, self.stream.no_notes(new.keys), reads=self.looks_up)
 
     def goes_on(self, layer: LayerState) -> bool:
-        """Whether the next token may come so though a block has left: entries are others, of the same lanes.
+        """Whether the next token may take this road although a block has left: the entries changed, the lanes did not.
 
-        If so, C is told where they are now, and how many.
+        If so, C is told where the entries are now, and how many there are.
         """
         stream, known = self.stream, self.entries
         if not known or layer.streams.only is not stream or _is_to_note(stream):
@@ -175,7 +175,7 @@ class Again:
         return True
 
     def _grow(self) -> None:
-        """Have room for more tokens where they are put, and tell C where that is."""
+        """Make room for more tokens in the buffers that they are put into, and tell C where these are."""
         for grown, _, _ in self.buffers:
             grown.make_room(grown.length + 1, grown.view)
         self._put_into([grown for grown, _, _ in self.buffers])
@@ -183,16 +183,16 @@ class Again:
         self.step.read_others([*self.entries, self.window.tokens()])
 
     def _put_into(self, into: Sequence[Growing]) -> None:
-        """Note what tokens are put into, and where that is."""
+        """Note the buffers that tokens are put into, and their addresses."""
         self.buffers = [(grown, grown.behind(0), grown.behind(0).data_ptr()) for grown in into]
         self.places = min(buffer.shape[grown.dim] for grown, buffer, _ in self.buffers)
 
     def can_lend(self, to: "Again") -> bool:
-        """Whether another may have what this has made for tokens to come, which are not this one's any more."""
+        """Whether another `Again` may take over the memory made here for tokens to come; this one then takes none."""
         return (self.looks, self.mode) == (to.looks, to.mode)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """A copy is None: what is told to C is about one layer's tensors, and no other's."""
+        """A copy is None: what C is told is about the tensors of one layer, and of no other."""
         return type(None), ()
 
     def take(
@@ -206,9 +206,9 @@ class Again:
         lse: bool,
         sinks: Tensor | None,
     ) -> Partial | None:
-        """Hold a token and answer its query; None, and nothing is held, where it does not come as the one before.
+        """Hold a token and answer its query; None, with nothing held, if it does not come like the one before it.
 
-        What is noted of attention is noted without learned `sinks`: where these are to be in it this is not the road.
+        Attention is noted without learned `sinks` here: if notes must include them, the token takes the long road.
         """
         place = self.window.ranks.length
         if how != self.how or (sinks is not None and self.notes) or not self._is_still(layer, place, query, new):
@@ -239,7 +239,7 @@ class Again:
         return Partial(out, room.lse.clone() if lse else room.no_lse)
 
     def _is_still(self, layer: LayerState, place: int, query: Tensor, new: NewTokens) -> bool:
-        """Whether all is as it was, nothing is to be noted of what came, and there is room."""
+        """Whether all is as it was, no notes of tokens that came are due, and there is room."""
         stream = self.stream
         if layer.streams.only is not stream or stream.window is not self.window or layer.seen != self.rank:
             return False
@@ -265,7 +265,7 @@ class Again:
 
 
 def _is_plain(layer: LayerState, stream: Stream) -> bool:
-    """Whether a step is nothing but holding, reading, and noting whom attention goes to."""
+    """Whether a step only holds a token, reads, and notes which tokens get attention."""
     if not stream.heads.all_here or _is_elsewhere(layer, stream.window):
         return False
     if stream.method is not None and stream.method.notes_at_once:
@@ -280,7 +280,7 @@ def _is_plain(layer: LayerState, stream: Stream) -> bool:
 def _notes_of(
     layer: LayerState, stream: Stream, asked: Query, asking_now: Sequence[tuple[Asking, slice]]
 ) -> list[Note] | None:
-    """Where it is noted whom a token's attention goes to; None where that takes the long road."""
+    """Where it is noted which tokens a token attends to; None if noting needs the long road."""
     past = stream.past
     bundles = past.bundles if past is not None and stream.observes and "mass" in past.method.observes else []
     if not asking_now and not bundles:
@@ -304,34 +304,34 @@ def _notes_of(
 
 
 def _written_to(layer: LayerState, window: Window) -> list[Growing | None]:
-    """What a token is put into: keys, values, ranks, and notes that come with it if there are any."""
+    """The buffers that a token is put into: keys, values, ranks, and notes if tokens come with any."""
     return [window.keys, window.values, window.ranks, *([window.notes] if layer.config.askings else ())]
 
 
 def _room_in(layer: LayerState, window: Window) -> list[Growing]:
-    """Those of what a token is put into that have room for it."""
+    """Those of the buffers that a token is put into which have room for it."""
     grown = [one for one in _written_to(layer, window) if one is not None and one.buffer is not None]
     return [one for one in grown if one.length < one.behind(0).shape[one.dim]]
 
 
 def _is_to_note(stream: Stream) -> bool:
-    """Whether with the next token it is noted what came."""
+    """Whether the notes of tokens that came are due with the next token."""
     return stream.takes_notes and len(stream.waiting) + 1 >= BLOCK
 
 
 def _is_elsewhere(layer: LayerState, window: Window) -> bool:
-    """Whether tokens go other ways: only the device counts, or rows have unequal lengths."""
+    """Whether tokens are put elsewhere: only the device counts them, or rows have unequal lengths."""
     return layer.next_rank is not None or layer.ragged or window.ragged or window.place is not None
 
 
 def _held_by(stream: Stream) -> list[Any]:
-    """What a step reads beside the window. Whatever is written there, other objects are read from then on."""
+    """What a step reads beside the window: objects that are replaced by others whenever anything is written there."""
     bundles = [bundle for lanes in stream.lanes for bundle in lanes.bundles]
     return [x for bundle in bundles for x in (bundle.holding, bundle.holding.read_from)]
 
 
 def _entries_of(stream: Stream) -> list[WeightedTokens]:
-    """What is held beside the window, bundle by bundle; nothing, if not all of it is entries with weights."""
+    """The entries held beside the window, bundle by bundle; none, if not all that is held there is weighted entries."""
     every = [bundle.holding.weighted for lanes in stream.lanes for bundle in lanes.bundles if bundle.count]
     found = [own for own in every if own is not None]
     return found if len(found) == len(every) else []
@@ -342,17 +342,17 @@ def _read_of(entries: Sequence[WeightedTokens]) -> list[tuple[Tensor, int]]:
 
 
 def _placed(tensors: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
-    """Tensors, and where they lie: torch may move one, as to share it with a process."""
+    """Tensors, and where they lie: torch may move one, for example to share it with another process."""
     return [(x, x.data_ptr()) for x in tensors]
 
 
 def _mode() -> tuple[bool, bool]:
-    """What torch lets be done later with an answer that is made now."""
+    """Torch's modes, which decide what may be done later with an answer that is made now."""
     return torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
 
 def _looks_of(query: Tensor, new: NewTokens) -> list[Any]:
-    """What C takes a token by: kinds, shapes and strides of all that comes, and whether a view turns its signs."""
+    """What C relies on in a token: types, shapes and strides of its tensors, and whether a view turns the signs."""
     tensors = [query, new.keys, new.values]
     if new.unrotated is not None:
         tensors.append(new.unrotated.queries)

@@ -1,4 +1,4 @@
-"""Answers of some lanes each, put together in the order of the batch, and completed with what is still to be read."""
+"""Answers of some lanes each: joined in the order of the batch, and completed with what is still to be read."""
 
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -15,7 +15,7 @@ from kvsketch.kernels.sources import Source
 
 
 def complete(answer: Answer, query: Query, heads: int, *, lse: bool = True) -> Answer:
-    """The answer with all that is still to be read, in one call."""
+    """The answer once all that is still to be read has been read, in one call."""
     if not answer.unread:
         return answer
     lse = lse or answer.attended is not None
@@ -25,7 +25,7 @@ def complete(answer: Answer, query: Query, heads: int, *, lse: bool = True) -> A
 
 
 def side_by_side(answers: Sequence[Answer]) -> tuple[Source, ...]:
-    """What is still to be read for answers of some lanes each: for all of them, kind by kind."""
+    """What is still to be read for these answers, each of some lanes, put together kind by kind."""
     if len(answers) == 1:
         return answers[0].unread
     kinds = zip_longest(*(answer.unread for answer in answers), fillvalue=())
@@ -44,7 +44,7 @@ def in_one_row(tokens: WeightedTokens) -> WeightedTokens:
 
 
 def in_rows(answer: Answer, rows: int) -> Answer:
-    """The answer of lanes that came as KV heads of one row, as that of the rows that they are."""
+    """The answer of lanes that came as KV heads of one row, divided into the rows that they belong to."""
     if rows == 1:
         return answer
 
@@ -59,7 +59,7 @@ def in_rows(answer: Answer, rows: int) -> Answer:
 
 
 def joined(found: Sequence[tuple[int, Answer]], query: Query, heads: int, order: Int64[Tensor, " l"]) -> Answer:
-    """The answers of several bundles of so many lanes each, `order` saying where each lane of the batch is in them."""
+    """The answers of several bundles, each with its number of lanes, as one; `order`: which of these each lane is."""
     group, queries = query.queries.shape[1] // heads, query.queries.shape[2]
 
     def missing(count: int, like: Partial) -> Partial:

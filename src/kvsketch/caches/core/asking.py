@@ -1,8 +1,8 @@
-"""How much attention tokens get from some queries, as a note that goes with them: what choices by queries go by.
+"""How much attention tokens get from some queries, as notes that stay with the tokens; some methods choose by them.
 
-Which queries are asked (`Asking.queries`) is apart from what a method makes of the answer. A note is a sum, a mean or
-the largest of the weights that a token got; it is made while queries are answered, and comes with the token when that
-leaves the window.
+Which queries are asked (`Asking.queries`) is independent of what a method makes of the answer. A note is a sum, a mean
+or the largest of the weights that a token got; it is made while queries are answered, and comes with the token when the
+token leaves the window.
 """
 
 from collections.abc import Iterator
@@ -20,13 +20,13 @@ from kvsketch.kernels.native.attention import MOST_QUERIES
 from kvsketch.kernels.weighted_attention.reference import LOGITS_AT_ONCE
 
 WINDOW, CONTEXT, SECOND, QUESTIONS = "window", "context", "second reading", "questions"
-ASKED_AT_ONCE = 4096  # queries of which C has a copy at a time
-IN_CACHE, FEW = 1 << 21, 16  # logits of a strip on a CPU, which are gone over several times; but so many queries
-FEW_ROWS = 16  # queries of a group in a call, whose weights are left to torch
+ASKED_AT_ONCE = 4096  # queries that are copied for C at a time
+IN_CACHE, FEW = 1 << 21, 16  # most logits of a strip on a CPU, which is gone over several times; but so many queries
+FEW_ROWS = 16  # for no more queries of a group in a call than this, torch computes the weights
 SUM, MEAN, MAX, LAST = "sum", "mean", "max", "last"
 IN_C = {SUM: in_c.ADDED, MEAN: in_c.ADDED, MAX: in_c.LARGEST, LAST: in_c.INSTEAD}
 NOBODYS = torch.iinfo(torch.int32).max  # the rank of a token that no query sees
-Notes = Int64[Tensor, "b h n t"]  # the bits of float64: what was noted, and of a mean the number of weights in it
+Notes = Int64[Tensor, "b h n t"]  # the bits of float64: what was noted, and for a mean the number of its weights
 Weights = Float[Tensor, "b h n t"]
 
 
@@ -34,9 +34,9 @@ Weights = Float[Tensor, "b h n t"]
 class Asking:
     """Which queries say how much a token matters, and what is noted of their weights.
 
-    `queries`: those of the last `last` tokens of a call ("window"), all of a call ("context"); or, of a prompt, those
-    of its second reading or of questions that are read behind it, and of later text whatever asks while a token is in
-    the window.
+    `queries` "window": those of the last `last` tokens of a call; "context": all of a call. "second reading" and
+    "questions": for a prompt, the queries of its second reading or of questions that are read after it; for later
+    text, all queries that come while a token is in the window.
     """
 
     queries: str
@@ -45,7 +45,7 @@ class Asking:
 
     @property
     def behind(self) -> bool:
-        """Whether a prompt is asked by what is read behind it, and not by its own queries."""
+        """Whether texts read after a prompt ask about its tokens, and not the prompt's own queries."""
         return self.queries in (SECOND, QUESTIONS)
 
     @property
@@ -64,7 +64,7 @@ class Asking:
         return (ranks >= 0) & (ranks > ranks.amax(1, keepdim=True) - self.last)
 
     def with_more(self, notes: Notes, more: Weights, asked: Bool[Tensor, " b"] | None = None) -> Notes:
-        """Notes after these weights; of rows in which nobody was asked they stay."""
+        """Notes that take in these weights; those of rows in which no query was asked stay as they were."""
         before = weights(notes)
         if self.noted == MAX:
             after = torch.maximum(before, more)
@@ -75,14 +75,14 @@ class Asking:
         return bits(after)
 
     def score(self, notes: Int64[Tensor, "*b n t"]) -> Float[Tensor, "*b n"]:
-        """What a token matters."""
+        """How much a token matters."""
         noted = weights(notes)
         return noted[..., 0] / noted[..., 1].clamp_min(1) if self.noted == MEAN else noted[..., 0]
 
 
 @dataclass(frozen=True)
 class Askings:
-    """Several at once: a token's note has the numbers of each, one after another."""
+    """Several askings at once: a token's note has the numbers of each, one after another."""
 
     each: tuple[Asking, ...] = ()
 
@@ -90,7 +90,7 @@ class Askings:
         return bool(self.each)
 
     def __iter__(self) -> Iterator[tuple[Asking, slice]]:
-        """Each with where its numbers are in a note."""
+        """Each asking, with where its numbers are in a note."""
         start = 0
         for asking in self.each:
             yield asking, slice(start, start + asking.width)
@@ -103,17 +103,17 @@ class Askings:
 
     @property
     def behind(self) -> bool:
-        """Whether a prompt is asked by what is read behind it."""
+        """Whether texts read after a prompt ask about its tokens."""
         return any(asking.behind for asking in self.each)
 
     @property
     def second(self) -> bool:
-        """Whether that is the prompt again."""
+        """Whether one of these texts is the prompt again."""
         return any(asking.queries == SECOND for asking in self.each)
 
     @property
     def by_questions(self) -> bool:
-        """Whether it is questions that are read there."""
+        """Whether questions are read after the prompt."""
         return any(asking.queries == QUESTIONS for asking in self.each)
 
     def none(self, keys: Float[Tensor, "b h n d"]) -> Notes:
@@ -121,7 +121,7 @@ class Askings:
         return torch.zeros(*keys.shape[:3], self.width, dtype=torch.int64, device=keys.device)
 
     def of(self, notes: Int64[Tensor, "*b n t"], some: "Askings") -> Int64[Tensor, "*b n o"] | None:
-        """What some of these have in notes of all; None where they are nobody."""
+        """The numbers of `some` of these in the notes of all; None if `some` is empty."""
         places = dict(self)
         return torch.cat([notes[..., places[own]] for own in some.each], -1) if some else None
 
@@ -150,10 +150,10 @@ def attention_got(
     ranks: Int64[Tensor, "b n"] | None = None,
     wanted: Bool[Tensor, "b q"] | None = None,
 ) -> Weights:
-    """What each token got of the attention of queries, whose log denominators are `lse`, over all that those saw.
+    """The attention that each token got from queries; `lse`: their log denominators over all that they saw.
 
     With `ranks` (of the tokens; those of queries are in `query`) tokens are seen by later queries alone, and those of
-    rank -1 by none; `wanted` queries ask, all where nothing is said. In strips: nothing here grows with the square.
+    rank -1 by none. `wanted`: which queries ask (default: all). In strips: nothing grows with the square of the length.
     """
     noted = torch.zeros(*keys.shape[:3], asking.width, dtype=torch.float64, device=keys.device)
     if not keys.shape[2] or _in_c(asking, noted, query, lse, keys, ranks, wanted):
@@ -181,14 +181,14 @@ def _in_c(
     ranks: Int64[Tensor, "b n"] | None,
     wanted: Bool[Tensor, "b q"] | None,
 ) -> bool:
-    """Have `attention_got` noted in C; where it cannot, False, and nothing was noted."""
+    """Do what `attention_got` does, in C; False if C cannot, and then nothing was noted."""
     rows, heads, count, _ = keys.shape
     queries = query.queries.shape[2]
     group = query.queries.shape[1] // heads
     on_cpu = noted.device.type == "cpu" and query.softcap is None and not torch.compiler.is_compiling()
     if not on_cpu or group * queries <= FEW_ROWS or native.library_for(query.queries, keys) is None:
         return False
-    seen = None  # by whom: ranks of tokens, and of queries
+    seen = None  # which queries see which tokens: ranks of tokens, and of queries
     if ranks is not None or wanted is not None:
         own = keys.new_zeros(rows, queries, dtype=torch.int64) if ranks is None else query.ranks_in_row
         own = own if wanted is None else own.masked_fill(~wanted, -1)
@@ -212,7 +212,7 @@ def _in_c(
 def note_one(
     asking: Asking, query: Query, lse: Float[Tensor, "b hg 1"], keys: Float[Tensor, "b h n d"], noted: Weights
 ) -> bool:
-    """Have these notes after a single query that sees all tokens, in C; where it cannot, False, and they stay."""
+    """Update notes in C for a single query that sees all tokens; False if C cannot, and then they stay as they were."""
     if noted.device.type != "cpu" or torch.compiler.is_compiling():
         return False
     queries = fold_groups(query.queries, keys.shape[1]).flatten(0, 1)
@@ -222,14 +222,14 @@ def note_one(
 
 
 def where_noted(asking: Asking, keys: Float[Tensor, "b h n d"], noted: Weights) -> in_c.Noting:
-    """Where it is noted what tokens get of single queries, which see all of them."""
+    """Where C notes the attention that tokens get from single queries, which see all of them."""
     rows, heads, count, _ = keys.shape
     got = noted[..., 0].view(rows * heads, count)
     return in_c.Noting(got, keys.flatten(0, 1), how=IN_C[asking.noted], counted=asking.noted == MEAN)
 
 
 def add_weights(got: Float[Tensor, "l n"], query: Query, lse: Float[Tensor, "1 lg q"], tokens: WeightedTokens) -> None:
-    """Add what every entry got of the attention of queries, whose log denominators are `lse`."""
+    """Add to `got` the attention that every entry got from queries; `lse`: the queries' log denominators."""
     keys, mass = tokens.keys[0], None if tokens.log_mass is None else tokens.log_mass[0]
     few = query.queries.shape[1] * query.queries.shape[2] <= MOST_QUERIES * len(keys)
     if few and got.device.type == "cpu":
@@ -246,12 +246,12 @@ def log_weights(
     keys: Float[Tensor, "b h n d"],
     log_mass: Float[Tensor, "b h n"] | None = None,
 ) -> Iterator[tuple[int, Query, Float[Tensor, "b h gq n"]]]:
-    """Logs of the weights that tokens get from queries, some of these at a time: the first one's number, and they.
+    """Logs of the weights that tokens get from strips of queries, with the number of a strip's first query, and these.
 
-    What one strip gives is overwritten by the next.
+    The logs of one strip are overwritten by the next.
     """
     count = query.queries.shape[2]
-    # A single one is a strip whatever its length: compiled code must not depend on that.
+    # A single query is a strip however many tokens there are: compiled code must not depend on that.
     strip = 1 if count == 1 else _strip(len(keys) * query.queries.shape[1] * keys.shape[2], keys.device)
     rows = min(strip, count) * query.queries.shape[1] // keys.shape[1]
     plain = query.softcap is not None or count < FEW or keys.device.type != "cpu"
@@ -267,16 +267,16 @@ def log_weights(
 
 
 class _Product:
-    """Logs of weights as one product of matrices: below keys stand a one and the log of a token's mass.
+    """Logs of weights as one product of matrices: under each key stand a one and the log of the token's mass.
 
-    What is added to logits is added in the product, and what it gives always goes to the same place: on a CPU, to go
-    over all that once more, or to fresh memory, takes as long as the product. (On a GPU it does not, and a product may
-    be of fewer bits than what is added to it has.)
+    What is added to logits is added within the product, whose result always goes to the same memory: on a CPU, to go
+    over the logits once more, or to write to fresh memory, takes as long as the product. (On a GPU it does not, and a
+    product may have fewer bits than what is added to it.)
     """
 
     @torch.no_grad()
     def __init__(self, keys: Float[Tensor, "b h n d"], log_mass: Float[Tensor, "b h n"] | None, most: int) -> None:
-        """`most`: rows of queries at a time."""
+        """`most`: how many rows of queries may come at a time."""
         precise = keys.to(torch.promote_types(keys.dtype, torch.float32)).transpose(-1, -2)
         mass = precise.new_zeros(keys.shape[:3]) if log_mass is None else log_mass.to(precise.dtype)
         self.keys = torch.cat([precise, precise.new_ones(*mass.shape[:2], 1, mass.shape[2]), mass[:, :, None]], 2)
@@ -284,7 +284,7 @@ class _Product:
 
     @torch.no_grad()
     def log_weights(self, query: Query, less: Float[Tensor, "b h gq 1"]) -> Float[Tensor, "b h gq n"]:
-        """Of these queries, whose log denominators are `less`."""
+        """Logs of the weights that these queries give; `less`: their log denominators."""
         rows, heads, count, _ = less.shape
         asked = fold_groups(query.queries, heads).to(self.keys.dtype) * query.scale
         asked = torch.cat([asked, -less.to(asked.dtype), torch.ones_like(asked[..., :1])], 3)
@@ -294,7 +294,7 @@ class _Product:
 
 
 def _strip(logits: int, device: torch.device) -> int:
-    """How many queries at a time, of so many logits each."""
+    """How many queries to take at a time, if each has so many logits."""
     strip = max(1, LOGITS_AT_ONCE // max(1, logits))
     return min(strip, max(FEW, IN_CACHE // max(1, logits))) if device.type == "cpu" else strip
 
@@ -302,7 +302,7 @@ def _strip(logits: int, device: torch.device) -> int:
 def _seen(
     part: Query, ranks: Int64[Tensor, "b n"] | None, wanted: Bool[Tensor, "b q"] | None
 ) -> Bool[Tensor, "b q n"] | None:
-    """Which tokens which queries see, as far as it counts; None is all of them."""
+    """Which tokens are seen by which of the queries that ask; None: all by all."""
     if ranks is None:
         return None if wanted is None else wanted[:, :, None]
     assert part.ranks is not None, "queries have ranks where tokens have"

@@ -1,4 +1,4 @@
-"""Which of several files that might be a model's is: the user's own, and those that come with kvsketch."""
+"""Which of several files belongs to a model: of the user's own, and of those that come with kvsketch."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 @runtime_checkable
 class Measured(Protocol):
-    """What was measured on a model, and knows on which."""
+    """Something that was measured on a model, and knows on which one."""
 
     @property
     def model(self) -> Mapping[str, Any]:
@@ -21,9 +21,9 @@ M = TypeVar("M", bound=Measured)
 
 
 def first_of_model(places: Iterable[Path], read: Callable[[Path], M], facts: Mapping[str, Any], missing: str) -> M:
-    """The first that is of the model with these facts; `missing` is said where there is none.
+    """The first file that belongs to the model with these facts; `missing` is the error if there is none.
 
-    One that cannot be read may have been of another model: that is said only where no other is of this one.
+    A file that cannot be read may belong to another model: its error is raised only if no other belongs to this one.
     """
     damaged = list[ValueError]()
     for path in places:

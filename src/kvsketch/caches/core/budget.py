@@ -16,9 +16,9 @@ MOST = 1 << 40  # entries; and bytes times a million: more than there is memory 
 class Budget:
     """What a KV head may hold for `count` tokens of a row: `entries(count)`, never less than `least`.
 
-    `share` is its share of what heads have beyond that, in means: the sum over heads is what it is where all have 1.
-    So many tokens are held `beside`, and are not among those counted: they belong to the budget, and to all tokens.
-    `latest` is a part of what heads have beyond `least` on the average that every head has, whatever its share.
+    `share` is the head's share of what heads have beyond that, as a multiple of the mean: the sum over heads is the
+    same as if all had 1. `beside` tokens are held in addition and not counted in `count`, but belong to the budget and
+    to the tokens seen. `latest` is the part of the mean beyond `least` that every head has, whatever its share.
     """
 
     fraction: float | None  # of the tokens seen
@@ -41,11 +41,11 @@ class Budget:
         return self.latest * (self._mean(count) - self.least)
 
     def beyond(self, count: int) -> float:
-        """What heads have on the average beyond what every head has."""
+        """What heads have on average beyond what every head has."""
         return self._mean(count) - self.least - self.of_all(count)
 
     def _mean(self, count: int) -> float:
-        """What heads have on the average."""
+        """What heads have on average."""
         if self.fixed is not None:
             return float(self.fixed - self.beside)
         assert self.fraction is not None
@@ -53,21 +53,22 @@ class Budget:
 
     @property
     def capacity(self) -> int | None:
-        """Entries that there will ever be, where that is known."""
+        """The most entries that there will ever be, if that is known."""
         return None if self.fixed is None else self.entries(0)
 
 
 def most_share(keep: Keep) -> float:
-    """The largest share that a head may have; of a number of entries, or of bytes, any.
+    """The largest share that a head may have; with a number of entries, or bytes, it may have any.
 
-    What all heads hold in any case comes off their mean, and counts little in a long text: there a head that holds
-    everything has 1 / keep of what is left, in a short one more. Not much more, or room is wasted as a text goes on.
+    What all heads hold in any case is taken off their mean. In a long text that is little, and a head that holds
+    everything has 1 / keep of what is left; in a short text it has more. The limit is not much higher, as room would be
+    wasted when the text goes on.
     """
     return LOOSEST / keep if isinstance(keep, float) else float(MOST)
 
 
 def seen_when(left: int, exact: Callable[[int], int], most: int) -> int:
-    """How many tokens were seen at least when so many have left, where `exact(seen)` do not; below `most`."""
+    """The least number of tokens seen when `left` of them have left, if `exact(seen)` stay; below `most`."""
     return bisect_left(range(most), left, key=lambda seen: seen - exact(seen))
 
 
@@ -79,7 +80,7 @@ def plain(keep: Keep) -> Keep:
 
 
 def check_keep(keep: Keep) -> None:
-    """Refuse a budget that is none."""
+    """Refuse what cannot be a budget."""
     expected = 'a fraction in (0, 1] such as 0.25, a number of entries such as 4096, or bytes such as "512MB"'
     if isinstance(keep, bool) or not isinstance(keep, float | int | str):
         raise ValueError(f"keep must be {expected}, got {keep!r}")
@@ -109,7 +110,7 @@ def parse_bytes(text: str) -> int:
 
 
 def fixed_entries(keep: Keep, layer_bytes: int | None, entry_bytes: int) -> int | None:
-    """The number of entries per row and head that `keep` fixes; None where it is a fraction.
+    """The number of entries per row and head that `keep` fixes; None if it is a fraction.
 
     `layer_bytes` is the layer's share of a budget in bytes, `entry_bytes` what one entry of all rows and heads takes.
     """

@@ -1,8 +1,8 @@
-"""What grows by a token at a time: a tensor, and the window of a stream, which is one of several such tensors.
+"""What grows by a token at a time: a tensor, and the window of a stream, which consists of several such tensors.
 
 The window is passive: `stream.py` says what comes and what leaves. It has one column per token, in the order in which
-they came. Where rows have unequal lengths a column may be one row's and not another's: its rank is -1 there, and its
-log weight `-inf`.
+they came. If rows have unequal lengths, a column may belong to one row and not to another: there its rank is -1, and
+its log weight `-inf`.
 """
 
 from collections.abc import Sequence
@@ -16,20 +16,20 @@ from kvsketch.caches.core.storage import storage_bytes
 from kvsketch.caches.core.tokens import Columns
 from kvsketch.kernels.places import close_gap, in_front, keep_in_place
 
-ROOM = 256  # while steps are recorded there is room for so many places more at a time, at least
-MOST_IDLE = 4  # and for no more than so many times that
-SPARE = 32  # places allocated beyond those asked for; and one in SPARE of them, so that growing stays cheap
+ROOM = 256  # while steps are recorded, room grows by at least so many places at a time
+MOST_IDLE = 4  # and no more than so many times that stays empty
+SPARE = 32  # places allocated beyond those asked for, or one for every SPARE if that is more, to keep growing cheap
 
 
 class Growing:
     """A tensor that grows along one dimension without being copied at every step.
 
-    A buffer of n places is copied once in n/32 appended ones: 32 places a token, beside the n that
+    A buffer of n places is copied once for every n/32 places appended. That is 32 places per token, beside the n that
     attention reads anyway, for 3 % of idle memory.
     """
 
     def __init__(self, dim: int, first: Tensor | None = None, spare: int = SPARE) -> None:
-        """Empty, or with a tensor that is nobody else's; so many places are spare at least."""
+        """Empty, or with a tensor that nobody else uses; at least `spare` places are spare."""
         self.dim, self.spare = dim, spare
         self.least = 0  # so many places are not given back
         self.length = 0
@@ -55,7 +55,7 @@ class Growing:
         self.length = length
 
     def make_room(self, length: int, like: Tensor, most: int | None = None) -> None:
-        """Have room for so many places, and those that are in use where they may be changed."""
+        """Have room for `length` places, and have those in use where they may be changed."""
         if self.buffer is None or length > self.buffer.shape[self.dim]:
             room = max(self.least, length + self._spare(length))
             shape = list(like.shape)
@@ -67,9 +67,9 @@ class Growing:
         self.make_writable()
 
     def with_room(self, room: int, rest: float | int) -> Tensor:
-        """The places in use and those behind them, `room` in all; there is this number in those that are not in use.
+        """The places in use and empty ones after them, `room` in all; empty places are filled with `rest`.
 
-        As long as it is for the same room they stay where they are.
+        As long as `room` is the same, they stay where they are.
         """
         self.least = room
         if self.view.shape[self.dim] < room:
@@ -80,12 +80,12 @@ class Growing:
         return self.buffer.narrow(self.dim, 0, room)
 
     def behind(self, start: int) -> Tensor:
-        """The places from this one on, those that are not in use too."""
+        """The places from `start` on, including those that are not in use."""
         assert self.buffer is not None, "nothing was stored yet"
         return self.buffer.narrow(self.dim, start, self.buffer.shape[self.dim] - start) if start else self.buffer
 
     def append(self, *new: Tensor) -> None:
-        """Add places at the end, part by part; an interruption leaves none that are not filled."""
+        """Add places at the end, part by part; an interruption leaves no unfilled place in use."""
         counts, stop = [part.shape[self.dim] for part in new], self.length
         self.make_room(stop + sum(counts), new[0])
         assert self.buffer is not None, "there is room"
@@ -95,7 +95,7 @@ class Growing:
         self.length = stop
 
     def append_beside(self, *parts: Tensor) -> None:
-        """Add places at the end that are made of these side by side, in their last dimension."""
+        """Add places at the end that consist of these parts, side by side in their last dimension."""
         widths = [part.shape[-1] for part in parts]
         whole = self._add_places(parts[0].new_empty(()).expand(*parts[0].shape[:-1], sum(widths)))
         for place, part in zip(whole.split(widths, dim=-1), parts, strict=True):
@@ -108,7 +108,7 @@ class Growing:
         return self.view.narrow(self.dim, start, new)
 
     def replace_from(self, start: int, new: Tensor, most: int | None = None) -> None:
-        """Have these places from `start` on, and none behind them."""
+        """Have these places from `start` on, and none after them."""
         self.resize(start + new.shape[self.dim], new, most)
         self.view.narrow(self.dim, start, new.shape[self.dim]).copy_(new)
         self.give_back()
@@ -129,7 +129,7 @@ class Growing:
             self.buffer = writable(self.buffer)
 
     def select(self, index: Int64[Tensor, " m"]) -> None:
-        """Have these of the first dimension alone."""
+        """Keep only these indices of the first dimension."""
         if self.buffer is not None:
             self.buffer = self.view.index_select(0, index.to(self.buffer.device))
 
@@ -166,9 +166,9 @@ def remove(each: Sequence[Growing], start: int, stop: int) -> None:
 def rearrange(
     each: Sequence[Growing], start: int, index: Int64[Tensor, "l m"], new: Sequence[Tensor], most: int | None = None
 ) -> bool:
-    """Have those places from `start` on whose numbers these are, counted from there and then in `new`.
+    """From `start` on, have only the places that `index` names; it counts places from there on, then those of `new`.
 
-    In all of these; False where C cannot, and nothing has moved.
+    This is done in all of `each`; False if C cannot, and then nothing has moved.
     """
     before, stop = each[0].length - start, start + index.shape[1]
     for grown, x in zip(each, new, strict=True):
@@ -188,12 +188,12 @@ class Window:
         """`spare`: so many tokens come until some leave."""
         self.keys, self.values, self.ranks = (Growing(dim, spare=spare) for dim in (2, 2, 1))
         self.notes: Growing | None = None  # of the first columns: those of the others are still to come
-        self.ragged = False  # whether there may be columns that are not all rows' own
-        # While there are empty columns, see `open`: how many are not, as Python knows it, and where the first one is.
+        self.ragged = False  # whether a column may belong to some of the rows only
+        # While there are empty columns, see `open`: how many are filled, as Python knows it, and the first empty one.
         self.filled: int | None = None
         self.place: Int64[Tensor, " 1"] | None = None
-        self.room = 0  # so many columns there were with them
-        self.place_kept: Int64[Tensor, " 1"] | None = None  # the tensor that is `place`, whenever there is one
+        self.room = 0  # the number of columns, empty ones included, when last there were any
+        self.place_kept: Int64[Tensor, " 1"] | None = None  # the tensor that serves as `place` whenever there is one
 
     @property
     def length(self) -> int:
@@ -231,7 +231,7 @@ class Window:
     def open(self, count: int, most: int | None) -> None:
         """Have `count` empty columns at least, and no more than `most` columns in all, if that is known.
 
-        What `put` puts there changes tensors, and nothing that Python knows.
+        `put` fills them by changing tensors, and nothing that Python knows.
         """
         self.filled = start = self.length
         self.room = roomy(start + count, self.room, most)
@@ -249,7 +249,7 @@ class Window:
         self.place.add_(1)
 
     def close(self, came: int) -> None:
-        """Have no empty columns, after so many were filled; also where `open` was interrupted."""
+        """Have no empty columns, after `came` were filled; also works if `open` was interrupted."""
         if self.filled is None:
             return
         for grown in self._all:
@@ -264,7 +264,7 @@ class Window:
             grown.without_room()
 
     def marks(self) -> object:
-        """Where what is read lies, while there are empty columns."""
+        """Where the tensors that are read lie, while there are empty columns."""
         return self.ragged, marks_of(self.place, *(grown.view for grown in self._all))
 
     def append_notes(self, *notes: Int64[Tensor, "b h _ t"] | None) -> None:
@@ -281,13 +281,13 @@ class Window:
         return self.notes.view
 
     def to_note(self, place: slice) -> Int64[Tensor, "b h n t"]:
-        """Some places of the notes about all columns, to be written to."""
+        """Some numbers (`place`) of the notes about all columns, to be written to."""
         assert self.notes is not None, "notes are made with the tokens"
         self.notes.make_writable()
         return self.notes.view[..., place]
 
     def renote(self, notes: Int64[Tensor, "b h n t"], place: slice) -> None:
-        """Have other notes about the first columns, in some places of them."""
+        """Replace some numbers (`place`) of the notes about the first columns."""
         self.to_note(place)[:, :, : notes.shape[2]].copy_(notes)
 
     def remove(self, start: int, stop: int) -> None:
@@ -300,7 +300,7 @@ class Window:
         self.ranks.view.masked_fill_(leaving, -1)
 
     def crop(self, lengths: Sequence[int]) -> None:
-        """Take back all tokens of each row but the first so many, and parts of columns that an interruption left."""
+        """Take back all tokens but the first `lengths[row]`, and parts of columns that an interruption left."""
         whole = min(grown.length for grown in self._all)
         for grown in self._all:
             grown.remove(whole, grown.length)
@@ -351,28 +351,28 @@ class Window:
 
 
 def roomy(count: int, before: int, most: int | None = None) -> int:
-    """For how many places there is room, so that this is seldom another number; never for more than `most`."""
+    """For how many places to have room, so that this number seldom changes; never for more than `most`."""
     step = max(ROOM, 1 << max(0, count.bit_length() - 6))
     room = before if count <= before <= count + MOST_IDLE * step else (count // step + 2) * step
     return room if most is None else max(count, min(room, most))
 
 
 def written(before: Tensor | None, new: Tensor) -> Tensor:
-    """What is new, in the place of what was before if that is like it: who reads there finds the new numbers."""
+    """`new`, written into `before` if the two are alike: whoever reads there finds the new numbers."""
     if before is None or (before.shape, before.dtype, before.device) != (new.shape, new.dtype, new.device):
         return new
     return writable(before).copy_(new)
 
 
 def marks_of(*tensors: Tensor | None) -> object:
-    """Where tensors lie, and how: whoever reads there reads the same as long as this is the same."""
+    """Where tensors lie, and how: as long as this is the same, whoever reads there reads the same tensors."""
     return tuple(None if x is None else (x.data_ptr(), x.shape, x.stride(), x.dtype) for x in tensors)
 
 
 def is_writable(tensor: Tensor) -> bool:
-    """Whether torch would change it: not where it was made in inference mode and that is over.
+    """Whether torch would let it be changed: not if it was made in inference mode and this mode has ended.
 
-    The compiler can trace none of these questions; within compiled code the tensor is taken as it is.
+    The compiler cannot trace these questions; within compiled code the tensor is taken as it is.
     """
     return torch.compiler.is_compiling() or not tensor.is_inference() or torch.is_inference_mode_enabled()
 

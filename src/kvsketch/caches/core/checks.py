@@ -13,7 +13,7 @@ def check_choice(name: str, value: str, choices: Collection[str]) -> None:
 
 
 def check_seed(seed: int) -> None:
-    """Refuse anything but a number that addresses of random numbers can begin with."""
+    """Refuse anything but a whole number that addresses of random numbers can begin with."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 63:
         raise ValueError(f"seed must be a whole number from 0 to 2⁶³ - 1, got {seed!r}")
 
@@ -27,7 +27,7 @@ def check_count(name: str, value: int, *, least: int, most: int = MOST) -> None:
 
 
 def check_number(name: str, value: float | int, *, above: float | int, below: float | int = math.inf) -> None:
-    """Refuse anything but a number between these two, themselves left out."""
+    """Refuse anything but a number between these two bounds, which are left out."""
     try:
         right = not isinstance(value, bool) and isinstance(value, int | float) and above < float(value) < below
     except OverflowError:

@@ -1,8 +1,8 @@
-"""What a method that forgets is: it chooses, for lanes that are alike, which entries they hold from now on.
+"""A method that forgets: it chooses, for lanes that are alike, which entries they hold from now on.
 
-It sees what the lanes hold and what arrives, and says which of them to keep, as numbers; or brings keys and values of
-its own making. Whatever else it needs to know about an entry, a lane or all of them it declares by name; bytes, files,
-beams, copies and reports follow from that.
+It sees what the lanes hold and what arrives, and gives the numbers of those to keep, or makes keys and values of its
+own. Whatever else it needs to know about an entry, a lane or all lanes, it declares by name; bytes, files, beams,
+copies and reports follow from these declarations.
 """
 
 import copy
@@ -28,9 +28,9 @@ from kvsketch.kernels import native
 from kvsketch.kernels.native.weights import ADDED, INSTEAD, Noting
 from kvsketch.kernels.places import chosen_of
 
-MASS = "mass"  # what an entry got of the attention of all queries so far, where a method declares it
+MASS = "mass"  # the attention that an entry got from all queries so far, if a method declares it
 NOTHING: Mapping[str, Tensor] = MappingProxyType({})
-LARGE = 1 << 22  # bytes of keys: where there are fewer, room for more of them is made when they come
+LARGE = 1 << 22  # bytes of keys: if there are fewer, room for more keys is made only when they come
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,17 @@ class Held:
         return keys, values
 
     def with_new(self, new: Arriving, start: int = 0, about: Mapping[str, Tensor] = NOTHING) -> "Pool":
-        """Those from `start` on and the new tokens: what there is to choose from.
+        """The entries from `start` on and the new tokens: what there is to choose from.
 
-        `about` is what is declared about new ones; the rest is 0.
+        `about` is what is declared about the new tokens; what it leaves out is 0.
         """
         return Pool(self, new, start, about)
 
 
 class Pool:
-    """Entries that are held, and new tokens behind them.
+    """Entries that are held, followed by new tokens.
 
-    Their keys and values are put together when they are asked for: where all have room nobody does.
+    Their keys and values are put together only when somebody asks for them; while all have room, nobody does.
     """
 
     def __init__(self, held: Held, new: Arriving, start: int = 0, about: Mapping[str, Tensor] = NOTHING) -> None:
@@ -81,7 +81,7 @@ class Pool:
         self.joined: tuple[Tensor, Tensor] | None = None
 
     def behind(self, start: int) -> "Pool":
-        """Those from number `start` on."""
+        """The pool from number `start` on."""
         if not start:
             return self
         rest = copy.copy(self)
@@ -91,21 +91,21 @@ class Pool:
 
     @property
     def count(self) -> int:
-        """Entries and tokens of each lane."""
+        """Entries and new tokens of each lane, taken together."""
         return self.held.count - self.start + self.new.count
 
     @property
     def keys(self) -> Float[Tensor, "l n d"]:
-        """Those of all."""
+        """Keys of all."""
         return self._joined()[0]
 
     @property
     def values(self) -> Float[Tensor, "l n e"]:
-        """Those of all."""
+        """Values of all."""
         return self._joined()[1]
 
     def at(self, index: Int64[Tensor, "l k"]) -> tuple[Tensor, Tensor]:
-        """Keys and values of those with these numbers."""
+        """Keys and values of the members with these numbers."""
         if not self._are_few(index):
             keys, values = chosen_of(self._joined(), index)
             return keys, values
@@ -118,28 +118,28 @@ class Pool:
         return found[0], found[1]
 
     def among(self, index: Int64[Tensor, "l k"]) -> tuple[Tensor, Tensor, Int64[Tensor, "l k"]]:
-        """Keys and values with those of these numbers among them, and their numbers there: few of many are copied."""
+        """Keys and values that include those of `index`, and their numbers there; few of many are copied out."""
         if not self._are_few(index):
             return *self._joined(), index
         return *self.at(index), torch.arange(index.shape[1], device=index.device).expand(len(index), -1)
 
     def of_keys(self, what: Callable[[Float[Tensor, "l n d"]], Float[Tensor, "l n"]]) -> Float[Tensor, "l m"]:
-        """What is said of every key alone, of those that are held and of new ones."""
+        """`what` of every key by itself, of those that are held and of new ones."""
         if not self.stays_apart(self.new.keys):
             return what(self.keys)
         return torch.cat([what(self.held.keys[:, self.start :]), what(self.new.keys)], 1)
 
     def stays_apart(self, index: Tensor) -> bool:
-        """Whether what is held and what is new lie apart, and are read so.
+        """Whether held entries and new tokens lie apart, and are read apart.
 
-        Not on a GPU, where to put them together is less than a few launches more.
+        Not on a GPU: there, putting them together costs less than a few more kernel launches.
         """
         there = self.joined is None and self.held.count > self.start
         on_cpu = type(index) is Tensor and index.device.type == "cpu"
         return there and on_cpu and not torch.compiler.is_compiling()
 
     def _are_few(self, index: Int64[Tensor, "l k"]) -> bool:
-        """Whether these are few of many, which are not put together for them."""
+        """Whether these are few of many, so that the pool is not put together for them."""
         return 2 * index.shape[1] <= self.count and self.stays_apart(index)
 
     def _joined(self) -> tuple[Tensor, Tensor]:
@@ -153,17 +153,17 @@ class Pool:
 
 @dataclass(frozen=True)
 class Kept:
-    """Entries `start`… of every lane, as they are from now on; those before stay as they were.
+    """The entries from `start` on of every lane, as they are from now on; those before `start` stay as they were.
 
-    `index` counts the entries held from `start` on, and then the new tokens; None is all of them. Or `made` are keys
-    and values of the method's own.
+    `index` counts the entries held from `start` on, and then the new tokens; None: all of them. Or `made` has keys and
+    values that the method made.
     """
 
     index: Int64[Tensor, "l k"] | None
     start: int = 0
     log_mass: Float[Tensor, "#l k"] | None = None  # log of how many tokens each stands for; None: 1
     made: tuple[Float[Tensor, "l k d"], Float[Tensor, "l k e"]] | None = None
-    pool: Pool | None = None  # what `index` counts in, from `start` on, where the chooser has it already
+    pool: Pool | None = None  # what `index` counts in, from `start` on, if the chooser has it already
     per_entry: dict[str, Tensor] = field(default_factory=dict)
     per_lane: dict[str, Tensor] = field(default_factory=dict)
     numbers: dict[str, Any] = field(default_factory=dict)
@@ -200,12 +200,12 @@ class ChosenEntries(Holding):
         self.held = dict[str, Growing]()  # keys, values, weights, and what is declared per entry
         self.per_lane = dict[str, Tensor]()
         self.host = dict[str, Any]()
-        self.room = 0  # for so many entries there has been room since steps were recorded: they stay where they lie
+        self.room = 0  # for so many entries there has been room since steps were recorded, so that they stay in place
         self.is_open = False
-        self.there: Tensor | None = None  # the logs of weights while this is open, where nothing is said of them
+        self.there: Tensor | None = None  # the logs of weights while this is open, if the method gives none
 
     def entries(self, like: Arriving | None = None) -> Held:
-        """What is held; nothing yet, of tokens like these."""
+        """What is held; if nothing is yet, no entries, in the shape of these tokens."""
         if self.held:
             about = {name: self.held[f"entry.{name}"].view for name in self.chooser.per_entry}
             return Held(self.held["keys"].view, self.held["values"].view, about, self.per_lane, self.host)
@@ -219,10 +219,10 @@ class ChosenEntries(Holding):
         self.keep(self.chooser.choose(held, new, self.budget), held, new)
 
     def keep(self, kept: Kept, held: Held, new: Arriving) -> None:
-        """Hold what was chosen of what is held and these."""
+        """Hold what was chosen from what is held and the new tokens."""
         start = kept.start
-        fresh = True  # nobody else has these parts
-        pool, moved = kept.pool, frozenset[str]()  # what lies where it is to lie
+        fresh = True  # nobody else refers to these parts
+        pool, moved = kept.pool, frozenset[str]()  # names of tensors that are in place already
         parts: tuple[Tensor, Tensor] | None
         if kept.made is not None:
             parts = kept.made
@@ -230,7 +230,7 @@ class ChosenEntries(Holding):
             pool = held.with_new(new, start) if pool is None else pool
             moved = self._rearranged(pool, kept, new)
             parts = None if moved else pool.at(kept.index)
-        else:  # what is there stays where it lies
+        else:  # entries that are held stay where they lie
             parts, start, fresh = (new.keys, new.values), held.count, False
         if parts is not None:
             for name, x in zip(("keys", "values"), parts, strict=True):
@@ -254,9 +254,9 @@ class ChosenEntries(Holding):
         self._weigh()
 
     def _rearranged(self, pool: Pool, kept: Kept, new: Arriving) -> frozenset[str]:
-        """What was rearranged where it lies, as numbers say; of what is not said about entries, too.
+        """Names of tensors rearranged in place by `kept.index`: keys, values, and what `kept` does not give per entry.
 
-        Nothing, if what they count in is not held here, or was put together already; or where that takes C.
+        None of them, if `pool` is not of what is held here or was put together already, or if C is missing.
         """
         index, keys, mine = kept.index, pool.held.keys, self.held["keys"].buffer if self.held else None
         assert index is not None, "there are numbers"
@@ -277,11 +277,11 @@ class ChosenEntries(Holding):
 
     @property
     def _fits_exactly(self) -> bool:
-        """Whether what is chosen has no room to spare."""
+        """Whether what is chosen is stored with no room to spare."""
         return self.budget.fixed is None and not self.room
 
     def _replace(self, name: str, start: int, x: Tensor, *, fresh: bool = True) -> None:
-        """Have `x` from `start` on; `fresh`: nobody else has it."""
+        """Store `x` from place `start` on; `fresh`: nobody else refers to it."""
         grown = self.held.get(name)
         if not start and fresh and self._fits_exactly:
             self.held[name] = Growing(1, x)  # no copy, and no room to spare
@@ -289,15 +289,15 @@ class ChosenEntries(Holding):
         if not start and (grown is None or grown.lanes != len(x)):
             grown = Growing(dim=1)
         elif grown is None:
-            grown = Growing(1, x.new_zeros(len(x), start))  # nothing was said of those before: they had the weight 1
-        elif grown.lanes != len(x):  # what lanes shared differs from now on, or the other way round
+            grown = Growing(1, x.new_zeros(len(x), start))  # nothing was said of earlier entries: they had the weight 1
+        elif grown.lanes != len(x):  # what lanes shared now differs by lane, or the other way round
             lanes = max(grown.lanes, len(x))
             x, grown = x.expand(lanes, -1), Growing(1, grown.view.expand(lanes, -1).clone())
         self.held[name] = grown
         grown.replace_from(start, x, self.budget.capacity)
 
     def _weigh(self) -> None:
-        """The entries as attention takes them; while they are open, with empty slots behind them."""
+        """Set `weighted`: the entries as attention takes them, with empty slots after them while this is open."""
         count, self.weighted = self.held["keys"].length, None
         if not count:
             return
@@ -339,7 +339,7 @@ class ChosenEntries(Holding):
     # -- reading
 
     def observe(self, query: Query, read: Tensor | None, lse: Float[Tensor, "1 lg q"] | None) -> None:
-        """Add what each entry got of the queries' attention to its mass."""
+        """Add the attention that each entry got from the queries to its mass."""
         assert lse is not None, "a method that asks for mass is told the denominators"
         tokens, mass = self.weighted, self.held[f"entry.{MASS}"]
         if tokens is None:
@@ -389,11 +389,11 @@ class ChosenEntries(Holding):
 
 
 def check_vectors(held: Held, *names: str) -> None:
-    """Refuse vectors about lanes that are not as wide as keys, or no numbers: those with these names, or all."""
+    """Refuse per-lane vectors (those with these names, or all) that are not as wide as keys, or not numbers."""
     for name in names or held.per_lane:
         vectors = held.per_lane[name]
         if vectors.shape[1:] != held.keys.shape[2:] or not bool(vectors.isfinite().all()):
-            raise ValueError(f"{name} of shape {tuple(vectors.shape)} for keys {tuple(held.keys.shape)}, or no numbers")
+            raise ValueError(f"{name} of shape {tuple(vectors.shape)} for keys {tuple(held.keys.shape)}, or not finite")
 
 
 def _check(tensors: dict[str, Tensor], chooser: Chooser) -> None:

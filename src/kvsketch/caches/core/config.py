@@ -15,8 +15,8 @@ from kvsketch.caches.core.method import Method
 from kvsketch.caches.core.profile import PROFILE, find_profile
 from kvsketch.caches.core.shares import EQUAL, LENGTH, PYRAMID, THRESHOLD, Shares
 
-MANY = 256  # a call of so many tokens is long; one of fewer, but two at least, is one of a row of calls
-BLOCK = 32  # tokens leave the window in blocks, of this many mostly, so that no method works token by token
+MANY = 256  # a call of so many tokens is long; one of fewer, but at least two, is one of a series of calls
+BLOCK = 32  # tokens leave the window in blocks, mostly of this size, so that no method works token by token
 PREFILLS = ("exact", "streaming")
 WEIGHTS = ("count", "none")  # does an entry stand for the tokens it was chosen from, or for itself alone
 
@@ -32,9 +32,9 @@ class MethodConfig(ABC):
 
     name: ClassVar[str]
     before_rotation: ClassVar[bool] = False  # whether it asks for queries and keys as they were before rotation
-    looks_ahead: ClassVar[bool] = False  # and for how positions that follow will be rotated
+    looks_ahead: ClassVar[bool] = False  # and for how later positions will be rotated
     leaving: ClassVar[int] = BLOCK  # so many tokens leave the window together
-    window_by_budget: ClassVar[bool] = False  # whether heads with another budget have another window
+    window_by_budget: ClassVar[bool] = False  # whether heads with different budgets have different windows
     latest: ClassVar[float] = 0.0  # the part of the mean budget that every head has for its latest tokens
 
     sinks: int = 4
@@ -48,17 +48,17 @@ class MethodConfig(ABC):
 
     @property
     def asking(self) -> Asking | None:
-        """Which queries say how much a token matters, where the method goes by that."""
+        """Which queries say how much a token matters, if the method chooses by that."""
         return None
 
     @cached_property
     def askings(self) -> Askings:
-        """Whose attention is noted about tokens."""
+        """Whose attention to tokens is noted."""
         return Askings(() if self.asking is None else (self.asking,))
 
     @property
     def holds_back(self) -> bool:
-        """Whether all layers hold the whole prompt until it is read, and forget then."""
+        """Whether all layers hold the whole prompt until it is read, and forget only then."""
         return False
 
     @property
@@ -68,45 +68,45 @@ class MethodConfig(ABC):
 
     @abstractmethod
     def floor(self) -> int:
-        """What every lane may hold, however small its share: sinks and window, and what a method cannot do without."""
+        """What every lane may hold, however small its share: sinks, window, and what the method cannot do without."""
 
     def least_entries(self) -> int:
-        """The smallest number of entries that can be asked for: the window runs over by up to a block."""
+        """The smallest budget in entries that can be asked for: the window may run over by a block."""
         return self.floor() + self.leaving
 
     @abstractmethod
     def window_size(self, budget: Budget, count: int) -> int | None:
-        """How many of the latest tokens stay exact once `count` were seen; None is all of them."""
+        """How many of the latest tokens stay exact once `count` were seen; None: all of them."""
 
     def leave(self, length: int, window: int) -> int:
-        """How many of so many tokens have left such a window: a whole number of blocks."""
+        """How many of `length` tokens have left a window of this size: a whole number of blocks."""
         return max(0, length - self.sinks - window) // self.leaving * self.leaving
 
     @abstractmethod
     def new_method(self, layer: int) -> Method | None:
-        """What is done in one layer with tokens that leave the window; None where nothing remains of them."""
+        """What is done in one layer with tokens that leave the window; None if nothing remains of them."""
 
     def for_layer(self, layer: int) -> "MethodConfig":
-        """What this method is in one layer, where layers differ."""
+        """The config of this method in one layer, as layers may differ."""
         return self
 
     def check_model(self, facts: Callable[[], dict[str, Any]], *, held: bool = False) -> None:  # noqa: B027
-        """Refuse a model that this config cannot serve, given what there is to know about it.
+        """Refuse a model that this config cannot serve, given what is known about the model.
 
-        `held`: what it says how to choose is chosen already, by a cache that comes from a file.
+        `held`: a cache that comes from a file has already chosen what this config says how to choose.
         """
 
     def for_model(self, facts: Callable[[], dict[str, Any]], *, held: bool = False) -> "MethodConfig":
-        """This config for a model that it can serve, with what is to be found for that; refuses other models."""
+        """This config for a model that it can serve, with what must be found for that model; refuses other models."""
         self.check_model(facts, held=held)
         return self
 
     def learnt_digest(self, facts: Callable[[], dict[str, Any]]) -> str | None:
-        """Which index or profile this goes by, in a few letters that change with it; of a config that fits a model."""
+        """A few letters that change with the index or profile that this goes by; the config must fit the model."""
         return self.source_digest()
 
     def source_digest(self) -> str | None:
-        """What this config takes from elsewhere, in a few letters that change when that does."""
+        """A few letters that change with what this config takes from elsewhere."""
         return None
 
     def with_full_paths(self) -> "MethodConfig":
@@ -140,8 +140,8 @@ class BudgetedConfig(MethodConfig):
     """A method that forgets: `keep` says how much may be held (sinks, window and past together).
 
     `heads` says how KV heads share it: "equal"; "pyramid" (the first layers get more); "profile" (as was measured on
-    this model, see `profile.py`), or the file of a profile; "threshold" (the best scores of all layers and heads of
-    this prompt, where scores can be compared).
+    this model, see `profile.py`), or the file of a profile; "threshold" (by the best scores of all layers and heads in
+    this prompt, if the method's scores can be compared).
     """
 
     comparable: ClassVar[bool] = False  # whether scores of different heads mean the same
@@ -166,7 +166,7 @@ class BudgetedConfig(MethodConfig):
             )
         if self.holds_back and self.prefill != "exact":
             raise ValueError(
-                f"{self} forgets when a prompt has been read, and not while it is read: use prefill='exact', or "
+                f"{self} forgets only when the whole prompt has been read: use prefill='exact', or "
                 f"heads={PROFILE!r} with a method that reads it once"
             )
         self.check_entries(self.keep if isinstance(self.keep, int) else None)
@@ -180,7 +180,7 @@ class BudgetedConfig(MethodConfig):
         return self.heads == THRESHOLD
 
     def divided(self, shares: Shares, beside: int = 0, length: int = LENGTH) -> Shares:
-        """Measured shares as this method takes them, where `beside` is held anyhow and texts are so long."""
+        """Measured shares as this method uses them, if `beside` tokens are held anyway and texts have this length."""
         return shares
 
     def check_model(self, facts: Callable[[], dict[str, Any]], *, held: bool = False) -> None:
@@ -216,7 +216,7 @@ class WindowedConfig(BudgetedConfig):
         super().__post_init__()
 
     def check_window(self) -> None:
-        """Refuse a window that is none."""
+        """Refuse what cannot be a window."""
         check_count("window", self.window, least=1)
 
     def exact_entries(self) -> int:
@@ -239,8 +239,8 @@ class WindowedConfig(BudgetedConfig):
     def strata(self, budget: Budget, first_entries: int, entries: int) -> tuple[int, int]:
         """Tokens of the first stratum, which holds `first_entries`, and of every later one, which holds `entries`.
 
-        The first one is so long that it ends when the whole cache, exact parts included, is down to the
-        fraction; before that every head holds what it needs at least. Later ones are longer where its share is small.
+        The first one ends when the whole cache, exact parts included, is down to the fraction; before that every head
+        holds the least that it needs. Later ones are longer if the head's share is small.
         """
         assert budget.fraction is not None, "a number of entries is one stratum"
         exact = self.sinks + self.window + budget.beside
@@ -249,5 +249,5 @@ class WindowedConfig(BudgetedConfig):
 
 
 def equal_until_read(config: MethodConfig) -> bool:
-    """Whether heads have equal shares, unless and until a prompt that was read gives them others."""
+    """Whether heads have equal shares, until a prompt that was read gives them others (if it does)."""
     return not isinstance(config, BudgetedConfig) or config.heads in (EQUAL, THRESHOLD)

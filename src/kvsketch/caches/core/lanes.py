@@ -29,16 +29,16 @@ class Bundle:
     """Some KV heads of some rows, and what they hold. Lanes are counted row by row."""
 
     rows: list[int]
-    heads: list[int]  # counted from 0 among those of the lanes
+    heads: list[int]  # counted from 0 among the heads of `Lanes`
     budget: Budget
     holding: Holding
     count: int = 0  # tokens that came to each lane
-    whole: bool = False  # whether these are all lanes there are, in their order
+    whole: bool = False  # whether these are all lanes that there are, in order
     placed: list[int] = field(default_factory=list)  # the heads' places in the layer
     named: list[int] = field(default_factory=list)  # and their numbers in the whole model
-    at: dict[torch.device, tuple[Tensor, ...]] = field(default_factory=dict)  # all four, as tensors
-    numbers: dict[torch.device, Tensor] = field(default_factory=dict)  # those of the lanes, see `numbered`
-    part: Entries | None = None  # what the holding's weighted tokens are to a query; made once
+    at: dict[torch.device, tuple[Tensor, ...]] = field(default_factory=dict)  # all four lists, as tensors
+    numbers: dict[torch.device, Tensor] = field(default_factory=dict)  # the lanes' numbers, see `numbered`
+    part: Entries | None = None  # the holding's weighted tokens as a query reads them; made once
 
     @property
     def lanes(self) -> int:
@@ -50,12 +50,12 @@ class Bundle:
         if self.whole:
             return x[0] if len(self.rows) == 1 else x.flatten(0, 1)
         if len(self.rows) == 1 and self.heads == [*range(self.heads[0], self.heads[-1] + 1)]:
-            return x[self.rows[0], self.heads[0] : self.heads[-1] + 1]  # where they lie, without a copy
+            return x[self.rows[0], self.heads[0] : self.heads[-1] + 1]  # a view, without a copy
         rows, heads, _, _ = self._index(x.device)
         return x[rows, heads].flatten(0, 1)
 
     def query(self, query: Query, heads: int) -> Query:
-        """What these lanes are asked: as queries of one row, whose KV heads they are."""
+        """The queries that these lanes answer, as those of one row whose KV heads are the lanes."""
         if self.whole and len(self.rows) == 1:
             return query
         queries = query.queries.unflatten(1, (heads, -1))
@@ -67,7 +67,7 @@ class Bundle:
         return named.expand(len(rows), -1).flatten()
 
     def weighted(self, here: int) -> Entries:
-        """All that the lanes hold, where attention over it is the answer; see `numbered`."""
+        """All that the lanes hold, if attention over it is the answer; see `numbered`."""
         held = self.holding.weighted
         assert held is not None, "entries with weights"
         if self.part is None or self.part.tokens is not held:
@@ -75,7 +75,7 @@ class Bundle:
         return self.part
 
     def numbered(self, part: Entries, here: int) -> Entries:
-        """Entries of these lanes, with the numbers that the lanes have in a batch of so many KV heads."""
+        """Entries of these lanes, with the lanes' numbers in a batch that has `here` KV heads."""
         if self.whole and len(self.heads) == here:
             return part
         device = part.tokens.keys.device
@@ -96,7 +96,7 @@ class Lanes:
     """All lanes of a layer."""
 
     def __init__(self, method: Method, budgets: Sequence[Sequence[Budget]], of_layer: Heads | None = None) -> None:
-        """For each KV head of each row what its lane may hold; and which heads these are, if not all."""
+        """`budgets`: what the lane of each KV head of each row may hold; `of_layer`: which heads, if not all."""
         self.method, self.heads = method, len(budgets[0])
         self.of_layer = Heads.every(self.heads) if of_layer is None else of_layer
         self.bundles = list[Bundle]()
@@ -110,7 +110,7 @@ class Lanes:
         self._note_order(len(budgets))
 
     def _note_order(self, rows: int) -> None:
-        """Where each lane is when the bundles are put one behind the other."""
+        """Note where each lane is when the bundles are put one after another."""
         heads = self.heads
         self.rows = rows
         lanes = [row * heads + head for bundle in self.bundles for row in bundle.rows for head in bundle.heads]
@@ -136,9 +136,9 @@ class Lanes:
     # -- writing
 
     def write(self, tokens: Columns, counts: Sequence[int], few: Sequence[bool]) -> None:
-        """Take tokens that leave the window, after which `counts` came in all; those of other rows have rank -1.
+        """Take tokens that leave the window, after which `counts` have come in all. Rank -1: not a token of this row.
 
-        `few` says of each row whether its call had a few tokens.
+        `few` says for each row whether its call had a few tokens.
         """
         added = [count - before for count, before in zip(counts, self.counts, strict=True)]
         self._divide([(count, own and count > 0) for count, own in zip(added, few, strict=True)])
@@ -151,7 +151,7 @@ class Lanes:
         self.method.write(todo)
 
     def _divide(self, added: Sequence[tuple[int, bool]]) -> None:
-        """Have bundles whose rows get the same number of tokens, in the same kind of call."""
+        """Divide bundles so that all rows of each get the same number of tokens, in the same kind of call."""
         divided = list[Bundle]()
         for bundle in self.bundles:
             parts = dict[tuple[int, bool], list[int]]()
@@ -163,7 +163,7 @@ class Lanes:
             self._note_order(self.rows)
 
     def _with_rows(self, bundle: Bundle, places: Sequence[int], rows: Sequence[int] | None = None) -> Bundle:
-        """A bundle with the rows at these places alone, under other numbers if some are given."""
+        """A bundle with only the rows at these places, under the numbers `rows` if these are given."""
         holding = self.method.new_holding(bundle.budget)
         if bundle.count:
             holding.restore(bundle.holding.tensors(), bundle.holding.numbers(), bundle.count)
@@ -186,7 +186,7 @@ class Lanes:
         return Arriving(keys, values, bundle.count, bundle.lane_heads, notes, few=few)
 
     def forget_parts(self) -> None:
-        """Have nothing of where entries lay that lie elsewhere by now: that would keep them."""
+        """Forget the parts whose entries have been replaced: they would keep the old ones alive."""
         for bundle in self.bundles:
             if bundle.part is not None and bundle.part.tokens is not bundle.holding.weighted:
                 bundle.part = None
@@ -194,26 +194,26 @@ class Lanes:
     # -- while steps are recorded
 
     def open(self, *, anew: bool) -> None:
-        """Begin to be read by steps that are recorded."""
+        """Prepare to be read by recorded steps."""
         for bundle in self.bundles:
             if bundle.count:
                 bundle.holding.open(anew=anew)
 
     def close(self) -> None:
-        """Be as before."""
+        """Be as before `open`."""
         for bundle in self.bundles:
             if bundle.count:
                 bundle.holding.close()
 
     def marks(self) -> object:
-        """Where what a step reads lies, and whose it is."""
+        """Where the tensors that a step reads lie, and which lanes they belong to."""
         return [
             (bundle.rows, bundle.heads, bundle.whole, bundle.holding.marks() if bundle.count else None)
             for bundle in self.bundles
         ]
 
     def without_room(self) -> None:
-        """Give back what was only there for steps that are recorded."""
+        """Give back the room that only recorded steps need."""
         for bundle in self.bundles:
             if bundle.count:
                 bundle.holding.without_room()
@@ -228,11 +228,11 @@ class Lanes:
     # -- reading
 
     def answer(self, query: Query) -> Answer:
-        """What is held answers, or what is looked up; nothing changes."""
+        """Attention over what is held, or over what is looked up; nothing changes."""
         return complete(self.look(query), query, self.heads)
 
     def look(self, query: Query) -> Answer:
-        """The same, but that entries may still be to be read."""
+        """The same, except that some entries may still have to be read."""
         wanted = not query.in_full and any(bundle.holding.wants_asking for bundle in self.bundles)
         asked = self.method.ask(query, self.heads) if wanted else None
         found = [(bundle, self._ask(bundle, query, asked)) for bundle in self.bundles]
@@ -245,13 +245,13 @@ class Lanes:
         return Answer(answer.attended, answer.estimated, answer.read, sources)
 
     def _ask(self, bundle: Bundle, query: Query, asked: Tensor | None) -> Answer:
-        """The answer of a bundle's lanes, as KV heads of one row; what is still to be read is of numbered lanes."""
+        """The answer of a bundle's lanes, as KV heads of one row; what is still to be read has its lanes' numbers."""
         if not bundle.count:
             return Answer(None)
         if bundle.holding.weighted is not None:
             return Answer(None, unread=((bundle.weighted(self.of_layer.here),),))
         answer = bundle.holding.answer(bundle.query(query, self.heads), None if asked is None else bundle.of(asked))
-        # Where answers are put together, how much they read is copied: it must be known by then.
+        # Where answers of bundles are joined, their counts of what was read are copied, and must be known by then.
         parts = [part if bundle.whole else part.chosen() for (part,) in answer.unread]
         unread = tuple((bundle.numbered(part, self.of_layer.here),) for part in parts)
         return Answer(answer.attended, answer.estimated, answer.read, unread)
@@ -262,7 +262,7 @@ class Lanes:
         return self._order_at[device]
 
     def observe(self, query: Query, answer: Answer, lse: Float[Tensor, "b hg q"] | None) -> None:
-        """Let lanes take note of queries that were answered; `lse` is of everything that those saw."""
+        """Let lanes take note of queries that were answered; `lse` is over everything that the queries saw."""
         for bundle in self.bundles:
             if bundle.count:
                 asked = bundle.query(query, self.heads)
@@ -272,7 +272,7 @@ class Lanes:
 
     @staticmethod
     def _real_reads(bundle: Bundle, query: Query, read: Int64[Tensor, "b h q"]) -> Int64[Tensor, "1 l q"]:
-        """What was read, -1 where padding asked."""
+        """How much each query read; -1 for padding."""
         if query.padded and query.ranks is not None:
             read = read.masked_fill(query.ranks[:, None] < 0, -1)
         return read if bundle.whole and len(bundle.rows) == 1 else bundle.of(read)[None]
@@ -321,7 +321,7 @@ class Lanes:
         return next(filter(None, (bundle.holding.warning() for bundle in self.bundles if bundle.count)), None)
 
     def share_read(self) -> Float[Tensor, "b h"] | None:
-        """The share of what had left the window that queries read, over all that looked up; None if none did."""
+        """The share of the past that queries read, over all queries that looked up; None if none did."""
         shares = [bundle.holding.share_read() if bundle.count else None for bundle in self.bundles]
         if all(share is None for share in shares):
             return None
@@ -343,13 +343,13 @@ class Lanes:
         ]
 
     def restore(self, tensors: dict[str, Tensor], numbers: list[dict[str, Any]]) -> None:
-        """Take back what `tensors` and `numbers` gave, for the same rows and heads."""
+        """Restore what `tensors` and `numbers` gave, for the same rows and heads."""
         wanted = sorted((row, head) for row in range(self.rows) for head in range(self.heads))
         lanes = [(row, head) for one in numbers for row in one["rows"] for head in one["heads"]]
         counts = [one["count"] for one in numbers]
         in_order = all(one[name] == sorted(one[name]) for one in numbers for name in ("rows", "heads"))
         if any(type(one["numbers"]) is not dict for one in numbers):
-            raise ValueError("numbers that are none")
+            raise ValueError("the numbers of a bundle are no table")
         if not in_order or sorted(lanes) != wanted or any(type(count) is not int or count < 0 for count in counts):
             raise ValueError(
                 f"bundles of {lanes!s:.60} with {counts!s:.60} tokens, for {self.rows} × {self.heads} lanes"

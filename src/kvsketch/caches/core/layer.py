@@ -1,8 +1,8 @@
-"""What one attention layer holds of its stream of tokens, and how a query reads it.
+"""What one attention layer holds of its tokens, and how a query reads it.
 
-`read` is the road in: `_call` for prompts and chunks of them, `_step` for a single token; `again.py` does the same in
-one call of C for a token that comes as the one before did. Where its KV heads have windows of different lengths a layer
-has a few streams (`stream.py`), else one.
+`read` is the entry point. Prompts and chunks of them go through `_call`, a single token through `_step`; `again.py`
+does the work of `_step` in one call of C for a token that comes like the one before it. A layer has one stream
+(`stream.py`), or a few if its KV heads have windows of different lengths.
 """
 
 import copy
@@ -34,7 +34,7 @@ from kvsketch.kernels.weighted_attention import causal_attention
 
 
 class LayerCache(LayerState):
-    """What one attention layer holds of its stream, for all rows and KV heads."""
+    """What one attention layer holds of its tokens, for all rows and KV heads."""
 
     def __init__(
         self,
@@ -45,28 +45,28 @@ class LayerCache(LayerState):
         spans_of: Callable[[int], list[Spans]] | None = None,
         part_of: Callable[[int, int], HeadPart] | None = None,
     ) -> None:
-        """`layer_bytes(rows, bytes per token)` is the layer's share of a budget in bytes; `shares` those of its heads.
+        """`layer_bytes(rows, bytes per token)` is the layer's share of a budget in bytes; `shares` divides it by head.
 
-        Without `shares` all heads have the same. `spans_of(rows)` are protected. `part_of(layer, heads)` says which of
-        its heads are here.
+        Without `shares` all heads have the same share. `spans_of(rows)` are the protected spans. `part_of(layer,
+        heads)` says which of the layer's heads are in this process.
         """
         super().__init__(config.for_layer(layer), layer)
         self.layer_bytes, self.shares, self.spans_of, self.part_of = layer_bytes, shares, spans_of, part_of
         self.recording = False  # hold back all writing to the past until the next `crop`
-        self.notes_calls = True  # note whose attention tokens get as calls come; not of what is read behind them
-        self.settles_later = False  # whether compiled code leaves what is due to the end of the call
+        self.notes_calls = True  # note what attention tokens get from calls; off while texts are read after a prompt
+        self.settles_later = False  # whether compiled code leaves `settle` to the end of the call
 
     def reset(self) -> None:
         super().reset()
-        self.again: Again | None = None  # the shorter road for the next token, if there may be one
-        self.not_yet = 0  # for so many steps none is made ready
+        self.again: Again | None = None  # the short road for the next token, if that may take it
+        self.not_yet = 0  # steps to wait before the short road is prepared again
 
     def map_rows(self, rows: list[int]) -> None:
         self._take_long_road()
         super().map_rows(rows)
 
     def _take_long_road(self) -> None:
-        """Forget the shorter one; where it served no token it would not pay to make it ready at every step."""
+        """Forget the short road; if it served no token, wait a while: to prepare it at every step would not pay."""
         if self.again is not None:
             self.not_yet = 0 if self.again.served else BLOCK
             self.again = None
@@ -84,16 +84,17 @@ class LayerCache(LayerState):
         sinks: Float[Tensor, " hg"] | None = None,
         begin: Callable[[], None] = lambda: None,
     ) -> Partial:
-        """Attention of the new tokens' queries over all that is held and the new tokens; then they are held too.
+        """Attention of the new tokens' queries over all that is held and the new tokens, which are then held too.
 
-        A single token joins the window first: with it there, all that it sees is held, and that is one call less. Not
-        so where it is padding in other rows, or where its key is to have a gradient: what is held has none. Several
-        tokens see everything where `prefill` is exact, also where a method looks things up. `lse=False`: the answer is
-        not merged with anything else. Learned `sinks` are not in the answer, but in what methods note about attention.
-        `begin` is called before anything changes, and may refuse then; where one call of it has not, others will not.
+        A single token joins the window first: then all that it sees is held, which saves a call. This is not done if
+        the column is padding in other rows, or if its key needs a gradient: tensors that are held have none. Several
+        tokens see everything if `prefill` is "exact", even with a method that looks things up. `lse=False`: the answer
+        is not merged with anything else. Learned `sinks` are not part of the answer, but they are part of what methods
+        note about attention. `begin` is called before anything changes, and may refuse; if one call of it does not
+        refuse, others will not.
         """
         if torch.compiler.is_compiling():
-            self.again = None  # it would keep what lies elsewhere by now
+            self.again = None  # it would keep tensors alive that have moved by now
         else:
             if self.again is not None and new.valid is None and not self.recording and self.notes_calls:
                 whole = self.again.take(self, query, new, (scale, softcap), begin, lse=lse, sinks=sinks)
@@ -122,7 +123,7 @@ class LayerCache(LayerState):
         return join_queries(parts)
 
     def _step(self, asked: Query, new: NewTokens, *, lse: bool, begin: Callable[[], None]) -> Partial:
-        """Hold a single token, and answer its query."""
+        """Hold a single token and answer its query."""
         begin()
         self._count(new)
         for stream, columns, seen in self._arriving(new, asked.ranks_in_row):
@@ -141,14 +142,14 @@ class LayerCache(LayerState):
         return whole
 
     def _settle_after(self, asked: Query, new: NewTokens, found: Answer | None) -> None:
-        """Write to the past what is due after a single token, and have the shorter road for the next one if that pays.
+        """Write to the past what is due after a single token, and prepare the short road for the next one if it pays.
 
-        In a compiled call it is due at the end of that, where there is an end: see `SketchCache.end_call`.
+        In a compiled call the writing waits for the end of the call, if it has one: see `SketchCache.end_call`.
 
-        `found`: what was still to be read, as the token came; None: it took that road.
+        `found`: what the token's query still had to read; None: the token took the short road.
         """
         if torch.compiler.is_compiling():
-            if not self.settles_later or all(stream.past is None for stream in self.streams.all):  # then it is traced
+            if not self.settles_later or all(stream.past is None for stream in self.streams.all):  # `settle` is traced
                 self.settle()
             return
         left = self.left
@@ -164,7 +165,7 @@ class LayerCache(LayerState):
             self.again = Again.of(self, asked, new, found if same else None, tuple(self._asking_now()), before)
 
     def _call(self, asked: Query, new: NewTokens, *, lse: bool, begin: Callable[[], None]) -> Partial:
-        """Answer queries from what is held and among their own tokens, and hold these."""
+        """Answer a call's queries from what is held and from the call's own tokens, then hold these tokens."""
         answer, ranks = self.look(asked), asked.ranks_in_row
         lse = lse or answer.attended is not None
         among = causal_attention(
@@ -191,7 +192,7 @@ class LayerCache(LayerState):
         *,
         unrotated: Tensor | None = None,
     ) -> Partial | None:
-        """Attention over all that is held, or looked up, all of it visible; None if nothing is.
+        """Attention over all that is held, or looked up, all of it visible; None if there is nothing.
 
         The queries are those of the latest tokens of every row.
         """
@@ -200,15 +201,15 @@ class LayerCache(LayerState):
         return _whole(self.look(Query(query, scale, softcap, unrotated, ranks)))
 
     def look(self, asked: Query, *, lse: bool = True) -> Answer:
-        """What is held answers, or what of it is looked up; nothing changes.
+        """The answer from what is held, or from the part of it that is looked up; nothing changes.
 
-        Where the queries are to have a gradient a copy of it does: what is held will have changed by then.
+        If the queries need a gradient, a copy answers: by the backward pass, what is held will have changed.
         """
         streams = copy.deepcopy(self.streams) if _learns(asked.queries) else self.streams
         return streams.answer(asked, lse=lse)
 
     def _observe(self, asked: Query, answer: Answer, whole: Partial) -> None:
-        """Commit what was to be noted about an answer, now that it is complete."""
+        """Commit what is to be noted about an answer, now that it is complete."""
         only = self.streams.only
         if only is None or not only.observes:
             return
@@ -217,7 +218,7 @@ class LayerCache(LayerState):
 
     @torch.no_grad()
     def _note(self, asked: Query, whole: Partial, new: NewTokens, ranks: Int64[Tensor, "b q"]) -> Notes | None:
-        """Notes about a call's tokens, where the method wants them; what the window holds gets more of them."""
+        """Notes about a call's tokens, if the method wants them; notes of the window's tokens are updated as well."""
         if not self.config.askings:
             return None
         columns = Columns(without_history(new.keys), without_history(new.values), ranks)
@@ -229,9 +230,10 @@ class LayerCache(LayerState):
         return notes
 
     def _remember(self, asked: Query, new: NewTokens) -> None:
-        """Keep the last queries of a prompt that is held back, for `settle` to say what forgetting did to them.
+        """Keep the last queries of a prompt that is held back: `settle` measures what forgetting does to their answers.
 
-        Not those of what is read behind it; and copies, for a view would keep all queries of the call.
+        Queries of texts that are read after the prompt are left out. Copies are kept: a view would keep all queries of
+        the call alive.
         """
         if self.recording and self.notes_calls and self.config.holds_back and not self.keeps_all:
             there = new.valid is None or bool(new.valid[:, -PROBES:].all())
@@ -240,14 +242,14 @@ class LayerCache(LayerState):
             )
 
     def _asking_now(self) -> Iterator[tuple[Asking, slice]]:
-        """Who asks by queries as they come: of a prompt not those that wait for what is read behind it."""
+        """The askings that go by queries as they come; in a prompt, without those that wait for texts read after it."""
         waiting = self.recording or self.keeps_all
         every = self.config.askings if self.notes_calls else ()
         return ((asking, place) for asking, place in every if not (waiting and asking.behind))
 
     @property
     def _looks_up(self) -> bool:
-        """Whether a query may read a part of what is held."""
+        """Whether a query may read only a part of what is held."""
         return any(stream.looks_up for stream in self.streams.all)
 
     @property
@@ -258,7 +260,7 @@ class LayerCache(LayerState):
     # -- writing
 
     def hold(self, new: NewTokens, ranks: Int64[Tensor, "b q"] | None = None, notes: Notes | None = None) -> None:
-        """Put new tokens where they belong, without an answer."""
+        """Put new tokens where they belong, without answering queries."""
         self._take_long_road()
         if not self.started:
             self._start(new)
@@ -278,7 +280,7 @@ class LayerCache(LayerState):
         return self.streams.divided(columns, seen)
 
     def leaves(self) -> bool:
-        """Whether anything is due to leave a window: then `settle` is to be called."""
+        """Whether anything is due to leave a window, so that `settle` must be called."""
         found = [stream.leaves(self.lengths) for stream in self.streams.all]
         return True in found and not self.recording
 
@@ -296,14 +298,14 @@ class LayerCache(LayerState):
     # -- single tokens that only the device counts, so that a step can be recorded: `huggingface/graphs.py`
 
     def room(self) -> int:
-        """After how many single tokens something leaves a window."""
+        """The number of single tokens after which something leaves a window."""
         self.settle()
         return min(stream.may_come for stream in self.streams.all)
 
     def open(self, count: int, *, anew: bool = True) -> None:
-        """Have so many tokens come one by one, no more than there is room for, without a number of ours changing.
+        """Let `count` tokens come one by one, no more than there is `room` for, without changing any number in Python.
 
-        What was read before stays where it lay, if there is room and not all of it is to be laid out `anew`.
+        Tensors that were read before stay where they are if they have room, unless all are to be laid out `anew`.
         """
         self._take_long_road()
         assert self.opened is None, "what was opened is closed first"
@@ -314,21 +316,21 @@ class LayerCache(LayerState):
         self.next_rank = self.next_rank_kept = written(self.next_rank_kept, lengths)
 
     def marks(self) -> object:
-        """Where what a step reads lies, once this is open: a recorded step goes on where that is the same."""
+        """Where the tensors that a step reads lie, once this is open; while that is the same, recorded steps go on."""
         return marks_of(self.next_rank), [stream.marks() for stream in self.streams.all]
 
     def read_beside(self) -> list[object]:
-        """What a step reads beside that: whoever records it keeps it."""
+        """What else a step reads: whoever records the step must keep it alive."""
         return [stream.read_beside() for stream in self.streams.all]
 
     def without_room(self) -> None:
-        """Have no more room than without recorded steps."""
+        """Give back the room that only recorded steps need."""
         self.next_rank_kept = None
         for stream in self.streams.all:
             stream.without_room()
 
     def close(self) -> None:
-        """Have those tokens that were counted, and no room for more; also where `open` or this was interrupted."""
+        """Hold the tokens that were counted, and no room for more; also works if `open` or this was interrupted."""
         if self.opened is None:
             return
         for stream in self.streams.all:
@@ -336,7 +338,7 @@ class LayerCache(LayerState):
         self.opened = self.next_rank = None
 
     def budget_of_layer(self, other: "LayerCache") -> Budget:
-        """What a head may hold on the average, of a layer like another one."""
+        """What a head may hold on average, in a layer whose tensors are like those of `other`."""
         held = other.window.columns
         rows, heads, _, width = held.keys.shape
         every = heads * other.part.parts
@@ -350,21 +352,21 @@ class LayerCache(LayerState):
         shares = equal(every) if self.shares is None else self.shares(self.layer, every, budget)
         spans = None if self.spans_of is None else self.spans_of(rows)
         self.begin(rows, budgets_of(budget, shares, self.part.first, heads), spans)
-        if self.row_shares is not None:  # said before any token came
+        if self.row_shares is not None:  # set before any token came
             self.share(self.row_shares)
         self.kind = (heads, width, new.keys.dtype)
 
     def forget_start(self) -> None:
-        """Be as before the first tokens, if those were refused."""
+        """Be as before the first tokens, if these were refused."""
         if not self.seen:
             shares = self.row_shares
             self.reset()
             self.row_shares = shares
 
     def budget_for(self, rows: int, token_bytes: int) -> Budget:
-        """What so many rows may hold, whose keys and values take so many bytes a token; refuses less than is needed.
+        """What each head may hold, for so many rows and bytes of keys and values per token; refuses too little.
 
-        That of the row that has most tokens protected.
+        It is what the row with the most protected tokens may hold.
         """
         entry_bytes = rows * (token_bytes + 12)  # its rank and its weight too
         share = None if self.layer_bytes is None else self.layer_bytes(rows, entry_bytes)
@@ -414,7 +416,7 @@ class LayerCache(LayerState):
         self.measured_at = self.seen
 
     def _note_no_error(self, asked: Query) -> None:
-        """Nothing has left: all that a call's queries saw is read again."""
+        """Note an error of zero: nothing has left, so all that a call's queries saw is read again."""
         self.error = asked.queries.new_zeros(asked.queries.shape[:2], dtype=torch.float32)
         if self._looks_up:
             self.recall = torch.ones_like(self.error)
@@ -433,14 +435,14 @@ class LayerCache(LayerState):
             raise ValueError(f"cannot take back {count} tokens: only the last {most} of {self.seen} are uncompressed")
 
     def go_back(self, seen: int, lengths: Sequence[int]) -> None:
-        """Be where so many tokens had been seen, none of which has left; whatever an interruption left here."""
+        """Be as after `seen` tokens, whatever an interruption left here; of later tokens none has left the window."""
         self._take_long_road()
         self.seen, self.lengths = seen, list(lengths)
         for stream in self.streams.all:
             stream.crop(self.lengths)
 
     def crop(self, count: int, dropped: Sequence[int] | None = None) -> None:
-        """Take back the last `count` columns; in each row so many of them were tokens, all where nothing is said."""
+        """Take back the last `count` columns, of which `dropped` were tokens of each row (default: all)."""
         dropped = [count] * len(self.lengths) if dropped is None else dropped
         self.check_crop(count, dropped)
         if count:
@@ -448,12 +450,12 @@ class LayerCache(LayerState):
 
 
 def _learns(*tensors: Tensor) -> bool:
-    """Whether a gradient is wanted of any of these."""
+    """Whether any of these needs a gradient."""
     return torch.is_grad_enabled() and not torch.compiler.is_compiling() and any(x.requires_grad for x in tensors)
 
 
 def _whole(answer: Answer) -> Partial | None:
-    """What was read, and the estimate of the rest if there is one."""
+    """Attention over what was read, with the estimate of the rest if there is one."""
     if answer.attended is None or answer.estimated is None:
         return answer.attended
     return merge(answer.attended, answer.estimated)

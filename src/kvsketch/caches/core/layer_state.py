@@ -1,4 +1,4 @@
-"""A layer's state: as tensors and JSON, and what it may be when it comes from a file."""
+"""A layer's state: as tensors and JSON, and which states may come from a file."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,56 +34,56 @@ class LayerState:
         """Forget everything."""
         self.seen = 0  # tokens per row, padding included: the logical length
         self.lengths: list[int] = []  # real tokens per row
-        self.counted: tuple[list[int], Tensor] | None = None  # they, and the same on the device
-        # While tokens come that the device counts: how many had been seen before, and the rank of the next one.
+        self.counted: tuple[list[int], Tensor] | None = None  # `lengths`, and the same on the device
+        # While only the device counts tokens: how many had been seen before, and the rank of the next one.
         self.opened: int | None = None
         self.next_rank: Int64[Tensor, "b 1"] | None = None
-        self.next_rank_kept: Int64[Tensor, "b 1"] | None = None  # the tensor that is that, whenever there is one
+        self.next_rank_kept: Int64[Tensor, "b 1"] | None = None  # the tensor that serves as `next_rank`, if one does
         self.ragged = False  # whether rows may have unequal lengths
-        self.spans: list[Spans] = []  # what is protected of each row
+        self.spans: list[Spans] = []  # the protected tokens of each row
         self.heads = 0  # KV heads
-        self.part = HeadPart()  # which of the model's they are
+        self.part = HeadPart()  # which of the model's heads these are
         self.streams = Streams()  # where tokens go
         self.started = False  # whether any token came
         self.kind: tuple[int, int, torch.dtype] | None = None  # KV heads, width and precision of keys
         self.error: Float[Tensor, "b hg"] | None = None  # relative error of the answers, per query head
         self.recall: Float[Tensor, "b hg"] | None = None  # share of the attention mass that was looked up
-        self.last_asked: Query | None = None  # of a prompt that is held back
-        self.measured_at = 0  # tokens seen when it was measured
-        self.row_shares: list[list[float]] | None = None  # of each row's KV heads, where the prompt has set them
+        self.last_asked: Query | None = None  # the last queries of a prompt that is held back
+        self.measured_at = 0  # tokens seen when the error was measured
+        self.row_shares: list[list[float]] | None = None  # shares of each row's KV heads, if the prompt has set them
 
     def begin(self, rows: int, budgets: list[Budget], spans: Sequence[Spans] | None = None) -> None:
-        """Have empty streams; what is protected of rows leaves them less of these budgets of KV heads."""
+        """Begin with empty streams; protected tokens of a row are taken off `budgets`, which are those of KV heads."""
         self.lengths, self.heads = [0] * rows, len(budgets)
         self.streams, self.started = Streams(budgets), True
         self.spans = [Spans()] * rows if spans is None else list(spans)
         self.streams.begin(self.config, self.layer, self.spans, self.part.first)
-        # Where windows follow from budgets, rows that protect unequal numbers have unequal ones.
+        # If windows follow from budgets, rows with unequal numbers of protected tokens have unequal windows.
         self.ragged = bool(self.config.window_by_budget or self.config.latest) and len(set(self.spans)) > 1
         for stream in self.streams.all:
             stream.window.ragged = self.ragged
 
     def add(self, tokens: Sequence[int], there: int | Int64[Tensor, "b 1"]) -> None:
-        """Count tokens of each row; `there`: as many, on the device."""
+        """Count new tokens of each row; `there`: the same numbers, on the device."""
         before, self.lengths = self.lengths, [length + more for length, more in zip(self.lengths, tokens, strict=True)]
         noted, self.counted = self.counted, None
-        if noted is not None and noted[0] == before and not noted[1].is_cpu:  # there it is as easily made anew
+        if noted is not None and noted[0] == before and not noted[1].is_cpu:  # on a CPU it is as easily made anew
             self.counted = self.lengths, noted[1] + there
 
     def came_one(self) -> None:
-        """Count a token that every row has got."""
+        """Count one token that came in every row."""
         self.seen, self.lengths = self.seen + 1, [length + 1 for length in self.lengths]
         for stream in self.streams.all:
             stream.may_come -= 1
 
     def lengths_on(self, device: torch.device) -> Int64[Tensor, "b 1"]:
-        """How many tokens rows have, on a device: a list that is copied there waits for all that is under way."""
+        """How many tokens rows have, on a device; kept there: to copy a list there waits for all that is under way."""
         if self.counted is None or self.counted[0] != self.lengths or self.counted[1].device != device:
             self.counted = self.lengths, listed_on(device, self.lengths)[:, None]
         return self.counted[1]
 
     def share(self, row_shares: list[list[float]]) -> None:
-        """Divide what the rows' KV heads, in all processes, may hold by these shares, before anything has left."""
+        """Divide each row's budget by these shares of its KV heads, in all processes, before anything has left."""
         assert self.streams.only is not None, "heads have the same window"
         self.row_shares = row_shares
         here = self.part.first, self.heads
@@ -95,7 +95,7 @@ class LayerState:
             return
         for stream in self.streams.all:
             stream.map_rows(rows)
-        self.last_asked = None  # by other rows
+        self.last_asked = None  # it was asked by other rows
         self.lengths = [self.lengths[row] for row in rows]
         self.spans = [self.spans[row] for row in rows]
         self.row_shares = None if self.row_shares is None else [self.row_shares[row] for row in rows]
@@ -122,7 +122,7 @@ class LayerState:
         return tensors, numbers | {"budgets": budgets, "row_shares": self.row_shares, "streams": streams}
 
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-        """Take back what `state` gave."""
+        """Restore what `state` gave."""
         self.reset()
         if not numbers:
             return
@@ -130,7 +130,7 @@ class LayerState:
         budgets = restored_budgets(numbers["budgets"], self.config)
         self.begin(len(numbers["lengths"]), budgets, restored_spans(numbers, budgets, self.config.sinks))
         if self.ragged > numbers["ragged"]:
-            raise ValueError("rows of unequal windows that are even")
+            raise ValueError("rows whose windows have unequal lengths, but equal by the file's numbers")
         if numbers["row_shares"] is not None:
             self.share(checked_shares(numbers["row_shares"], self.config, len(numbers["lengths"]), self.heads))
         streams = numbers["streams"]
@@ -145,7 +145,7 @@ class LayerState:
         self._check_that_it_answers()
 
     def _check_that_it_answers(self) -> None:
-        """Refuse parts that do not belong together: even no queries at all have no answer then."""
+        """Refuse parts that do not fit together: with them, not even an empty set of queries can be answered."""
         held = self.window.columns
         rows, width = held.keys.shape[0], held.keys.shape[3]
         asked = Query(held.keys.new_zeros(rows, self.heads, 0, width), 1.0, in_full=True)
@@ -157,17 +157,17 @@ class LayerState:
 
     @property
     def budgets(self) -> list[Budget]:
-        """Of each KV head."""
+        """The budget of each KV head."""
         return self.streams.budgets
 
     @property
     def window(self) -> Window:
-        """That of the first heads; of all where they have the same."""
+        """The window of the first heads; of all heads if they have the same."""
         return self.streams.all[0].window
 
     @property
     def past(self) -> Lanes | None:
-        """What left the window of the first heads; of all where they have the same."""
+        """What left the window of the first heads; of all heads if they have the same window."""
         return self.streams.all[0].past if self.started else None
 
     @property
@@ -186,7 +186,7 @@ class LayerState:
 
 
 def restored_budgets(given: list[list[Any]], config: MethodConfig) -> list[Budget]:
-    """The budgets of all heads, which follow from the config but where bytes were divided, or shares were measured."""
+    """The budgets of all heads, which follow from the config unless bytes were divided or shares were measured."""
     keep, floor, least = config.budget_given, config.floor(), config.least_entries()
     found = [replace(Budget(*one), latest=config.latest) for one in given]
     if not found:
@@ -205,7 +205,7 @@ def restored_budgets(given: list[list[Any]], config: MethodConfig) -> list[Budge
 
 
 def restored_spans(numbers: dict[str, Any], budgets: list[Budget], sinks: int) -> list[Spans] | None:
-    """What is protected of each row, which leaves every lane what it needs; None where nothing is said."""
+    """The protected tokens of each row, which must leave every lane what it needs; None if nothing is said of them."""
     if "protected" not in numbers:
         return None
     spans = list(read_spans(numbers["protected"]).rows)
@@ -218,7 +218,7 @@ def restored_spans(numbers: dict[str, Any], budgets: list[Budget], sinks: int) -
 
 
 def checked_shares(given: Any, config: MethodConfig, rows: int, heads: int) -> list[list[float]]:
-    """Shares that a prompt can have set."""
+    """These shares, if they are ones that a prompt can have set."""
     keep = config.budget_given
     most = most_share(keep) * (1 + 1e-9)
     right = isinstance(config, BudgetedConfig) and config.heads == THRESHOLD and isinstance(given, list)
@@ -229,7 +229,7 @@ def checked_shares(given: Any, config: MethodConfig, rows: int, heads: int) -> l
 
 
 def check_layer(tensors: dict[str, Tensor], numbers: dict[str, Any], sinks: int) -> None:
-    """Refuse what no layer can be in."""
+    """Refuse a state that no layer can be in."""
     lengths, seen = numbers["lengths"], numbers["seen"]
     if not all(map(_is_count, (*lengths, seen, numbers["measured_at"]))) or max(lengths, default=0) > seen:
         raise ValueError(f"rows of {lengths!s:.60} tokens, {seen} seen")
@@ -243,11 +243,11 @@ def check_layer(tensors: dict[str, Tensor], numbers: dict[str, Any], sinks: int)
         _check_window([tensors[f"{number}.{name}"] for name in ("keys", "values", "ranks")], stream, lengths, sinks)
     measured = [tensors[name] for name in ("error", "recall") if name in tensors]
     if any(x.ndim != 2 or len(x) != len(lengths) or not x.is_floating_point() for x in measured):
-        raise ValueError("errors that are not of these rows")
+        raise ValueError("errors that are not one for each row")
 
 
 def _check_window(tensors: list[Tensor], stream: dict[str, Any], lengths: list[int], sinks: int) -> None:
-    """Refuse a window that has other tokens than are not in the past."""
+    """Refuse a window that has other tokens than those that are not in the past."""
     keys, values, ranks = tensors
     left, rows = stream["left"], len(lengths)
     shaped = keys.ndim == values.ndim == 4 and keys.shape[:3] == values.shape[:3] and keys.dtype == values.dtype
@@ -259,9 +259,11 @@ def _check_window(tensors: list[Tensor], stream: dict[str, Any], lengths: list[i
         raise ValueError(f"rows of {lengths!s:.60} tokens, {left!s:.60} of them not in the window")
     for row, (length, gone) in enumerate(zip(lengths, left, strict=True)):
         there = ranks[row][ranks[row] >= 0].tolist()
-        whole = gone <= length and len(there) == length - gone  # or they would be more than there is memory for
+        whole = gone <= length and len(there) == length - gone  # else there may be no memory for the list below
         if not whole or there != [*range(min(sinks, length)), *range(sinks + gone, length)]:
-            raise ValueError(f"row {row} of {length} tokens, {gone} of them not in the window, has others there")
+            raise ValueError(
+                f"row {row} has {length} tokens, {gone} of which left the window, and it has not just the others"
+            )
 
 
 def _is_count(number: object) -> bool:

@@ -1,8 +1,8 @@
-"""What a method is to the core: what it notes about tokens, what it holds of them, and what that answers.
+"""What the core knows of a method: what it notes about tokens, what it holds of them, and how that answers queries.
 
-A method that forgets is a `Chooser` (`chooser.py`) and writes none of this; one that looks things up is a labeller and
-a router (`lookup/store.py`). Only a method whose answers are not attention over weighted tokens has a `Holding` of its
-own.
+A method that forgets is a `Chooser` (`chooser.py`) and implements none of this; one that looks things up is a labeller
+and a router (`lookup/store.py`). Only a method whose answers are not attention over weighted tokens has a `Holding` of
+its own.
 """
 
 from abc import ABC, abstractmethod
@@ -22,16 +22,16 @@ from kvsketch.kernels.sources import Classifier
 
 
 class Holding(ABC):
-    """What a bundle of lanes holds: all of them have the same budget, and got the same tokens in the same calls.
+    """What a bundle of lanes holds: all of them have the same budget, and got the same number of tokens in every call.
 
-    Lanes come as the first dimension of tensors. Queries come as those of one row whose KV heads are the lanes.
+    Lanes are the first dimension of tensors. Queries come as those of one row whose KV heads are the lanes.
     """
 
-    weighted: WeightedTokens | None = None  # entries, as those of one row: then attention over them is the answer
+    weighted: WeightedTokens | None = None  # entries, as those of one row; if set, attention over them is the answer
 
     @property
     def read_from(self) -> object:
-        """What single queries read: another object once it is another, or lies elsewhere."""
+        """What single queries read: another object as soon as it changes or lies elsewhere."""
         return self.weighted
 
     @property
@@ -44,7 +44,7 @@ class Holding(ABC):
         """Take tokens; the method decides what remains of them."""
 
     def answer(self, query: Query, asked: Tensor | None) -> Answer:
-        """What is held answers, where that is not all `weighted`; `asked` is what the method made of the queries."""
+        """The answer from what is held, if not all is `weighted`; `asked` is what the method made of the queries."""
         return Answer(None)
 
     def observe(self, query: Query, read: Int64[Tensor, "1 l q"] | None, lse: Float[Tensor, "1 lg q"] | None) -> None:  # noqa: B027
@@ -54,9 +54,9 @@ class Holding(ABC):
         """
 
     def noting(self) -> Sequence[Noting] | None:
-        """Where a kernel is to note what entries get of a single query's attention, as `observe` would.
+        """Where a kernel is to note the attention that entries get from a single query, as `observe` would.
 
-        None where that is asked itself.
+        None: `observe` itself is called.
         """
         return None
 
@@ -74,29 +74,29 @@ class Holding(ABC):
 
     @abstractmethod
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any], count: int) -> None:
-        """Take back what `tensors` and `numbers` gave when `count` tokens had come to each lane; refuse others."""
+        """Restore what `tensors` and `numbers` gave when `count` tokens had come to each lane; refuse anything else."""
 
     def select(self, lanes: Int64[Tensor, " l"], count: int) -> None:
-        """Have these lanes alone, some of them perhaps several times."""
+        """Keep only these lanes, some of them perhaps several times."""
         tensors = self.tensors()
-        one_lane = all(len(x) == 1 for x in tensors.values())  # nothing says then what is shared
+        one_lane = all(len(x) == 1 for x in tensors.values())  # then sizes do not tell what lanes share
         chosen = {name: x[lanes.to(x.device)] if one_lane or len(x) > 1 else x.clone() for name, x in tensors.items()}
         self.restore(chosen, self.numbers(), count)
 
     def open(self, *, anew: bool) -> None:  # noqa: B027 (what is not read from the same place has nothing to do)
-        """Begin to be read by steps that are recorded: what they read stays in its place as long as that can be.
+        """Prepare to be read by recorded steps: what they read stays in place as long as possible.
 
-        `anew`: steps will be recorded anew in any case, so that there may be room for more.
+        `anew`: steps will be recorded anew in any case, so room for more may be made.
         """
 
     def close(self) -> None:  # noqa: B027
-        """Be as before `open`, after which nothing was written."""
+        """Be as before `open`; nothing was written in between."""
 
     def without_room(self) -> None:  # noqa: B027
-        """Give back what was only there for steps that are recorded."""
+        """Give back the room that only recorded steps need."""
 
     def marks(self) -> object:
-        """Where what a step reads lies, once this is open. Steps that were recorded go on where it is the same."""
+        """Where the tensors that a step reads lie, once this is open; while that is the same, recorded steps go on."""
         return object()  # it may be elsewhere
 
     @property
@@ -105,7 +105,7 @@ class Holding(ABC):
         return storage_bytes(self.tensors().values())
 
     def share_read(self) -> Float[Tensor, " l"] | None:
-        """The share of what is held that queries read, over all that looked up; None if none did."""
+        """The share of what is held that queries read, over all queries that looked up; None if none did."""
         return None
 
     def details(self, count: int) -> dict[str, float]:
@@ -121,15 +121,15 @@ class Method(ABC):
     """A method in one layer."""
 
     observes: frozenset[str] = frozenset()  # of "queries", "read" and "mass": what holdings want to be told
-    looks_up = False  # whether a query may read a part of what is held
+    looks_up = False  # whether a query may read only a part of what is held
     takes_notes = False  # whether something is noted about tokens when they come
-    has_router = False  # whether a classifier alone says which of what is held a query reads
+    has_router = False  # whether a classifier alone decides which part of what is held a query reads
     first_head = 0  # the number, in the whole model, of the first KV head that is here
-    notes_at_once = False  # of tokens that come one by one: about each as it comes, or about a block of them together
+    notes_at_once = False  # whether tokens that come one by one are noted as they come, and not a block at a time
 
     @abstractmethod
     def new_holding(self, budget: Budget) -> Holding:
-        """An empty holding, for lanes that may hold so much."""
+        """An empty holding, for lanes with this budget."""
 
     def write(self, holdings: Sequence[tuple[Holding, Arriving]]) -> None:
         """Give the holdings of all bundles what arrives there."""
@@ -148,5 +148,5 @@ class Method(ABC):
         return None
 
     def router(self, query: Float[Tensor, "b hg q d"], heads: int) -> Classifier | None:
-        """What `ask` asks, where that is a classifier of queries before rotation."""
+        """The classifier that `ask` uses, if that is one of queries before rotation."""
         return None

@@ -1,4 +1,4 @@
-"""Which KV heads of a layer are here, and which of those go together."""
+"""Which KV heads of a layer are in this process, and which of them go together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,21 +10,21 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class HeadPart:
-    """All of them, or some where a model is spread over several processes.
+    """All KV heads of a layer, or some of them if a model is spread over several processes.
 
-    Their numbers are those in the whole model, so that a part of it draws and holds what that does.
+    Heads have the numbers of the whole model, so that a part of it draws and holds what the whole would.
     """
 
-    first: int = 0  # the number of the first one that is here
-    parts: int = 1  # so many processes have as many heads each
+    first: int = 0  # the number of the first head that is here
+    parts: int = 1  # the number of processes, which have equally many heads each
 
     def gather(self, of_heads: Float[Tensor, "h ..."]) -> Float[Tensor, "hp ..."]:
-        """Numbers of all heads, in every process, of those that each has of its own."""
+        """In every process, the numbers of all heads, from those that each process has of its own heads."""
         return of_heads
 
 
 class Heads(NamedTuple):
-    """Heads that go together: their places among all that are here, their numbers in the whole model, how many are."""
+    """Heads that go together: their places among all heads here, their numbers in the model, how many are here."""
 
     places: Sequence[int]
     numbers: Sequence[int]
@@ -32,10 +32,10 @@ class Heads(NamedTuple):
 
     @classmethod
     def every(cls, count: int) -> "Heads":
-        """All of a layer's, in a model that is not spread."""
+        """All heads of a layer, in a model that is not spread."""
         return cls(range(count), range(count), count)
 
     @property
     def all_here(self) -> bool:
-        """Whether these are all."""
+        """Whether these are all heads here."""
         return len(self.places) == self.here

@@ -14,7 +14,7 @@ PROBES = 8  # queries of a prompt that are answered twice
 
 @torch.no_grad()
 def exact_probe(asked: Query, new: NewTokens) -> Partial | None:
-    """What the last queries of a first call would see if nothing were dropped; None where padding is among them."""
+    """The answers to the last queries of a first call if nothing were dropped; None if padding is among them."""
     if new.valid is not None and not bool(new.valid[:, -PROBES:].all()):
         return None
     everything = WeightedTokens(new.keys, new.values, log_mass_of(new.valid))

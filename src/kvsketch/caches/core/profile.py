@@ -1,7 +1,7 @@
 """A profile: how unequally the KV heads of a model use what they have seen, measured once, in a file of JSON.
 
-For some fractions `keep` it says which part of the tokens between sinks and window each head holds where one threshold
-decides over all heads. `kvsketch profile` measures it; `heads="profile"` and `heads="FILE"` divide budgets by it.
+For some fractions `keep` it says which part of the tokens between sinks and window each head holds if one threshold
+decides for all heads. `kvsketch profile` measures it; `heads="profile"` and `heads="FILE"` divide budgets by it.
 """
 
 import math
@@ -19,7 +19,7 @@ from kvsketch.files import DamagedError, digest_of, read_json, user_cache, write
 
 FORMAT = 1
 UNKNOWN = 0.25  # a number of entries, or of bytes, is divided as this fraction is
-PROFILE = "profile"  # whichever there is for the model
+PROFILE = "profile"  # the profile that there is for the model
 SHIPPED = Path(__file__).parent.parent.parent / "assets" / "profiles"
 HOW = (
     "Make one: kvsketch profile MODEL --texts BOOK; for the model inside the package kvsketch profile. It is found by "
@@ -34,17 +34,17 @@ class Profile:
     path: Path
     model: Mapping[str, Any]  # what there is to know about the model
     keeps: Sequence[float]  # from the largest to the smallest
-    parts: Mapping[int, Sequence[Sequence[float]]]  # of each layer's heads, for each of these
+    parts: Mapping[int, Sequence[Sequence[float]]]  # for each layer and head, one part for each of `keeps`
 
     @property
     def digest(self) -> str:
-        """Another one whenever another thing was measured."""
+        """A digest that is different if anything else was measured."""
         return digest_of({"keeps": self.keeps, "parts": {str(layer): heads for layer, heads in self.parts.items()}})[
             :16
         ]
 
     def shares(self, budget: Budget) -> Shares:
-        """Of a budget of this mean; between what was measured they are interpolated by the logarithm."""
+        """Shares of a budget with this mean; between measured fractions they are interpolated by the logarithm."""
         keep, keeps = self._keep_of(budget), (1.0, *self.keeps)  # with room for all, every head holds all
         every = {layer: [(1.0, *head) for head in heads] for layer, heads in self.parts.items()}
         place = next(i for i in range(1, len(keeps)) if keeps[i] <= keep)
@@ -56,10 +56,10 @@ class Profile:
         }
         widths = self.model["head_width"]
         sizes = {layer: widths[layer] for layer in wanted} if isinstance(widths, list) else None
-        return filled(wanted, 1 / keep, sizes)  # above, there are not so many tokens
+        return filled(wanted, 1 / keep, sizes)  # a larger share is more tokens than there are
 
     def _keep_of(self, budget: Budget) -> float:
-        """For which fraction heads are taken: of how much a number of entries will be a part is not known."""
+        """The fraction whose shares are used; which fraction a number of entries will turn out to be is not known."""
         if budget.fraction is None:
             return max(UNKNOWN, self.keeps[-1])
         self.check_keep(budget.fraction)
@@ -105,7 +105,7 @@ def own_profile(facts: Mapping[str, Any]) -> Path:
 
 
 def read_profile(path: str | Path) -> Profile:
-    """The profile in a file; read again only when that has changed."""
+    """The profile in a file; it is read again only when the file has changed."""
     path = Path(path).absolute()
     if not path.is_file():
         raise ValueError(f"there is no profile {path}. {HOW}")
@@ -122,13 +122,15 @@ def _read(path: Path, changed: int, size: int) -> Profile:
     if known.get("format") != FORMAT or known.get("kind") != PROFILE:
         raise ValueError(f"{path} is no profile of format {FORMAT}, the one this version reads. {HOW}")
     if not _describes_a_profile(known):
-        raise ValueError(f"{path} does not describe a profile: for each head parts from 0 to 1 by keep. {HOW}")
+        raise ValueError(
+            f"{path} is not the description of a profile: of each head one part from 0 to 1 for each keep. {HOW}"
+        )
     parts = {int(layer): heads for layer, heads in known["layers"].items()}
     return Profile(path, known["model"], tuple(known["keeps"]), parts)
 
 
 def _describes_a_profile(about: Mapping[str, Any]) -> bool:
-    """Whether all is there, and can be what was measured."""
+    """Whether everything is there, and can have been measured."""
     try:
         model, tokens, keeps, layers = (about[name] for name in ("model", "tokens", "keeps", "layers"))
         heads = [head for own in layers.values() for head in own]

@@ -1,4 +1,4 @@
-"""A stream of which some tokens are protected: they leave the window as all do, for lanes where everything stays."""
+"""A stream with protected tokens: they leave the window as all tokens do, and go to lanes where everything stays."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,8 +33,8 @@ class Everything(Chooser):
 class ProtectingStream(Stream):
     """Sinks, past and window, and beside them the protected tokens that have left the window.
 
-    The past gets all others: to a method it is as if the protected ones had not come. Its budgets, row by row, are what
-    those leave.
+    The past gets all other tokens: to a method it is as if the protected ones had not come. The past's budgets, row by
+    row, are what the protected tokens leave.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ProtectingStream(Stream):
         self.kept = Lanes(Everything(), [[Budget(None, count, count)] * len(budgets[0]) for count in counts], heads)
 
     def _charged(self, budgets: Sequence[Sequence[Budget]], sinks: int) -> list[list[Budget]]:
-        """What is left of these budgets of each row's KV heads."""
+        """These budgets of each row's KV heads, less what the row's protected tokens take."""
         return [
             [replace(budget, beside=own.beside(sinks)) for budget in row]
             for own, row in zip(self.spans, budgets, strict=True)

@@ -1,18 +1,18 @@
-"""Shares of a budget by KV head, in means: a head with the share 2 gets twice what heads get on the average.
+"""Shares of a budget by KV head, as multiples of the mean: a head with the share 2 gets twice the average.
 
-They are shares of what is left when all heads hold what a method cannot do without: sinks and window above all.
+They are shares of what is left once all heads hold what a method cannot do without: sinks and window above all.
 """
 
 from collections.abc import Mapping, Sequence
 
 EQUAL, PYRAMID, THRESHOLD = "equal", "pyramid", "threshold"
-LENGTH = 2048  # of the texts for which a number of full heads is right; longer ones have room to spare
+LENGTH = 2048  # tokens of a text for which a number of full heads is right; longer texts leave room to spare
 STEEPNESS = 20  # of the pyramid: the last layer gets so many times less than the mean (PyramidKV's β)
 Shares = Mapping[int, Sequence[float]]  # of each layer's KV heads
 
 
 def equal(heads: int) -> Sequence[float]:
-    """The same for all."""
+    """The same share for all heads."""
     return (1.0,) * heads
 
 
@@ -30,9 +30,9 @@ def pyramid(layers: Mapping[int, int], most: float | int) -> Shares:
 
 
 def filled(wanted: Shares, most: float | int, sizes: Mapping[int, int] | None = None) -> Shares:
-    """Shares in these proportions with the mean 1, none above `most`: what one cannot take goes to the others.
+    """Shares in these proportions with the mean 1, none above `most`: what one head cannot take goes to the others.
 
-    `sizes` are those of an entry in each layer, where they differ: then the mean is one of bytes.
+    `sizes` are the sizes of an entry in each layer, if they differ: then the mean is one of bytes.
     """
     sizes = dict.fromkeys(wanted, 1) if sizes is None else sizes
     total = sum(sizes[layer] * len(shares) for layer, shares in wanted.items())
@@ -53,12 +53,12 @@ def filled(wanted: Shares, most: float | int, sizes: Mapping[int, int] | None = 
 
 
 def levels(shares: Sequence[float], most: int) -> list[float]:
-    """The shares with at most so many different ones: neighbours become their mean, with the least squares lost."""
+    """The shares with at most `most` different values: neighbours become their mean, with the least squared error."""
     if len(set(shares)) <= most:
         return list(shares)
     order = sorted(range(len(shares)), key=lambda head: shares[head])
     ranked = [shares[head] for head in order]
-    best = list[tuple[float, list[int]]]([(0.0, [])])  # of the first so many: what is lost, and where levels begin
+    best = list[tuple[float, list[int]]]([(0.0, [])])  # of the first n shares: the error, and where levels begin
     best += [(float("inf"), [])] * len(ranked)
     for _ in range(most):
         best = [

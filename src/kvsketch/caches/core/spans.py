@@ -35,12 +35,12 @@ class Spans:
         return found
 
     def beside(self, sinks: int) -> int:
-        """How many tokens are held beside what every lane holds anyway, so many sinks among that."""
+        """How many protected tokens are held beside what every lane holds anyway, which includes `sinks` sinks."""
         return self.within(sinks, MOST)
 
     @property
     def end(self) -> int:
-        """The rank behind the last protected one."""
+        """The rank after the last protected one."""
         return self.each[-1][1] if self.each else 0
 
     def among(self, ranks: Int64[Tensor, " n"]) -> Bool[Tensor, " n"]:
@@ -56,7 +56,7 @@ def among(each: Sequence[Spans], ranks: Int64[Tensor, "b n"]) -> Bool[Tensor, "b
 
 @dataclass(frozen=True)
 class Protected:
-    """The spans of each row of a batch; or those of every row, of however many."""
+    """The spans of each row of a batch; or the same spans for every row, however many there are."""
 
     rows: tuple[Spans, ...] = (Spans(),)
     alike: bool = True
@@ -65,20 +65,20 @@ class Protected:
         return any(self.rows)
 
     def of(self, rows: int) -> list[Spans]:
-        """Those of so many rows."""
+        """The spans of each of so many rows."""
         if self.alike:
             return list(self.rows) * rows
         if len(self.rows) != rows:
             raise ValueError(
-                f"protect has the spans of {len(self.rows)} rows, and {rows} came: give one list for all rows, or one "
-                "for each (beams come as rows of their own: read the prompt with kvsketch.prefill, and then call "
+                f"protect has spans for {len(self.rows)} rows, and the batch has {rows}: give one list for all rows, "
+                "or one for each (beams come as rows of their own: read the prompt with kvsketch.prefill, and then call "
                 "cache.batch_repeat_interleave)"
             )
         return list(self.rows)
 
 
 def read_spans(given: Given) -> Protected:
-    """What a user has protected: a list of (start, stop) pairs is for all rows, a list of such lists for each its own.
+    """What a user has protected: a list of (start, stop) pairs is for all rows, a list of such lists has one per row.
 
     Spans that overlap or touch become one.
     """
@@ -100,12 +100,12 @@ def _is_pair(given: Any) -> bool:
 
 
 def _merged(given: Sequence[Sequence[int]]) -> Spans:
-    """In their order; refuses what is no span."""
+    """These spans in order, joined if they overlap or touch; refuses what is no span."""
     found = list[tuple[int, int]]()
     for start, stop in sorted(map(tuple, given)):
         if not 0 <= start < stop <= MOST:
             raise ValueError(
-                f"a span of protected tokens is (start, stop), the first one and the one behind the last, counted "
+                f"a span of protected tokens is (start, stop), the first token and the one after the last, counted "
                 f"from 0, got ({start!s:.30}, {stop!s:.30})"
             )
         first, last = found.pop() if found and start <= found[-1][1] else (start, stop)

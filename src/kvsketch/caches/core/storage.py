@@ -1,4 +1,4 @@
-"""Tensors of a state: sent to a device and from it, checked, and counted."""
+"""Tensors of a state: sent to and from a device, checked, and counted."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 def sent_to(device: torch.device, numbers: Tensor) -> Tensor:
-    """Numbers of the CPU's, on a device. CUDA copies them without waiting for what it has to do before.
+    """Numbers from the CPU, on a device. With CUDA the caller does not wait for work that is queued before the copy.
 
-    Not so in a graph, whose replays would copy from where they were; nor where somebody looks for what waits, who is to
-    find this.
+    It does wait while a graph is captured, whose replays would copy from where the numbers were; and in torch's sync
+    debug mode, which is to find this call.
     """
     at_once = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
     return numbers.to(device, non_blocking=at_once and torch.cuda.get_sync_debug_mode() == 0)
@@ -27,7 +27,7 @@ def listed_on(device: torch.device, numbers: Sequence[int]) -> Tensor:
 
 
 def fetched(numbers: Tensor) -> Callable[[], Tensor]:
-    """Numbers of a device's, on the CPU: a GPU sends them when it has them, and what is returned waits for that."""
+    """Numbers from a device, on the CPU: a GPU sends them when it has them, and calling the result waits for that."""
     if numbers.device.type != "cuda":
         return numbers.cpu
     here = torch.empty_like(numbers, device="cpu", pin_memory=True)
@@ -43,10 +43,10 @@ def fetched(numbers: Tensor) -> Callable[[], Tensor]:
 
 
 def made_of(kind: type[T], tensors: dict[str, Tensor]) -> T:
-    """A dataclass of tensors, if these are the ones that its annotations ask for: kinds, and sizes that agree."""
+    """A dataclass of these tensors, if they are what its annotations ask for: the right types, and sizes that agree."""
     allowed = {field.name: get_args(field.type) or (field.type,) for field in fields(kind)}  # type: ignore[arg-type]
     given: dict[str, Any] = {name: tensors.get(name) for name in allowed}
-    with jaxtyped("context"):  # a letter is one number throughout
+    with jaxtyped("context"):  # a letter stands for one number throughout
         right = all(any(isinstance(given[name], one) for one in allowed[name]) for name in allowed)
     if not right or not tensors.keys() <= allowed.keys():
         shapes = {name: (tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in tensors.items()}
@@ -61,7 +61,7 @@ def tensors_of(state: object, prefix: str = "") -> dict[str, Tensor]:
 
 
 def with_prefix(named: dict[str, T], prefix: str) -> dict[str, T]:
-    """Those whose names begin with the prefix, without it."""
+    """The values whose names begin with the prefix, by their names without it."""
     return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
 
 

@@ -1,4 +1,4 @@
-"""Where a token goes: stream → window → past. Some KV heads of a layer, all those that have the same window.
+"""Where a token goes: stream → window → past. A stream has all KV heads of a layer that have the same window.
 
     [ sinks | past | window ]
       exact  method  exact
@@ -30,7 +30,7 @@ from kvsketch.caches.core.storage import listed_on, storage_bytes, with_prefix
 from kvsketch.caches.core.tokens import Columns, Seen
 from kvsketch.kernels.sources import Entries, Source
 
-AT_ONCE = 512  # queries of a call whose weights are taken together: none of them sees what comes behind them
+AT_ONCE = 512  # queries of a call whose weights are computed together: none of them sees tokens after these
 
 
 class Stream:
@@ -39,20 +39,20 @@ class Stream:
     def __init__(
         self, config: MethodConfig, method: Method | None, budgets: Sequence[Sequence[Budget]], heads: Heads
     ) -> None:
-        """`budgets` are those of each row's KV heads; the window follows the first's."""
+        """`budgets` are those of each row's KV heads; the window follows from the first head's."""
         self.config, self.method, self.budgets, self.heads = config, method, [own[0] for own in budgets], heads
         self.askings = config.askings
         self.window = Window(config.leaving)
         self.past = None if method is None else Lanes(method, budgets, heads)
         self.left = [0] * len(budgets)  # tokens of each row that left the window
-        self.few = [False] * len(budgets)  # whether the present call has a few tokens of each row: neither one nor many
-        self.may_come = 0  # so many tokens may come at least before one is due to leave
-        self.numbered: dict[torch.device, Tensor] = {}  # the lanes of its heads, among all of the layer
+        self.few = [False] * len(budgets)  # per row, whether the present call has a few tokens: neither one nor many
+        self.may_come = 0  # at least so many tokens may come before one is due to leave
+        self.numbered: dict[torch.device, Tensor] = {}  # the numbers of its lanes, among all lanes of the layer
         self.waiting: list[Seen] = []  # the last columns, if they came one by one and nothing was noted about them yet
 
     @property
     def looks_up(self) -> bool:
-        """Whether a query may read a part of what is held."""
+        """Whether a query may read only a part of what is held."""
         return self.method is not None and self.method.looks_up
 
     @property
@@ -62,7 +62,7 @@ class Stream:
 
     @property
     def is_due(self) -> bool:
-        """Whether a block may be due to leave the window; without looking at any token."""
+        """Whether a block may be due to leave the window; no token is looked at for this."""
         return self.may_come < 1
 
     @property
@@ -71,7 +71,7 @@ class Stream:
         return self.past is not None and bool(self.past.method.observes) and not self.past.empty
 
     def share(self, budgets: Sequence[Sequence[Budget]]) -> None:
-        """Have these budgets, for each KV head of each row, before anything has left."""
+        """Set these budgets, for each KV head of each row, before anything has left the window."""
         assert self.method is not None, "a method chooses"
         assert not any(self.left), "nothing has been chosen yet"
         self.past = Lanes(self.method, budgets, self.heads)
@@ -92,7 +92,7 @@ class Stream:
         return (Entries(in_one_row(tokens), self.numbered[device]),)
 
     def look(self, query: Query) -> Answer:
-        """What left the window answers, or is still to be read."""
+        """The answer from what left the window, or what of it is still to be read."""
         return Answer(None) if self.past is None else self.past.look(query)
 
     def observe(self, query: Query, answer: Answer, whole: Partial) -> None:
@@ -105,12 +105,12 @@ class Stream:
         asking, several = self.config.asking, query.queries.shape[2] > 1
         if asking is not None and query.ranks is not None and (several or self.window.ragged):
             wanted = asking.wanted(query.ranks, one=not several)
-            lse = lse.masked_fill(~wanted[:, None], torch.inf)  # the others' weights are nothing
+            lse = lse.masked_fill(~wanted[:, None], torch.inf)  # the other queries' weights are zero then
         self.past.observe(query, answer, lse)
 
     @torch.no_grad()
     def note_step(self, asked: Query, lse: Float[Tensor, "b hg 1"], asking: Asking, place: slice) -> None:
-        """Note how much attention the window's tokens got from a single one, which is among them."""
+        """Note how much attention the window's tokens got from a single new token, which is one of them."""
         keys = self.window.keys.view
         if not self.window.ragged and note_one(asking, asked, lse, keys, weights(self.window.to_note(place))):
             return
@@ -121,9 +121,9 @@ class Stream:
     def note_call(
         self, asked: Query, lse: Float[Tensor, "b hg q"], new: Columns, asking: Asking, place: slice, *, anew: bool
     ) -> Notes:
-        """Note how much attention the window's tokens got from a call's queries; the notes of the call's own tokens.
+        """Notes about a call's own tokens; what the window's tokens got from the call's queries is noted as well.
 
-        `anew`: whatever was noted before is forgotten in rows that ask.
+        `anew`: in rows that ask, whatever was noted before is forgotten.
         """
         ranks = asked.ranks_in_row
         wanted = asking.wanted(ranks, one=ranks.shape[1] == 1)
@@ -148,7 +148,7 @@ class Stream:
     # -- writing
 
     def append_one(self, new: Columns, seen: Seen) -> None:
-        """Have one more token in the window. What there is to note about it is noted together with later ones."""
+        """Add one token to the window. What is to be noted about it is noted later, together with the next tokens."""
         if self.window.place is not None:
             self.window.put(replace(new, notes=self._notes_of(new, seen)))
             return
@@ -166,13 +166,13 @@ class Stream:
         return self.no_notes(new.keys)
 
     def no_notes(self, keys: Float[Tensor, "b h n d"]) -> Notes | None:
-        """What comes with tokens of which nobody has noted anything yet; None where nobody will."""
+        """Empty notes, for tokens about which nothing was noted yet; None if nothing will be."""
         return self.askings.none(keys) if self.askings else None
 
     def take_notes(self) -> None:
-        """Have notes about all columns: one by one costs more."""
+        """Make the notes that are missing for some columns, all at once: one by one costs more."""
         if self.waiting and self.method is not None:
-            if self.window.not_noted:  # an interruption may have left them waiting though it was done
+            if self.window.not_noted:  # after an interruption they may still be waiting, though they were noted
                 self.window.append_notes(self.method.note(Seen.joined(self.waiting)))
             self.waiting = []
 
@@ -181,7 +181,7 @@ class Stream:
     ) -> None:
         """Put new tokens where they belong; those that leave at once never enter the window.
 
-        `lengths` are the rows' with the new tokens, of which `came` in this call; without `leave` all stay here.
+        `lengths` are the rows' lengths with the new tokens, of which there are `came`; without `leave` all tokens stay.
         """
         self.few = [1 < count < MANY for count in came]
         self.take_notes()
@@ -214,13 +214,13 @@ class Stream:
         """Whether anything is due to leave the window: then `settle` writes it to the past."""
         if not self.is_due or self.due(lengths) == self.left:
             return False
-        self.may_come = 0  # until that is done
+        self.may_come = 0  # until `settle` is called
         return True
 
     def due(self, lengths: Sequence[int]) -> list[int]:
         """How many tokens of each row should have left by now: a whole number of blocks."""
         due: list[int] = []  # `list[int]()` is more than the compiler can read
-        self.may_come = MOST  # a window only grows
+        self.may_come = MOST  # what is found is a lower bound: a window only grows
         for row, (length, left) in enumerate(zip(lengths, self.left, strict=True)):
             window = self.window_size(row, length)
             due.append(left if window is None else max(left, self.config.leave(length, window)))
@@ -230,7 +230,7 @@ class Stream:
         return due
 
     def window_size(self, row: int, length: int) -> int | None:
-        """How many of the latest tokens of a row of this length stay exact; None is all of them."""
+        """How many of the latest tokens stay exact in a row of this length; None: all of them."""
         return self.config.window_size(self.budgets[row], length)
 
     def _hold_even(self, new: Columns, length: int) -> None:
@@ -267,7 +267,7 @@ class Stream:
         self.window.compact()
 
     def _leave_ragged(self, columns: Columns, due: list[int]) -> Tensor:
-        """Write to the past what is due among these columns; which places [b, n] that were."""
+        """Write to the past what is due among these columns; a mask [b, n] of what was written."""
         sinks, ranks = self.config.sinks, columns.ranks
         stop = listed_on(ranks.device, due)[:, None] + sinks
         leaving = (ranks >= sinks) & (ranks < stop)  # what left before has rank -1
@@ -280,13 +280,13 @@ class Stream:
         return leaving
 
     def _write(self, tokens: Columns, left: list[int]) -> None:
-        """Give tokens to the past; afterwards `left` of each row went there."""
+        """Give tokens to the past, after which `left` of each row have left the window."""
         self.left = left
         if self.past is not None:
             self.past.write(tokens, self.of_past(left), self.few)
 
     def of_past(self, left: Sequence[int]) -> list[int]:
-        """How many tokens the past has of those that have left the window, row by row."""
+        """How many of the tokens that left the window the past gets, row by row."""
         return list(left)
 
     # -- while steps are recorded
@@ -297,7 +297,7 @@ class Stream:
         return [] if self.past is None else [self.past]
 
     def open(self, count: int, *, anew: bool) -> None:
-        """Have so many tokens come one by one without a number of ours changing."""
+        """Let `count` tokens come one by one, without changing any number in Python."""
         self.take_notes()
         self.window.open(count, self._most_columns())
         self.window.ragged = True
@@ -305,22 +305,22 @@ class Stream:
             lanes.open(anew=anew)
 
     def close(self, came: int, *, ragged: bool) -> None:
-        """Have those tokens that came, and be as before."""
+        """Hold the tokens that came, and be as before `open`."""
         self.window.close(came)
         self.window.ragged = ragged
         for lanes in self.lanes:
             lanes.close()
 
     def marks(self) -> object:
-        """Where what a step reads lies."""
+        """Where the tensors that a step reads lie."""
         return self.window.marks(), [lanes.marks() for lanes in self.lanes]
 
     def read_beside(self) -> list[object]:
-        """What a step reads beside that, see `Lanes.read_beside`."""
+        """What else a step reads, see `Lanes.read_beside`."""
         return [lanes.read_beside() for lanes in self.lanes]
 
     def without_room(self) -> None:
-        """Have no more room than without recorded steps."""
+        """Give back the room that only recorded steps need."""
         self.window.without_room()
         for lanes in self.lanes:
             lanes.without_room()
@@ -338,7 +338,7 @@ class Stream:
     # -- rows, tail, state
 
     def crop(self, lengths: Sequence[int]) -> None:
-        """Take back all tokens of each row but the first so many."""
+        """Take back all tokens of each row but the first `lengths[row]`."""
         self.take_notes()
         self.window.crop(lengths)
         self.may_come = 0
@@ -361,7 +361,7 @@ class Stream:
         return tensors, {"left": self.left, "past": [] if past is None else past.numbers()}
 
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any], *, ragged: bool) -> None:
-        """Take back what `state` gave."""
+        """Restore what `state` gave."""
         self.window = Window(self.config.leaving)
         self.window.append(Columns(tensors["keys"], tensors["values"], tensors["ranks"], tensors.get("notes")))
         self.window.ragged = ragged

@@ -1,4 +1,4 @@
-"""The streams of a layer: one, or a few where heads with other budgets have other windows."""
+"""The streams of a layer: one, or a few if heads with different budgets have different windows."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,12 +27,12 @@ class Streams:
         """No streams yet, for KV heads with these budgets."""
         self.budgets = list(budgets)
         self.heads = list[list[int]]()
-        self.places = dict[torch.device, list[Tensor]]()  # the same, on a device
+        self.places = dict[torch.device, list[Tensor]]()  # `heads`, on a device
         self.all = list[Stream]()
-        self.only: Stream | None = None  # if it is one
+        self.only: Stream | None = None  # the stream, if there is only one
 
     def begin(self, config: MethodConfig, layer: int, spans: Sequence[Spans], first: int = 0) -> None:
-        """Have empty streams; `spans` of each row are protected. In the whole model heads are numbered from `first`."""
+        """Begin with empty streams; each row's `spans` are protected. `first`: the first head's number in the model."""
         method, every = config.new_method(layer), list(range(len(self.budgets)))
         if method is not None:
             method.first_head = first
@@ -51,7 +51,7 @@ class Streams:
         self.only = self.all[0] if len(self.all) == 1 else None
 
     def divided(self, columns: Columns, seen: Seen) -> list[tuple[Stream, Columns, Seen]]:
-        """What comes, in parts: that of each stream's heads."""
+        """What comes, divided among the streams: each gets the part of its heads."""
         if self.only is not None:
             return [(self.only, columns, seen)]
         device = columns.keys.device
@@ -70,7 +70,7 @@ class Streams:
         return complete(self.look(asked) if found is None else found, asked, len(self.budgets), lse=lse)
 
     def look(self, asked: Query) -> Answer:
-        """The same, but that windows and entries are still to be read: those of all streams in one call."""
+        """The same, except that windows and entries are still to be read: those of all streams in one call."""
         if self.only is not None:
             found, window = self.only.look(asked), self.only.of_window()
         else:
@@ -82,13 +82,13 @@ class Streams:
 
     @property
     def pasts(self) -> list[Lanes]:
-        """What left the windows, where something did."""
+        """The pasts of the streams in which something left the window."""
         return [stream.past for stream in self.all if stream.past is not None and not stream.past.empty]
 
     def by_head(
         self, of_stream: Callable[[Stream], Tensor | None]
     ) -> Float[Tensor, "b h"] | Int64[Tensor, "b h"] | None:
-        """Numbers of all streams, in the order of the heads; None where one has none."""
+        """Numbers of all streams, in the order of the heads; None if a stream has none."""
         found = [x for x in map(of_stream, self.all) if x is not None]
         if not found or len(found) < len(self.all):
             return None

@@ -13,10 +13,10 @@ from kvsketch.caches.core.storage import listed_on
 
 @dataclass(frozen=True)
 class Ahead:
-    """How what follows a call's tokens will be rotated.
+    """How the tokens that follow a call's tokens will be rotated.
 
-    `mean(first, count)` is the mean rotation of so many positions from one on: row i is what becomes of the i-th unit
-    vector.
+    `mean(first, count)` is the mean rotation of `count` positions from `first` on: row i is what becomes of the i-th
+    unit vector.
     """
 
     positions: Int64[Tensor, "b q"]  # of the call's tokens
@@ -58,11 +58,11 @@ def without_history(x: Tensor) -> Tensor:
 
 
 def ranks_of_latest(new: NewTokens, lengths: Sequence[int]) -> Int64[Tensor, "b q"]:
-    """How many tokens of its row come before each of a call's, which are the last in rows of these lengths."""
+    """How many tokens of its row come before each token of a call, whose tokens are last in rows of these lengths."""
     last = listed_on(new.keys.device, lengths)[:, None]
     if new.valid is None:
         return last + torch.arange(-new.keys.shape[2], 0, device=new.keys.device)
-    behind = new.valid.flip(1).cumsum(1).flip(1)  # each one and those behind it
+    behind = new.valid.flip(1).cumsum(1).flip(1)  # how many tokens there are from each one on
     return (last - behind).masked_fill(~new.valid, -1)
 
 
@@ -70,7 +70,7 @@ def ranks_of_latest(new: NewTokens, lengths: Sequence[int]) -> Int64[Tensor, "b 
 class Seen:
     """Tokens that a method may note something about: their keys, and how many tokens of its row came before each.
 
-    And their queries before rotation, and what follows, where it looks ahead.
+    If the method looks ahead, also their queries before rotation, and how later tokens will be rotated.
     """
 
     keys: Float[Tensor, "b h n d"]
@@ -81,7 +81,7 @@ class Seen:
 
     @classmethod
     def of(cls, new: NewTokens, ranks: Int64[Tensor, "b n"], *, ahead: bool) -> "Seen":
-        """A call's, without their autograd history; `ahead`: the method looks ahead."""
+        """A call's tokens, without their autograd history; `ahead`: the method looks ahead."""
         keys, found = without_history(new.keys), new.unrotated
         if found is None:
             return cls(keys, None, ranks)
@@ -90,7 +90,7 @@ class Seen:
 
     @classmethod
     def joined(cls, each: Sequence["Seen"]) -> "Seen":
-        """Those that came one after another."""
+        """Tokens that came one after another, as one."""
         keys, ranks = torch.cat([tokens.keys for tokens in each], 2), torch.cat([tokens.ranks for tokens in each], 1)
         unrotated = [tokens.unrotated for tokens in each if tokens.unrotated is not None]
         queries = [tokens.queries for tokens in each if tokens.queries is not None]
@@ -108,7 +108,8 @@ class Seen:
 class Columns:
     """Tokens side by side, with their ranks: how many tokens of their row came before them.
 
-    Rows of unequal lengths meet in one buffer, so a column may be one row's and not another's: its rank is -1 there.
+    Rows of unequal lengths share one buffer, so a column may belong to one row and not to another: there its rank is
+    -1.
     """
 
     keys: Float[Tensor, "b h n d"]
@@ -175,7 +176,7 @@ class Arriving:
 def chunks(count: int, size: int) -> Iterator[tuple[int, int]]:
     """Bounds of chunks of `size` tokens, the first one shorter if need be.
 
-    Counted from the end, where the rows of a left-padded batch agree: each is cut as if it were alone.
+    Chunks are counted from the end, where the rows of a left-padded batch agree: each row is cut as if it were alone.
     """
     first = count % size or size
     yield 0, min(first, count)

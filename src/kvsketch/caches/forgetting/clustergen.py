@@ -22,7 +22,7 @@ from kvsketch.kernels.pairs import cheapest_pairs
 from kvsketch.kernels.places import chosen, chosen_of, in_front
 
 ENTRIES = ("mean", "centre")
-LATEST = 64  # tokens that the least budget has room for, whatever it is spent on
+LATEST = 64  # how many tokens the least budget has room for, whatever it is spent on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class ClusterGen(BudgetedConfig):
         return self.window is None
 
     def floor(self) -> int:
-        # Half of the budget is for all but the latest tokens, and a block of that, where they run over, for those too.
+        # Half of the budget is for all but the latest tokens; of that half they take a block where they run over.
         return self.sinks + (max(LATEST, self.sinks + BLOCK) if self.window is None else self.window)
 
     def window_size(self, budget: Budget, count: int) -> int | None:
@@ -80,10 +80,11 @@ class ClusterGen(BudgetedConfig):
 
 
 class Centres(Chooser):
-    """Clusters of tokens: a key and a value for each, the number of its tokens, and how far those may be.
+    """Clusters of tokens: a key and a value for each, the number of its tokens, and how far those may be from it.
 
     What arrives together is clustered together, as the papers do with a prompt. Where calls have a few tokens each,
-    clustering all anew at every call adds up its errors: clusters are joined pair by pair then, and become means.
+    clustering everything anew at every call would add up errors: clusters are then joined pair by pair, and become
+    means.
     """
 
     def __init__(self, config: ClusterGen) -> None:
@@ -113,8 +114,8 @@ class Centres(Chooser):
     def _entries_for(number: int, room: int, new: int) -> int:
         """How many of `number` candidates to keep: all that fit.
 
-        Where fewer come than an eighth of the room, an eighth of it is made free for the next ones, so that
-        clustering costs each of them as much as reading the cache a few times, and not 32 times more.
+        Where fewer tokens come than an eighth of the room, an eighth of it is made free for the next ones, so that
+        clustering costs each token as much as reading the cache a few times, and not 32 times more.
         """
         if number <= room:
             return number
@@ -130,7 +131,7 @@ class Centres(Chooser):
 
 @dataclass(frozen=True)
 class Clusters:
-    """Of lanes that are alike. No token of a cluster is farther than `reach` from its entry."""
+    """Clusters of the lanes of a bundle. No token of a cluster is farther than `reach` from its entry."""
 
     keys: Float[Tensor, "l n d"]
     values: Float[Tensor, "l n e"]
@@ -142,7 +143,7 @@ class Clusters:
         return self.keys.shape[1]
 
     def at(self, index: Int64[Tensor, "l m"]) -> "Clusters":
-        """Those with these numbers."""
+        """The clusters with these numbers."""
         keys, values = chosen_of((self.keys, self.values), index)
         return Clusters(
             keys,
@@ -152,20 +153,20 @@ class Clusters:
         )
 
     def split(self, first: Int64[Tensor, "l m"]) -> "tuple[Clusters, Clusters]":
-        """Those with these numbers, and the rest in their order."""
+        """The clusters with these numbers, and the rest in their order."""
         rest = torch.ones_like(self.sizes, dtype=torch.bool).scatter(1, first, False)
         return self.at(first), self.at(in_front(rest)[:, : self.count - first.shape[1]])
 
     def and_(self, other: "Clusters") -> "Clusters":
-        """These and then those."""
+        """These clusters and then the others."""
         pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
         return Clusters(*(torch.cat(pair, 1) for pair in pairs))
 
 
 def away_from_mean(clusters: Clusters, count: int) -> Int64[Tensor, "l m"]:
-    """Of single tokens those whose keys point away from the mean of all keys so far, in their order.
+    """The single tokens whose keys point away from the mean of all keys so far, in their order.
 
-    The mean of all that are held, each as often as the tokens it stands for.
+    The mean is over the keys that are held, each as often as the tokens it stands for.
     """
     keys, sizes = clusters.keys.double(), clusters.sizes.double()
     mean = torch.einsum("lnd,ln->ld", keys, sizes / sizes.sum(1, keepdim=True))
@@ -174,7 +175,7 @@ def away_from_mean(clusters: Clusters, count: int) -> Int64[Tensor, "l m"]:
 
 
 def _clustered(clusters: Clusters, count: int, entries: str) -> Clusters:
-    """So many of them by k-center; each the one in the middle, or the mean of all of the cluster's tokens."""
+    """`count` clusters of these, by k-center; each entry is the centre, or the mean of all of the cluster's tokens."""
     found = k_center(clusters.keys[None], torch.tensor([count], device=clusters.keys.device))
     order = found.centres[0].sort(1)
     owner = order.indices.argsort(1).gather(1, found.nearest[0])  # the place of each one's centre among the centres
@@ -194,16 +195,16 @@ def _clustered(clusters: Clusters, count: int, entries: str) -> Clusters:
 def means(
     x: Float[Tensor, "l n d"], owner: Int64[Tensor, "l n"], sizes: Int32[Tensor, "l n"], total: Int32[Tensor, "l k"]
 ) -> Float[Tensor, "l k d"]:
-    """Of each owner's vectors, each as often as its size; in float32 at least. One of its own stays what it is."""
+    """Means of each owner's vectors, each as often as its size; in float32 at least. A single vector stays as it is."""
     precise = torch.promote_types(x.dtype, torch.float32)
     shares = sizes.to(precise) / total.gather(1, owner)
     return sums_of_groups(x * shares[..., None], owner, total.shape[1]).to(x.dtype)
 
 
 def _joined(clusters: Clusters, count: int) -> Clusters:
-    """So many clusters, joined pair by pair (see `kernels/pairs.py`): the mean of both, where the first was.
+    """`count` clusters, joined pair by pair (see `kernels/pairs.py`): the mean of both lies where the first was.
 
-    Means of keys and of values, weighted by sizes, are those of all tokens of both: nothing drifts.
+    The means of keys and of values, weighted by sizes, are those of all tokens of both clusters: nothing drifts.
     """
     keys, values, reach, n = clusters.keys, clusters.values, clusters.reach, clusters.sizes.long()
     while bool(((excess := (n > 0).sum(1) - count) > 0).any()):

@@ -1,4 +1,4 @@
-"""What becomes of the weight of tokens that are dropped: others stand for them too (`weights=`)."""
+"""What becomes of the weight of tokens that are dropped: kept tokens stand for them too (`weights=`)."""
 
 import torch
 from jaxtyping import Float, Int64
@@ -9,11 +9,11 @@ from kvsketch.kernels.distances import squared_distances, squared_norms
 
 NONE, NEAREST, SPREAD = "none", "mass", "spread"
 DISTANCES_AT_ONCE = 1 << 22  # 32 MiB of float64
-STANDS = "stands"  # for how many tokens an entry stands, where what is dropped leaves its weight behind
+STANDS = "stands"  # for how many tokens an entry stands, where dropped tokens leave their weight to others
 
 
 def with_weights_left(weights: str, pool: Pool, start: int, index: Int64[Tensor, "l k"]) -> Float[Tensor, "l k"]:
-    """For how many tokens the kept ones stand when all others from `start` on have left them their weight."""
+    """For how many tokens each kept entry stands, once all others from `start` on have left their weight to them."""
     stands = pool.per_entry[STANDS]
     kept = stands.gather(1, index)
     if not index.shape[1]:
@@ -32,7 +32,7 @@ def with_weights_left(weights: str, pool: Pool, start: int, index: Int64[Tensor,
 
 
 def places_of_dropped(pool: Pool, start: int, index: Int64[Tensor, "l k"]) -> Int64[Tensor, "l m"]:
-    """The numbers of those that are not kept, from `start` on: as many in every lane."""
+    """The numbers of entries from `start` on that are not kept: equally many in every lane."""
     gone = torch.ones(index.shape[0], pool.count, dtype=torch.bool, device=index.device).scatter_(1, index, False)
     gone[:, :start] = False
     return gone.nonzero()[:, 1].view(len(gone), pool.count - start - index.shape[1])

@@ -26,8 +26,9 @@ class ExpectedAttention(ScoredConfig):
     """Keeps sinks, window and the tokens that the next queries are expected to look at, by the queries so far.
 
     Queries before rotation are taken to be normal, with the mean and the covariance of those so far, and to be rotated
-    as the next `ahead` positions are on the average. Then the weight of a key, exp⟨q, k⟩, has a mean in closed form;
-    its share of all, and `epsilon`, times the value's norm is the score, a mean over the query heads of a group.
+    as the next `ahead` positions are on the average. Then the weight of a key, exp⟨q, k⟩, has a mean in closed form.
+    Its share of all such means, plus `epsilon`, times the value's norm is the score; the share is a mean over the query
+    heads of a group.
     """
 
     name: ClassVar[str] = "expected_attention"
@@ -49,7 +50,7 @@ class ExpectedAttention(ScoredConfig):
 
 
 class MostExpected(Best):
-    """Goes by the mean and the covariance of queries of tokens that have left the window, for every query head."""
+    """Goes by the mean and the covariance, for every query head, of the queries of tokens that have left the window."""
 
     bits: ClassVar[int] = 16
     takes_notes = True
@@ -58,10 +59,10 @@ class MostExpected(Best):
     def __init__(self, config: ExpectedAttention) -> None:
         super().__init__(config)
         self.ahead, self.epsilon = config.ahead, float(config.epsilon)
-        self.turned: Callable[[int, int], Tensor] | None = None  # how what follows the latest tokens will be rotated
+        self.turned: Callable[[int, int], Tensor] | None = None  # how tokens after the latest ones will be rotated
         self.per_lane = {**self.per_lane, "mean": torch.float32, "covariance": torch.float32}
 
-    # -- queries travel with their tokens, and are counted when those leave the window
+    # -- queries travel with their tokens, and are counted when the tokens leave the window
 
     def note(self, seen: Seen) -> Int64[Tensor, "b h n t"]:
         if seen.queries is None:
@@ -95,7 +96,7 @@ class MostExpected(Best):
         return {"mean": mean.float(), "covariance": covariance[..., row, column].float()}
 
     def beside(self, new: Arriving) -> int:
-        """Mean and covariance, twice as wide as entries may be, and the window's queries: some dozens, or hundreds."""
+        """Mean and covariance, whose numbers may be twice as wide, and the window's queries: dozens, or hundreds."""
         width, group = new.keys.shape[2], _group(new)
         numbers = 2 * group * (width + width * (width + 1) // 2)
         numbers += (self.config.least_window + self.config.leaving) * group * width
@@ -113,7 +114,7 @@ class MostExpected(Best):
         return (weights + self.epsilon) * lengths(pool.values)
 
     def _mean_rotation(self, first: Int64[Tensor, " l"], keys: Float[Tensor, "l n d"]) -> Float[Tensor, "l d d"]:
-        """Of the positions from `first` on: they differ where rows began at different ones."""
+        """The mean rotation of the positions from `first` on, which differs where rows began at different positions."""
         if self.turned is None:
             return torch.eye(keys.shape[2], dtype=torch.float64, device=keys.device).expand(len(first), -1, -1)
         known = {place: self.turned(place, self.ahead).double() for place in dict.fromkeys(first.tolist())}
@@ -156,7 +157,7 @@ def _group(new: Arriving) -> int:
 
 
 def _mean_and_covariance(new: Arriving) -> tuple[Float[Tensor, "l g d"], Float[Tensor, "l g d d"]]:
-    """Of the queries of tokens that leave the window together."""
+    """Mean and covariance of the queries of tokens that leave the window together."""
     assert new.notes is not None, "tokens come with notes"
     group, width = _group(new), new.keys.shape[2]
 

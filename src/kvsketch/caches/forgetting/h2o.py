@@ -14,8 +14,8 @@ from kvsketch.caches.forgetting.noted import ByAttention, NotedConfig
 class H2O(NotedConfig):
     """Keeps sinks, window and the tokens that got most attention so far: the sum over all queries that saw them.
 
-    Deviations from the paper: a prompt is read exactly before anything is dropped; tokens leave by eights; and a head
-    has the sum over the query heads of its group.
+    Deviations from the paper: a prompt is read exactly before anything is dropped; tokens leave the window eight at a
+    time; and a KV head has the sum over the query heads of its group.
     """
 
     name: ClassVar[str] = "h2o"
@@ -29,7 +29,7 @@ class H2O(NotedConfig):
 
 
 class Heaviest(ByAttention):
-    """By the mass of attention, which goes on being counted while a token is held."""
+    """A choice by the mass of attention, which is counted as long as a token is held."""
 
     column = MASS
     precision = torch.float64  # it is added to at every step
@@ -45,7 +45,7 @@ class Tova(NotedConfig):
     """Keeps sinks, window and the tokens that the latest query looks at most (Oren et al. 2024, arXiv:2401.06104).
 
     Deviations from the paper: every KV head chooses for itself, by the query heads of its group; the paper takes the
-    mean over all heads of a layer. And tokens leave the window by eights.
+    mean over all heads of a layer. And tokens leave the window eight at a time.
     """
 
     name: ClassVar[str] = "tova"

@@ -25,7 +25,7 @@ class KeyDiff(ScoredConfig):
 
 
 class LeastAlike(Best):
-    """The anchor is the mean of all keys that came, each of length 1 (the paper's Algorithm 1 has those held)."""
+    """The anchor is the mean of all keys that came, each of length 1; in the paper's Algorithm 1, of the keys held."""
 
     def __init__(self, config: KeyDiff) -> None:
         super().__init__(config)

@@ -16,14 +16,15 @@ TELLS = 0.7  # a weight below that says how much a token matters
 
 @dataclass(frozen=True, kw_only=True)
 class KVzip(QueriesConfig):
-    """Keeps sinks, window and the tokens that are looked at when the model reads the prompt again, behind itself.
+    """Keeps sinks, window and the tokens that are looked at when the model reads the prompt a second time.
 
-    A token's score is the largest weight that it gets from any query of the second reading, of all that this sees. Of
-    later text: from any query while it is in the window. Deviations from the paper: the text is read again as it is, in
-    pieces, without a prompt that asks to repeat it. And a weight of TELLS or more, which most tokens have where a text
-    is copied word by word, says no more than that: such tokens are told apart by the mean over those beside them,
-    `pooled` in all (1: as published). `queries` has others asked: questions, those given to `make_cache`; or the
-    prompt's own, all of them ("context") or the last `observed` ("window").
+    A token's score is the largest weight that it gets from any query of the second reading, which follows the first,
+    out of all that this query sees; for later text, from any query while the token is in the window. Deviations from
+    the paper: the text is read again as it is, in pieces, without a prompt that asks to repeat it. And a weight of
+    TELLS or more, which most tokens get where a text is copied word by word, says no more than that: such tokens are
+    told apart by the mean over neighbours, `pooled` tokens in all (1: as published). `queries` has others asked:
+    questions, those given to `make_cache`; or the prompt's own, all of them ("context") or the last `observed`
+    ("window").
     """
 
     name: ClassVar[str] = "kvzip"
@@ -37,7 +38,7 @@ class KVzip(QueriesConfig):
 
 
 class LookedAt(Pooled):
-    """By the largest weight; where that does not tell tokens apart, by what they and their neighbours have."""
+    """A choice by the largest weight; where that does not tell tokens apart, by the mean with their neighbours'."""
 
     def arriving(self, notes: Int64[Tensor, "*l n t"]) -> Float[Tensor, "*l n"]:
         own = super().arriving(notes)

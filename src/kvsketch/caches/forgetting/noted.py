@@ -1,7 +1,7 @@
 """Methods that keep the tokens to which queries gave most of their attention.
 
-It was noted while queries were answered (`caches/core/asking.py`), and comes with a token when it leaves the window:
-such a score stays what it was, and scores of different origin do not compete.
+That attention was noted while queries were answered (`caches/core/asking.py`), and comes with a token when the token
+leaves the window: such a score stays what it was, and scores of different origin do not compete.
 """
 
 from collections.abc import Sequence
@@ -22,21 +22,21 @@ from kvsketch.caches.core.tokens import Arriving
 from kvsketch.caches.forgetting.residual import tokens_kept
 from kvsketch.caches.forgetting.scored import Best, ScoredConfig
 
-OBSERVED = 32  # queries of a call, if it is its last ones that are asked
+OBSERVED = 32  # how many of a call's queries are asked, if it is the last ones
 
 
 @dataclass(frozen=True, kw_only=True)
 class NotedConfig(ScoredConfig):
-    """A method that goes by what queries gave tokens of their attention."""
+    """A method that goes by the attention that queries gave to tokens."""
 
     comparable: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class QueriesConfig(NotedConfig):
-    """One that any queries can be asked for: which is an option, apart from what it makes of their attention."""
+    """Such a method with an option that says which queries are asked, apart from what it makes of their attention."""
 
-    noted: ClassVar[str]  # of all weights that a token gets
+    noted: ClassVar[str]  # what is noted of all weights that a token gets
 
     queries: str = WINDOW
     observed: int = OBSERVED
@@ -68,15 +68,15 @@ class Part(NamedTuple):
     """Tokens whose scores are compared with each other."""
 
     came: int
-    there: int  # entries of them
+    there: int  # how many of them are entries now
     closed: bool  # whether no later token joins
 
 
 class ByAttention(Best):
-    """By the attention that tokens got: as noted when they leave the window, and as is declared about entries."""
+    """A choice by the attention that tokens got: as noted when they leave the window, and then held in `column`."""
 
     bits: ClassVar[int] = 16
-    column: ClassVar[str]  # what is declared about entries
+    column: ClassVar[str]  # its name in `per_entry`
     precision: ClassVar[torch.dtype] = torch.float32
 
     def __init__(self, config: NotedConfig) -> None:
@@ -93,7 +93,7 @@ class ByAttention(Best):
         return pool.per_entry[self.column].double()
 
     def write(self, holdings: Sequence[tuple[Holding, Arriving]]) -> None:
-        if len({new.count for _, new in holdings}) == 1 and len(holdings) > 1:  # those of all lanes in one go
+        if len({new.count for _, new in holdings}) == 1 and len(holdings) > 1:  # scores of all lanes in one go
             notes = [new.notes for _, new in holdings if new.notes is not None]
             each = self.arriving(torch.cat(notes)).split([len(own) for own in notes])
             pairs = zip(holdings, each, strict=True)
@@ -109,14 +109,14 @@ class ByAttention(Best):
         super().check(held, count, budget)
         score = held.per_entry[self.column]
         if not bool((score.isfinite() & (score >= 0)).all()):
-            raise ValueError("scores that are none")
+            raise ValueError("scores that are negative or not finite")
 
 
 class Noted(ByAttention):
-    """By the score that tokens came with.
+    """A choice by the score with which a token came.
 
-    A prompt, or any call of a few hundred tokens, is a part of its own, and so is what comes between such calls: the
-    parts share the room in proportion to their lengths. What an earlier part does not use, the last one has.
+    A prompt, or any call of a few hundred tokens, is a part of its own, and so are the tokens that come between such
+    calls. The parts share the room in proportion to their lengths; what earlier parts do not use, the last one gets.
     """
 
     column = "score"
@@ -161,7 +161,7 @@ class Pooled(Noted):
         self.pooled = config.pooled
 
     def averaged(self, scores: Float[Tensor, "*l n"], *, zeros: bool) -> Float[Tensor, "*l n"]:
-        """Over each token and those beside it, of those that leave together; beyond them are zeros, or nothing."""
+        """Each score averaged with its neighbours', of tokens that leave together; beyond them are zeros, or none."""
         if not scores.shape[-1]:
             return scores
         return F.avg_pool1d(scores, self.pooled, stride=1, padding=self.pooled // 2, count_include_pad=zeros)

@@ -1,11 +1,11 @@
-"""What is left of tokens that are dropped, as a few weighted entries: means of runs of neighbours (`residual=`).
+"""What is left of dropped tokens: a few weighted entries, each the mean of a run of neighbours (`residual=`).
 
     dropped so far   ·· · ··· ·  ···· ·· ·      in the order of their positions
-    runs             └────┘└───┘ └──┘└──┘└┘     always the two neighbours joined that have the fewest tokens together
+    runs             └────┘└───┘ └──┘└──┘└┘     each time, the two neighbours with the fewest tokens together are joined
     entries          mean key, mean value, and for how many tokens it stands
 
-Keys are rotated: those of tokens far from each other do not add up, and their mean is shorter than they are. So runs
-follow one another in the text. Where they begin and end hangs on counts alone, and on no rounding.
+Keys are rotated: those of tokens far from each other do not add up, and their mean is shorter than they are. So the
+tokens of a run follow one another in the text. Where a run begins and ends depends on counts alone, not on rounding.
 """
 
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ from kvsketch.caches.core.chooser import Held, Pool
 from kvsketch.kernels.places import chosen
 
 FIRST = "first"  # the rank of an entry's first token
-TOKENS = "tokens"  # how many each mean is of, lane by lane: the last entries are means
+TOKENS = "tokens"  # how many tokens each mean is of, lane by lane: the last entries are means
 AT_ONCE = 1 << 22  # numbers of float64 worked on together: 32 MiB
 
 
 @dataclass(frozen=True)
 class Means:
-    """Runs of tokens by their means, in any order; a token by itself is a run of one."""
+    """Runs of tokens, as their means, in any order; a token by itself is a run of one."""
 
     keys: Float[Tensor, "l n d"]
     values: Float[Tensor, "l n e"]
@@ -39,11 +39,11 @@ class Means:
         return self.keys.shape[1]
 
     def at(self, index: Int64[Tensor, "l m"]) -> "Means":
-        """Those with these numbers."""
+        """The runs with these numbers."""
         return Means(*(chosen(x, index) for x in (self.keys, self.values, self.tokens, self.first)))
 
     def beside(self, others: "Means") -> "Means":
-        """These and others."""
+        """These runs and others."""
         return Means(
             torch.cat([self.keys, others.keys], 1),
             torch.cat([self.values, others.values], 1),
@@ -53,7 +53,7 @@ class Means:
 
 
 def joined(means: Means, room: int) -> Means:
-    """As many runs as there is room for, at most: neighbours are joined, always the two with the fewest tokens.
+    """At most as many runs as there is room for: while there are more, the two neighbours with fewest tokens join.
 
     They come out in the order of the text.
     """
@@ -69,9 +69,9 @@ def joined(means: Means, room: int) -> Means:
 
 
 def numbered_runs(tokens: Int64[Tensor, "l n"], room: int) -> Int64[Tensor, "l n"]:
-    """The number of the run, out of `room`, that each belongs to once neighbours have been joined.
+    """The number of the run, out of `room`, to which each entry belongs once neighbours have been joined.
 
-    Joined are always the two that have the fewest tokens together; of equal ones the first two.
+    Each time the two with the fewest tokens together are joined; of equal pairs the first.
     """
     count, own = tokens.shape[1], tokens
     place = torch.arange(count - 1, device=tokens.device)
@@ -80,7 +80,7 @@ def numbered_runs(tokens: Int64[Tensor, "l n"], room: int) -> Int64[Tensor, "l n
     while bool((excess > 0).any()):
         together = (own[:, :-1] + own[:, 1:]).masked_fill(own[:, 1:] == 0, MOST)
         cheapest = together == together.amin(1, keepdim=True)
-        # Of pairs that overlap every other one is joined: whatever that makes has more tokens than they.
+        # Of cheapest pairs that overlap every other one is joined at once: any pair that this makes has more tokens.
         before = place.expand_as(together).masked_fill(cheapest, -1).cummax(1).values
         taken = cheapest & ((place - before) % 2 == 1)
         taken = taken & (taken.cumsum(1) <= excess)
@@ -93,7 +93,7 @@ def numbered_runs(tokens: Int64[Tensor, "l n"], room: int) -> Int64[Tensor, "l n
 def _means(
     x: Float[Tensor, "l n w"], weights: Float[Tensor, "l n"], members: Int64[Tensor, "l r"], total: Float[Tensor, "l r"]
 ) -> Float[Tensor, "l r w"]:
-    """Weighted means of so many after each other."""
+    """Weighted means of runs: `members` says how many entries, one after another, each run has."""
     sums, strip = list[Tensor](), max(1, AT_ONCE // max(1, x[0].numel()))
     for lanes, own, lengths in zip(x.split(strip), weights.split(strip), members.split(strip), strict=True):
         each = (lanes.double() * own.double()[..., None]).flatten(0, 1)
@@ -102,7 +102,7 @@ def _means(
 
 
 def tokens_kept(held: Held) -> int:
-    """How many entries are tokens; those behind them are means."""
+    """How many entries are tokens; those after them are means."""
     return held.count - means_kept(held)
 
 
@@ -112,13 +112,13 @@ def means_kept(held: Held) -> int:
 
 
 def means_of(entries: Held | Pool, tokens: Float[Tensor, "l n"] | None = None) -> Means:
-    """Entries as runs of so many tokens; of one each where nothing is said."""
+    """Entries as runs, each of so many `tokens`; of one if None."""
     first = entries.per_entry[FIRST]
     return Means(entries.keys, entries.values, torch.ones_like(first).float() if tokens is None else tokens, first)
 
 
 def check_means(held: Held, count: int) -> None:
-    """Refuse means that are not of all that is left of `count` tokens but those kept."""
+    """Refuse means that are not of exactly those of `count` tokens that are not kept."""
     means, first, kept = held.per_lane[TOKENS], held.per_entry[FIRST], tokens_kept(held)
     if means.ndim != 2 or kept < 0:
         raise ValueError(f"means of shape {tuple(means.shape)} among {held.count} entries")

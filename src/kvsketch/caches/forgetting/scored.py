@@ -1,6 +1,6 @@
-"""Methods that keep the tokens with the best scores, of all there is to choose from at every choice.
+"""Methods that keep the tokens with the best scores; every choice is made from all that there is at that time.
 
-Those whose scores are what queries gave tokens of their attention stand in `noted.py`.
+Methods whose scores are the attention that queries gave to tokens are in `noted.py`.
 """
 
 from abc import abstractmethod
@@ -21,18 +21,18 @@ from kvsketch.caches.forgetting.dropped import NEAREST, NONE, SPREAD, STANDS, pl
 from kvsketch.caches.forgetting.residual import FIRST, TOKENS, check_means, joined, means_kept, means_of, tokens_kept
 from kvsketch.kernels.places import best
 
-LATEST, MOST_LATEST = 16, 0.5  # the least window, and the most, where it is a part of the budget
-FREED = 64  # one part in so many of a large room
+LATEST, MOST_LATEST = 16, 0.5  # of a window that is a part of the budget: its least length, and the largest part
+FREED = 64  # one part in so many of a large room is made free at once
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredConfig(WindowedConfig):
-    """The window is short, and leaves in short blocks, for which there is room at any time.
+    """Options of a method by scores: its window is short, and evicts short blocks, for which there is always room.
 
-    `window` is a number of tokens; or a part of what heads may hold on the average, of which there are LATEST at least.
-    `weights` says what becomes of the weight of tokens that are dropped: it is gone ("none"), or the kept token whose
-    key is nearest stands for them too ("mass"), or all kept ones in equal parts ("spread"). Or `residual`, a share of
-    the room, holds means of them, each of tokens that follow one another in the text.
+    `window` is a number of tokens; or a part of what heads may hold on the average, and then at least LATEST tokens.
+    `weights` says what becomes of the weight of dropped tokens: it is gone ("none"), or the kept token whose key is
+    nearest stands for them too ("mass"), or all kept tokens do in equal parts ("spread"). Or `residual`, a share of
+    the room, holds means of dropped tokens, each of tokens that follow one another in the text.
     """
 
     leaving: ClassVar[int] = 8
@@ -70,11 +70,11 @@ class ScoredConfig(WindowedConfig):
 
     @property
     def least_window(self) -> int:
-        """So many of the latest tokens are held at least."""
+        """How many of the latest tokens are held at least."""
         return LATEST if isinstance(self.window, float) else self.window
 
     def exact_entries(self) -> int:
-        """Entries that sinks and the least window take at most."""
+        """The most entries that sinks and the least window take."""
         return self.sinks + self.least_window + self.leaving
 
     def floor(self) -> int:
@@ -87,14 +87,14 @@ class ScoredConfig(WindowedConfig):
         return self.least_window + int(budget.of_all(count))
 
     def exact_at(self, budget: Budget, count: int) -> int:
-        """Entries that sinks and window take at most once so many tokens were seen: a block is about to leave."""
+        """The most entries that sinks and window take once `count` tokens were seen: when a block is about to leave."""
         return self.sinks + self.window_size(budget, count) + self.leaving
 
     def seen_when(self, budget: Budget, left: int) -> int:
-        """How many tokens were seen at most when so many have left the window."""
+        """How many tokens were seen at most when `left` of them have left the window."""
         if budget.fixed is not None or not budget.latest:
             return left + self.exact_at(budget, 0)
-        most = 2 * (left + self.exact_entries() + budget.beside) + 1  # at most half of all is the latest
+        most = 2 * (left + self.exact_entries() + budget.beside) + 1  # the window is at most half of all
         return seen_when(left, lambda seen: self.exact_at(budget, seen), most)
 
     def room(self, budget: Budget, count: int) -> int:
@@ -103,17 +103,17 @@ class ScoredConfig(WindowedConfig):
         return budget.entries(seen) - self.exact_at(budget, seen)
 
     def means(self, room: int, count: int, *, dropped: bool = False) -> int:
-        """How many entries of the room are means of what is dropped: none while all tokens have room.
+        """How many entries of the room are means of dropped tokens: none while all tokens have room.
 
-        `dropped`: some are means already; a room that has grown since does not bring them back.
+        `dropped`: some entries are means already; a room that has grown since does not bring their tokens back.
         """
         return max(1, int(self.residual * room)) if self.residual and (dropped or count > room) else 0
 
 
 class Best(Chooser):
-    """The entries with the largest scores; of equal ones the earlier."""
+    """Keeps the entries with the largest scores; of equal ones the earlier."""
 
-    bits: ClassVar[int] = 24  # of a score that are compared: the order in which sums were taken must not decide
+    bits: ClassVar[int] = 24  # of a score that are compared, so that the order of a sum's terms does not decide
 
     def __init__(self, config: ScoredConfig) -> None:
         self.config = config
@@ -123,14 +123,14 @@ class Best(Chooser):
 
     @abstractmethod
     def scores(self, pool: Pool, per_lane: dict[str, Tensor], new: Arriving) -> Float[Tensor, "l n"]:
-        """Of all entries there are to choose from, the new ones last, in float64; `per_lane` is as it is now."""
+        """Scores in float64 of all entries to choose from, the new ones last; `per_lane` is what `lanes_after` says."""
 
     def lanes_after(self, held: Held, new: Arriving) -> dict[str, Tensor]:
         """What is known of each lane once these tokens have come."""
         return {}
 
     def about_new(self, new: Arriving) -> dict[str, Tensor]:
-        """What is declared about entries, of new tokens: each stands for itself."""
+        """What `per_entry` declares, for new tokens: each stands for itself."""
         found = dict[str, Tensor]()
         if STANDS in self.per_entry:
             found[STANDS] = torch.ones(new.keys.shape[:2], dtype=torch.float32, device=new.keys.device)
@@ -139,10 +139,10 @@ class Best(Chooser):
         return found
 
     def room(self, held: Held, new: Arriving, budget: Budget) -> tuple[int, int]:
-        """How many tokens may be kept of all that came, and how many means of the others.
+        """How many of all the tokens that came may be kept, and how many means of the others.
 
-        Where few tokens come to many, and not all have room, a part of the room is made free: the next ones just join.
-        To choose among all entries is as much work as many steps.
+        Where few tokens come to many, and not all have room, a part of the room is made free, so that the next tokens
+        just join: a choice among all entries is as much work as many steps.
         """
         room = self.config.room(budget, new.after)
         if new.after > room:
@@ -153,7 +153,7 @@ class Best(Chooser):
         return room - means, means
 
     def beside(self, new: Arriving) -> int:
-        """How many entries' room is taken by what is known of a lane, where that is much."""
+        """How many entries' room is taken by what is known of a lane, if that is much."""
         return 0
 
     def choose(self, held: Held, new: Arriving, budget: Budget) -> Kept:
@@ -168,9 +168,9 @@ class Best(Chooser):
         parts: Sequence[tuple[int, int]],
         numbers: dict[str, Any] | None = None,
     ) -> Kept:
-        """`parts` of the tokens, one after another: how many each has, and how many of them may be kept.
+        """The best tokens of each part: `parts` gives, in order, how many tokens a part has and how many may be kept.
 
-        `numbers` are those of all lanes, as they are with that.
+        `numbers` are the numbers of all lanes after this choice.
         """
         every, tokens = held, tokens_kept(held)
         if tokens < every.count:
@@ -200,7 +200,7 @@ class Best(Chooser):
         )  # fmt: skip
 
     def _with_means(self, pool: Pool, start: int, index: Int64[Tensor, "l k"], left: Held, room: int) -> Kept:
-        """What was chosen from `start` on, and behind it means of all that is dropped, now and before."""
+        """The entries chosen from `start` on, and after them means of all that is dropped, now and before."""
         dropped = means_of(pool).at(places_of_dropped(pool, start, index))
         means = joined(means_of(left, left.per_lane.get(TOKENS)).beside(dropped), room)
         both = means_of(pool).at(index).beside(means)

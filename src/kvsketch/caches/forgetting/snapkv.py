@@ -16,11 +16,11 @@ from kvsketch.caches.forgetting.noted import Pooled, QueriesConfig
 class SnapKV(QueriesConfig):
     """Keeps sinks, window and the tokens that the last queries of a prompt look at most, with their neighbours.
 
-    A token's score is its mean weight over the last `observed` queries of a call (of a chunk, where a prompt is read in
-    chunks; of a shorter one, over all of its own) and the query heads of its group, averaged with those beside it,
-    `pooled` tokens in all. Of text that comes token by token: over all queries while it is in the window. The paper
-    forgets nothing of such text. `queries` has others asked: all of the prompt's ("context"), those of its second
-    reading, or questions.
+    A token's score is its mean weight over the last `observed` queries of a call (of a chunk, if a prompt is read in
+    chunks; over all queries, if there are fewer) and over the query heads of its group, averaged with its neighbours',
+    `pooled` tokens in all. For text that comes token by token the mean is over all queries while the token is in the
+    window; the paper drops nothing of such text. `queries` has others asked: all of the prompt's ("context"), those of
+    its second reading, or questions.
     """
 
     name: ClassVar[str] = "snapkv"
@@ -33,7 +33,7 @@ class SnapKV(QueriesConfig):
 
 
 class Observed(Pooled):
-    """By the mean over neighbours that leave the window together."""
+    """A choice by the mean over neighbours that leave the window together."""
 
     def arriving(self, notes: Int64[Tensor, "*l n t"]) -> Float[Tensor, "*l n"]:
         return self.averaged(super().arriving(notes), zeros=True)

@@ -16,10 +16,10 @@ WHOLE = 1 - 1e-9
 class StreamingHeads(BudgetedConfig):
     """Keeps everything in the heads that look far back, and sinks and the latest tokens in the others.
 
-    Which heads those are is said by a profile: as many of those with the largest parts as the budget allows, at 2,048
-    tokens. Rows of a batch have the same; where tokens are protected, as many as fit beside those of any row, at the
-    length of the prompt if that is more. Deviation from the paper: it learns which heads they are by training on
-    synthetic texts.
+    A profile says which heads hold everything: those with the largest parts, as many as the budget allows at 2,048
+    tokens. They are the same in all rows of a batch; where tokens are protected, as many as fit beside the protected
+    tokens of any row, at the length of the prompt if that is more. Deviation from the paper: it learns which heads they
+    are by training on synthetic texts.
     """
 
     name: ClassVar[str] = "streaming_heads"
@@ -51,7 +51,7 @@ class StreamingHeads(BudgetedConfig):
     def divided(self, shares: Shares, beside: int = 0, length: int = LENGTH) -> Shares:
         """The heads with the largest shares get all, the others nothing beyond sinks, window and what is held `beside`.
 
-        As many as fit at this length of a text, or at the usual one if that is more.
+        As many get all as fit at this length of a text, or at the usual length if that is more.
         """
         assert isinstance(self.keep, float), "checked above"
         heads = [(-share, layer, head) for layer, own in shares.items() for head, share in enumerate(own)]

@@ -15,7 +15,7 @@ from kvsketch.caches.core.shares import THRESHOLD, filled
 from kvsketch.caches.forgetting.noted import ByAttention, NotedConfig
 from kvsketch.kernels.distances import rounded
 
-ROUNDING = 1e-6  # of an entry: a number of them must not become one less
+ROUNDING = 1e-6  # of an entry, so that rounding does not make a number of entries one less
 
 
 def sets_shares(config: MethodConfig) -> TypeGuard[NotedConfig]:
@@ -29,9 +29,9 @@ def shares_of_prompt(
     """For each layer the shares of each row's KV heads, so that the best scores of all layers and heads are kept.
 
     `holding` are layers that hold the whole prompt, with notes, and `budgets` what a head of each may hold on the
-    average. Where keys of layers differ in width, it is bytes that are shared. Of equal scores those of lower layers
-    come first, then those of lower heads, then earlier tokens. Heads of all processes are
-    compared, and get their shares.
+    average. If layers have keys of different widths, it is bytes that they share. Of equal scores those of lower layers
+    come first, then those of lower heads, then earlier tokens. Heads of all processes are compared, and get their
+    shares.
     """
     rows = [_of_row(config, holding, budgets, row) for row in range(len(holding[0].lengths))]
     return [[row[layer] for row in rows] for layer in range(len(holding))]
@@ -59,7 +59,7 @@ def _of_row(
     kept = every.new_zeros(len(every), dtype=torch.bool)
     kept[order[sizes[order].cumsum(0) <= total]] = True
     parts = kept.split([own.numel() for own in scores])
-    least = config.floor() - config.exact_entries()  # of the room, every head has it
+    least = config.floor() - config.exact_entries()  # the part of the room that every head has
     beyond = [  # never less than the whole entries that are divided
         max(budget.beyond(config.seen_when(budget, own.shape[1])), room - least)
         for budget, own, room in zip(budgets, scores, rooms, strict=True)

@@ -19,8 +19,8 @@ from kvsketch.kernels.draws import uniforms
 class Uniform(WindowedConfig):
     """Keeps sinks, window and a uniform sample of the rest; each sampled token stands for those it was drawn from.
 
-    `weights="none"` lets every sampled token stand for itself alone, as libraries without entry
-    weights do, to show what that costs.
+    `weights="none"` lets every sampled token stand for itself alone, as in libraries without entry weights, to show
+    what that costs.
     """
 
     name: ClassVar[str] = "uniform"
@@ -56,7 +56,7 @@ class Reservoirs(Chooser):
         self.config, self.layer = config, layer
 
     def choose(self, held: Held, new: Arriving, budget: Budget) -> Kept:
-        """Offer the tokens to every lane's reservoir, each head with draws of its own."""
+        """Offer the tokens to every lane's reservoir; each head has draws of its own."""
         plan, ranks = self.config.plan(budget), new.ranks
         drawn = uniforms(self.config.seed, self.layer, new.heads[:, None], ranks)
         slot = choose_slots(plan, ranks.expand_as(drawn), drawn)

@@ -1,7 +1,7 @@
-"""Buckets of a store's runs: every token is in one, and every query says which ones it visits, with its group.
+"""Buckets of a store's runs: every token is in one, and the queries of a group say together which ones they visit.
 
-Three limits say how many: `probes` buckets, `visit` tokens, `mass` of what the router expects; the first that is
-reached holds. With an estimate each bucket that is not visited stands in as one weighted entry: its mean key and mean
+Three limits say how many: `probes` buckets, `visit` tokens, `mass` of what the router expects; the first one reached
+applies. With an estimate, each bucket that is not visited is represented by one weighted entry: its mean key and mean
 value, with its count as weight.
 """
 
@@ -27,7 +27,7 @@ from kvsketch.kernels.sources import Choice, Entries, Limits
 class BucketLookup(Lookup):
     """A method whose labels are buckets, and whose queries expect more of some than of others."""
 
-    mass: float | None = None  # the share of what is expected that is enough; None: there is no such limit
+    mass: float | None = None  # which share of all that is expected is enough; None: there is no such limit
     per_token = False  # whether a bucket's score is to be shared among its tokens before buckets are compared
 
     def __init__(self, config: BucketedConfig, buckets: int) -> None:
@@ -53,7 +53,7 @@ class Buckets(Index):
     def __init__(self, method: BucketLookup) -> None:
         self.method, self.staging, self.number = method, method.staging, method.buckets
         self.edges: Int64[Tensor, "l r c_1"] | None = None  # where each run's buckets begin, and where it ends
-        self.sizes: Int64[Tensor, "l c"] | None = None  # tokens in every bucket of the runs
+        self.sizes: Int64[Tensor, "l c"] | None = None  # tokens in every bucket, in all runs together
         self.means: tuple[Tensor, Tensor] | None = None  # of keys and values, by bucket: [l, c, d]
         self.counted: Int64[Tensor, "l c"] | None = None  # tokens in those means
         self.ready = False  # there are no runs yet
@@ -77,7 +77,7 @@ class Buckets(Index):
         return replace(store.read_runs(runs, read), estimated=estimated)
 
     def _means(self, log_sizes: Float[Tensor, "l c"]) -> WeightedTokens:
-        """What stands in for buckets, with these weights."""
+        """The means of the buckets as entries, with these weights."""
         assert self.means is not None
         keys, values = self.means
         return WeightedTokens(keys[None], values[None], log_sizes[None])
@@ -86,7 +86,7 @@ class Buckets(Index):
         self.method.check_notes(labels)
 
     def sort_in(self, store: Store, start: int, stop: int) -> None:
-        """Move the means of the buckets to where these tokens make them."""
+        """Add these tokens to the means of their buckets."""
         if not self.method.estimate:
             return
         labels = store.labels.view[:, start:stop, 0]

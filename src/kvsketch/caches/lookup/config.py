@@ -1,4 +1,4 @@
-"""Methods that keep every token and look at few: what they are told.
+"""The options of methods that keep every token and look at few.
 
     [ sinks | past: everything, of which each query reads a part | window ]
 
@@ -18,9 +18,9 @@ from kvsketch.caches.lookup.store import Lookup
 
 @dataclass(frozen=True, kw_only=True)
 class LookupConfig(KeepingConfig):
-    """What every such method is told. `full_layers`: so many of the model's first layers read everything.
+    """Options that every such method has. `full_layers`: how many of the model's first layers read everything.
 
-    Defaults are the paper's: one sink, 2047 latest tokens, and layer 0 in full (sections 3 and 4).
+    The defaults are the paper's: one sink, the latest 2047 tokens, and layer 0 in full (sections 3 and 4).
     """
 
     sinks: int = 1
@@ -41,12 +41,12 @@ class LookupConfig(KeepingConfig):
         return Exact(sinks=self.sinks, prefill=self.prefill, chunk=self.chunk)
 
     def looks_up_in(self, layer: int) -> bool:
-        """Whether a layer that is not among the first can look things up."""
+        """Whether a layer that is not among the first can look tokens up."""
         return True
 
     @abstractmethod
     def new_method(self, layer: int) -> Lookup:
-        """How tokens are filed and found in one layer."""
+        """How tokens are labelled and found in one layer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,10 @@
 """What was learnt about the keys and queries of a model: buckets and classifiers of every layer, in a folder.
 
-    index.json               which model, what was learnt from what, how well that serves texts left out, and a digest
-                             of every layer's file
+    index.json               which model, what was learnt from what, how well that serves texts that were left out, and
+                             a digest of every layer's file
     layer-03.safetensors     one for each layer
 
-`kvsketch fit` makes it; `saap` and `kmeans` look things up by it.
+`kvsketch fit` makes it; `saap` and `kmeans` look tokens up by it.
 """
 
 from collections.abc import Mapping
@@ -31,8 +31,8 @@ HOW = (
     "kvsketch fit --out FOLDER"
 )
 AGAIN = f"Or make one: {HOW}"
-_known = WeakValueDictionary[tuple[Any, ...], "KeyIndex"]()  # by folder, and what its files were
-FILE = "file"  # of a layer's part of the description: the digest of its file
+_known = WeakValueDictionary[tuple[Any, ...], "KeyIndex"]()  # by folder, and by the versions of its files
+FILE = "file"  # in a layer's part of the description: the digest of the layer's file
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class LayerIndex:
     rotated_centroids: Float[Tensor, "h c d"]  # of keys after rotation
     second: Float[Tensor, "h k c"]  # the classifier of queries before rotation: its last layer
     second_bias: Float[Tensor, "h 1 c"]
-    first: Float[Tensor, "h d k"] | None = None  # the layer before it, normalization folded in; none: it is linear
+    first: Float[Tensor, "h d k"] | None = None  # the layer before that, normalization folded in; None: it is linear
     first_bias: Float[Tensor, "h 1 k"] | None = None
 
     @cached_property
     def classifier(self) -> Classifier:
-        """Both of its layers, or the one."""
+        """The classifier of queries: both of its layers, or its only one."""
         inner = None if self.first is None or self.first_bias is None else (self.first, self.first_bias)
         return Classifier(inner, (self.second, self.second_bias))
 
@@ -56,7 +56,7 @@ class LayerIndex:
         return self
 
     def tensors(self) -> dict[str, Tensor]:
-        """Those there are, by name."""
+        """The tensors that there are, by name."""
         named = {name.name: getattr(self, name.name) for name in fields(self)}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
@@ -66,7 +66,7 @@ class LayerIndex:
         return LayerIndex(**weights)
 
     def of_heads(self, first: int, heads: int) -> "LayerIndex":
-        """Of so many KV heads, from `first` on."""
+        """The same for `heads` of its KV heads, from `first` on."""
         if heads == len(self.centroids):
             return self
         return LayerIndex(**{name: x[first : first + heads] for name, x in self.tensors().items()})
@@ -74,7 +74,7 @@ class LayerIndex:
 
 @dataclass(frozen=True)
 class KeyIndex:
-    """A folder's description, and its layers as they are asked for: copies of a cache share them."""
+    """A folder's description, and its layers, read when they are asked for: copies of a cache share them."""
 
     folder: Path
     description: dict[str, Any]
@@ -86,12 +86,12 @@ class KeyIndex:
 
     @property
     def digest(self) -> str:
-        """Another one for every fit, and whenever a layer's file is another."""
+        """A digest that differs for every fit, and whenever a layer's file is another."""
         return digest_of(self.description)[:16]
 
     @property
     def model(self) -> Mapping[str, Any]:
-        """What there is to know about the model that it was fitted to."""
+        """The facts about the model that the index was fitted to."""
         found: Mapping[str, Any] = self.description["model"]
         return found
 
@@ -125,7 +125,7 @@ class KeyIndex:
         return self._layers[known]
 
     def _read(self, number: int) -> LayerIndex:
-        """The same as it was written; read once, so that a folder that goes later is not missed in the middle."""
+        """A layer as it was written; read once, so that it does not matter if the folder is removed half-way."""
         if number not in self.layers:
             raise ValueError(
                 f"the index {self.folder} has layers {self.layers}, but layer {number} is asked for: fit that "
@@ -137,7 +137,7 @@ class KeyIndex:
         return self._written[number]
 
     def _checked(self, number: int, learnt: dict[str, Tensor]) -> LayerIndex:
-        """What a layer's file holds, if that can be looked up in."""
+        """What a layer's file holds; refused if tokens cannot be looked up by it."""
         what = f"the index {self.folder} has something else in {layer_file(number)}, fit it again: "
         try:
             found = made_of(LayerIndex, learnt)
@@ -150,11 +150,11 @@ class KeyIndex:
             if wanted not in (None, found.centroids.shape[size]):
                 raise ValueError(f"{what}{name} {found.centroids.shape[size]} and not {wanted}")
         if found.centroids.shape[1] != self.buckets or not all(bool(x.isfinite().all()) for x in learnt.values()):
-            raise ValueError(f"{what}not {self.buckets} buckets, or numbers that are none")
+            raise ValueError(f"{what}not {self.buckets} buckets, or numbers that are not finite")
         return found
 
     def check_files(self) -> None:
-        """Refuse a folder that has lost a layer, or has another in its place; read those that are there."""
+        """Read all layers; refuse a folder that has lost one, or has another in its place."""
         for number in self.layers:
             with self._file(number):
                 self._read(number)
@@ -213,10 +213,10 @@ def own_index(facts: dict[str, Any]) -> Path:
 
 
 def read_index(folder: str | Path) -> KeyIndex:
-    """The index in a folder, wherever a program goes from there; its layers are read when they are asked for.
+    """The index in a folder, also after the program has changed its directory; layers are read when asked for.
 
-    As long as anybody has it, and its files are the same, it is the same one: it is large, and so are its copies on
-    devices.
+    While somebody still holds the index and its files are the same, it is the same object: it is large, and so are its
+    copies on devices.
     """
     folder = Path(folder).absolute()
     files_now = folder, *map(_version, [folder / DESCRIPTION, *sorted(folder.glob("layer-*.safetensors"))])
@@ -227,7 +227,7 @@ def read_index(folder: str | Path) -> KeyIndex:
 
 
 def _version(file: Path) -> tuple[Any, ...]:
-    """Another one for every change of a file; of one that is not there too."""
+    """A value that differs after every change of a file; a missing file has one too."""
     try:
         about = file.stat()
     except OSError:  # it has gone meanwhile
@@ -261,7 +261,7 @@ def _numbers_a_layer(item: tuple[str, object]) -> bool:
 
 
 def write_index(folder: Path, description: Mapping[str, Any]) -> None:
-    """Describe the layers in a folder, by which it is an index; their files are there by now."""
+    """Describe the layers in a folder, which makes it an index; their files are there already."""
     layers = dict[str, Any]()
     for number, about in description["layers"].items():
         with TensorFile(folder / layer_file(int(number))) as file:

@@ -19,7 +19,7 @@ from kvsketch.kernels.routing.reference import of_group
 class KMeans(IndexedConfig):
     """Keeps everything and reads the buckets whose centroids are nearest to the queries.
 
-    `rope=True`: buckets are made of keys as they are after rotation, and queries are compared as they are after it.
+    `rope=True`: buckets are made of keys after rotation, and queries are compared after rotation.
     Deviation: the paper does not say how queries of a group choose together; here their inner products are averaged.
     """
 

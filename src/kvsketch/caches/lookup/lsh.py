@@ -1,8 +1,9 @@
 """Locality-sensitive hashing: the one-head forms are `algorithms/lsh.py`; what Saap compares with (appendix B).
 
-`kdeformer` and `reformer` sort keys by a code and cut them into bins of as many keys; a query reads the bin that its
-own code falls into. Here every sorted run of the past is cut by itself. `magicpig` reads keys that share a bucket with
-the query in two tables at least. Directions are drawn for every head. Queries of a group read what each of them finds.
+`kdeformer` and `reformer` sort keys by a code and cut them into bins of equally many keys; a query reads the bin that
+its own code falls into. Here every sorted run of the past is cut by itself. `magicpig` reads keys that share a bucket
+with the query in at least two tables. Each head draws its own directions. Every query of a group reads what any of them
+finds.
 """
 
 import math
@@ -32,8 +33,8 @@ MOST_PARTS = 1 << 16  # bins, or tables
 class LSH(SortedConfig):
     """Keeps everything and reads the keys that random directions put together with the query.
 
-    `bins` (kdeformer, reformer): into how many parts keys are cut. `bits`: directions of a code (kdeformer), of a table
-    (magicpig), or 2^bits directions (reformer). `tables`: of magicpig.
+    `bins` (kdeformer, reformer): into how many parts keys are cut. `bits`: how many directions a code (kdeformer) or a
+    table (magicpig) has; reformer has 2^bits directions. `tables`: how many magicpig has.
     """
 
     name: ClassVar[str] = "lsh"
@@ -49,7 +50,7 @@ class LSH(SortedConfig):
         check_choice("kind", self.kind, KINDS)
         for name in ("bins", "bits", "tables"):
             check_count(name, getattr(self, name), least=1, most=MOST_PARTS)
-        most = 20 if self.kind == "reformer" else MOST_BITS  # a million directions; or bits of a number
+        most = 20 if self.kind == "reformer" else MOST_BITS  # a million directions; or the bits of one number
         if self.bits > most:
             raise ValueError(f"bits of {self.kind} must be at most {most}, got {self.bits}")
         check_seed(self.seed)
@@ -89,7 +90,7 @@ class Directions:
 
 
 class HashedLookup(Lookup):
-    """Keys and queries by their codes."""
+    """Labels keys, and looks for queries, by their codes."""
 
     def __init__(self, config: LSH, layer: int) -> None:
         self.config, self.directions = config, Directions(config, layer)
@@ -109,7 +110,7 @@ class HashedLookup(Lookup):
 
 
 class Bins(Index):
-    """Runs are cut into bins of the same number of keys, in the order of codes; a query reads that of its own code."""
+    """Runs, in the order of codes, are cut into bins of equally many keys; a query reads the bin of its own code."""
 
     def __init__(self, bins: int, staging: int) -> None:
         self.bins, self.staging = bins, staging
@@ -140,7 +141,7 @@ class Bins(Index):
 
 
 class Tables(Index):
-    """Keys with their bucket in every table; a query reads those that share enough of its buckets."""
+    """Keys with their bucket in every table; a query reads the keys that share enough of its buckets."""
 
     def __init__(self, tables: int) -> None:
         self.tables = tables

@@ -20,7 +20,7 @@ KEYS, QUERIES = 0, 1  # what a number is drawn for
 
 @dataclass(frozen=True, kw_only=True)
 class RandomBuckets(BucketedConfig):
-    """Keeps everything and reads buckets at random, of tokens in buckets at random."""
+    """Keeps everything, puts tokens into buckets at random, and reads buckets at random."""
 
     name: ClassVar[str] = "random_buckets"
 
@@ -37,7 +37,7 @@ class RandomBuckets(BucketedConfig):
 
 
 class RandomLookup(BucketLookup):
-    """A bucket is drawn for every token by its rank, and visits for every query by that of its token."""
+    """Draws a bucket for every token by the token's rank, and visits for every query by the rank of its token."""
 
     def __init__(self, config: RandomBuckets, layer: int) -> None:
         self.seed, self.layer = config.seed, layer

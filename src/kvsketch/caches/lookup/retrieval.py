@@ -20,8 +20,8 @@ from kvsketch.caches.lookup.store import Index, Lookup, Store
 class Retrieval(LookupConfig):
     """Keeps everything and reads the tokens with the largest attention: the upper bound of looking few up.
 
-    `top`: so many of them (256), or such a share of the past (0.05). Queries of a group choose together, by their
-    mean attention over the past. To find them all keys are read, so nothing is saved.
+    `top`: how many of them (256), or which share of the past (0.05). Queries of a group choose together, by their
+    mean attention over the past. All keys are read to find these tokens, so nothing is saved.
     """
 
     name: ClassVar[str] = "retrieval"
@@ -40,7 +40,7 @@ class Retrieval(LookupConfig):
 
 
 class RetrievalLookup(Lookup):
-    """All tokens; nothing needs to be noted about them."""
+    """Looks among all tokens; nothing needs to be noted about them."""
 
     def __init__(self, top: int | float) -> None:
         self.top = top
@@ -53,7 +53,7 @@ class RetrievalLookup(Lookup):
 
 
 class Largest(Index):
-    """A query reads the tokens of which its group has the largest attention."""
+    """A query reads the tokens that get the largest attention from its group."""
 
     def __init__(self, top: int | float) -> None:
         self.top = top

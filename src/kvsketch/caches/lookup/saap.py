@@ -1,4 +1,4 @@
-"""Saap: the method's one-head form is `algorithms/saap.py`, what it has learnt comes from `kvsketch fit`."""
+"""Saap: the method's one-head form is `algorithms/saap.py`; what it has learnt comes from `kvsketch fit`."""
 
 from collections.abc import Callable
 from copy import copy
@@ -28,7 +28,7 @@ PREFERENCES = ("mass", "density")
 
 @dataclass(frozen=True, kw_only=True)
 class IndexedConfig(BucketedConfig):
-    """`index`: the folder that `kvsketch fit` made for the model; left out, the one there is for it."""
+    """`index`: the folder that `kvsketch fit` made for the model; left out, the index found for that model."""
 
     index: str = ""
 
@@ -36,16 +36,16 @@ class IndexedConfig(BucketedConfig):
         super().__post_init__()
         if not isinstance(self.index, str):
             raise ValueError(f"index must be the name of a folder, got {self.index!r}")
-        _ = self.folder  # is found now: a program may go elsewhere later
+        _ = self.folder  # is found now: a program may change its directory later
 
     @cached_property
     def folder(self) -> Path:
-        """The folder, from wherever this program was when the config was made; `index` stays as it was given."""
+        """The folder, seen from where the program was when the config was made; `index` stays as it was given."""
         return Path(self.index).absolute()
 
     @cached_property
     def learnt(self) -> KeyIndex:
-        """What is in the folder."""
+        """The index that is in the folder."""
         if not self.index:
             raise ValueError(
                 f'{self.name} looks things up in an index: {self.name}(index="FOLDER"), made by kvsketch fit'
@@ -56,7 +56,7 @@ class IndexedConfig(BucketedConfig):
         if self.index or "learnt" in vars(self):
             self.learnt.check_model(facts())
             return self
-        found = copy(self)  # it is the same config, but for where what was learnt is
+        found = copy(self)  # the same config, but for where its index is
         vars(found)["learnt"] = find_index(self.name, facts())
         return found
 
@@ -67,7 +67,7 @@ class IndexedConfig(BucketedConfig):
         return replace(self, index=str(self.folder.resolve())) if self.index else self
 
     def looks_up_in(self, layer: int) -> bool:
-        """Where something was learnt: `kvsketch fit` leaves out layers whose queries do not look far."""
+        """Whether the layer was fitted: `kvsketch fit` leaves out layers whose queries do not look far."""
         return layer in self.learnt.layers
 
 
@@ -76,8 +76,8 @@ class Saap(IndexedConfig):
     """Keeps everything and reads the buckets that a learned classifier expects the answer in.
 
     `mass`: buckets are visited until the classifier expects this share of a query's attention in them.
-    `prefer="mass"`, as published: those where it expects most. `prefer="density"`: where it expects most for each token
-    that has to be read; an empty bucket then never comes before one with tokens.
+    `prefer="mass"`, as published, visits the buckets where it expects most; `prefer="density"` those where it expects
+    most for each token that has to be read: an empty bucket then never comes before one with tokens.
     """
 
     name: ClassVar[str] = "saap"
@@ -108,7 +108,7 @@ class SaapLookup(BucketLookup):
         super().__init__(config, config.learnt.buckets)
 
     def _learnt(self, at: Tensor, heads: int) -> LayerIndex:
-        """What was learnt for so many heads here, where and as precise as `at`; kept, for every step asks for it."""
+        """What was learnt for this process's heads, on `at`'s device and in its dtype; kept, as every step needs it."""
         if self.ready is None or self.ready[0] != (at.device, at.dtype):
             learnt = self.config.learnt.layer(self.layer, at.device, at.dtype, (self.first_head, heads))
             self.ready = ((at.device, at.dtype), learnt)

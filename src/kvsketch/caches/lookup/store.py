@@ -1,11 +1,11 @@
-"""The one store of methods that look things up: all tokens of a bundle of lanes, those with one label side by side.
+"""The one store of methods that look tokens up: all tokens of a bundle of lanes, those with one label side by side.
 
     [ run | run | run | staging ]
 
-New tokens wait in the staging, which every query reads in full; as soon as there are `staging` of them they are sorted
-in by their label. The runs are as long as the digits of the number of stagings say, written in base 32: 1,100 of them
-are 1,024 + 64 + 12. So there are few runs, of which a query reads long pieces; a token is moved tens of times in its
-life and not at every step, and what lies where depends on how many tokens came, not on how.
+New tokens wait in the staging, which every query reads in full; as soon as there are `staging` of them, they are sorted
+in by label. The lengths of the runs are given by the digits, in base 32, of the number of stagings: 1,100 stagings are
+runs of 1,024, 64 and 12. So there are few runs, of which a query reads long pieces; a token is moved tens of times in
+its life, not at every step; and what lies where depends on how many tokens came, not on how they came.
 
 A method says what a token's labels are (`note`), what queries look for (`ask`), and which index finds that.
 """
@@ -32,12 +32,12 @@ from kvsketch.kernels.places import chosen
 from kvsketch.kernels.sources import Choice, Entries, Segments, Staged
 from kvsketch.kernels.weighted_attention.reference import attend_where
 
-BASE = 32  # with 4 there are five runs of 170,000 tokens, not two, and a step takes a twentieth longer
-BEFORE = 4  # what it was, which earlier files do not say
+BASE = 32  # with base 4, 170,000 tokens are five runs, not two, and a step takes a twentieth longer
+BEFORE = 4  # the base of earlier files, which do not name it
 
 
 class Lookup(Method):
-    """A method that looks things up: a labeller of keys, a router of queries, and an index of the store."""
+    """A method that looks tokens up: a labeller of keys, a router of queries, and an index of the store."""
 
     observes = frozenset({"read"})
     looks_up = True
@@ -45,18 +45,18 @@ class Lookup(Method):
 
     @abstractmethod
     def note(self, seen: Seen) -> Int64[Tensor, "b h n t"]:
-        """The labels of tokens, by which they are filed: the first one decides where."""
+        """The labels of tokens, by which they are sorted: the first label decides the place."""
 
     @abstractmethod
     def new_index(self) -> "Index":
-        """What finds it."""
+        """What finds the tokens that queries look for."""
 
     def new_holding(self, budget: Budget) -> "Store":
         return Store(self.new_index())
 
 
 class Index(ABC):
-    """What is known about the runs of a store, and which tokens a query reads."""
+    """What is known about the runs of a store; it decides which tokens a query reads."""
 
     staging: int | None = None  # tokens that wait until they are sorted in; None: nothing is sorted
 
@@ -64,7 +64,7 @@ class Index(ABC):
 
     @abstractmethod
     def find(self, store: "Store", query: Query, asked: Tensor | None) -> Answer:
-        """Attention of every query over the tokens that it looks at; there are some."""
+        """Attention of every query over the tokens that it looks at; the store has some."""
 
     def check(self, labels: Int64[Tensor, "l n t"]) -> None:  # noqa: B027
         """Refuse labels that no token can have."""
@@ -76,7 +76,7 @@ class Index(ABC):
         """Called when runs have changed."""
 
     def marks(self) -> object:
-        """Where what `find` reads lies, see `Holding.marks`: anywhere, if it goes by numbers that only Python knows."""
+        """Where all that `find` reads lies (`Holding.marks`); never the same if it uses numbers only Python knows."""
         return object()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -99,16 +99,16 @@ class Store(Holding):
 
     def __init__(self, index: Index) -> None:
         self.index = index
-        self.pairs, self.labels = Growing(dim=1), Growing(dim=1)  # a pair: a token's key, and its value behind it
+        self.pairs, self.labels = Growing(dim=1), Growing(dim=1)  # a pair: a token's key, and its value after it
         self.key_width = 0
         self.runs: list[int] = []  # where each run begins
         self.sorted_to = 0  # where the staging begins
         # On the device: where the staging begins, how many tokens are in it, and how many there are in all.
         self.at: Int64[Tensor, " 3"] | None = None
-        self.room = 0  # for so many tokens there has been room since steps were recorded
-        self.open_pairs: Float[Tensor, "l n de"] | None = None  # while they are: pairs, and empty places behind them
+        self.room = 0  # for how many tokens there has been room since steps were recorded
+        self.open_pairs: Float[Tensor, "l n de"] | None = None  # while they are: pairs, and empty places after them
         self.entries: Entries | None = None  # all tokens, as queries read them one after another
-        # Tokens that queries read, and that they could have read; and those of single queries that are not in it yet.
+        # How many tokens queries read, and could have read; and the same of single queries, which is added later.
         self.counted: Float[Tensor, "l 2"] | None = None
         self.to_count = list[tuple[Int64[Tensor, "1 l 1"], int]]()
 
@@ -127,12 +127,12 @@ class Store(Holding):
 
     @property
     def keys(self) -> Float[Tensor, "l n d"]:
-        """Those of all tokens; a view."""
+        """Keys of all tokens; a view."""
         return self._parted(self.pairs.view)[0]
 
     @property
     def values(self) -> Float[Tensor, "l n e"]:
-        """Those of all tokens; a view."""
+        """Values of all tokens; a view."""
         return self._parted(self.pairs.view)[1]
 
     @property
@@ -150,11 +150,11 @@ class Store(Holding):
         return self.index.find(self, query, asked)
 
     def tokens(self) -> WeightedTokens:
-        """All tokens, as those of one row whose heads are the lanes."""
+        """All tokens, as one row whose heads are the lanes."""
         return WeightedTokens(*(x[None] for x in self._parted(self._pairs())))
 
     def _pairs(self) -> Float[Tensor, "l n de"]:
-        """Keys with their values behind them; while this is open, with empty places behind all."""
+        """Each key with its value after it; while the store is open, with empty places after the last."""
         return self.pairs.view if self.open_pairs is None else self.open_pairs
 
     def _parted(self, pairs: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,7 +167,7 @@ class Store(Holding):
         return self.read_runs(runs, runs.rows)
 
     def read_runs(self, runs: Segments | Choice, read: Int64[Tensor, "1 l q"], *more: Entries) -> Answer:
-        """Attention over these runs of places, so many of them, and over other entries."""
+        """Attention over these runs, in which each query reads `read` places, and over `more` entries."""
         if isinstance(runs, Choice):
             self.entries = self.entries or Entries(self.tokens(), pairs=self._pairs()[None])
             found = self.entries.by(runs)
@@ -176,7 +176,7 @@ class Store(Holding):
         return Answer(None, read=read, unread=((found,), *((one,) for one in more)))
 
     def read_where(self, query: Query, visible: Callable[[int, int], Bool[Tensor, "1 l q n"]]) -> Answer:
-        """Attention over the tokens that `visible` gives for queries start…stop-1: over all of them, with a mask.
+        """Attention over the tokens that `visible` gives for queries start…stop-1, by a mask over all tokens.
 
         For comparisons: the numbers are those of a method that reads few tokens, the time is that of reading all.
         """
@@ -187,12 +187,12 @@ class Store(Holding):
             read.append(found.sum(3))
             return found
 
-        held = WeightedTokens(self.keys[None], self.values[None])  # as many as masks are of, also while this is open
+        held = WeightedTokens(self.keys[None], self.values[None])  # as many as masks cover, also while this is open
         part = attend_where(query.queries, held, query.scale, seen, softcap=query.softcap, at_once=MASK_AT_ONCE)
         return Answer(part, read=torch.cat(read, 2))
 
     def observe(self, query: Query, read: Int64[Tensor, "1 l q"] | None, lse: Tensor | None) -> None:
-        """Count for the report what was read of what could have been."""
+        """Count for the report how many tokens were read, and how many could have been."""
         if read is None:
             return
         alone = read.shape[2] == 1 and not query.padded
@@ -205,17 +205,17 @@ class Store(Holding):
         if query.padded:
             real = by_query >= 0
             by_query, asked = by_query * real, real.sum(1)
-        # The second is a number of the device's: it is another one when a step is replayed.
+        # `at[2]` is a number on the device: it is another one when a step is replayed.
         self._add(by_query.sum(1), self.at[2] * asked)
 
     def count_read(self, read: Int64[Tensor, "1 l 1"]) -> None:
         """Count what a single query read."""
         self.to_count.append((read, self.count))
-        if len(self.to_count) >= BLOCK:  # together, for adding them up one by one is many calls
+        if len(self.to_count) >= BLOCK:  # together: adding them one by one is many calls
             self._count()
 
     def _count(self) -> None:
-        """Add what single queries read."""
+        """Add to the counts what single queries read."""
         if waiting := list(self.to_count):
             read = torch.cat([read[0] for read, _ in waiting], 1).sum(1)
             del self.to_count[: len(waiting)]
@@ -223,13 +223,13 @@ class Store(Holding):
 
     def _add(self, read: Int64[Tensor, " l"], could: Int64[Tensor, " l"] | Int64[Tensor, ""] | int) -> None:
         before = read.new_zeros(len(read), 2, dtype=torch.float64) if self.counted is None else self.counted
-        self.counted = writable(before)  # and written to where it lies
+        self.counted = writable(before)  # it is written to in place
         self.counted[:, 0].add_(read)
         self.counted[:, 1].add_(could)
 
     @property
     def reads(self) -> Float[Tensor, "l 2"] | None:
-        """Tokens that queries read, and that they could have read, counted up to now."""
+        """How many tokens queries read, and how many they could have read, up to now."""
         self._count()
         return self.counted
 
@@ -254,7 +254,7 @@ class Store(Holding):
         self.at = written(self.at, listed_on(self.pairs.view.device, numbers))
 
     def _sort_in(self, stop: int, staging: int) -> None:
-        """Have runs up to here; those that are as they should be stay."""
+        """Sort tokens into runs up to `stop`; runs that are as they should be stay."""
         for start in range(self.sorted_to, stop, staging):
             self.index.sort_in(self, start, start + staging)
         before, wanted = (
@@ -268,11 +268,11 @@ class Store(Holding):
 
     def _sort(self, start: int, stop: int) -> None:
         order = self.labels.view[:, start:stop, 0].sort(dim=1, stable=True).indices
-        for held in (self.pairs, self.labels):  # nobody else's: tokens were just added to them, or they are copies
+        for held in (self.pairs, self.labels):  # not shared: tokens were just added to them, or they are copies
             held.view[:, start:stop] = chosen(held.view[:, start:stop], order)
 
     def labels_of_runs(self) -> Iterator[tuple[int, Int64[Tensor, "l n"]]]:
-        """Where every run begins, and its labels."""
+        """Every run: where it begins, and its labels."""
         for start, stop in pairwise([*self.runs, self.sorted_to]):
             yield start, self.labels.view[:, start:stop, 0].contiguous()
 
@@ -325,7 +325,7 @@ class Store(Holding):
         base = numbers.get("base", BEFORE)
         if base not in (BASE, BEFORE):
             raise ValueError(f"runs cut by {base!r:.40}, not by {BASE} or {BEFORE}")
-        if self.runs and base != BASE:  # a file of another version; its tensors may be somebody's
+        if self.runs and base != BASE:  # a file of another version; its tensors may be shared
             self.pairs, self.labels = Growing(1, pairs.clone()), Growing(1, labels.clone())
             for start, stop in pairwise([*self.runs, self.sorted_to]):
                 self._sort(start, stop)
@@ -336,7 +336,7 @@ class Store(Holding):
 
 
 def _wanted(stop: int, staging: int) -> list[int]:
-    """Where the runs of so many tokens begin: one for every digit that is not 0."""
+    """Where the runs of `stop` tokens begin: one run for every digit that is not 0."""
     starts, count, digit = [], stop // staging, 1
     while digit <= count:
         if count // digit % BASE:

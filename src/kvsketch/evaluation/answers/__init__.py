@@ -1,1 +1,1 @@
-"""What methods do to a model's answers: questions on made documents, scores, means and pictures."""
+"""What methods do to a model's answers: questions on made-up documents, scores, means and pictures."""

@@ -18,7 +18,7 @@ from kvsketch.huggingface.report import LayerReport
 
 QUESTIONS = 6
 NEW_TOKENS = 12
-# No layer reads everything, and what it reads in any case is little: as in long texts, where both weigh nothing.
+# No layer reads everything, and what is always read is small: in long texts, neither would matter.
 LOOKS_UP = "saap(probes=64, visit=0.07, prefer='density', window=127, staging=32, full_layers=0)"
 METHODS: Mapping[str, str] = {
     "exact": "everything held, everything read",
@@ -36,7 +36,7 @@ DOCUMENTS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Answer:
-    """What a method said to a question, and whether that is right."""
+    """What a method answered to a question, and whether that is right."""
 
     text: str
     right: bool
@@ -48,7 +48,7 @@ class Row:
 
     document: str
     method: str
-    report: Report  # when the document had been read; of what looks up, when the first question had been answered
+    report: Report  # after the document was read; for methods that look tokens up, after the first answer
     answers: tuple[Answer, ...]
 
     @property
@@ -63,7 +63,7 @@ class Row:
 
     @property
     def reads(self) -> float:
-        """The part of what was seen that a new token reads, the latest tokens among it; the mean of all layers."""
+        """The share of the tokens seen that a new token reads, the latest ones included; the mean over layers."""
         return fmean(map(self._reads_in, self.report.layers))
 
     def _reads_in(self, layer: LayerReport) -> float:
@@ -76,8 +76,8 @@ class Row:
 
 
 def document(task: str, count: Callable[[Sample], int], tokens: int, seed: int = 0) -> Sample:
-    """A document with about so many tokens, and questions on it from its start to its end."""
-    setting = Setting(size=1, questions=tokens, wording="compact")  # all that can be asked
+    """A document of about `tokens` tokens, and questions on it that are spread from its start to its end."""
+    setting = Setting(size=1, questions=tokens, wording="compact")  # as many as can be asked
     sample = Fitter(TASKS[task], setting, count).sample(tokens, f"demo/{seed}")
     ordered = sorted(sample.questions, key=lambda question: question.depth or 0.0)
     asked = min(QUESTIONS, len(ordered))
@@ -88,7 +88,7 @@ def document(task: str, count: Callable[[Sample], int], tokens: int, seed: int =
 def run_demo(
     tokens: int, advance: Callable[[str], None] = lambda method: None, *, device: str = "cpu"
 ) -> Iterator[Row]:
-    """Read the documents with every method, then ask the same questions; none is known when a document is read."""
+    """Read each document with every method, then ask the same questions; none is known while a document is read."""
     model, tokenizer = load_embedded(torch.float32)
     model.to(device)
     for task in DOCUMENTS:
@@ -104,7 +104,7 @@ def _run(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: str, 
     report, answers = cache.report(), list[Answer]()
     for question in sample.questions:
         ids = tokenizer(question.prompt, return_tensors="pt", add_special_tokens=False)["input_ids"].to(model.device)
-        twin = prefill(model, ids[:, :-1], cache.fork(), chunk=1)  # one by one: who looks up does so for questions too
+        twin = prefill(model, ids[:, :-1], cache.fork(), chunk=1)  # one by one: only then are tokens looked up
         out, _ = answer(model, ids[:, -1:], twin, max_new_tokens=NEW_TOKENS)
         asked = twin.report()
         if report.looked_up is None and asked.looked_up is not None:

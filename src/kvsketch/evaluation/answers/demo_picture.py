@@ -1,4 +1,4 @@
-"""The picture of `kvsketch demo`: what each method answers, beside what it holds and reads."""
+"""The picture of `kvsketch demo`: how much each method answers, beside how much it holds and reads."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""One page of results that needs no other file: tables, pictures and where the numbers come from."""
+"""A page of results that needs no other file: tables, pictures, and where the numbers come from."""
 
 import base64
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from kvsketch.evaluation.tasks import TASKS
 def write_page(rows_path: Path, folder: Path, able: float | None = None) -> Path:
     """Draw the pictures of a file of rows, and write `report.html` beside them.
 
-    With `able`, of what the model can do with everything held: where it scores so much.
+    With `able`, only of what the model can do: where it scores at least that with everything held.
     """
     runs, rows = read_rows(rows_path)
     if not rows:
@@ -37,7 +37,7 @@ def write_page(rows_path: Path, folder: Path, able: float | None = None) -> Path
 
 
 def _table(means: Sequence[Mean], asked: str, title: str) -> dict[str, object]:
-    """Methods down, tasks and lengths across."""
+    """A table with a line for each method and a column for each task and length."""
     here = [mean for mean in means if mean.asked == asked]
     columns = sorted({(mean.task, mean.length) for mean in here}, key=lambda column: (_place(column[0]), column[1]))
     methods = dict.fromkeys(mean.method for mean in here)

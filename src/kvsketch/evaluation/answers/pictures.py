@@ -1,4 +1,4 @@
-"""Pictures of rows, and of nothing else: needle maps, score against bytes, score against length."""
+"""Pictures that are made from rows alone: needle maps, score against bytes, score against length."""
 
 import math
 from collections import Counter
@@ -25,7 +25,7 @@ from kvsketch.evaluation.results.panels import (
 )
 from kvsketch.evaluation.results.rows import Row
 
-DASH = 3.0  # length of a curve's dashes where another lies on it, in widths of the line
+DASH = 3.0  # length of the dashes of curves that lie on one another, in line widths
 DEPTHS = 10  # rows of a needle map where depths were drawn at random
 
 
@@ -58,9 +58,9 @@ def draw_scores(means: Sequence[Mean], folder: Path) -> list[Picture]:
 
 
 def draw_needles(rows: Sequence[Row], folder: Path) -> list[Picture]:
-    """The needle maps: a mean over lengths and depths would hide what they show, so they need the rows.
+    """The needle maps; they need the rows, as means over lengths and depths would hide what maps show.
 
-    Rows of another text, wording or limit have a map of their own.
+    Rows with another text, wording or limit of tokens get a map of their own.
     """
     found = list[Picture]()
     needles = [row for row in rows if row["task"] == "needle"]
@@ -88,7 +88,7 @@ def _range(numbers: Collection[int]) -> str:
 
 
 def score_against_bytes(means: Sequence[Mean]) -> Figure:
-    """A panel for each task, at the longest length that methods were compared at: a curve for each over its budgets."""
+    """A panel for each task, at the longest length at which methods were compared, with a curve for each method."""
     compared = [mean for mean in means if mean.method != "exact"]
     longest = {task: max(mean.length for mean in compared if mean.task == task) for task in _tasks(compared)}
     figure, panels = panels_for(len(longest))
@@ -110,7 +110,7 @@ def score_against_bytes(means: Sequence[Mean]) -> Figure:
 
 
 def score_against_length(means: Sequence[Mean]) -> Figure:
-    """A panel for each task: a curve for each method over the lengths."""
+    """A panel for each task, with a curve for each method over the lengths."""
     means = [mean for mean in means if len({other.length for other in means if other.task == mean.task}) > 1]
     figure, panels = panels_for(len(_tasks(means)))
     colours = _colours(means, lambda mean: mean.method)
@@ -131,7 +131,7 @@ def score_against_length(means: Sequence[Mean]) -> Figure:
 
 
 def needle_map(rows: Sequence[Row]) -> Figure:
-    """A panel for each method: the share of needles found, over length and depth."""
+    """A panel for each method, with the share of needles found by length and depth."""
     methods = list(dict.fromkeys(row["method"] for row in rows))
     lengths = sorted({row["length"] for row in rows})
     given = all(row["depth"] is not None for row in rows)
@@ -165,7 +165,7 @@ def _tasks(means: Sequence[Mean]) -> list[str]:
 
 
 def _colours(means: Sequence[Mean], name: Callable[[Mean], str] = lambda mean: family(mean.method)) -> dict[str, str]:
-    """A colour for every curve; grey for exact attention."""
+    """A colour for every curve; exact is grey."""
     names = dict.fromkeys(name(mean) for mean in means)
     others = [one for one in names if one != "exact"]
     colours = {one: COLOURS[i % len(COLOURS)] for i, one in enumerate(others)}
@@ -174,7 +174,7 @@ def _colours(means: Sequence[Mean], name: Callable[[Mean], str] = lambda mean: f
 
 @dataclass(frozen=True)
 class Curve:
-    """A method's means, and where they stand."""
+    """A method's means, and their places on the x axis."""
 
     name: str
     colour: str
@@ -183,12 +183,12 @@ class Curve:
 
     @property
     def points(self) -> list[tuple[float, float]]:
-        """Where its markers are."""
+        """The points of its markers."""
         return [(place, mean.score) for place, mean in zip(self.places, self.means, strict=True)]
 
 
 def _draw_curves(axes: Axes, curves: Sequence[Curve]) -> None:
-    """Curves with their intervals; lines that lie on one another are dashed in turn, and their markers are rings."""
+    """Draw curves with intervals; lines that lie on one another get alternating dashes, and markers rings."""
     wide = max((abs(place) for curve in curves for place in curve.places), default=0.0)
     same_point = partial(_same_point, wide=wide)
     for number, curve in enumerate(curves):
@@ -210,12 +210,12 @@ def _draw_curves(axes: Axes, curves: Sequence[Curve]) -> None:
 
 
 def _same_point(one: tuple[float, float], other: tuple[float, float], wide: float) -> bool:
-    """Whether two points of a picture look like one: their distance is less than a marker."""
+    """Whether two points look like one in the picture: they are less than a marker apart."""
     return abs(one[0] - other[0]) <= 0.02 * wide and abs(one[1] - other[1]) <= 0.02
 
 
 def _overlapping(curve: Curve, curves: Sequence[Curve], same_point: Callable[[Any, Any], bool]) -> list[Curve]:
-    """The curves that lie on this one, on one of those, and so on: itself too, in the order that they are drawn in."""
+    """This curve and those that lie on it, on one of these, and so on, in the order in which they are drawn."""
     found, new = [curve], [curve]
     while new:
         last, new = new, []

@@ -1,4 +1,4 @@
-"""What is to be run: tasks, lengths and methods, checked before there is any work."""
+"""The plan of a benchmark of answers: tasks, lengths and methods, checked before any work is done."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Literal
 from kvsketch.evaluation.tasks import TASKS, Sample, Task, Wording
 from kvsketch.evaluation.tasks.haystack import Grammar, Haystack
 
-Asked = Literal["before", "after"]  # the question is known before the cache compresses, or only afterwards
+Asked = Literal["before", "after"]  # the question is known before the cache is compressed, or only afterwards
 Place = tuple[str, int, Asked]  # a task, tokens of its prompts, and when the question is known
 
 
@@ -23,7 +23,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is to be run."""
+    """What is to be run: all prompts, and the methods that answer them."""
 
     tasks: Sequence[str]
     methods: Sequence[str]
@@ -35,8 +35,8 @@ class Plan:
     haystack: Haystack = field(default_factory=Grammar)
     seed: int = 0
     batch: int = 8
-    max_new_tokens: int | None = None  # the task's own if None
-    cases: tuple[str, Sequence[Sample]] | None = None  # ready prompts instead of made ones
+    max_new_tokens: int | None = None  # None: the task's own limit
+    cases: tuple[str, Sequence[Sample]] | None = None  # a file's name and its ready prompts, instead of made-up ones
     raw: bool = False  # without the model's chat template
     left_out: Collection[Place] = ()
 
@@ -68,8 +68,8 @@ class Plan:
             raise ValueError(f"{self.cases[0]} has no cases")
 
     def cells(self) -> Iterator[Cell]:
-        """Everything to run, short prompts first."""
-        if self.cases is not None:  # ready prompts have the length they have
+        """All cells to run, short prompts first."""
+        if self.cases is not None:  # the length of ready prompts is not chosen
             yield from (Cell(task=TASKS[name], length=0, cases=self.cases[0]) for name in self.tasks)
             return
         for length in sorted(self.lengths):
@@ -78,17 +78,17 @@ class Plan:
                     yield Cell(task=TASKS[name], length=length, depth=depth)
 
     def question_modes(self, cell: Cell) -> Sequence[Asked]:
-        """When a cell's questions are known: where the document begins with the question, always before."""
+        """When a cell's questions are known; where the document begins with the question, only before."""
         known = cell.task.asks_first and self.wording == "official"
         modes = [asked for asked in self.asked if asked == "before" or not known]
         return [asked for asked in modes if (cell.task.name, cell.length, asked) not in self.left_out]
 
     @property
     def prompts(self) -> int:
-        """Prompts in a cell."""
+        """How many prompts a cell has."""
         return self.samples if self.cases is None else min(self.samples, len(self.cases[1]))
 
     @property
     def answers(self) -> int:
-        """How many rows this makes."""
+        """How many rows the plan makes, one for each answer."""
         return self.prompts * sum(len(self.question_modes(cell)) for cell in self.cells()) * len(self.methods)

@@ -1,4 +1,4 @@
-"""Reading a batch of prompts with questions once, exactly, for all methods that can take that over."""
+"""Reading a batch of prompts with questions once, exactly, for all methods that can continue from that."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Prompt:
 
 
 class Reading:
-    """A batch of prompts: what was read of it exactly, and what methods make of that."""
+    """A batch of prompts: exact caches that have read it, and the methods' caches made from them."""
 
     def __init__(
         self,
@@ -33,18 +33,18 @@ class Reading:
         pad: Callable[[list[list[int]]], tuple[Tensor, Tensor]],
         methods: Sequence[tuple[Asked, MethodConfig]] = (),
     ) -> None:
-        """`methods` are those that will be asked for: those of one mode share a reading where they can."""
+        """`methods` are all that will be asked for; those with the same question mode share a reading if they can."""
         self.model, self.prompts, self.pad, self.methods = model, prompts, pad, methods
         self._exact = dict[tuple[Asked, Exact], SketchCache]()
 
     def begin(self, asked: Asked, config: MethodConfig) -> None:
-        """Read what a method can share with others."""
+        """Read exactly what a method can share with others, if it can."""
         shared = self._readable(asked, config)
         if shared is not None:
             self._read_for(asked, shared)
 
     def compressed(self, asked: Asked, config: MethodConfig) -> SketchCache:
-        """A cache that has read the documents, and all but the last token of the questions if they are known before."""
+        """A method's cache of the documents and, if known before, of the questions without their last tokens."""
         shared = self._readable(asked, config)
         if shared is not None:
             return self._read_for(asked, shared).compress(config)
@@ -56,11 +56,11 @@ class Reading:
     def _read_for(self, asked: Asked, config: Exact) -> SketchCache:
         """The exact cache of the documents, and of the questions if they are known before; read once.
 
-        Notes of queries are those of one call, so where they are taken documents and questions are read as one.
+        Notes of queries are taken within one call, so where they are taken, document and question are read in one.
         """
         if (asked, config) not in self._exact:
             for other in [key for key in self._exact if key[1].askings]:
-                del self._exact[other]  # modes follow one another, and a whole cache with notes for each is much
+                del self._exact[other]  # modes come one by one, and a whole cache with notes for each is much
             if asked == "after" or config.askings:
                 self._exact[asked, config] = self._read_whole(asked, config)
             else:
@@ -69,7 +69,7 @@ class Reading:
         return self._exact[asked, config]
 
     def _read_whole(self, asked: Asked, config: MethodConfig) -> SketchCache:
-        """A cache of this method that has read all there is to read, in one call."""
+        """A cache of this method that has read the documents, and questions known before, in one call."""
         known = [p.question[:-1] if asked == "before" else [] for p in self.prompts]
         rows = [p.context + question for p, question in zip(self.prompts, known, strict=True)]
         return self._read(rows, make_cache(self.model, config))

@@ -1,9 +1,9 @@
-"""Runs tasks on a model with several methods, and gives a row for each answer.
+"""Runs tasks on a model with several methods, and makes a row for each answer.
 
-A batch of documents is read once, exactly. Each method then compresses what was read, and is asked; where the question
-is known before, a copy of the exact cache reads it too before that. This is what the method would have done alone: with
-`prefill="exact"` a method's tokens see all earlier ones of the call. Methods that read in chunks, or need what an exact
-cache does not have, read for themselves.
+A batch of documents is read once, exactly. Each method then compresses what was read, and is asked; if the question is
+known before, a copy of the exact cache reads the question before that. The result is what the method would have had
+alone: with `prefill="exact"`, tokens see all earlier tokens of their call. Methods that read in chunks, or need what an
+exact cache does not have, read the documents themselves.
 """
 
 import time
@@ -30,18 +30,18 @@ from kvsketch.huggingface.rereading import check_room_behind
 from kvsketch.huggingface.supported import check_context
 from kvsketch.huggingface.templates import split_prompt, uses_template
 
-# Whatever a checkpoint's own generation settings are, the likeliest token is taken.
+# Always take the likeliest token, whatever the checkpoint's own generation settings are.
 GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 
 
 def read_together(exact: SketchCache, batch: int) -> int:
-    """How many of a batch's prompts: stock's sliding layers count padding before a shorter question as tokens."""
+    """How many prompts to read at once; one where stock's sliding layers would count padding of questions as tokens."""
     return batch if len(exact.sketch_layers) == len(exact.layers) else 1
 
 
 @dataclass(frozen=True)
 class Step:
-    """What was just done: the rows it gave, and how many answers it settles."""
+    """What was just done: the rows that it gave, and how many answers are settled by it."""
 
     label: str
     rows: list[Row]
@@ -59,7 +59,7 @@ class Runner:
         exact = make_cache(model, Exact())
         now = exact.model.now()
         assert now is not None, "the model is here"
-        # An index or a profile that is not there, or another model's, shows now too.
+        # This also refuses now, not after hours, an index or a profile that is missing or another model's.
         self.learnt = now.learnt(self.methods.values())
         self.fingerprint = now.fingerprint  # what tells this model from others
         self.batch = read_together(exact, plan.batch)
@@ -70,10 +70,10 @@ class Runner:
             check_context(model, self._length(cell), "a prompt has")
             if any(config.askings.behind for config in self.methods.values()):
                 check_room_behind(model, self._length(cell), "a prompt")
-            self._prompt(cell, 0)  # a length that is too short, or too long, shows now, not after hours
+            self._prompt(cell, 0)  # refuses a length that is too short or too long now, not after hours
 
     def run(self, done: set[tuple[Any, ...]], key: Callable[[Row], tuple[Any, ...]]) -> Iterator[Step]:
-        """Rows, a batch and method at a time; what is done already is passed over without work."""
+        """Rows, for a batch and a method at a time; rows that are done already cost no work."""
         for cell in self.plan.cells():
             for start in range(0, self.plan.prompts, self.batch):
                 numbers = range(start, min(start + self.batch, self.plan.prompts))
@@ -89,14 +89,14 @@ class Runner:
                     yield Step(f"{label}, {rows[0]['method']}", rows, len(rows))
 
     def labels(self) -> Iterator[Row]:
-        """What tells the plan's rows from one another."""
+        """The labels that tell the plan's rows from one another."""
         for cell in self.plan.cells():
             for asked in self.plan.question_modes(cell):
                 for number in range(self.plan.prompts):
                     yield from (self._labels(cell, asked, number, method) for method in self.methods)
 
     def prompts(self) -> Iterator[tuple[Row, Sequence[Asked], Callable[[], Prompt]]]:
-        """What is asked: labels of each prompt, when its question is known, and how to make it."""
+        """All prompts: the labels of each, when its question is known, and a function that makes it."""
         for cell in self.plan.cells():
             for number in range(self.plan.prompts if self.plan.question_modes(cell) else 0):
                 labels = self._labels(cell, "after", number, "")
@@ -104,7 +104,7 @@ class Runner:
                 yield shared, self.plan.question_modes(cell), partial(self._prompt, cell, number)
 
     def _length(self, cell: Cell) -> int:
-        """Tokens of a cell's longest prompt: what was asked for, or what all ready prompts of the file have."""
+        """Most tokens of a cell's prompts: the length asked for, or that of the file's longest ready prompt."""
         if self.plan.cases is None:
             return cell.length
         if self._longest is None:
@@ -140,7 +140,7 @@ class Runner:
                     "answers": list(prompt.answers),
                     "nbytes": round(report.nbytes / len(prompts)),
                     "full_nbytes": round(report.full_nbytes / len(prompts)),
-                    "looked_up": looked_up,  # share of the past, mean over the batch and the layers that look up
+                    "looked_up": looked_up,  # share of the past read, mean over batch and layers that look up
                     "seconds": round(seconds / len(prompts), 4),  # to compress and to answer
                 }
                 for number, prompt, text in zip(numbers, prompts, texts, strict=True)
@@ -198,7 +198,7 @@ class Runner:
         for known in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
             if known is not None:
                 return int(known)
-        return 0  # any number does: padding is masked
+        return 0  # any number will do: padding is masked
 
     def _pad(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
         ids, mask = padded(rows, self._pad_id)

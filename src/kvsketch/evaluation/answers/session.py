@@ -1,4 +1,4 @@
-"""Reading a prompt and answering from its cache, with a stopwatch: what `generate` and `demo` have in common."""
+"""Reading a prompt and answering from its cache, with times: what `generate` and `demo` have in common."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from kvsketch.huggingface.naming import as_argument
 
 @dataclass(frozen=True)
 class Timing:
-    """Some tokens and the seconds they took."""
+    """A number of tokens and the seconds that they took."""
 
     tokens: int
     seconds: float
@@ -27,7 +27,7 @@ class Timing:
 
 
 class Stopwatch(BaseStreamer):
-    """Passes tokens on to another streamer and times them, the first excepted: it comes with the question."""
+    """Passes tokens on to another streamer and times them, except the first: it comes with the question."""
 
     def __init__(self, inner: BaseStreamer | None = None) -> None:
         self.inner, self.times = inner, list[float]()
@@ -45,7 +45,7 @@ class Stopwatch(BaseStreamer):
 
     @property
     def timing(self) -> Timing:
-        """Of the tokens after the first."""
+        """The number and the seconds of the tokens after the first."""
         generated = self.times[1:]
         return (
             Timing(max(0, len(generated) - 1), generated[-1] - generated[0]) if len(generated) > 1 else Timing(0, 0.0)
@@ -60,7 +60,7 @@ def read_prompt(
     chunk: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Timing:
-    """Have the cache read a prompt."""
+    """Have the cache read a prompt; how many tokens, and how long it took."""
     start = time.perf_counter()
     prefill(model, ids, cache, chunk=chunk, progress=progress)
     return Timing(ids.numel(), time.perf_counter() - start)
@@ -76,7 +76,7 @@ def answer(
     streamer: BaseStreamer | None = None,
     **options: object,
 ) -> tuple[Tensor, Timing]:
-    """What the model says after these new tokens, and how fast."""
+    """The tokens that the model generates after these new ones, and how fast."""
     watch = Stopwatch(streamer)
     inputs = cache.new_tokens(ids) if cache.get_seq_length() else {"input_ids": ids}
     out = model.generate(
@@ -92,8 +92,8 @@ def answer(
 def split_ids(
     tokenizer: PreTrainedTokenizerBase, before: str, after: str, *, special: bool
 ) -> tuple[list[int], list[int]]:
-    """The tokens of a text, cut where its first part ends: a token across the border belongs to the second part."""
-    if not tokenizer.is_fast:  # it cannot say where its tokens lie
+    """The tokens of two parts of a text, encoded together; a token across the border belongs to the second part."""
+    if not tokenizer.is_fast:  # slow tokenizers do not say where their tokens lie
         first, second = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after))
         return (tokenizer.build_inputs_with_special_tokens(first) if special else first), second
     encoded = tokenizer(before + after, add_special_tokens=special, return_offsets_mapping=True)
@@ -103,7 +103,7 @@ def split_ids(
 
 
 def padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """Rows of tokens padded on the left, and which are real."""
+    """Rows of tokens padded on the left, and a mask of the real ones."""
     width = max(map(len, rows))
     ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])

@@ -1,4 +1,4 @@
-"""Means over rows, each with an interval that says how sure it is."""
+"""Means over rows, each with an interval that says how certain it is."""
 
 import math
 import statistics
@@ -11,14 +11,14 @@ from kvsketch.evaluation.results.ratios import NORMAL
 from kvsketch.evaluation.results.rows import Row, name_without_digest
 
 ASKED = {"before": "question known before compression", "after": "question asked after compression"}
-NOT_AVERAGED = ("wording", "haystack", "template", "new_tokens", "depth")  # over: rows that differ here stay separate
+NOT_AVERAGED = ("wording", "haystack", "template", "new_tokens", "depth")  # rows that differ here stay separate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mean:
-    """The rows of one setting."""
+    """The means over the rows of one setting."""
 
-    task: str  # with the name of its file, where the prompts came from one
+    task: str  # with the name of the file if the prompts came from one
     asked: str
     length: int
     method: str
@@ -33,7 +33,7 @@ class Mean:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Where the score would be with many more prompts, in 19 of 20 cases."""
+        """Where the score would lie with many more prompts, in 19 of 20 cases."""
         return wilson(self.score, self.count)
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ class Mean:
 
 
 def summarise(rows: Iterable[Row]) -> list[Mean]:
-    """One mean for each task, question mode, length and method, in the order in which they first come."""
+    """One mean for each task, question mode, length and method, in the order of their first rows."""
     rows = list(rows)
     title_of = titles(rows)
     groups = defaultdict[tuple[str, str, int, str], list[Row]](list)
@@ -52,7 +52,7 @@ def summarise(rows: Iterable[Row]) -> list[Mean]:
 
 
 def titles(rows: Iterable[Row]) -> Callable[[Row], str]:
-    """Names for people of what each row belongs to: its task, with whatever differs among the rows of that task."""
+    """A readable name for each row: its task, with everything in which the rows of that task differ."""
     rows = list(rows)
     values = defaultdict[tuple[str, str | None, str], set[Any]](set)
     for row in rows:
@@ -77,20 +77,20 @@ def titles(rows: Iterable[Row]) -> Callable[[Row], str]:
 
 
 def _group_value(row: Row, name: str) -> Any:
-    """What must be equal for rows to be averaged; of depths only whether they are given."""
+    """The value that must be equal for rows to be averaged; for depths, only whether they are given."""
     return row[name] is None if name == "depth" else row[name]
 
 
 def _file_names(names: Collection[str]) -> dict[str, str]:
-    """Names of files without the digest of their content, where they are still different names then."""
+    """Names of files, without the digest of their content if they still differ without it."""
     times = Counter(map(name_without_digest, names))
     return {name: name if times[name_without_digest(name)] > 1 else name_without_digest(name) for name in names}
 
 
 def wilson(score: float, count: int) -> tuple[float, float]:
-    """Wilson's interval, of 95 %, of a share that was found in so many samples.
+    """Wilson's 95 % interval of a share that was found in `count` samples.
 
-    It does not say that 12 of 12 are certain. Where samples have scores between 0 and 1 it is a little too wide.
+    It does not say that 12 of 12 are certain. For samples with scores between 0 and 1 it is a little too wide.
     """
     more = NORMAL**2 / count
     middle = (score + more / 2) / (1 + more)
@@ -99,7 +99,7 @@ def wilson(score: float, count: int) -> tuple[float, float]:
 
 
 def standard_error(scores: list[float]) -> float:
-    """Of their mean, from their spread; NaN for a single score, where it is not known."""
+    """The standard error of the mean of scores, from their spread; NaN for a single score, where it is unknown."""
     return statistics.stdev(scores) / len(scores) ** 0.5 if len(scores) > 1 else math.nan
 
 

@@ -16,37 +16,37 @@ from kvsketch.evaluation.results.rows import Row, key_of
 from kvsketch.evaluation.tasks.haystack import MADE_UP
 from kvsketch.evaluation.texts.summary import LEAST
 
-LIMIT = 1.05  # times the budget: what holds more does not count for it
+LIMIT = 1.05  # times the budget: a line that holds more does not count in it
 NOISE, PROSE = "noise and records", "prose"
 Lined = Sequence[tuple[Line, Row]]
-Pairs = Mapping[Any, Mapping[Any, float]]  # by cell, and in it by prompt, window or step
+Pairs = Mapping[Any, Mapping[Any, float]]  # values by cell, and in each cell by prompt, window or step
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """What a column says of a line. `share`: bytes held of exact's, the most of all cells that this comes from."""
+    """What a column says of a line. `share`: bytes held over those of exact, the largest of the tasks averaged."""
 
     value: float
     text: str
     note: str = ""
     count: int
     share: float
-    pairs: Pairs = field(default_factory=dict)  # what is compared with others, larger or smaller as the value is
-    spread: tuple[float, float] | None = None  # the least and the most, compared where there are no pairs
+    pairs: Pairs = field(default_factory=dict)  # compared with those of other lines; larger where the value is larger
+    spread: tuple[float, float] | None = None  # the least and the most measured; compared where there are no pairs
 
     def over(self, line: Line) -> bool:
-        """Whether more is held than the budget of its line allows."""
+        """Whether more is held than the line's budget allows."""
         return line.keep is not None and self.share > LIMIT * line.keep
 
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """`kind`: which of the explanations it belongs to; `where`: what stands below its title."""
+    """A column of the board. `kind`: which explanation on the page belongs to it; `where`: text below its title."""
 
     kind: str
     title: str
     where: str = ""
-    more: bool  # is better
+    more: bool  # whether more is better
     figures: Mapping[Line, Figure]
 
     @property
@@ -61,7 +61,7 @@ class Column:
 
 
 def answer_columns(rows: Lined) -> tuple[list[Column], list[Column]]:
-    """Means over tasks, for each time of the question, kind of text and length; and the tasks one by one."""
+    """Means over tasks, for each question mode, kind of text and length; and columns of the single tasks."""
     groups = defaultdict[tuple[str, str, int], list[tuple[Line, Row]]](list)
     for line, row in rows:
         groups[row["asked"], kind_of(row), row["length"]].append((line, row))
@@ -79,7 +79,7 @@ def answer_columns(rows: Lined) -> tuple[list[Column], list[Column]]:
 
 
 def kind_of(row: Row) -> str:
-    """Whether a needle lies in a text of somebody's; everything else is made."""
+    """Prose if the row's needle lies in a text of the user's; everything else is made up."""
     return NOISE if row["haystack"] in MADE_UP else PROSE
 
 
@@ -91,7 +91,7 @@ def _by_task(rows: Lined) -> dict[Line, dict[str, dict[Hashable, Row]]]:
 
 
 def _answers(by_line: Mapping[Line, Mapping[str, Mapping[Hashable, Row]]], tasks: Sequence[str]) -> dict[Line, Figure]:
-    """The mean of the tasks' means; lines that lack a task have none."""
+    """The mean of the tasks' means for each line; lines that lack a task get none."""
     figures = dict[Line, Figure]()
     for line, found in by_line.items():
         if not all(found.get(task) for task in tasks):
@@ -116,7 +116,7 @@ def _share(rows: Iterable[Row]) -> float:
 
 
 def text_column(rows: Lined) -> list[Column]:
-    """Divergence of predictions, the geometric mean over windows; no column where no text was measured."""
+    """Divergence of predictions, as the geometric mean over windows; no column if no text was measured."""
     by_line = defaultdict[Line, list[Row]](list)
     for line, row in rows:
         by_line[line].append(row)
@@ -136,7 +136,7 @@ def text_column(rows: Lined) -> list[Column]:
 
 
 def speed_columns(rows: Lined) -> list[Column]:
-    """Peak memory, seconds to compress, and tokens a second; of other packages, times are not compared with ours."""
+    """Peak memory, seconds to compress, and tokens a second; times of other packages are not compared with ours."""
     found = dict(rows)
     if not found:
         return []
@@ -158,7 +158,7 @@ def _peak(row: Row, whole: Row | None) -> Figure:
 
 
 def _compressing(line: Line, row: Row) -> Figure:
-    """Everything beyond exact's reading: notes, a second reading, and the choice."""
+    """Seconds beyond exact's reading: to take notes, to read a second time, and to choose."""
     times, exact = seconds_to_compress(row), statistics.median(row["exact_reading"])
     middle = statistics.median(times)
     note = f"{min(times):.3f} to {max(times):.3f}; prompt {1 + middle / exact:.2f} ×"
@@ -167,9 +167,9 @@ def _compressing(line: Line, row: Row) -> Figure:
 
 
 def seconds_to_compress(row: Row) -> list[float]:
-    """One by one; noise alone makes what is read in the same way quicker than exact."""
+    """The times one by one; by noise alone, a reading like exact's can take less time than exact."""
     more = [max(0.0, own - exact) for own, exact in zip(row["reading"], row["exact_reading"], strict=True)]
-    if not row["compressing"]:  # it was read and compressed at once
+    if not row["compressing"]:  # the method read and compressed at once
         return more
     return [seconds + noting for seconds, noting in zip(row["compressing"], cycle(more), strict=False)]
 

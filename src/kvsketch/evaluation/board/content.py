@@ -1,4 +1,4 @@
-"""What stands on the board, from rows: columns, lines by budget, and who wins."""
+"""The content of the board, from rows: columns, lines by budget, and the winners."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from kvsketch.evaluation.tasks.haystack import MADE_UP
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """The lines of one budget: what all columns say of them, and all tasks."""
+    """The lines of one budget, with what all columns say of them, and what all tasks say."""
 
     keep: float
     lines: Sequence[Ranked]
     tasks: Sequence[Ranked]
 
     def winners(self, column: int) -> tuple[Ranked | None, list[Line]]:
-        """The best in a column, and all that cannot be told from it."""
+        """The best line in a column, and all lines that cannot be told from it."""
         marked = [(one, cell.mark) for one in self.lines if (cell := one.cells[column]) is not None]
         best = next((one for one, mark in marked if mark == BEST), None)
         return best, [one.line for one, mark in marked if mark == LEVEL_WITH_BEST]
@@ -32,21 +32,21 @@ class Content:
     """Everything that a page shows."""
 
     columns: Sequence[Column]
-    tasks: Sequence[Column]  # one by one
+    tasks: Sequence[Column]  # a column for each task
     sections: Sequence[Section]
-    whole: Sequence[Ranked]  # where everything is held; exact first
+    whole: Sequence[Ranked]  # lines that hold everything; exact first
     whole_tasks: Sequence[Ranked]
-    unable: Sequence[tuple[Column, float, int]]  # what the model cannot do with everything held: score and prompts
-    prose: bool  # whether needles lie in texts too
+    unable: Sequence[tuple[Column, float, int]]  # tasks the model cannot do with everything held: score and prompts
+    prose: bool  # whether some needles lie in texts of the user's
 
     @property
     def kinds(self) -> set[str]:
-        """Of which there are columns."""
+        """The kinds of which there are columns."""
         return {column.kind for column in self.columns}
 
     @property
     def packages(self) -> list[str]:
-        """Those beside ours."""
+        """The packages beside ours."""
         return sorted({line.package for column in self.columns for line in column.figures} - {OWN})
 
 
@@ -80,12 +80,12 @@ def _keeps(lines: Iterable[Line]) -> list[float]:
 
 
 def _place(line: Line, row: Row) -> tuple[object, ...]:
-    """Where a package was asked."""
+    """Where a row belongs: its package, task, question mode, haystack and length."""
     return line.package, *(row[name] for name in ("task", "asked", "haystack", "length"))
 
 
 def _unable(answers: Lined, compared: Lined) -> list[tuple[Column, float, int]]:
-    """Where exact alone was asked, and then no method."""
+    """Tasks on which exact was asked and then no method, with exact's score and count."""
     there = {id(row) for _, row in compared}
     left = [(line, row) for line, row in answers if id(row) not in there and line.package == OWN]
     _, tasks = answer_columns(left)

@@ -1,4 +1,4 @@
-"""How much each method is to be given so that it holds no more than its budget, windows and spare room included."""
+"""How much each method is told to keep so that it holds at most its budget, windows and spare room included."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -19,12 +19,12 @@ from kvsketch.evaluation.results.rows import Row, RowsFile, read_rows
 from kvsketch.huggingface.identity import Identity
 
 TRIES = 8
-PLACES = 4  # of a fraction
-UNEVEN = 0.02  # of a prompt: by so much those that are read together differ, and caches of such rows hold more
+PLACES = 4  # decimal places of a fraction
+UNEVEN = 0.02  # share of a prompt by which prompts read together differ in length; caches of such rows hold more
 
 
 class Fitter:
-    """One text, in as many rows as prompts are read together, and what caches of it hold."""
+    """Finds how much caches hold of a text, which is read in as many rows as prompts are read together."""
 
     def __init__(self, model: PreTrainedModel, ids: Int64[Tensor, "1 n"], rows: int = 1) -> None:
         shorter = [round(UNEVEN * ids.shape[1] * row / rows) for row in range(rows)]
@@ -33,24 +33,24 @@ class Fitter:
         self.text = Text(model, *(x.to(model.device) for x in together))
 
     def run(self, specs: Sequence[str], rows: RowsFile) -> Iterator[tuple[str, int]]:
-        """Fit what the file does not hold yet, a spec at a time; what was just done, and how many that settles."""
+        """Fit specs that the file lacks, one by one; yields what was just done, and how many specs that settles."""
         wanted = {spec: self._labels(spec) for spec in specs}
         return rows.fill(wanted, lambda spec: {"fitted": self.fitted(spec)}, "bytes held")
 
     def found(self, rows: RowsFile) -> dict[str, str]:
-        """What is given to each spec of the file that was fitted to this text, so read."""
+        """The fitted spec of each spec in the file that was fitted to this text, read in as many rows."""
         noted = read_rows(rows.path, FITTED_KEY)[1]
         return {row["method"]: row["fitted"] for row in noted if row == row | self._labels(row["method"])}
 
     def _labels(self, spec: str) -> Row:
-        """What tells a row from others."""
+        """The labels that tell a row from others."""
         together, tokens = self.text.ids.shape
         return dict(zip(FITTED_KEY, (TASK, tokens, together, spec), strict=True))
 
     def fitted(self, spec: str) -> str:
-        """The spec that holds at most its budget of what exact holds of the text; not by far less.
+        """The spec lowered until it holds at most its budget's share of exact's bytes of the text, and not far less.
 
-        One that needs more however little it is given stays as it is.
+        A spec that holds more however little it is told to keep stays as it is.
         """
         config = parse_spec(spec)
         if not isinstance(config, BudgetedConfig):
@@ -71,7 +71,7 @@ class Fitter:
 
     @cached_property
     def _whole(self) -> int:
-        """What exact holds."""
+        """The bytes that exact holds."""
         exact = self.text.whole(Exact())
         assert exact is not None, "an exact cache reads what exact caches do"
         return exact.nbytes

@@ -1,4 +1,4 @@
-"""Rows of a folder that a board asks for: whenever they were made, and by whichever package."""
+"""The rows of a folder that a board asks for, whenever they were made and by whichever package."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ KEYS: dict[str, Sequence[str]] = {ANSWERS: KEY, TEXTS: TEXT_KEY, SPEED: SPEED_KE
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What a board asks for: methods, each with the budget of its line; `texts` are keys of rows."""
+    """What a board asks for. `methods`: each with the budget of its line; `texts`: keys of rows."""
 
     methods: Mapping[str, float | None]
     keeps: Collection[float]
@@ -28,7 +28,7 @@ class Wanted:
     speed: timed.Plan
 
     def has(self, name: str, row: Row, package: str) -> bool:
-        """Whether a row of a file is one of these; other packages have methods of their own."""
+        """Whether a row of the file `name` is asked for; other packages have methods of their own."""
         if package == OWN and row["method"] not in self.methods:
             return False
         if package != OWN and line_of(row["method"], package).keep not in (None, *self.keeps):
@@ -42,13 +42,13 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Rows:
-    """Everything that was measured, each row with its line, by file; and what made it."""
+    """All rows that were measured, by file, each with its line; and the runs that made them."""
 
     found: dict[str, list[tuple[Line, Row]]] = field(default_factory=lambda: {name: [] for name in KEYS})
     runs: list[Mapping[str, Any]] = field(default_factory=list)
 
     def add(self, folder: Path, wanted: Wanted, fingerprint: str, *, own: bool) -> None:
-        """The rows of a folder, which must be of the model with this fingerprint."""
+        """Add the rows of a folder, which must be of the model with this fingerprint."""
         for name, key in KEYS.items():
             if not (folder / name).is_file():
                 continue
@@ -67,7 +67,7 @@ class Rows:
     def beside_exact(self, name: str) -> list[tuple[Line, Row]]:
         """The rows of a file, each with the bytes that exact holds of the same text.
 
-        Rows of predictions have them; where exact was not asked they are those of keys and values of all tokens.
+        Rows of predictions have these bytes; where exact was not asked, they are those of all tokens' keys and values.
         """
         exact, found = self._exact(name), list[tuple[Line, Row]]()
         for line, row in self.found[name]:
@@ -76,12 +76,12 @@ class Rows:
         return found
 
     def _exact(self, name: str) -> dict[tuple[Any, ...], Row]:
-        """The rows of our exact, by what else is the same."""
+        """The rows of our exact, by all labels but the method."""
         found = self.found[name]
         return {_without_method(name, row): row for line, row in found if line.reference and line.package == OWN}
 
     def agreement(self) -> dict[str, tuple[int, int]]:
-        """Of other packages: how many answers with everything held are as ours, and of how many."""
+        """For each other package, how many of its answers with everything held equal ours, and of how many."""
         ours, found = self._exact(ANSWERS), dict[str, tuple[int, int]]()
         for line, row in self.found[ANSWERS]:
             own = ours.get(_without_method(ANSWERS, row))
@@ -96,7 +96,7 @@ def _without_method(name: str, row: Row) -> tuple[Any, ...]:
 
 
 def asked_by(plan: Plan, row: Row) -> bool:
-    """Whether a plan has the prompt of this row."""
+    """Whether this row's prompt belongs to a plan."""
     if row["task"] not in plan.tasks or row["cases"] is not None or row["depth"] is not None:
         return False
     if (row["wording"], row["haystack"]) != (plan.wording, plan.haystack.name) or (plan.raw and row["template"]):

@@ -1,4 +1,4 @@
-"""Whose results stand in a line of the board: a method, how heads share, and how much is held."""
+"""The lines of the board: a method, how its heads share the budget, and how much is held."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ OWN = ""  # the package of our own methods
 class Line:
     """A method of some package with its options; `keep` is None where everything is held.
 
-    `given` is what it was told to keep, where that is less so that it holds no more.
+    `given` is what it was told to keep, if that is less than `keep` so that it holds no more than `keep`.
     """
 
     name: str
@@ -24,14 +24,14 @@ class Line:
 
     @property
     def reference(self) -> bool:
-        """Whether others are compared with it: everything is held, and read."""
+        """Whether this line is exact, which holds and reads everything: the others are compared with it."""
         return self.name == EXACT
 
 
 def line_of(method: str, package: str = OWN, budget: float | None = None) -> Line:
-    """The line of a row: its spec without the budget and the shares, and these by themselves.
+    """The line of a row: its spec without budget and heads, and these two by themselves.
 
-    `budget` is that of the line, where the method was given less.
+    `budget` is the line's budget, where the method was given less.
     """
     name, options = read_call(method)
     config = METHODS.get(name) if package == OWN else None

@@ -1,4 +1,4 @@
-"""One page that needs no other file: the board, what its columns mean, and where its numbers come from."""
+"""The board as a page that needs no other file, with what its columns mean and where its numbers come from."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,18 +12,18 @@ from kvsketch.evaluation.pages import write_html
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """What the page says beside its numbers."""
+    """What the page says besides the numbers."""
 
     model: str
     command: str
     runs: Sequence[Mapping[str, Any]]
     able: float | None
     left_out: Sequence[str] = ()  # specs for which the model has no profile
-    agreement: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # of packages: answers as ours, and all
+    agreement: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # by package: answers as ours, and all
 
 
 def write_board(path: Path, board: Content, about: About) -> Path:
-    """Write the page."""
+    """Write the board's page."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"board": board, "about": about, "limit": LIMIT, "noise": NOISE, "prose": PROSE}
     return write_html(path, "kvsketch.evaluation.board", "board.html", **content)

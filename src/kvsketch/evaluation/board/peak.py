@@ -1,4 +1,4 @@
-"""The most memory that a computation holds at once, by every allocation of torch: the same whoever else computes."""
+"""The most memory that a computation holds at once, from torch's own allocations: other processes do not change it."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -9,11 +9,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 T = TypeVar("T")
-MEMORY = "[memory]"  # what the profiler calls an allocation, or its end
+MEMORY = "[memory]"  # the profiler's name for an allocation, or for its end
 
 
 def peak_bytes(work: Callable[[], T], device: torch.device) -> tuple[int, T]:
-    """How far the memory in tensors rises above where it was, and what the work gives."""
+    """How far the memory in tensors rises above its level before the work, and the work's result."""
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -39,7 +39,7 @@ def peak_bytes(work: Callable[[], T], device: torch.device) -> tuple[int, T]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The profiler's own library says on the standard error of the process when it begins and ends."""
+    """Silence standard error: the profiler's own library reports there when it begins and ends."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:

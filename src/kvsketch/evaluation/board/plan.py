@@ -19,12 +19,12 @@ LOOKED_UP = (
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What is to be compared. A method named with a budget, or with shares, has just those."""
+    """What is to be compared. A method named with a budget, or with `heads`, is compared with just that."""
 
-    methods: Sequence[str] = ()  # all that forget, if none is named, and what is recommended for each budget
+    methods: Sequence[str] = ()  # if none is named: all that forget, and the one recommended for each budget
     heads: Sequence[str] = HEADS
     keeps: Sequence[float] = (0.5, 0.25, 0.125, 0.0625)
-    index: str | None = None  # of Saap, where tokens are to be looked up too
+    index: str | None = None  # Saap's, if methods that look tokens up are to be compared too
 
     def __post_init__(self) -> None:
         for keep in self.keeps:
@@ -45,14 +45,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The specs, and what was left out since the model has no profile for it."""
+    """The specs, and those left out because the model has no profile for them."""
 
     specs: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
 
 def chosen(choice: Choice, facts: Callable[[], Mapping[str, Any]]) -> Chosen:
-    """What is compared on a model that these facts describe."""
+    """The specs that are compared on a model that these facts describe."""
     found, known = Chosen(), dict(facts())
     named = choice.methods or [name for name, config in METHODS.items() if issubclass(config, BudgetedConfig)]
     for spec in named:
@@ -64,12 +64,12 @@ def chosen(choice: Choice, facts: Callable[[], Mapping[str, Any]]) -> Chosen:
             try:
                 variant.check_model(lambda: known)
             except ValueError:
-                if "heads" in given:  # what was asked for by name is not left out in silence
+                if "heads" in given:  # a spec that was asked for by name is not left out silently
                     raise
                 found.left_out.append(str(variant))
             else:
                 found.specs.append(str(variant))
-    if not choice.methods and THRESHOLD in choice.heads:  # which it goes by
+    if not choice.methods and THRESHOLD in choice.heads:  # the recommended method shares by threshold
         recommended = [str(chosen_method(None, keep)) for keep in choice.keeps]
         found.specs.extend(spec for spec in recommended if spec not in found.specs)
     if choice.index is not None:
@@ -82,9 +82,9 @@ def chosen(choice: Choice, facts: Callable[[], Mapping[str, Any]]) -> Chosen:
 
 
 def _variants(config: BudgetedConfig, given: Mapping[str, Any], choice: Choice) -> Iterator[BudgetedConfig]:
-    """A method with all budgets and shares that it can have.
+    """A method with every budget and every way to share it that it allows.
 
-    One that is another method with a pyramid keeps that, as its name says.
+    A method whose name stands for another one with a pyramid keeps the pyramid.
     """
     fixed = "heads" in given or type(config).heads == PYRAMID
     for keep in [config.keep] if "keep" in given else choice.keeps:
@@ -95,4 +95,4 @@ def _variants(config: BudgetedConfig, given: Mapping[str, Any], choice: Choice) 
                 yield replace(config, keep=keep, heads=heads)
             except ValueError:
                 if fixed:
-                    raise  # else the method refuses this way to share
+                    raise  # otherwise the method refuses this way to share: leave it out

@@ -1,4 +1,4 @@
-"""What was asked, in a file: another package that answers the same prompts can stand beside ours on the board."""
+"""A file of the prompts that were asked: a package that answers them too can stand beside ours on the board."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ from kvsketch.evaluation.results.rows import RowsFile, key_of
 
 
 def write_prompts(path: Path, about: Mapping[str, Any], runner: Runner) -> None:
-    """Add the prompts of a runner that the file lacks: labels, tokens of document and question, right answers."""
+    """Add a runner's prompts that the file lacks: labels, tokens of document and question, right answers."""
     file = RowsFile(path, about, SAME_PROMPT)
     for labels, modes, make in runner.prompts():
         wanted = [labels | {"asked": asked} for asked in modes]

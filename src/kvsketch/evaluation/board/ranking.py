@@ -1,4 +1,4 @@
-"""Who is best in a column, and who cannot be told from the best; lines in the order in which they are read."""
+"""Which line is best in a column, which cannot be told from the best, and the order of the lines."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ from kvsketch.evaluation.board.lines import Line
 from kvsketch.evaluation.results.pairs import LEVEL, chance
 
 BEST, LEVEL_WITH_BEST, OVER = "best", "level", "over"
-SAVES_NOTHING = 0.9  # of exact's bytes, which have spare room, and more
+SAVES_NOTHING = 0.9  # of exact's bytes, which include spare room, or more
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A figure, and what it is among the others of its column and budget."""
+    """A figure, and its mark among the others of its column and budget."""
 
     figure: Figure
     mark: str
@@ -28,24 +28,24 @@ class Ranked:
 
     @property
     def shares(self) -> tuple[float, float]:
-        """The least and the most bytes that it held, of exact's."""
+        """The least and the largest share of exact's bytes that it held."""
         found = [cell.figure.share for cell in self.cells if cell is not None]
         return min(found), max(found)
 
     @property
     def over(self) -> bool:
-        """Whether it held more than its budget everywhere."""
+        """Whether it held more than its budget in every cell."""
         return all(cell.mark == OVER for cell in self.cells if cell is not None)
 
     @property
     def saves_nothing(self) -> bool:
-        """Whether it held as much as exact, though it was told to hold less."""
+        """Whether it always held about as much as exact, though it was told to hold less."""
         keep = self.line.keep
         return keep is not None and self.shares[0] >= max(SAVES_NOTHING, LIMIT * keep)
 
 
 def ranked(columns: Sequence[Column], lines: Sequence[Line]) -> list[Ranked]:
-    """Lines of one budget, the best of the first columns first; what holds too much comes last."""
+    """The lines of one budget, ordered by the first columns, best first; lines that hold too much come last."""
     if not columns:
         return []
     marks = [_marks(column, lines) for column in columns]
@@ -61,7 +61,7 @@ def _cell(column: Column, marks: Mapping[Line, str], line: Line) -> Cell | None:
 
 
 def _order(columns: Sequence[Column], one: Ranked) -> tuple[object, ...]:
-    """By the mean of what columns of the first kind say."""
+    """The place of a line: by the mean of its figures in columns of the first kind."""
     first = columns[0].kind
     cells = [cell for column, cell in zip(columns, one.cells, strict=True) if column.kind == first]
     there = [cell for cell in cells if cell is not None]
@@ -72,7 +72,7 @@ def _order(columns: Sequence[Column], one: Ranked) -> tuple[object, ...]:
 
 
 def _marks(column: Column, lines: Sequence[Line]) -> dict[Line, str]:
-    """Of those that count, the best and those that cannot be told from it by pairs."""
+    """The mark of each line: over its budget, best of those that count, level with the best, or none."""
     there = {line: column.figures[line] for line in lines if line in column.figures}
     marks = {line: OVER if figure.over(line) else "" for line, figure in there.items()}
     compared = [line for line, figure in there.items() if line.keep is not None and (figure.pairs or figure.spread)]
@@ -92,7 +92,7 @@ def _level(figure: Figure, best: Figure) -> bool:
 
 
 def differences(one: Pairs, other: Pairs) -> list[float]:
-    """Over pairs that both have; every cell weighs the same, however many it has."""
+    """Differences over the pairs that both have; every cell weighs the same, however many pairs it has."""
     found = list[float]()
     for cell in one.keys() & other.keys():
         common: list[Hashable] = [key for key in one[cell] if key in other[cell]]

@@ -1,7 +1,7 @@
-"""What a method costs beside exact, in one process and in turns: seconds to compress, decode speed, peak memory.
+"""What a method costs beside exact, in one process and by turns: seconds to compress, decode speed, peak memory.
 
-A prompt is read with what a method wants to know of it, and compressed again and again; the same prompt is read by
-exact in turn with it. Then both caches take the same tokens, a step each in turn, so that a busy moment hits both.
+A prompt is read with the notes that a method needs, by turns with exact, and then compressed several times. Then both
+caches take the same tokens, a step of each by turns, so that a busy moment of the machine hits both.
 """
 
 import functools
@@ -26,12 +26,12 @@ from kvsketch.huggingface import SketchCache, attach, detach, make_cache, prefil
 from kvsketch.huggingface.naming import as_argument
 
 T = TypeVar("T")
-TOLERANCE = 0.05  # of exact's logits beside those of transformers, in any precision
+TOLERANCE = 0.05  # relative error allowed of exact's logits beside those of transformers, in any precision
 
 
 @dataclass(frozen=True)
 class Read:
-    """A prompt that was read in one way, with seconds of it and of exact in turn."""
+    """A cache that has read the prompt in one way, with the seconds of this reading and of exact's by turns."""
 
     cache: SketchCache
     exact: list[float]
@@ -39,14 +39,14 @@ class Read:
 
 
 def run(model: PreTrainedModel, ids: Int64[Tensor, "1 n"], plan: Plan, rows: RowsFile) -> Iterator[tuple[str, int]]:
-    """Measure what the file does not hold yet, a method at a time; what was just done, and how many that settles."""
+    """Measure methods that the file lacks, one by one; yields what was just done, and how many rows that settles."""
     clocks = functools.cache(lambda: Clocks(model, ids, plan))
     wanted = {method: plan.labels(method) for method in plan.methods}
     return rows.fill(wanted, lambda method: clocks().measure(parse_spec(method)), "speed beside exact")
 
 
 class Clocks:
-    """One prompt, and what it takes to read, compress and go on with it."""
+    """Times to read one prompt, to compress it, and to decode after it."""
 
     def __init__(self, model: PreTrainedModel, ids: Int64[Tensor, "1 n"], plan: Plan) -> None:
         self.model, self.plan = model, plan
@@ -56,7 +56,7 @@ class Clocks:
 
     @torch.no_grad()
     def measure(self, config: MethodConfig) -> Row:
-        """A row: all seconds as they were taken, and bytes."""
+        """A row: all seconds as they were measured, and bytes."""
         peak, cache = peak_bytes(lambda: self._cache(config), self.model.device)
         shared = readable_for(config)
         reading = self._reading(config if shared is None else shared)
@@ -79,7 +79,7 @@ class Clocks:
 
     @torch.no_grad()
     def _check_exact(self, ids: Int64[Tensor, "1 n"]) -> None:
-        """Refuse to time what answers wrongly."""
+        """Refuse to time anything if exact's answers are wrong."""
         detach(self.model)
         expected = self.model(ids, logits_to_keep=1, use_cache=False).logits[0, -1]
         cache = self._cache(Exact())
@@ -92,7 +92,7 @@ class Clocks:
         return prefill(self.model, self.read, make_cache(self.model, config))
 
     def _reading(self, config: MethodConfig) -> Read:
-        """What methods share, read in turn with exact."""
+        """The reading that this config needs, by turns with exact; kept if other methods can share it."""
         if config not in self.readings:
             exact, own, cache = list[float](), list[float](), None
             for _ in range(READ):
@@ -102,16 +102,16 @@ class Clocks:
                     own.append(taken)
             read = Read(self._cache(config) if cache is None else cache, exact, own or exact)
             if readable_for(config) is None:
-                return read  # no other method takes it over
+                return read  # no other method can share it
             self.readings[config] = read
         return self.readings[config]
 
     def _steps(self, cache: SketchCache, config: MethodConfig) -> tuple[list[float], list[float]]:
-        """Seconds of exact's steps and of a method's, over the same tokens."""
+        """Seconds of exact's steps and of the method's, over the same tokens."""
         exact, own, whole = list[float](), list[float](), self._reading(Exact()).cache.fork()
         for number, token in enumerate(self.next):
             for one, times in ((whole, exact), (cache, own)):
-                if config.before_rotation:  # whose watching costs exact time too
+                if config.before_rotation:  # watching what comes before rotation would cost exact time too
                     detach(self.model)
                     attach(self.model, before_rotation=one is cache)
                 given = as_argument(self.model.forward, one)  # not a part of the step

@@ -1,4 +1,4 @@
-"""What is timed: one document, read and compressed several times, and gone on with token by token."""
+"""What is timed: one document, read and compressed several times, then continued token by token."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from kvsketch.evaluation.results.rows import Row
 from kvsketch.evaluation.tasks import TASKS, Sample, Setting
 from kvsketch.evaluation.tasks.length import Fitter
 
-TASK = "lines"  # whose document it is
-READ = 3  # times that it is read in each way
+TASK = "lines"  # the task whose document is timed
+READ = 3  # how often the document is read in each way
 WARM = 2  # steps that are not counted
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """`methods`, exact among them, on a prompt of `tokens`: `turns` times compressed, then `steps` further tokens."""
+    """Times `methods`, exact included, on a prompt of `tokens`: compressed `turns` times, then `steps` more tokens."""
 
     methods: Sequence[str]
     tokens: int
@@ -24,15 +24,15 @@ class Plan:
 
     @property
     def needed(self) -> int:
-        """Tokens of a document that this takes."""
+        """How many tokens the document must have."""
         return self.tokens + WARM + self.steps
 
     def labels(self, method: str) -> Row:
-        """What tells a row from others."""
+        """The labels that tell a row from others."""
         return dict(zip(SPEED_KEY, (TASK, self.tokens, self.steps, self.turns, method), strict=True))
 
     def document(self, encode: Callable[[str], list[int]]) -> list[int]:
-        """The tokens that are read, and those that follow them: the same ones for the same tokenizer."""
+        """The tokens that are read, and those that follow; the same for the same tokenizer."""
 
         def count(sample: Sample) -> int:
             return len(encode(sample.context))

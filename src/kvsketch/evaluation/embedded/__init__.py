@@ -1,4 +1,4 @@
-"""The model inside the package: loaded here, made in `training`."""
+"""The model inside the package: it is loaded here and made in `training`."""
 
 from kvsketch.evaluation.embedded.model import load_embedded, load_tokenizer
 

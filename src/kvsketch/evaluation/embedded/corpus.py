@@ -1,4 +1,4 @@
-"""Texts that an index for the embedded model is fitted to: its own tasks, many questions and answers each."""
+"""Texts to fit an index for the embedded model to: documents of its own tasks, with many questions and answers."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -10,27 +10,27 @@ from kvsketch.evaluation.tasks import TASKS, WORDINGS, Sample, Setting
 from kvsketch.evaluation.tasks.length import Fitter
 
 ASKED_OF = ("lines", "passkey", "kv", "niah_single", "niah_multikey")
-# Of each task and wording; none of these documents is one that is measured on.
+# Numbers for each task and wording; results are measured on other documents.
 TEXTS, TOKENS, QUESTIONS, SEED = 8, 3000, 24, 100
 FIT: Mapping[str, int] = {"tokens": 4096, "apart": 255, "away": 128, "queries": 256, "buckets": 256, "hidden": 128}
 
 
 def answered(sample: Sample) -> str:
-    """A document with all its questions and right answers behind it."""
+    """A document, followed by all its questions and right answers."""
     return sample.context + "".join(question.prompt + question.reply for question in sample.questions)
 
 
 def texts(
     tokenizer: PreTrainedTokenizerBase, task: str, count: int, setting: Setting, tokens: int, seed: int
 ) -> Iterator[str]:
-    """Documents of a task with their answers, of about so many tokens."""
+    """`count` documents of a task with their answers, of about `tokens` tokens each."""
     fitter = Fitter(TASKS[task], setting, lambda made: len(tokenizer(answered(made))["input_ids"]))
     for number in range(count):
         yield answered(fitter.sample(tokens, f"sample/{seed}/{number}"))
 
 
 def write_corpus(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[Path]:
-    """A file for each task."""
+    """Write the texts into a file for each task; the files."""
     found = list[Path]()
     settings = [Setting(size=1, questions=QUESTIONS, wording=wording) for wording in WORDINGS]
     for task in ASKED_OF:

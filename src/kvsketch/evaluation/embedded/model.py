@@ -1,4 +1,4 @@
-"""The model inside the package: a small Llama that was trained to find what it is asked for."""
+"""The model inside the package: a small Llama, trained to find in a text what it is asked for."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ def load_embedded(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The small model inside the package, and its tokenizer; `name` is an edition of it.
 
-    Read like any other checkpoint, by transformers.
+    transformers reads it like any other checkpoint.
     """
     if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ValueError(f"dtype must be auto or one of torch, such as float32, got {dtype!r}")
@@ -33,7 +33,7 @@ def load_tokenizer(name: str = EMBEDDED) -> PreTrainedTokenizerBase:
 
 @contextmanager
 def _files(name: str) -> Iterator[Path]:
-    """The folder of an edition; what goes wrong with its files is said with what mends it."""
+    """The folder of an edition; an error that its files cause is raised again with advice on how to mend it."""
     if name not in EDITIONS:
         raise ValueError(f"the models inside the package are {', '.join(EDITIONS)}, got {name!r}")
     with as_file(files("kvsketch") / "assets" / EDITIONS[name]) as folder:
@@ -41,7 +41,7 @@ def _files(name: str) -> Iterator[Path]:
             yield folder
         except (MemoryError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # files can be broken in any way, and transformers says so in any words
+        except Exception as error:  # files can be broken in any way, and transformers raises any exception for it
             anew = (
                 ", or make it anew: kvsketch train-demo FOLDER (seven minutes of a GPU, or two to three hours), then "
                 f"copy the files in FOLDER/model to {folder}, and run kvsketch fit and kvsketch profile"

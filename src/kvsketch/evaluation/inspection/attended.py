@@ -1,4 +1,4 @@
-"""Which tokens get the attention: what a method that chooses by keys or values alone can hope for."""
+"""Which tokens get the attention: what a method that chooses by keys or values alone can achieve at best."""
 
 import torch
 import torch.nn.functional as F
@@ -7,19 +7,19 @@ from torch import Tensor
 
 from kvsketch.kernels.kcenter import k_center
 
-ENDS = 256  # tokens at either end that are left out: sinks and the latest ones get attention for where they are
-SHARE = 0.25  # of those between
+ENDS = 256  # tokens left out at either end: sinks and the latest tokens get attention because of their place
+SHARE = 0.25  # of the tokens between
 CHOICES = ("best", "away", "short keys", "short values", "k-center")
 
 
 def attended(
     queries: Float[Tensor, "g n d"], keys: Float[Tensor, "n d"], values: Float[Tensor, "n e"], scale: float
 ) -> dict[str, float] | None:
-    """How much of the attention to the middle of a text a quarter of its tokens gets, chosen in several ways.
+    """How much of the attention to the middle of a text goes to a quarter of its tokens, chosen in several ways.
 
-    The last queries of a KV head's group ask. "best": the tokens that get most; "away": those whose keys point away
-    from the mean of all; "k-center": centres of greedy k-center. `cosine` is between the means of queries and keys.
-    None where a text has no middle.
+    The last queries of a KV head's group ask. "best": the tokens that get most; "away": tokens whose keys point away
+    from the mean key; "k-center": centres of greedy k-center. "cosine" is that of the mean query and the mean key.
+    None if the text has no middle.
     """
     ends = min(ENDS, len(keys) // 4)
     middle = slice(ends, len(keys) - ends)

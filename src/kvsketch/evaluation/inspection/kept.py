@@ -16,22 +16,22 @@ from kvsketch.caches.core.stream import Stream
 from kvsketch.evaluation.pages import write_html
 from kvsketch.huggingface import SketchCache
 
-STEPS = 9  # of colour, beside white for tokens that no head holds
+STEPS = 9  # shades of colour, besides white for tokens that no head holds
 
 
 @dataclass(frozen=True)
 class HeldByLayer:
-    """What the KV heads of a layer hold of a text."""
+    """The tokens of a text that the KV heads of a layer hold."""
 
     layer: int
     held: Bool[Tensor, "h n"]  # which tokens
-    made: list[int]  # entries of each head that are no single token, such as means of clusters
+    made: list[int]  # number of each head's entries that are not single tokens, such as means of clusters
 
 
 def held_tokens(whole: SketchCache, small: SketchCache) -> list[HeldByLayer]:
-    """Which tokens of a text a small cache holds; `whole` is the exact one that it was made of, of one row.
+    """Which tokens of a text a small cache holds; `whole` is the exact cache that it was made from, of one row.
 
-    An entry is the token whose key it has, bit by bit; of several such tokens the earlier ones.
+    An entry is taken for the token with the same key, bit by bit; if several have it, for the earliest.
     """
     assert whole.rows == 1, "a page shows one text"
     return [
@@ -55,7 +55,7 @@ def _of_layer(own: LayerCache, other: LayerCache) -> HeldByLayer:
 
 
 def _keys_of_past(stream: Stream, head: int) -> Tensor | None:
-    """The keys of what a head of a stream holds beside sinks and window; None where that is nothing."""
+    """The keys of the entries that a head of a stream holds besides sinks and window; None if there are none."""
     for bundle in [] if stream.past is None else stream.past.bundles:
         if head in bundle.heads and bundle.count:
             if not isinstance(bundle.holding, ChosenEntries):
@@ -68,7 +68,7 @@ def _keys_of_past(stream: Stream, head: int) -> Tensor | None:
 
 
 def _places(keys: Tensor, held: Tensor, entries: Tensor) -> list[int]:
-    """Which tokens, not yet held, have the keys of these entries; entries with other keys are left out."""
+    """The tokens, not yet held, that have the keys of these entries; entries with other keys are left out."""
     by_key = dict[bytes, list[int]]()
     rows = keys.contiguous().view(torch.uint8).cpu().numpy()
     for place in (~held).nonzero()[:, 0].flip(0).tolist():
@@ -78,7 +78,7 @@ def _places(keys: Tensor, held: Tensor, entries: Tensor) -> list[int]:
 
 
 def write_kept_page(path: Path, layers: Sequence[HeldByLayer], tokens: Sequence[str], about: dict[str, Any]) -> None:
-    """Write a page that needs nothing else: the text, coloured by how many heads hold each token, and all heads."""
+    """Write a page that needs no other file: the text, coloured by how many heads hold each token, and every head."""
     held = torch.cat([layer.held for layer in layers])  # [heads of all layers, n]
     counts = held.sum(0).tolist()
     most = len(held)
@@ -102,12 +102,12 @@ def write_kept_page(path: Path, layers: Sequence[HeldByLayer], tokens: Sequence[
 
 
 def _bits(row: Bool[Tensor, " n"]) -> str:
-    """One hexadecimal digit for four tokens, the first the lowest bit."""
+    """A hexadecimal digit for every four tokens; the first token is the lowest bit."""
     padded = torch.cat([row, row.new_zeros(-len(row) % 4)]).view(-1, 4).int()
     return "".join(f"{digit:x}" for digit in (padded * torch.tensor([1, 2, 4, 8])).sum(1).tolist())
 
 
 def token_texts(text: str, ends: Sequence[int]) -> list[str]:
-    """What each token adds to the text, given where tokens end in it: of a character that several share, the first."""
+    """The text that each token adds, from where tokens end; a character that several share goes to the first."""
     starts = [0, *accumulate(ends, max)]
     return [text[start:stop] for start, stop in zip(starts, ends, strict=False)]

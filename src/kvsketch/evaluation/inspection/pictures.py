@@ -17,11 +17,11 @@ from kvsketch.huggingface.capture import Captured
 
 CENTRES = 16  # as in Figure 1 of the SubGen paper
 KINDS = (("clusters", "keys", "-"), ("value_clusters", "values", "--"))
-POINTS = 1500  # of a map; more take long and show no more
+POINTS = 1500  # of a map; more would take long and show no more
 
 
 def profile_picture(parts: Mapping[int, Sequence[Sequence[float]]], keeps: Sequence[float]) -> Figure:
-    """A panel for each budget: which part of the tokens each head of each layer holds."""
+    """A panel for each budget, with the part of the tokens that each head of each layer holds."""
     figure, panels = panels_for(len(keeps), columns=len(keeps), width=2.4)
     layers = list(parts)
     for place, (panel, keep) in enumerate(zip(panels, keeps, strict=True)):
@@ -39,9 +39,9 @@ def profile_picture(parts: Mapping[int, Sequence[Sequence[float]]], keeps: Seque
 
 
 def clusters_picture(rows: Sequence[Row]) -> Figure:
-    """A panel for each layer: clusters against tokens, mean over heads, a curve for each δ; dotted: one each.
+    """A panel for each layer: clusters against tokens, mean over heads, a curve for each δ; dotted: one per token.
 
-    Lines are of keys, dashed ones of values, whose δ are shares of their own distances.
+    Solid lines are keys and dashed ones values, whose δ are shares of their own distances.
     """
     layers = sorted({row["layer"] for row in rows})
     shares = sorted({cell["share"] for cell in rows[0]["clusters"]})
@@ -63,7 +63,7 @@ def clusters_picture(rows: Sequence[Row]) -> Figure:
 
 
 def counts_of(heads: Sequence[Sequence[Row]], share: float) -> list[float]:
-    """Clusters at one δ, mean over heads, in the order of tokens."""
+    """Numbers of clusters at one δ, mean over heads, in the order of tokens."""
     curves = [[cell["count"] for cell in head if cell["share"] == share] for head in heads]
     return [sum(counts) / len(counts) for counts in zip(*curves, strict=True)]
 
@@ -88,7 +88,7 @@ def norms_picture(rows: Sequence[Row]) -> Figure:
 def maps_picture(seen: Sequence[Captured], heads: Sequence[int], seed: int = 0) -> Figure:
     """t-SNE maps, keys above and values below, a column for each layer and head; k-center's centres are marked.
 
-    Colours go with the place in the text. As Figure 1 of the SubGen paper.
+    Colours show the place in the text. As Figure 1 of the SubGen paper.
     """
     from sklearn.manifold import TSNE
 
@@ -111,7 +111,7 @@ def maps_picture(seen: Sequence[Captured], heads: Sequence[int], seed: int = 0) 
 
 
 def _some(vectors: Float[Tensor, "n d"]) -> Float[Tensor, "m d"]:
-    """At most POINTS of them, evenly over the text."""
+    """At most POINTS of the vectors, taken evenly from the text."""
     if len(vectors) <= POINTS:
         return vectors
     return vectors[torch.linspace(0, len(vectors) - 1, POINTS).long()]

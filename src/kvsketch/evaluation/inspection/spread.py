@@ -1,4 +1,4 @@
-"""How a model's keys, values and queries are spread: what decides whether clustering can work."""
+"""How a model's keys, values and queries are spread, which decides whether clustering can work."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -55,13 +55,13 @@ def spread(norms: Tensor) -> dict[str, float]:
 
 
 def median_distance(vectors: Float[Tensor, "n d"]) -> float:
-    """Of pairs of vectors, from up to 1,000 of them."""
+    """The median distance between two vectors, from up to 1,000 of them."""
     few = vectors[:: -(-len(vectors) // 1000)]
     return float(torch.pdist(few).median())
 
 
 def clusters_at_shares(vectors: Float[Tensor, "n d"], shares: Sequence[float]) -> Iterator[Row]:
-    """Clusters against tokens, at radii δ that are shares of the vectors' own median distance."""
+    """Numbers of clusters against tokens, at radii δ that are shares of the vectors' own median distance."""
     distance = median_distance(vectors)
     for share in shares:
         for at, count in clusters_over_time(vectors, share * distance):
@@ -69,7 +69,7 @@ def clusters_at_shares(vectors: Float[Tensor, "n d"], shares: Sequence[float]) -
 
 
 def radii(vectors: Float[Tensor, "n d"]) -> list[Row]:
-    """How far the farthest vector is from the nearest of k-center's centres, over how far it is from the first one."""
+    """The largest distance of a vector to the nearest of k centres of k-center, over that with a single centre."""
     alone = float(greedy_k_center(vectors, 1).radius)
     return [
         {"centres": count, "share": float(greedy_k_center(vectors, count).radius) / alone if alone else 0.0}
@@ -78,13 +78,13 @@ def radii(vectors: Float[Tensor, "n d"]) -> list[Row]:
 
 
 def clusters_over_time(keys: Float[Tensor, "n d"], delta: float) -> list[tuple[int, int]]:
-    """After how many tokens there were how many clusters: m against n for one δ."""
+    """How many clusters there were after how many tokens: m against n for one δ."""
     found = founders(keys, delta)
     at = sorted({max(1, round(len(keys) * 2.0 ** (-i / 2))) for i in range(STEPS)})
     return [(n, int((found < n).sum())) for n in at]
 
 
 def save_rows(rows: Sequence[Row], path: Path, about: dict[str, Any]) -> None:
-    """A line of JSON for every head, below one on where they come from."""
+    """Write a line of JSON for every head, after a line that says where they come from."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(json.dumps(line) for line in [about, *rows]) + "\n", encoding="utf-8")

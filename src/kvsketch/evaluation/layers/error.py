@@ -1,13 +1,14 @@
 """How far a layer's answers are from exact ones when the middle of a text is compressed: BalanceKV's study of layers.
 
 Paper: BalanceKV (NeurIPS 2025), section 4.1 and appendix B.1. The first and the last `exact` tokens of a text are
-kept, a method holds those between, and the last `exact` queries ask, each seeing the tokens up to itself:
+kept, a method compresses the tokens between, and the last `exact` queries ask; each sees the tokens up to itself:
 
     [ first | middle | one | last ]     a cache is given first, middle, one in one call; then `last` asks
       exact   method   window  exact
 
-Tokens leave a window a block at a time and never leave it empty. So one token of the middle stays, and up to a block
-less one of its first tokens are left out, for exact attention as for the methods: then all of the middle has left.
+Tokens leave a window in whole blocks and never leave it empty. So one token of the middle stays in the window, and up
+to a block less one of the middle's first tokens are left out, for exact attention as for the methods. Then the whole
+rest of the middle has left the window.
 """
 
 import time
@@ -27,7 +28,7 @@ from kvsketch.evaluation.layers.plan import Prompt, Study, Trial, middle_of
 from kvsketch.evaluation.results.rows import Row, RowsFile
 from kvsketch.huggingface.capture import Captured, capture
 
-NORMS_KEY = ("prompt", "tokens", "layer")  # what norms depend on, but the model
+NORMS_KEY = ("prompt", "tokens", "layer")  # what norms depend on, besides the model
 
 
 def run(
@@ -38,7 +39,7 @@ def run(
     errors: RowsFile,
     norms: RowsFile,
 ) -> Iterator[tuple[str, int]]:
-    """Measure what the files do not hold yet, a row at a time; what was just done, and how many trials it settled."""
+    """Measure rows that the files lack, one by one; yields what was just done, and how many trials that settled."""
     for prompt in prompts:
         missing = {layer: study.missing(prompt, layer, errors.done) for layer in layers}
         yield "reading", sum(len(study.trials) - len(trials) for trials in missing.values())
@@ -53,7 +54,7 @@ def run(
 
 @dataclass(frozen=True)
 class Case:
-    """A layer's part of a text, as the study cuts it: tokens that a cache is given, and the last ones, which ask."""
+    """A layer's keys, values and queries of a text, cut into tokens that a cache is given and those that ask."""
 
     layer: int
     context: NewTokens
@@ -64,17 +65,17 @@ class Case:
 
     @property
     def exact(self) -> int:
-        """Tokens at either end."""
+        """How many tokens are kept at either end."""
         return self.queries.shape[2]
 
     @property
     def middle(self) -> int:
-        """Tokens between them that leave the window."""
+        """How many tokens between the two ends leave the window."""
         return self.context.keys.shape[2] - self.exact - 1
 
     @cached_property
     def answers(self) -> Float[Tensor, "hg q e"]:
-        """The exact ones, in float32 at least."""
+        """The exact answers, computed in float32 at least."""
         precise = torch.promote_types(self.queries.dtype, torch.float32)
         context, last = (
             NewTokens(part.keys.to(precise), part.values.to(precise)) for part in (self.context, self.last)
@@ -85,9 +86,9 @@ class Case:
 
 
 def cut(seen: Captured, exact: int) -> Case:
-    """What a cache is given of a layer, and what asks."""
+    """The tokens of a layer that a cache is given, and those that ask."""
     count = seen.keys.shape[1]
-    after_first = count - exact - 1 - middle_of(count, exact)  # those between the first tokens and here are left out
+    after_first = count - exact - 1 - middle_of(count, exact)  # tokens between the first ones and here are left out
     stop = count - exact
 
     def without_gap(x: Tensor) -> Tensor:
@@ -110,7 +111,7 @@ def measure(case: Case, trial: Trial) -> Row:
     entries = cache.count_entries()
     assert entries is not None, "the cache has tokens"
     nbytes = cache.nbytes
-    cache.recording = True  # no query follows: what `last` brings need not be compressed
+    cache.recording = True  # no query follows, so the tokens of `last` need not be compressed
     found = cache.read(case.queries, case.last, case.scale, case.softcap).out[0]
     wrong = (found.to(case.answers.dtype) - case.answers).square().sum((1, 2))
     size = case.answers.square().sum((1, 2)).clamp_min(1e-30)
@@ -124,7 +125,7 @@ def measure(case: Case, trial: Trial) -> Row:
 
 
 def norms_row(prompt: Prompt, seen: Captured) -> Row:
-    """Norms of a layer's queries, keys less their head's mean, and values, over heads and tokens, as in Table 3."""
+    """Norms of a layer's queries, of keys less their head's mean, and of values, over heads and tokens; as Table 3."""
     keys = seen.keys.double()
     vectors = {"queries": seen.queries, "keys": keys - keys.mean(1, keepdim=True), "values": seen.values}
     labels = zip(NORMS_KEY, (prompt.name, prompt.ids.shape[1], seen.layer), strict=True)

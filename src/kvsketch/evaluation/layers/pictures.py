@@ -1,4 +1,4 @@
-"""Pictures of the study of layers: errors against rates, and what the size of a block costs and gains."""
+"""Pictures of the study of layers: errors against rates, and time and error by block size."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from kvsketch.evaluation.layers.summary import Curve, Errors, Place, name_of, ra
 from kvsketch.evaluation.results.panels import COLOURS, panels_for, plain
 from kvsketch.evaluation.results.rows import Row
 
-HIGHEST = 2.0  # a relative error of 1 is an answer of zeros; curves that explode leave at the top
+HIGHEST = 2.0  # a relative error of 1 is an answer of zeros; curves above this leave the picture at the top
 
 
 def errors_picture(rows: Sequence[Row]) -> Figure:
@@ -41,7 +41,7 @@ def errors_picture(rows: Sequence[Row]) -> Figure:
 
 
 def blocks_picture(rows: Sequence[Row]) -> Figure:
-    """For each layer and method with blocks, seconds to compress and errors: a row for each block; as Figure 3."""
+    """Time to compress and error for each layer and method with blocks, a row for each block size; as Figure 3."""
     found = {place: errors for place, errors in summarise(rows).items() if place[1][1] is not None}
     rates = _rates(found)
     pairs = list(dict.fromkeys((layer, method) for layer, (method, _), _ in found))
@@ -66,7 +66,7 @@ MEASURES: dict[str, Callable[[Errors], float]] = {
 
 
 def largest_blocks(rows: Sequence[Row]) -> list[Curve]:
-    """A curve for each method, at the largest of its blocks."""
+    """A curve for each method, at its largest block size."""
     curves = dict[str, Curve]()
     for row in rows:
         _, block = curves.get(row["method"], (None, None))
@@ -80,7 +80,7 @@ def _size(block: int | None) -> int:
 
 
 def _rates(found: dict[Place, Errors]) -> list[float]:
-    """From most that is kept to least, as in the paper."""
+    """The rates, from the largest share kept to the smallest, as in the paper."""
     return sorted({rate for _, _, rate in found}, reverse=True)
 
 
@@ -96,8 +96,8 @@ def _value(errors: Errors | None, value: Callable[[Errors], float]) -> float:
 
 
 def _heat(axes: Axes, cells: Sequence[Sequence[float]]) -> None:
-    """Numbers on their colours."""
-    axes.imshow(cells, aspect="auto", cmap="YlOrRd", alpha=0.6)  # pale enough to be read
+    """Draw the numbers on a background of colours."""
+    axes.imshow(cells, aspect="auto", cmap="YlOrRd", alpha=0.6)  # pale, so that numbers on it can be read
     for y, line in enumerate(cells):
         for x, value in enumerate(line):
             if not math.isnan(value):

@@ -16,9 +16,9 @@ from kvsketch.caches.forgetting.streaming_heads import StreamingHeads
 from kvsketch.caches.registry import METHODS, parse_spec, read_call
 from kvsketch.evaluation.results.rows import Row, key_of
 
-# What an error depends on, but the model.
+# What an error depends on, besides the model.
 KEY = ("prompt", "tokens", "layer", "method", "rate", "block", "seed", "exact")
-# Options that the study chooses for all methods alike.
+# Options that the study sets, to the same for all methods.
 SET_BY_STUDY = ("keep", "heads", "sinks", "window", "prefill", "chunk")
 SWEPT = ("block", "seed")  # options that it varies
 
@@ -33,7 +33,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Trial:
-    """A method at one rate, with its block and its seed where it has such."""
+    """A method at one rate, with its block size and seed if it has them."""
 
     config: BudgetedConfig
     method: str  # the spec without block and seed
@@ -46,12 +46,12 @@ class Trial:
 
     @property
     def seed(self) -> int | None:
-        """Of the method's random numbers."""
+        """The seed of the method's random numbers."""
         return getattr(self.config, "seed", None)
 
     def with_budget(self, middle: int, exact: int) -> BudgetedConfig:
-        """The config that holds `exact` tokens, one of the window, and the rate's share of the middle."""
-        free = self.config.leaving  # windows run over by a block
+        """The config that holds `exact` tokens, one in the window, and the rate's share of the middle."""
+        free = self.config.leaving  # a window can hold up to a block more than its size
         return self._with_keep(exact, exact + 1 + free + self.kept(middle))
 
     def kept(self, middle: int) -> int:
@@ -59,7 +59,7 @@ class Trial:
         return round(self.rate * middle / BLOCK) * BLOCK
 
     def check(self, middle: int, exact: int) -> None:
-        """Refuse a middle of which the rate leaves less than the method needs."""
+        """Refuse a middle that is too short: the rate's share of it is less than the method needs."""
         least = max(BLOCK, self._with_keep(exact, 1.0).least_entries() - exact - 1 - self.config.leaving)
         if self.kept(middle) < least:
             raise ValueError(
@@ -75,7 +75,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """Which methods are measured at which rates, block sizes and seeds; `exact` tokens at either end are kept."""
+    """The methods, rates, block sizes and seeds to measure; `exact` tokens are kept at either end."""
 
     methods: Sequence[str]
     rates: Sequence[float] = (0.5, 0.25, 0.125, 0.0625)
@@ -100,12 +100,12 @@ class Study:
 
     @cached_property
     def trials(self) -> list[Trial]:
-        """Everything that is measured in a layer, seeds of one setting side by side."""
+        """Everything that is measured in a layer; seeds of one setting come one after another."""
         variants = [variant for spec in self.methods for variant in self._variants(spec)]
         return [Trial(config, method, rate) for rate in self.rates for config, method in variants]
 
     def _variants(self, spec: str) -> Iterator[tuple[BudgetedConfig, str]]:
-        """A spec with every block and seed, and its name."""
+        """A spec with every block size and seed, and its name."""
         config, options = _read(spec)
         sweeps = dict[str, Sequence[int]]()
         if hasattr(config, "block") and "block" not in options:
@@ -131,11 +131,11 @@ class Study:
             trial.check(middle_of(tokens, self.exact), self.exact)
 
     def missing(self, prompt: Prompt, layer: int, done: Collection[tuple[Any, ...]]) -> list[Trial]:
-        """The trials that are not done."""
+        """The trials that are not done yet."""
         return [trial for trial in self.trials if key_of(self.labels(prompt, layer, trial), KEY) not in done]
 
     def labels(self, prompt: Prompt, layer: int, trial: Trial) -> Row:
-        """What tells a row of errors from others."""
+        """The labels that tell a row of errors from others."""
         place = (prompt.name, prompt.ids.shape[1], layer)
         setting = (trial.method, trial.rate, trial.block, trial.seed, self.exact)
         return dict(zip(KEY, (*place, *setting), strict=True))
@@ -164,7 +164,7 @@ def _read(spec: str) -> tuple[BudgetedConfig, Collection[str]]:
 
 
 def _why_not(config: BudgetedConfig) -> str | None:
-    """What keeps the study from a method that drops; None if nothing does."""
+    """Why the study cannot take a method that drops tokens; None if it can."""
     if isinstance(config, StreamingHeads):
         return "holds everything in some heads and a window in others, and the study gives each head the same rate"
     if config.askings or config.before_rotation:
@@ -173,7 +173,7 @@ def _why_not(config: BudgetedConfig) -> str | None:
 
 
 def _name(config: MethodConfig) -> str:
-    """The spec with those options alone that make another method of it."""
+    """The spec with only those options that make it another method."""
     changed = [
         f"{f.name}={getattr(config, f.name)!r}"
         for f in fields(config)

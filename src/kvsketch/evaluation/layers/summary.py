@@ -1,4 +1,4 @@
-"""What the rows of the study of layers say: errors over seeds, times, ratios to a uniform sample, norms."""
+"""Results of the study of layers from its rows: errors over seeds, times, ratios to a uniform sample, norms."""
 
 import math
 import statistics
@@ -10,7 +10,7 @@ from kvsketch.evaluation.results.ratios import NORMAL, Ratio, deviation, ratio_o
 from kvsketch.evaluation.results.rows import Row
 
 VECTORS = ("queries", "keys", "values")
-Curve = tuple[str, int | None]  # a method and its block
+Curve = tuple[str, int | None]  # a method and its block size
 Place = tuple[int, Curve, float]  # layer, curve, rate
 
 
@@ -28,7 +28,7 @@ class Errors:
 
 @dataclass(frozen=True)
 class Norm:
-    """A mean of norms with the half of its 95 % interval."""
+    """A mean of norms, and half the width of its 95 % interval."""
 
     mean: float
     half_width: float
@@ -38,18 +38,18 @@ class Norm:
 
 
 def name_of(curve: Curve) -> str:
-    """A method and its block, for people."""
+    """A method and its block size, for people to read."""
     method, block = curve
     return method if block is None else f"{method}, block {block}"
 
 
 def rate_name(rate: float) -> str:
-    """1/4 for 0.25."""
+    """A rate as a fraction where it is one: 1/4 for 0.25."""
     return f"1/{round(1 / rate)}" if (1 / rate).is_integer() and rate < 1 else f"{rate:g}"
 
 
 def place_of(row: Row) -> Place:
-    """What is averaged: rows that differ in prompt and seed alone."""
+    """The group of a row that is averaged: its rows differ only in prompt and seed."""
     return row["layer"], (row["method"], row["block"]), row["rate"]
 
 
@@ -74,9 +74,9 @@ def _errors(rows: Sequence[Row]) -> Errors:
 
 
 def compare(rows: Iterable[Row], method: str, other: str) -> dict[Place, Ratio]:
-    """Ratios of a method's errors to another's, which has no blocks, over pairs of the same prompt and seed.
+    """Ratios of a method's errors to those of `other`, which has no blocks, over pairs of the same prompt and seed.
 
-    The interval is that of a normal distribution of the logarithms. Where nothing is dropped, nothing is compared.
+    The interval is that of a normal distribution of the logarithms. Rows in which nothing is dropped are not compared.
     """
     rows = [row for row in rows if row["rate"] < 1 and row["error"] != 0]
     others = {_pair(row): row["error"] for row in rows if row["method"] == other}
@@ -92,7 +92,7 @@ def _pair(row: Row) -> tuple[object, ...]:
 
 
 def pool_norms(rows: Sequence[Row]) -> dict[str, Norm]:
-    """Norms of queries, keys and values over all the layers that the rows are of."""
+    """Norms of queries, keys and values, over all layers of the rows."""
     return {name: _pool([row[name] for row in rows]) for name in VECTORS}
 
 

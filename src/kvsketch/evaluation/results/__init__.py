@@ -1,1 +1,1 @@
-"""What all measurements share: files of rows, where they come from, and panels to draw them on."""
+"""What all measurements share: files of rows, the origin of rows, and panels to draw them on."""

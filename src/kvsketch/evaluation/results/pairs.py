@@ -1,16 +1,16 @@
-"""Whether two methods differ, by pairs that differ in nothing but the method."""
+"""Whether two methods differ, from pairs of results that differ only in the method."""
 
 import math
 from collections.abc import Sequence
 
-LEVEL = 0.05  # what is likelier than this may be chance
-EXACTLY = 12  # so many differences are counted out; more are taken for normal
+LEVEL = 0.05  # a difference that is likelier than this may be chance
+EXACTLY = 12  # for up to so many differences all signs are tried; for more, a normal distribution is assumed
 
 
 def chance(differences: Sequence[float]) -> float:
-    """How likely it is that differences add up to so much, on either side, if each sign had been drawn at random.
+    """How likely it is that the differences add up to this much or more, on either side, if signs were random.
 
-    Fewer than six that are not zero can never be told from chance at 1 in 20.
+    Fewer than six differences that are not zero can never be told from chance at 1 in 20.
     """
     there = [difference for difference in differences if difference]
     total = abs(math.fsum(there))
@@ -21,5 +21,5 @@ def chance(differences: Sequence[float]) -> float:
     sums = [0.0]
     for difference in there:
         sums = [sign * difference + so_far for so_far in sums for sign in (1, -1)]
-    least = total * (1 - 1e-9)  # the order of a sum must not decide
+    least = total * (1 - 1e-9)  # rounding, which depends on a sum's order, must not decide
     return sum(abs(one) >= least for one in sums) / len(sums)

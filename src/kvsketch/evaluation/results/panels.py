@@ -1,4 +1,4 @@
-"""Figures with a panel for each of several things, in one set of colours, and how they are saved."""
+"""Figures with a panel for each of several things, their colours, and how they are saved."""
 
 import warnings
 from collections.abc import Iterator
@@ -29,25 +29,25 @@ def panels_for(count: int, columns: int = 3, width: float = 3.6, *, share_y: boo
 
 
 def plain(text: str) -> str:
-    """Text as it is: matplotlib takes what stands between two $ for mathematics."""
+    """Text that is drawn as it is: matplotlib would take what stands between two $ for mathematics."""
     return text.replace("$", r"\$")
 
 
 def heading(text: str, width: int = 40) -> str:
-    """The same above a panel, wrapped so that it does not run into the next one."""
+    """Such a text as a panel's title, wrapped so that it does not run into the next panel."""
     return plain("\n".join(part for line in text.split("\n") for part in wrap(line, width)))
 
 
 @contextmanager
 def boxes_for_missing_letters() -> Iterator[None]:
-    """A name may have letters that the font lacks: they are drawn as boxes, and no warning says so."""
+    """Letters that the font lacks are drawn as boxes, and without a warning."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")
         yield
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write a picture, and the folder if need be."""
+    """Write a picture, and make its folder if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with boxes_for_missing_letters():
         figure.savefig(path, bbox_inches="tight")

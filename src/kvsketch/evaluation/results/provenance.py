@@ -14,7 +14,7 @@ import kvsketch
 
 
 def provenance() -> dict[str, Any]:
-    """What to write beside a measurement."""
+    """The facts that are written beside a measurement."""
     return {
         "kvsketch": kvsketch.__version__,
         "commit": _commit(),
@@ -28,7 +28,7 @@ def provenance() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit of a checkout, marked if the sources differ from it; None for an installed package."""
+    """The commit of a checkout, with a mark if the sources differ from it; None for an installed package."""
     source = Path(kvsketch.__file__).parent
     if source.parent.name != "src":
         return None

@@ -1,8 +1,8 @@
 """Result files: JSON lines that can be added to after any interruption.
 
-Lines with "run" describe a run: what made the rows after it. The other lines are rows, one an answer. A row is
-written once it is complete; a line that was cut off by a crash is dropped when the file is opened again. Every line
-ends with a checksum.
+Lines with "run" describe a run: what the rows after them were made with. The other lines are rows, one for each answer.
+A row is written once it is complete; a line that a crash has cut off is dropped when the file is opened again. Every
+line ends with a checksum.
 """
 
 import json
@@ -14,10 +14,10 @@ from typing import Any
 
 FORMAT = 2
 CHECK = "check"  # the last part of every line
-LEARNT = "learnt"  # the part of a run that says which index or profile its methods go by
+LEARNT = "learnt"  # the part of a run that says which index or profile its methods use
 REMOVE = "Remove that line, and run the same command again: its row is made anew"
 FIRST = "Before any row there is a line that says what made them. Put it back as it was, or write to another folder"
-# What makes a row the same row: everything an answer depends on but the model.
+# Two rows are the same if these are equal: everything that an answer depends on, besides the model.
 KEY = (
     "task", "wording", "haystack", "cases", "template", "asked", "length", "depth", "sample", "new_tokens", "method",
 )  # fmt: skip
@@ -25,14 +25,14 @@ Row = dict[str, Any]
 
 
 class RowsFile:
-    """One file of rows, all by the same model and version."""
+    """A file of rows, all made with the same model and version."""
 
     def __init__(self, path: Path, run: Mapping[str, Any], key: Sequence[str] = KEY) -> None:
-        """Open or begin the file; `run` says what made the rows: model, fingerprint, version and more.
+        """Open or begin the file; `run` says what the rows are made with: model, fingerprint, version and more.
 
-        Its part "learnt", if there is one, says of methods which index or profile they go by.
+        Its part "learnt", if there is one, says which index or profile methods use.
         """
-        from kvsketch.files import claim  # not above: to show help is not worth torch
+        from kvsketch.files import claim  # not above: to show help must not load torch
 
         if path.exists() and not path.is_file():
             raise ValueError(f"{path} is no file: rows are written there. Remove it, or write to another folder")
@@ -43,7 +43,7 @@ class RowsFile:
         self.done = self._go_on({"format": FORMAT, **run})
 
     def _go_on(self, run: Mapping[str, Any]) -> set[tuple[Any, ...]]:
-        """Have the last run in the file be this one; what was done before. Refuses another model's rows, and others."""
+        """Make this the file's last run; the keys of rows done before. Refuses rows of another model, and others."""
         path, key = self.path, self.key
         runs, rows = read_rows(path, key)
         for earlier in runs:
@@ -72,13 +72,13 @@ class RowsFile:
         return {key_of(row, key) for row in rows}
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Write rows; those that are there already are not written again."""
+        """Write rows, except those that are in the file already."""
         new = [row for row in rows if key_of(row, self.key) not in self.done]
         self._write(new)
         self.done.update(key_of(row, self.key) for row in new)
 
     def fill(self, wanted: Mapping[str, Row], measure: Callable[[str], Row], what: str) -> Iterator[tuple[str, int]]:
-        """Measure the rows that are missing, by name; what was just done, and how many rows it settled."""
+        """Measure the missing rows, by name; yields what was just done, and how many rows that settled."""
         missing = [name for name, labels in wanted.items() if key_of(labels, self.key) not in self.done]
         yield what, len(wanted) - len(missing)
         for name in missing:
@@ -97,7 +97,7 @@ class RowsFile:
 
 
 def with_checksum(line: Row) -> bytes:
-    """A line of the file: JSON that ends with a checksum of what stands before it."""
+    """A line of the file: JSON that ends with a checksum of all that stands before."""
     return _json({**line, CHECK: _checksum(line)}) + b"\n"
 
 
@@ -110,7 +110,7 @@ def _json(line: Row) -> bytes:
 
 
 def read_rows(path: Path, key: Sequence[str] = KEY) -> tuple[list[dict[str, Any]], list[Row]]:
-    """The runs and the rows of a file; refuses it where a line is not as it was written."""
+    """The runs and the rows of a file; refuses a file in which a line is not as it was written."""
     runs, rows, places = list[dict[str, Any]](), list[Row](), dict[tuple[Any, ...], int]()
     *lines, cut = path.read_bytes().split(b"\n")  # not splitlines: answers may hold other line ends
     if not lines and not b'{"run": '.startswith(cut[:8]):
@@ -131,7 +131,7 @@ def read_rows(path: Path, key: Sequence[str] = KEY) -> tuple[list[dict[str, Any]
 
 
 def _read_line(line: bytes, where: str, advice: str) -> Row:
-    """A line as it was before it got its checksum, which must be right."""
+    """A line without its checksum, which must be right."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:  # broken UTF-8 is a ValueError
@@ -153,22 +153,22 @@ def _read_line(line: bytes, where: str, advice: str) -> Row:
 
 
 def name_with_digest(name: str, content: bytes) -> str:
-    """A name for rows, with a digest by which other content has another name."""
+    """A name for rows, with a digest, so that other content has another name."""
     return f"{name}#{zlib.crc32(content):08x}"
 
 
 def name_without_digest(name: str) -> str:
-    """The name as people know it."""
+    """The name without the digest, as people know it."""
     return name.rpartition("#")[0] or name
 
 
 def key_of(row: Row, key: Sequence[str] = KEY) -> tuple[Any, ...]:
-    """What makes a row the same as another."""
+    """The values of a row's key; rows with the same key are the same row."""
     return tuple(row[name] for name in key)
 
 
 def _drop_cut_line(path: Path) -> None:
-    """Drop what stands behind the last line end, in a file that is known to be ours."""
+    """Drop what stands after the last line end, in a file that is known to be ours."""
     content = path.read_bytes() if path.is_file() else b""
     whole = content.rfind(b"\n") + 1
     if whole < len(content):

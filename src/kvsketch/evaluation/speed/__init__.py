@@ -1,10 +1,10 @@
-"""How long a step takes beside exact and stock, what of that is reading memory, and when a method pays.
+"""How long a step takes beside exact and stock, how much of that is reading memory, and when a method is faster.
 
-plan.py      what is timed, and what makes rows the same; usual.py: unless told otherwise
-made.py      what is made up for it: keys and values, a model, an index, a profile of heads
+plan.py      what is timed, and what makes rows the same; usual.py: the defaults
+made.py      what is made up to be timed: keys and values, a model, an index, a profile of heads
 checks.py    what an answer reads, and whether it is right; a wrong one is not timed
-clock.py     times in turn, with a pass over other memory between two of them
+clock.py     steps timed by turns, with a pass over other memory before each
 layer.py     one layer
-whole.py     whole models: prompts, and tokens one by one
+whole.py     whole models: prompts, and decode steps; subjects.py: which models
 summary.py   from which context on a method is faster than exact; pictures.py: how times grow
 """

@@ -1,4 +1,4 @@
-"""What an answer of one layer reads, entry by entry; and whether it is as near to the definition as plain torch."""
+"""What one layer reads for an answer, entry by entry, and whether the answer is as near to exact as plain torch's."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,21 +20,21 @@ from kvsketch.kernels.routing.native import read_of
 from kvsketch.kernels.routing.reference import mean_probability
 from kvsketch.kernels.sources import Entries
 
-OF_BYTES = 0.006  # the error that weights in bytes may bring to a router
+OF_BYTES = 0.006  # the error that a router may have from weights stored as bytes
 
-HeldByHead = list[list[WeightedTokens]]  # of each KV head, as that of one row
+HeldByHead = list[list[WeightedTokens]]  # the sets of entries of each KV head, each shaped as one row's
 
 
 @dataclass(frozen=True)
 class Checked:
-    """Relative errors of an answer and of plain torch, beside float64, and what was read for the answer."""
+    """Relative errors of an answer and of plain torch, against float64, and what was read for the answer."""
 
-    errors: dict[str, tuple[float, float]]  # of the answer, and of the router where there is one
+    errors: dict[str, tuple[float, float]]  # of the answer, and of the router if there is one: own, plain torch's
     nbytes: int
     entries: int
 
     def right(self, within: float) -> bool:
-        """Whether all errors are at most so many times plain torch's."""
+        """Whether all errors are at most `within` times plain torch's."""
         return all(own <= within * plain for own, plain in self.errors.values())
 
 
@@ -45,14 +45,14 @@ def check_dense(
     values: Float[Tensor, "1 h n e"],
     scale: float,
 ) -> Checked:
-    """An answer over all tokens."""
+    """Check an answer over all tokens."""
     held = [[WeightedTokens(keys[:, h : h + 1], values[:, h : h + 1])] for h in range(keys.shape[1])]
     errors = _errors(out, query, held, None, scale)
     return Checked({"answer": errors}, keys.nbytes + values.nbytes, keys.shape[1] * keys.shape[2])
 
 
 def check_layer(cache: LayerCache, query: Float[Tensor, "1 hg 1 d"], scale: float, kernel: str) -> Checked:
-    """The answer of a layer with these kernels, over what a lookup with them names."""
+    """Check a layer's answer with these kernels, over the entries that they look up."""
     ranks = torch.tensor(cache.lengths)[:, None] - 1
     asked = Query(query, scale, None, query, ranks)
     with using(kernel):
@@ -70,7 +70,7 @@ def check_layer(cache: LayerCache, query: Float[Tensor, "1 hg 1 d"], scale: floa
 
 
 def _read_by_router(cache: LayerCache, dtype: torch.dtype, kernel: str) -> tuple[int, bool]:
-    """Bytes of what these kernels have read to know where to look, and whether weights were bytes there."""
+    """Bytes that these kernels read to find out where to look, and whether the weights among them were bytes."""
     config = cache.config
     if not isinstance(config, IndexedConfig) or not _asks(cache):
         return 0, False
@@ -82,13 +82,13 @@ def _read_by_router(cache: LayerCache, dtype: torch.dtype, kernel: str) -> tuple
 
 
 def _asks(cache: LayerCache) -> bool:
-    """Whether it matters yet what queries look for."""
+    """Whether any holding already has to know what queries look for."""
     past = cache.streams.all[0].past
     return past is not None and any(one.holding.wants_asking for one in past.bundles)
 
 
 def _held(cache: LayerCache, asked: Query) -> tuple[HeldByHead, Partial | None, int]:
-    """What a query reads of every head; what is answered otherwise, and the bytes that this may have read."""
+    """The entries that a query reads in each head; the part answered without entries, and the bytes that may take."""
     held: HeldByHead = [[] for _ in cache.streams.budgets]
     answer = cache.streams.look(replace(asked, unrotated=asked.queries))
     for part in (part.chosen() for source in answer.unread for part in source):
@@ -103,7 +103,7 @@ def _held(cache: LayerCache, asked: Query) -> tuple[HeldByHead, Partial | None, 
 
 
 def _bytes_of(stream: Stream, answer: Answer) -> int:
-    """What may be read for an answer that is not over entries: all there is, or what is known of all of it."""
+    """Bytes that an answer without entries may read: the whole past, or the index that is kept of it."""
     assert stream.past is not None, "something has answered"
     if answer.attended is not None:
         return stream.past.nbytes
@@ -111,7 +111,7 @@ def _bytes_of(stream: Stream, answer: Answer) -> int:
 
 
 def _read(part: Entries, place: int) -> WeightedTokens:
-    """The entries of one lane that are read."""
+    """The entries that are read of one lane."""
     tokens = part.tokens
     each = [tokens.keys[0, place], tokens.values[0, place]]
     weights = [
@@ -126,7 +126,7 @@ def _read(part: Entries, place: int) -> WeightedTokens:
 
 
 def _joined(parts: Sequence[WeightedTokens]) -> WeightedTokens:
-    """As one set."""
+    """All parts as one set of entries."""
 
     def weights(name: str, like: str | None = None) -> Tensor | None:
         if all(getattr(part, name) is None for part in parts):
@@ -149,7 +149,7 @@ def _errors(
     own: Partial | None,
     scale: float,
 ) -> tuple[float, float]:
-    """Of an answer, and of plain torch: relative to the definition in float64, a head at a time."""
+    """Errors of an answer and of plain torch, relative to the definition in float64, computed head by head."""
     group = query.shape[1] // len(held)
     of_head = [slice(head * group, (head + 1) * group) for head in range(len(held))]
     wrong = plain_wrong = whole = 0.0
@@ -174,7 +174,7 @@ def _with(part: Partial, beside: Partial | None) -> Partial:
 
 
 def _plain(query: Float[Tensor, "1 g 1 d"], tokens: WeightedTokens, scale: float) -> Partial:
-    """Two products in the precision of what is held, as one would write them."""
+    """Attention as two plain products, in the precision of what is held."""
     logits = (query.transpose(1, 2) @ tokens.keys.mT).float() * scale  # [1, 1, g, n]
     masses = logits if tokens.log_mass is None else logits + tokens.log_mass[:, :, None]
     lse = torch.logsumexp(masses, 3, keepdim=True)
@@ -184,7 +184,7 @@ def _plain(query: Float[Tensor, "1 g 1 d"], tokens: WeightedTokens, scale: float
 
 
 def _router_errors(cache: LayerCache, asked: Query, kernel: str) -> tuple[float, float]:
-    """Of what buckets are expected to hold, and of plain torch's."""
+    """Errors of the router's scores of buckets, with this kernel and with plain torch."""
     method, heads = cache.streams.all[0].method, len(cache.streams.budgets)
     assert method is not None, "there is something to look up"
     wide = asked.queries.double()

@@ -1,4 +1,4 @@
-"""Times in turn, with a pass over other memory between two of them; how fast memory is read, and how much is free."""
+"""Steps timed by turns, with a pass over other memory before each; how fast memory is read, and how much is free."""
 
 import random
 import statistics
@@ -17,26 +17,26 @@ Form = TypeVar("Form")
 
 
 class Turn(NamedTuple):
-    """A step that was timed, and how fast memory was read right before it: both depend on what else a machine does."""
+    """A timed step, and how fast memory was read right before it: both depend on what else the machine does."""
 
     seconds: float
     memory: float  # bytes a second
 
 
 class Memory:
-    """Memory that nobody needs: reading it drives everything else out of the processor's caches."""
+    """Memory that is not used otherwise: reading it drives everything else out of the processor's caches."""
 
     def __init__(self, nbytes: int) -> None:
         self.numbers = torch.ones(nbytes // 8, dtype=torch.int64)
 
     def pass_over(self) -> float:
-        """Read all of it; bytes a second."""
+        """Read all of it; how many bytes a second."""
         return self.numbers.nbytes / seconds(self.numbers.sum)
 
 
 @torch.no_grad()
 def seconds(work: Callable[[], object]) -> float:
-    """How long one call takes; nobody wants a gradient."""
+    """How many seconds one call takes, without gradients."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
@@ -49,11 +49,11 @@ def in_turn(
     kernels: Mapping[Form, str],
     taken: Mapping[Form, list[Turn]],
 ) -> Iterator[int]:
-    """Put turns of each into `taken`, a step of each in every round, in an order that is drawn anew; rounds' numbers.
+    """Time a step of each form in every round, in a new random order, into `taken`; yields the rounds' numbers.
 
-    `works` say what is to be done for a step: that is timed, and to say it is not. One step more or two of the same
-    come before it, as in a text, where a step goes on from what the one before it has noted. What a method does only
-    every so many steps falls on all kernels, and on these steps, alike: the order and their number are random.
+    `works` make the work of a step; the work is timed, and making it is not. One or two steps of the same form come
+    before a timed one, as in a text, where a step continues from what the one before it has noted. Work that a method
+    does only every so many steps falls alike on all kernels and on untimed steps: order and number are random.
     """
     draw, order = random.Random(0), list(works)
     for step in plan.steps():
@@ -73,7 +73,7 @@ def in_turn(
 
 @contextmanager
 def using(kernel: str) -> Iterator[None]:
-    """Have this kernel answer."""
+    """Answer with this kernel in the body."""
     if kernel == TORCH:
         with native.off():
             yield
@@ -82,20 +82,20 @@ def using(kernel: str) -> Iterator[None]:
 
 
 def summed_up(taken: list[float]) -> dict[str, float]:
-    """Median, 5th and 95th percentile, and the mean, which has what is done only now and then."""
+    """Median, 5th and 95th percentile, and the mean, which includes work that is done only now and then."""
     low, *_, high = statistics.quantiles(taken, n=20, method="inclusive")
     found = {"seconds": statistics.median(taken), "low": low, "high": high, "mean": statistics.fmean(taken)}
     return {name: round(value, 9) for name, value in found.items()}
 
 
 def share_of_memory(nbytes: int, turns: Sequence[Turn]) -> float:
-    """Of the speed at which memory is read, how much a step reaches that reads so much; the median of turns."""
+    """The speed at which a step reads `nbytes`, as a share of the memory's reading speed; the median of turns."""
     return statistics.median(nbytes / turn.seconds / turn.memory for turn in turns)
 
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """So many, for torch and for us."""
+    """Use `count` threads in the body, in torch and in our kernels."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -105,8 +105,8 @@ def threads(count: int) -> Iterator[None]:
 
 
 def no_room(needed: float | int) -> str | None:
-    """What to say where so many bytes are not there; None where they are."""
+    """A message if `needed` bytes of memory are not free; None if they are."""
     free = free_memory(torch.device("cpu"))
     if free is None or needed <= free:
         return None
-    return f"it takes about {needed / 1e9:.1f} GB of memory, and {max(free, 0) / 1e9:.1f} GB are free"
+    return f"it needs about {needed / 1e9:.1f} GB of memory, and only {max(free, 0) / 1e9:.1f} GB are free"

@@ -1,4 +1,4 @@
-"""One layer: stock's attention, two plain products, exact and every method, checked first and then timed in turn."""
+"""One layer: stock's attention, two plain products, exact and every method, first checked, then timed by turns."""
 
 import statistics
 import tempfile
@@ -23,13 +23,13 @@ from kvsketch.evaluation.speed.plan import BUILD, EXACT, FOLDED, KEY, LAYER, PRO
 from kvsketch.kernels.native.build import build_into
 
 Form = tuple[str, str]  # a method, and its kernels
-FILLING = 3  # times the bytes of all keys and values: what it may take to fill a cache with them
+FILLING = 3  # memory that filling a cache may take, in times the bytes of all keys and values
 Steps = Iterator[tuple[str, int]]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A way to answer a query, and to take in a token with it; what was found before it is timed."""
+    """A way to answer a query and to take in its token, with the result of the check before it is timed."""
 
     step: Callable[[Tensor, NewTokens], object]
     checked: Checked
@@ -37,7 +37,7 @@ class Case:
 
 
 def build(plan: Plan, rows: RowsFile) -> None:
-    """How long it takes to compile the kernels, once."""
+    """Time once how long it takes to compile the kernels."""
     labels = plan.labels(BUILD, 0, BUILD, C)
     if C in plan.kernels and key_of(labels, KEY) not in rows.done:
         with tempfile.TemporaryDirectory() as folder:
@@ -45,7 +45,7 @@ def build(plan: Plan, rows: RowsFile) -> None:
 
 
 def run(plan: Plan, rows: RowsFile, memory: Memory, say: Callable[[str], None]) -> Steps:
-    """Measure what the file does not hold yet, a length at a time; what comes next, and how many rows that settles."""
+    """Measure rows that the file lacks, length by length; yields what comes next, and how many rows that settles."""
     with made_up(plan.kv_heads, plan.width, [NUMBER], plan.index) as ready:
         for tokens in plan.lengths:
             wanted = plan.missing(tokens, rows.done)
@@ -58,7 +58,7 @@ def _length(
     plan: Plan, tokens: int, wanted: Sequence[Form], rows: RowsFile, memory: Memory, ready: Ready,
     say: Callable[[str], None],
 ) -> Steps:  # fmt: skip
-    """Every form that is wanted, with those that others are compared with."""
+    """Measure every form that is wanted at this length, and those that others are compared with."""
     whole = 2 * plan.kv_heads * tokens * plan.width * plan.precision.itemsize
     if missing := no_room(3 * whole + 16 * tokens * plan.width * 2):
         say(f"{tokens:,} tokens of one layer are left out: {missing}")
@@ -82,7 +82,7 @@ def _length(
 
 
 def dense_forms(keys: Tensor, values: Tensor, group: int, scale: float) -> dict[str, Callable[[Tensor], Tensor]]:
-    """What else computes all of the attention of one token, by name."""
+    """Other ways to compute the full attention of one token, by name."""
     folded = (1, keys.shape[1], group, keys.shape[3])
 
     def stock(query: Tensor) -> Tensor:  # the call of transformers
@@ -100,7 +100,7 @@ def dense_forms(keys: Tensor, values: Tensor, group: int, scale: float) -> dict[
 
 @torch.no_grad()
 def _dense_cases(plan: Plan, keys: Tensor, values: Tensor) -> dict[Form, Case]:
-    """All of them, checked."""
+    """All dense forms, checked."""
     query, _ = _token(plan, -1000)
 
     def case(form: Callable[[Tensor], Tensor]) -> Case:
@@ -113,7 +113,7 @@ def _dense_cases(plan: Plan, keys: Tensor, values: Tensor) -> dict[Form, Case]:
 
 @torch.no_grad()
 def _cases(plan: Plan, method: str, ready: Ready, keys: Tensor, values: Tensor) -> dict[Form, Case]:
-    """A cache that holds these tokens, with every kernel that can read it."""
+    """A cache that holds these tokens, as a case for every kernel that can read it."""
     cache = filled(ready(plan.configs.get(method, Exact())), keys, values)
     query, _ = _token(plan, -1000)
 
@@ -127,7 +127,7 @@ def _cases(plan: Plan, method: str, ready: Ready, keys: Tensor, values: Tensor) 
 
 
 def filled(config: MethodConfig, keys: Tensor, values: Tensor) -> LayerCache:
-    """A cache of one layer that was given these tokens in one call; none of them was rotated."""
+    """A cache of one layer that was given these tokens in one call, without rotation."""
     cache = new_layer(config)
     cache.hold(NewTokens(keys, values, None, Unrotated(keys, keys)))
     return cache
@@ -136,7 +136,7 @@ def filled(config: MethodConfig, keys: Tensor, values: Tensor) -> LayerCache:
 def _timed(
     plan: Plan, cases: dict[Form, Case], memory: Memory, label: str
 ) -> Generator[tuple[str, int], None, dict[Form, list[Turn]]]:
-    """Turns of every case that is right."""
+    """Time these cases, all of which are right; the turns of each."""
 
     def work(case: Case, step: int) -> Callable[[], object]:
         return partial(case.step, *_token(plan, step))
@@ -153,7 +153,7 @@ def _token(plan: Plan, step: int) -> tuple[Tensor, NewTokens]:
 
 
 def _row(plan: Plan, tokens: int, form: Form, case: Case, taken: dict[Form, list[Turn]]) -> Row:
-    """What was found; without times where the answer is wrong."""
+    """A case's row; without times if its answer is wrong."""
     row = plan.labels(LAYER, tokens, *form)
     for name, (own, plain) in case.checked.errors.items():
         row |= {f"{name}_error": own, f"plain_{name}_error": plain}

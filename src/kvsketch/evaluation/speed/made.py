@@ -1,4 +1,4 @@
-"""What is made up to be timed: keys and values, a model, an index of random buckets, heads with unequal shares."""
+"""Data made up to be timed: keys and values, a model, an index of random buckets, heads with unequal shares."""
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from kvsketch.caches.lookup.key_index import layer_file, write_index
 from kvsketch.caches.lookup.saap import IndexedConfig
 from kvsketch.files import write_tensors
 
-NUMBER = 1  # of the layer that is timed by itself: methods that look things up read layer 0 in full
+NUMBER = 1  # of the layer that is timed alone: methods that look tokens up read layer 0 in full
 KEEPS = (0.5, 0.25, 0.125, 0.0625, 0.03125)  # of the profile
 UNEVEN = (0.25, 0.5, 1.0, 2.25)  # shares of heads, in turn: their mean is 1
 Ready = Callable[[MethodConfig], MethodConfig]
@@ -32,7 +32,7 @@ Ready = Callable[[MethodConfig], MethodConfig]
 def keys_and_values(
     heads: int, tokens: int, width: int, dtype: torch.dtype, seed: int
 ) -> tuple[Float[Tensor, "1 h n d"], Float[Tensor, "1 h n d"]]:
-    """Random ones, head by head: a whole layer in float32 would be much."""
+    """Random keys and values, made head by head: a whole layer in float32 would take much memory."""
     generator = torch.Generator().manual_seed(seed)
     pair = torch.empty(2, 1, heads, tokens, width, dtype=dtype)
     for place in pair.view(-1, tokens, width):
@@ -60,9 +60,9 @@ def random_llama(
     mlp: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> LlamaForCausalLM:
-    """A Llama with random weights; narrow outside attention, so that attention and cache are what is measured.
+    """A Llama with random weights; narrow outside attention, so that mostly attention and cache are measured.
 
-    `mlp`: the width of its MLPs, if not twice that of what goes from layer to layer.
+    `mlp`: the width of its MLPs, if it is not twice the hidden width.
     """
     config = LlamaConfig(
         vocab_size=1000,
@@ -86,7 +86,7 @@ def random_llama(
 def made_up(
     heads: int, width: int, layers: Sequence[int], index: tuple[int, int], model: Mapping[str, Any] | None = None
 ) -> Iterator[Ready]:
-    """What methods have learnt, made up: completes configs that want an index or a profile of the model's heads."""
+    """Made-up indexes and profiles: a function that completes configs which need one of the model's heads."""
     known = {"fingerprint": "", "kv_heads": heads, "head_width": width} if model is None else dict(model)
     with tempfile.TemporaryDirectory() as scratch:
         folder, profile = Path(scratch), Path(scratch) / "profile.json"
@@ -107,7 +107,7 @@ def made_up(
 
 
 def new_layer(config: MethodConfig) -> LayerCache:
-    """An empty cache of one layer, with what a profile says of its heads."""
+    """An empty cache of one layer, whose heads share the budget as the config's profile says."""
     if not isinstance(config, BudgetedConfig) or equal_until_read(config) or config.heads == PYRAMID:
         return LayerCache(config, NUMBER)
     profile = read_profile(config.heads)
@@ -117,7 +117,7 @@ def new_layer(config: MethodConfig) -> LayerCache:
 def _write_index(
     folder: Path, heads: int, width: int, layers: Sequence[int], index: tuple[int, int], model: Mapping[str, Any]
 ) -> None:
-    """Random buckets, with routers of random weights."""
+    """Write an index of random buckets, with routers of random weights."""
     generator, (buckets, hidden) = torch.Generator().manual_seed(3), index
 
     def normal(*shape: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""How the time of a step grows with the context, and which share of the memory's speed it is read at."""
+"""How the time of a step grows with the context, and at what share of the memory's speed a step reads."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,12 +13,12 @@ from kvsketch.evaluation.speed.summary import timed
 
 LOOK: dict[str, Any] = {"lw": 1.6, "marker": "o", "ms": 4}
 GREYS = {plan.STOCK: EXACT, plan.FOLDED: EXACT, plan.PRODUCTS: EXACT, plan.EXACT: "black"}
-APART = 0.1  # of the axis: names of lengths find room beside one another
+APART = 0.1  # of the axis, at least, between the names of two lengths
 STYLES = {plan.STOCK: ":", plan.FOLDED: "--", plan.PRODUCTS: "-."}
 
 
 def speed_picture(rows: Sequence[Row], title: str) -> Figure:
-    """Medians with 5th and 95th percentiles; what torch's own kernels take is thin and dashed."""
+    """Medians with 5th and 95th percentiles; times of torch's own kernels are thin and dashed."""
     figure, (left, right) = panels_for(2, width=5.0)
     figure.set_figheight(4.6)
     found = timed(rows, plan.LAYER)
@@ -58,7 +58,7 @@ def _finish(axes: Axes, title: str, rows: Sequence[Row]) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
     labels, last, factor = list[str](), 0.0, (lengths[-1] / lengths[0]) ** APART if lengths else 1.0
-    for tokens in lengths:  # a name that would be written over another one is left out
+    for tokens in lengths:  # leave out a name that would overlap another one
         labels.append(f"{tokens:,}" if tokens >= factor * last else "")
         last = tokens if labels[-1] else last
     axes.set_xticks(lengths, labels)

@@ -17,29 +17,29 @@ from kvsketch.evaluation.speed.usual import END_TO_END, LENGTHS, METHODS, PROMPT
 from kvsketch.kernels import native
 from kvsketch.kernels.native.attention import MOST_QUERIES
 
-# What a time depends on, but the machine and the precision, which are those of a file.
+# What a time depends on, besides the machine and the precision, which are the same in a file.
 KEY = ("part", "tokens", "layers", "kv_heads", "group", "width", "threads", "rounds", "between", "method", "kernel")
-BUILD, LAYER, LLAMA = "build", "one layer", "random Llama"  # parts; a real model is one under its name
+BUILD, LAYER, LLAMA = "build", "one layer", "random Llama"  # parts; a real model is a part under its own name
 STOCK, FOLDED, PRODUCTS, EXACT = "stock", "stock, folded", "two products", "exact"
 C, TORCH = "C", "torch"  # kernels
 LEAST = 64  # tokens
 WARM = 2  # steps that are not counted
-PIECE = 512  # tokens that are read behind caches that were filled
+PIECE = 512  # tokens that are read after a cache was filled
 
 
 def every_method() -> list[str]:
-    """All of which a layer alone says how long they take; those that forget hold a quarter."""
+    """All methods that can be timed in a single layer; those that forget hold a quarter."""
     timed = [config for config in KINDS if config is not Exact and not config.looks_ahead]
     return [f"{config.name}(keep=0.25)" if issubclass(config, BudgetedConfig) else config.name for config in timed]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One layer of every length of `lengths`, and whole models of so many `layers` with the contexts `end_to_end`.
+    """One layer at every length of `lengths`, and whole models of `layers` layers at the contexts `end_to_end`.
 
-    `between` bytes are read before each step that is timed, so that nothing is left of it in the processor's caches. An
-    answer's error may be `within` times that of plain torch, and logits of exact may be `apart` from stock's. `index`:
-    buckets, and hidden units of the router.
+    `between` bytes are read before each timed step, so that nothing of the cache is left in the processor's caches. An
+    answer's error may be `within` times that of plain torch, and exact's logits may differ by `apart` from stock's.
+    `index`: buckets, and hidden units of the router.
     """
 
     lengths: Sequence[int] = LENGTHS
@@ -75,17 +75,17 @@ class Plan:
 
     @property
     def scale(self) -> float:
-        """Of logits."""
+        """The factor of logits."""
         return float(self.width**-0.5)
 
     @property
     def precision(self) -> torch.dtype:
-        """That of keys, values and queries."""
+        """The dtype of keys, values and queries."""
         return PRECISIONS[self.dtype]
 
     @property
     def shape(self) -> str:
-        """What all rows of a file have in common."""
+        """The shape that all rows of a file have in common, for people to read."""
         buckets, hidden = self.index
         return (
             f"{self.kv_heads} KV heads × {self.group} query heads × {self.width}, {buckets} buckets ({hidden} hidden)"
@@ -93,24 +93,26 @@ class Plan:
 
     @property
     def fingerprint(self) -> str:
-        """What is made up, in letters."""
+        """The made-up shape as a fingerprint."""
         return "-".join(map(str, (self.kv_heads, self.group, self.width, *self.index)))
 
     @property
     def count(self) -> int:
-        """How many rows all of it has, but for the build's."""
+        """How many rows the plan makes, without the build's."""
         return len(self.lengths) * len(self.forms()) + (len(self.end_to_end) + self.real) * len(self.ways)
 
     @cached_property
     def configs(self) -> dict[str, MethodConfig]:
-        """Methods by spec; refuses those of which a layer alone does not say how long they take."""
+        """Methods by spec; refuses methods that cannot be timed in a single layer."""
         found = dict[str, MethodConfig]()
         for spec in self.methods:
             config = parse_spec(spec)
             if isinstance(config, Exact):
                 raise ValueError("exact is what all others are compared with: leave it out")
             if config.looks_ahead:
-                raise ValueError(f"{config} goes by how what follows is rotated, and nothing is here: leave it out")
+                raise ValueError(
+                    f"{config} depends on how later tokens are rotated, and nothing is rotated here: leave it out"
+                )
             if isinstance(config, BudgetedConfig) and isinstance(config.keep, str):
                 raise ValueError(f"{config}: bytes are those of a whole model; give a fraction, or a number of entries")
             if str(config) in found:
@@ -120,21 +122,21 @@ class Plan:
 
     @property
     def ways(self) -> list[str]:
-        """Everything that whole models are timed with."""
+        """All that whole models are timed with: stock, exact and the methods."""
         return [STOCK, EXACT, *self.configs]
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """Those there are for a step, the default one first."""
+        """The kernels that can answer a step, the default one first."""
         return (C, TORCH) if self.group <= MOST_QUERIES and native.library() is not None else (TORCH,)
 
     def forms(self) -> list[tuple[str, str]]:
-        """Every method and kernel that one layer is timed with."""
+        """All pairs of method and kernel that one layer is timed with."""
         dense = [(name, TORCH) for name in (STOCK, FOLDED, PRODUCTS)]
         return dense + [(name, kernel) for name in (EXACT, *self.configs) for kernel in self.kernels]
 
     def labels(self, part: str, tokens: int, method: str, kernel: str, shape: Sequence[int] = ()) -> Row:
-        """What tells a row from others. `shape`: layers, KV heads, group and width, where they are others."""
+        """The labels that tell a row from others. `shape`: layers, KV heads, group and width, if not the plan's."""
         layers = {BUILD: 0, LAYER: 1}.get(part, self.layers)
         about = shape or (layers, self.kv_heads, self.group, self.width)
         return dict(
@@ -142,7 +144,7 @@ class Plan:
         )
 
     def missing(self, tokens: int, done: Collection[tuple[Any, ...]]) -> list[tuple[str, str]]:
-        """Methods and kernels of one layer that are not done."""
+        """Pairs of method and kernel that are not done for one layer."""
         return [form for form in self.forms() if key_of(self.labels(LAYER, tokens, *form), KEY) not in done]
 
     def asked_for(self, row: Row) -> bool:
@@ -153,5 +155,5 @@ class Plan:
         return alike and (row["part"] == BUILD or (known and (lengths is None or row["tokens"] in lengths)))
 
     def steps(self) -> Iterator[int]:
-        """Numbers of steps; the first ones, below 0, are not counted."""
+        """The numbers of the steps; steps below 0 come first and are not counted."""
         return iter(range(-WARM, self.rounds))

@@ -15,13 +15,13 @@ from kvsketch.evaluation.speed.made import made_up, random_llama
 from kvsketch.evaluation.speed.plan import KEY, LLAMA, PIECE, WARM, Plan
 from kvsketch.huggingface.identity import describe_model
 
-READS = 3  # of the real model's prompt
+READS = 3  # times that the real model's prompt is read
 Steps = Iterator[tuple[str, int]]
 Say = Callable[[str], None]
 
 
 def run_llama(plan: Plan, rows: RowsFile, say: Say) -> Steps:
-    """A Llama with random weights, at every length; prompts are read where they are not too long."""
+    """Time a Llama with random weights at every length; prompts are read if they are not too long."""
     forms = [(tokens, way) for tokens in plan.end_to_end for way in plan.ways]
     labels = [plan.labels(LLAMA, tokens, way, plan.kernels[0]) for tokens, way in forms]
     if all(key_of(row, KEY) in rows.done for row in labels):
@@ -41,8 +41,8 @@ def run_llama(plan: Plan, rows: RowsFile, say: Say) -> Steps:
                 subject = whole.Subject(LLAMA, model, tokens, following, prompt=ids[:, :tokens])
             else:
                 say(
-                    f"a prompt of {tokens:,} tokens is not read (--prompts {tokens} would): caches are filled, and "
-                    f"{PIECE} tokens are read behind them"
+                    f"a prompt of {tokens:,} tokens is not read (--prompts {tokens} would): caches are filled with "
+                    f"random numbers, and {PIECE} tokens are read after these"
                 )
                 piece = torch.randint(1, 1000, (1, PIECE), generator=generator)
                 subject = whole.Subject(LLAMA, model, tokens, following, piece=piece)
@@ -50,7 +50,7 @@ def run_llama(plan: Plan, rows: RowsFile, say: Say) -> Steps:
 
 
 def run_real(plan: Plan, rows: RowsFile, say: Say) -> Steps:
-    """smollm2 with a document as long as it can read; what `saap` would have learnt of it is made up."""
+    """Time smollm2 on a document as long as it can read; the index of it that `saap` needs is made up."""
     try:
         folder = smollm2_folder(say)
     except ValueError as error:
@@ -68,7 +68,7 @@ def run_real(plan: Plan, rows: RowsFile, say: Say) -> Steps:
     layers, heads, _, width = subject.shape
     with made_up(heads, width, range(layers), plan.index, describe_model(model)) as ready:
 
-        def with_index(config: MethodConfig) -> MethodConfig:  # of its heads there is a profile
+        def with_index(config: MethodConfig) -> MethodConfig:  # the package has a profile of its heads
             return ready(config) if isinstance(config, IndexedConfig) else config
 
         yield from whole.run(subject, plan, rows, with_index, say)

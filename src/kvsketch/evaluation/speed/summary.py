@@ -1,4 +1,4 @@
-"""What rows of `kvsketch bench speed` say: from which context on a method is faster than exact."""
+"""Results of `kvsketch bench speed`: from which context on a method is faster than exact."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -10,16 +10,16 @@ from kvsketch.evaluation.speed.plan import EXACT, LAYER
 
 @dataclass(frozen=True)
 class BreakEven:
-    """A method and its kernels: the shortest context from which on all that were measured are faster than exact's."""
+    """The shortest context from which on a method with its kernels is faster than exact at all contexts measured."""
 
     method: str
     kernel: str
-    tokens: int | None  # None: not at the longest
+    tokens: int | None  # None: it is not faster at the longest
     longest: int
 
 
 def break_even(rows: Iterable[Row]) -> list[BreakEven]:
-    """Of all that was timed in one layer, beside exact with the same kernels."""
+    """The break-even of every method timed in one layer, against exact with the same kernels."""
     found = defaultdict[tuple[str, str], dict[int, bool]](dict)
     for row in timed(rows, LAYER):
         if row["method"] != EXACT and row["exact"] is not None:
@@ -33,7 +33,7 @@ def timed(rows: Iterable[Row], part: str) -> list[Row]:
 
 
 def parts_of(rows: Sequence[Row]) -> list[tuple[str, int]]:
-    """Parts and lengths that there are rows of, lengths in order."""
+    """Parts and lengths of which there are rows, lengths in order."""
     places = {(row["part"], row["tokens"]) for row in rows}
     order = list(dict.fromkeys(row["part"] for row in rows))
     return sorted(places, key=lambda place: (order.index(place[0]), place[1]))

@@ -1,8 +1,8 @@
-"""What `kvsketch bench speed` times unless told otherwise; of nothing that takes time to import."""
+"""The defaults of `kvsketch bench speed`, in a module that is quick to import."""
 
 LENGTHS = (4096, 32768, 131072, 171000, 500000)
 END_TO_END = (32768, 131072)
-PROMPTS = 32768  # longer ones are not read: caches are filled, and a piece is read behind them
+PROMPTS = 32768  # longer prompts are not read: caches are filled, and a piece is read after them
 METHODS = (
     "uniform(keep=0.25)",
     "balancekv(keep=0.25)",
@@ -11,4 +11,4 @@ METHODS = (
     "h2o(keep=0.25)",
     "saap",
 )
-EVERY = "all"  # methods
+EVERY = "all"  # names all methods

@@ -1,8 +1,8 @@
-"""Whole models beside stock and exact: tokens a second while a prompt is read, and while tokens come one by one.
+"""Whole models beside stock and exact: tokens a second while a prompt is read, and in decode steps.
 
-Every way has exact in turn with it, from caches of the same tokens. Then it takes steps in a row: some methods do much,
-but only every so many tokens, which a median does not show. Nothing is timed where the first answers of exact are not
-those of stock.
+Each way is timed by turns with exact, from caches of the same tokens. Then it takes steps in a row: some methods do
+much work, but only every so many tokens, which a median does not show. Rows have no times if exact's first answer is
+not stock's.
 """
 
 import time
@@ -31,16 +31,16 @@ from kvsketch.huggingface.identity import describe_model
 from kvsketch.huggingface.modules import heads_of
 from kvsketch.huggingface.naming import as_argument
 
-Prompt = dict[str, float]  # seconds of reading, and of compressing; or of a piece, and its tokens
-IN_ROW, BEFORE = 64, 32  # steps: whole numbers of blocks that leave a window; before them what grows has found room
+Prompt = dict[str, float]  # seconds to read and to compress; or those of a piece, and its tokens
+IN_ROW, BEFORE = 64, 32  # steps: whole blocks leave the window; BEFORE are not timed, so that room has grown
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, by the name of its part, and so many tokens in its context; those that come one by one then.
+    """A model, the name of its part, the number of tokens in its context, and the tokens of the steps after them.
 
-    `prompt`: the text that is read; None: caches are filled with random keys and values, and `piece` is read behind
-    them. `reads`: times a prompt is read.
+    `prompt`: the text that is read; None: caches are filled with random keys and values, and `piece` is read after
+    them. `reads`: how often a prompt is read.
     """
 
     part: str
@@ -62,7 +62,7 @@ class Subject:
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of all keys and values."""
+        """The bytes of all keys and values."""
         layers, heads, _, width = self.shape
         return 2 * layers * heads * width * self.tokens * self.model.dtype.itemsize
 
@@ -70,7 +70,7 @@ class Subject:
 def run(
     subject: Subject, plan: Plan, rows: RowsFile, ready: Ready, say: Callable[[str], None]
 ) -> Iterator[tuple[str, int]]:
-    """Measure what the file does not hold yet, a method at a time; what comes next, and how many rows that settles."""
+    """Measure rows that the file lacks, method by method; yields what comes next, and how many rows that settles."""
     what = f"{subject.part}, {subject.tokens:,} tokens"
 
     def labels(way: str) -> Row:
@@ -96,7 +96,7 @@ def run(
         yield f"{what}, {way}", 0
         try:
             config = ready(plan.configs[way]).for_model(lambda: describe_model(subject.model))
-        except ValueError as missed:  # nothing was learnt for this model
+        except ValueError as missed:  # no index or profile of this model
             say(f"{way} is left out of {subject.part}: {missed}")
         else:
             _, exact, own = _steps(source, way, config)
@@ -105,33 +105,33 @@ def run(
 
 
 class Source(ABC):
-    """Where caches come from. `room`: memory that this takes, in times the bytes of a whole cache."""
+    """Where caches come from. `room`: the memory that this takes, in times the bytes of a whole cache."""
 
     room: ClassVar[int]
 
     def __init__(self, subject: Subject) -> None:
         self.model, self.subject = subject.model, subject
         self.prompts = dict[str, Prompt]()  # seconds, by way
-        self.in_row = dict[str, float]()  # seconds of a step, of ways that are ours
+        self.in_row = dict[str, float]()  # seconds of a step, only of our ways
         self.nbytes = dict[str, int]()
 
     @abstractmethod
     def cache(self, way: str, config: MethodConfig | str) -> Cache:
-        """A cache of this way that holds the subject's tokens; `config` is the way itself for stock's."""
+        """A cache of this way that holds the subject's tokens; for stock, `config` is the way's name."""
 
     def end(self, way: str, config: MethodConfig | str, cache: Cache) -> None:
-        """Note what can be seen of a cache that was timed, before it goes."""
+        """Note the bytes of a cache that was timed, before it is released."""
         self.nbytes[way] = _bytes(cache)
 
     def be_ready_for(self, config: MethodConfig | str) -> None:
-        """Have the model as this way has it, with nothing of another's."""
+        """Attach to the model what this way needs, and nothing of another way."""
         detach(self.model)
         if not isinstance(config, str):
             attach(self.model, before_rotation=config.before_rotation)
 
 
 class Filled(Source):
-    """Caches that were given random keys and values: exact's, the other one, and a layer that is being made."""
+    """Caches filled with random keys and values; in memory are exact's, the other one, and a layer being made."""
 
     room: ClassVar[int] = 3
 
@@ -148,7 +148,7 @@ class Filled(Source):
         return made
 
     def end(self, way: str, config: MethodConfig | str, cache: Cache) -> None:
-        """Read a piece behind it, once for each way."""
+        """Also read a piece after the tokens, once for each way."""
         super().end(way, config, cache)
         piece = self.subject.piece
         if piece is None or way in self.prompts:
@@ -159,7 +159,7 @@ class Filled(Source):
 
 
 class Read(Source):
-    """Caches that have read a prompt, each as it reads one; what several have in common is read once, and stays."""
+    """Caches that have read a prompt, each in its own way; a reading that several ways share is made once, and kept."""
 
     room: ClassVar[int] = 6
 
@@ -188,7 +188,7 @@ class Read(Source):
             self.prompts[way] = {"reading": taken, "compressing": 0.0}
             return made
         if shared not in self.whole:
-            self.whole = {Exact(): self.whole[Exact()]}  # a whole cache for each is much
+            self.whole = {Exact(): self.whole[Exact()]}  # keeping a whole cache for each would take much memory
             self.whole[shared] = self._read(shared)
         whole, taken = self.whole[shared]
         times = [seconds(partial(whole.compress, config)) for _ in range(self.subject.reads)]
@@ -210,7 +210,7 @@ class Read(Source):
 
 @torch.no_grad()
 def _steps(source: Source, way: str, config: MethodConfig | str) -> tuple[float, list[float], list[float]]:
-    """How far the first logits are from exact's, and seconds of exact's steps and of this way's, in turn."""
+    """How far exact's first logits are from this way's, and seconds of exact's steps and of this way's, by turns."""
     model, subject = source.model, source.subject
     both = ((Exact(), source.cache(EXACT, Exact())), (config, source.cache(way, config)))
     taken: tuple[list[float], list[float]] = ([], [])
@@ -253,7 +253,7 @@ def _bytes(cache: Cache) -> int:
 
 
 def _row(labels: Row, taken: list[float], exact: list[float], source: Source, way: str, right: bool) -> Row:
-    """What was found; without times where exact is wrong."""
+    """A way's row; without times if exact is wrong."""
     row = labels | {"right": right, "nbytes": source.nbytes[way]}
     if not right:
         return row

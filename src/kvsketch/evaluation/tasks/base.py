@@ -1,4 +1,4 @@
-"""What a task is: documents of any size, made from a seed, with questions and a rule that scores the answers."""
+"""What a task is: documents of any size, made from a seed, with questions, and a rule that scores the answers."""
 
 import random
 import uuid
@@ -16,23 +16,23 @@ WORDINGS: tuple[Wording, ...] = ("official", "compact")
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked after the document, and what is right."""
+    """A question that is asked after the document, and its right answers."""
 
     text: str
     answers: tuple[str, ...]
     reply: str  # a right answer in full, up to where it ends: what a model is trained to say
-    depth: float | None = None  # where in the document the (first) answer lies, 0 at its start
+    depth: float | None = None  # where in the document the (first) answer lies; 0 is the start
     opening: str = ""  # the first words of the answer, which are given
 
     @property
     def prompt(self) -> str:
-        """All that stands between the document and the answer."""
+        """All text between the document and the answer."""
         return self.text + self.opening
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A document with its introduction, and questions on it. A prompt is the context and one question."""
+    """A document with its introduction, and questions on it. A prompt is the context and one of the questions."""
 
     context: str
     questions: tuple[Question, ...]
@@ -42,18 +42,18 @@ class Sample:
 class Setting:
     """How a document is to be made."""
 
-    size: int  # records, sentences or numbers in it: what the task counts
-    questions: int = 1  # at most so many; some documents allow but one
+    size: int  # number of records, sentences or numbers in it, whichever the task counts
+    questions: int = 1  # the most; some documents allow only one
     depth: float | None = None  # where the needle goes, in the tasks that have just one; anywhere if None
     wording: Wording = "official"
     haystack: Haystack = field(default_factory=Grammar)
     invented: float = 0.0  # the share of words in names that are made up
-    length: int | None = None  # tokens aimed at, which some official generators look at
+    length: int | None = None  # tokens aimed at; some official generators depend on it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A kind of document and question, with its official rule."""
+    """A kind of document and question, with its official scoring rule."""
 
     name: str
     suite: Literal["lines", "needle", "ruler", "infinite"]
@@ -62,17 +62,17 @@ class Task:
     score: Callable[[str, Sequence[str]], float]
     new_tokens: int  # the official length of an answer
     smallest: int = 1  # the least size
-    takes_depth: bool = False  # whether it can be told where the answer lies
-    hides: bool = False  # whether what is asked for is hidden in a haystack, which may be another one
-    asks_first: bool = False  # the official wording asks before the document too: the question is always known
+    takes_depth: bool = False  # whether the place of the answer can be chosen
+    hides: bool = False  # whether the answer is hidden in a haystack, which can be replaced
+    asks_first: bool = False  # the official wording asks before the document too, so the question is always known
 
 
 def spread(
     draw: random.Random, pieces: list[str], inserts: list[str], depth: float | None
 ) -> tuple[list[str], list[float]]:
-    """Pieces with the inserts at random places, in a random order; and the depth of each insert, in the order given.
+    """Pieces with inserts at random places, in a random order; and the depth of each insert, in the order given.
 
-    One insert may be given its depth: the share of the text, in characters, that stands before it.
+    The depth of a single insert can be given: the share of the text, in characters, before it.
     """
     before = [0, *accumulate(map(len, pieces))]
     if depth is not None and len(inserts) == 1:
@@ -88,7 +88,7 @@ def spread(
 
 
 def ask_records(draw: random.Random, setting: Setting) -> list[tuple[int, float]]:
-    """Which of `size` records are asked for, the first at the depth wanted if there is one; each with its depth."""
+    """Which of `size` records are asked for, each with its depth; the first at the depth wanted, if one is given."""
     last = setting.size - 1
     asked = draw.sample(range(setting.size), min(setting.questions, setting.size))
     if setting.depth is not None:

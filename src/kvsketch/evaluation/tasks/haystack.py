@@ -1,4 +1,4 @@
-"""What needles are hidden in: sentences that are made up, or a text of the user's."""
+"""Haystacks, in which needles are hidden: made-up sentences, or a text of the user's."""
 
 import math
 import random
@@ -33,30 +33,30 @@ SENTENCES = (
     "He closed the book and went to bed.",
     "A cold wind blows from the north.",
 )
-TWENTY = ":sentences"  # as --haystack it names these
-LONGEST = 2000  # characters of a sentence; novels that models are fitted to and measured on have up to 1,765
-PIECE = re.compile(r".{1,400}(?:\s|$)|.{1,400}")  # some sixty words of what is longer, or a part of a very long one
-SENTENCE_END = re.compile(r"[.!?][\"')\]\u2019\u201d\u00bb]*(?=\s)")  # with the quotes that are closed there
+TWENTY = ":sentences"  # given as --haystack, it stands for these sentences
+LONGEST = 2000  # characters of a sentence; those of the novels used for fitting and measuring have up to 1,765
+PIECE = re.compile(r".{1,400}(?:\s|$)|.{1,400}")  # some sixty words of a longer line, or a part of a very long word
+SENTENCE_END = re.compile(r"[.!?][\"')\]\u2019\u201d\u00bb]*(?=\s)")  # with closing quotes
 
 
 class Haystack(ABC):
-    """Anything that gives pieces of text."""
+    """A source of pieces of text."""
 
     name: str
     joint: str  # what stands between two pieces
-    letters: float = math.inf  # in all its pieces, if these come again after that
+    letters: float = math.inf  # of all its pieces, if these are repeated after that
 
     @abstractmethod
     def pieces(self, draw: random.Random, count: int) -> list[str]:
-        """So many sentences or lines, none of which ends with white space."""
+        """`count` sentences or lines, none of which ends with white space."""
 
     def of(self, sample: int) -> "Haystack":
-        """The one that a sample's needles are hidden in."""
+        """The haystack in which a sample's needles are hidden."""
         return self
 
 
 class Sentences(Haystack):
-    """The same few sentences again and again: the noise that the first edition of the embedded model was made with."""
+    """The same few sentences again and again: the noise on which the embedded model's first edition was trained."""
 
     name, joint = "noise", "\n"
 
@@ -65,7 +65,7 @@ class Sentences(Haystack):
 
 
 class Grammar(Haystack):
-    """Sentences of a small grammar, each another one."""
+    """Sentences of a small grammar, each a new one."""
 
     name, joint = "grammar", " "
 
@@ -74,16 +74,16 @@ class Grammar(Haystack):
         return [write() for _ in range(count)]
 
 
-MADE_UP = frozenset((Sentences.name, Grammar.name))  # none is a text of the user's
+MADE_UP = frozenset((Sentences.name, Grammar.name))  # neither is a text of the user's
 
 
 class TextFile(Haystack):
-    """The sentences of a text, from a random one on and round again."""
+    """The sentences of a text, from a random one on; after the last comes the first."""
 
     joint = " "
 
     def __init__(self, path: str | Path) -> None:
-        content = read_file(path)  # once: what comes through a pipe does not come again
+        content = read_file(path)  # read once: a pipe cannot be read again
         text = as_text(content, path)
         self.name = name_with_digest(name_of(path), text.encode())
         found = re.split(r"\n\s*\n", SENTENCE_END.sub(r"\g<0>\n\n", text))
@@ -98,10 +98,10 @@ class TextFile(Haystack):
 
 
 def _cut(sentence: str) -> list[str]:
-    """A sentence, if there is one, as a line; one longer than any of a novel in pieces, so that they fill any prompt.
+    """A sentence as one line, or none if it is blank; if it is longer than any of a novel, pieces of it.
 
-    Such a text has few full stops: it is cut at the ends of its lines, and longer lines between words. Prompts made of
-    sentences are what they would be without.
+    A text with such sentences has few full stops. It is cut at line ends, and longer lines between words, so that
+    pieces can fill any prompt. Prompts made of shorter sentences are not changed by this.
     """
     whole = " ".join(sentence.split())
     if len(whole) <= LONGEST:
@@ -111,7 +111,7 @@ def _cut(sentence: str) -> list[str]:
 
 
 def names_of(texts: Sequence[Haystack]) -> list[str]:
-    """The names of several texts, if none comes twice."""
+    """The names of several texts; refuses a name that comes twice."""
     names = [text.name for text in texts]
     if len(set(names)) < len(names):
         raise ValueError(f"a haystack is named twice in {', '.join(map(name_without_digest, names))}")
@@ -119,7 +119,7 @@ def names_of(texts: Sequence[Haystack]) -> list[str]:
 
 
 class Texts(Haystack):
-    """Several texts, of which samples take turns."""
+    """Several texts, which the samples use by turns."""
 
     joint = TextFile.joint
 
@@ -137,6 +137,6 @@ class Texts(Haystack):
 
 
 def haystack_of(paths: Sequence[str | Path]) -> Haystack:
-    """The text of a file, or those of several, or noise where there is none; TWENTY names the twenty sentences."""
+    """The haystack of one or several files, or noise without any; TWENTY stands for the twenty sentences."""
     haystacks = [Sentences() if str(path) == TWENTY else TextFile(path) for path in paths]
     return Grammar() if not paths else haystacks[0] if len(haystacks) == 1 else Texts(haystacks)

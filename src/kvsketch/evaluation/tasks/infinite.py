@@ -14,12 +14,12 @@ LETTERS, DIGITS = "abcdefghijklmnopqrstuvwxyz", "0123456789"
 
 
 def passkey(draw: random.Random, setting: Setting) -> Sample:
-    """Five digits in noise."""
+    """Five digits hidden in noise."""
     return _hidden_digits(draw, setting, str(draw.randint(10_000, 99_999)), "pass key")
 
 
 def number_string(draw: random.Random, setting: Setting) -> Sample:
-    """Ten digits, many of them twice or more in a row: five at random, then five times one of them doubled in place."""
+    """Ten digits in noise, with many repeats: five at random, then five times one of them is doubled in place."""
     digits = [str(draw.randint(0, 9)) for _ in range(5)]
     for _ in range(5):
         place = draw.randrange(len(digits))
@@ -40,7 +40,7 @@ def _hidden_digits(draw: random.Random, setting: Setting, key: str, what: str) -
 
 
 def key_values(draw: random.Random, setting: Setting) -> Sample:
-    """A JSON object of `size` random pairs. The compact wording has ids of six letters and digits in turn."""
+    """A JSON object of `size` random pairs. The compact wording has ids of six letters and digits by turns."""
     identifier = random_uuid if setting.wording == "official" else _short_id
     pairs = dict[str, str]()
     while len(pairs) < setting.size:
@@ -67,7 +67,7 @@ def _short_id(draw: random.Random) -> str:
 
 
 def math_find(draw: random.Random, setting: Setting) -> Sample:
-    """An extreme, or the median, of `size` whole numbers from 0 to 99, one of the two bounds moved by up to a fifth."""
+    """The largest, smallest or median of `size` whole numbers from 0 to 99; one bound is moved by up to a fifth."""
     low, high = draw.choice(((0, 99 - draw.randint(0, 20)), (draw.randint(0, 20), 99)))
     numbers = [draw.randint(low, high) for _ in range(setting.size)]
     distinct = sorted(set(numbers))

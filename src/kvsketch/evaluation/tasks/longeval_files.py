@@ -1,4 +1,4 @@
-"""LongEval's own test files, where the user has them: `{200,300,400,...}_lines.jsonl`, also as .gz."""
+"""LongEval's own test files, if the user has them: `{200,300,400,...}_lines.jsonl`, also as .gz."""
 
 import gzip
 import json
@@ -13,7 +13,7 @@ MARK = "\nNow the record is over."
 
 
 def read_cases(path: str | Path) -> tuple[str, list[Sample]]:
-    """A name that is another one for another content; and the cases, split where the question begins."""
+    """A name, which differs for other content; and the cases, split where the question begins."""
     path = Path(path)
     packed = content = read_file(path)
     if path.suffix == ".gz":

@@ -1,4 +1,4 @@
-"""A needle in a haystack, over length and depth. The needle is random, so that no model knows it beforehand.
+"""A needle in a haystack, over length and depth. The needle is random, so that no model can know it beforehand.
 
 The question and the needle follow gkamradt/LLMTest_NeedleInAHaystack in form; the random number is MInference's idea.
 """

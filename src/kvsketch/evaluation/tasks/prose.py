@@ -1,7 +1,7 @@
-"""Made-up text: sentences of a small English grammar, thousands of words in several forms, and names made up anew.
+"""Made-up text: sentences of a small English grammar, with thousands of words in several forms and new names.
 
-Nothing is taken from any text. What it says means nothing; it is there so that needles have something to lie in that is
-not the same few sentences again and again.
+Nothing is taken from any text, and the sentences mean nothing. They are there so that needles can lie in something
+other than the same few sentences again and again.
 """
 
 import random
@@ -73,7 +73,7 @@ _DAYS = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
 _TITLES = _words("Mr. Mrs. Miss Dr. Captain Lady Lord Sir Aunt Uncle Professor")
 
 
-_LATE = ("admit", "begin", "forget", "prefer")  # verbs of several syllables of which the last one is stressed
+_LATE = ("admit", "begin", "forget", "prefer")  # verbs of several syllables that are stressed on the last one
 _OES = ("echo", "hero", "mango", "potato", "tomato", "volcano", "go", "veto")
 _VES = {"calf": "calves", "elf": "elves", "knife": "knives", "leaf": "leaves", "loaf": "loaves", "scarf": "scarves"}
 _VES |= {"shelf": "shelves", "thief": "thieves", "wharf": "wharves", "wolf": "wolves"}
@@ -91,13 +91,13 @@ def _past(verb: str) -> str:
 
 
 def _doubled(verb: str) -> str:
-    """With its last consonant twice where an ending with a vowel asks for that."""
+    """A verb with its last consonant doubled, if an ending that begins with a vowel requires it."""
     short = re.fullmatch(r"[^aeiou]*[aeiou][bdgklmnprt]", verb)
     return verb + verb[-1] if short or verb in _LATE else verb
 
 
 def _more(word: str) -> str:
-    """The plural of a noun, or what he or she does."""
+    """The plural of a noun, or the third person of a verb."""
     if word in _PLURALS:
         return _PLURALS[word]
     if _y(word):
@@ -129,7 +129,7 @@ ADVERBS = tuple(_adverb(word) for word in ADJECTIVES if not word.endswith("ly"))
 
 
 class Writer:
-    """Writes sentences, one after another, from a source of chance."""
+    """Writes sentences, one after another, with random choices from `draw`."""
 
     def __init__(self, draw: random.Random) -> None:
         self.draw = draw

@@ -1,7 +1,7 @@
 """RULER's needles, variable tracking, common words and frequent words.
 
-Templates, counts and scoring follow the official generators; every sample draws its own permutation, where the official
-ones shuffle all samples of a length alike.
+Templates, counts and scoring follow the official generators; but every sample draws its own permutation, while the
+official generators shuffle all samples of a length in the same way.
 """
 
 import math
@@ -16,15 +16,15 @@ from kvsketch.evaluation.tasks.base import Question, Sample, Setting, Task, rand
 from kvsketch.evaluation.tasks.scoring import all_contained
 from kvsketch.evaluation.tasks.words import ADJECTIVES, NOUNS, distinct, invented_word, names
 
-NEEDLES = 4  # keys, values or queries of the tasks that have several
+NEEDLES = 4  # number of keys, values or queries, in the tasks that have several
 HOPS = 4
 OFFICIAL_NEEDLE = "One of the special magic {kind}s for {title} is: {value}."
 COMPACT_NEEDLE = "The magic {kind} of {title} is {value}."
 COMMON, FREQUENT = 10, 3
 EXAMPLE_PIECES = 10  # pieces of haystack in the worked example of variable tracking
-RULER_LONG = 4096  # tokens from which lists of common words count 30 and 3 instead of 6 and 1
+RULER_LONG = 4096  # from so many tokens on, words of the lists come 30 and 3 times instead of 6 and 1
 ZETA_OF_2 = math.pi**2 / 6
-FEWEST_CODED = 80  # words, so that the fourth most frequent comes before the fifth
+FEWEST_CODED = 80  # words: enough that the fourth most frequent is more frequent than the fifth
 
 
 def needles(
@@ -37,7 +37,7 @@ def needles(
     dense: bool = False,
     uuids: bool = False,
 ) -> Sample:
-    """Numbers under names, hidden in `size` pieces of a haystack; or, if dense, a haystack of `size` needles."""
+    """Numbers with names, hidden in `size` pieces of a haystack; or, if dense, a haystack made of `size` needles."""
     number = random_uuid if uuids else _number
     titles = [random_uuid(draw) for _ in range(setting.size)] if dense and uuids else []
     titles = titles or names(draw, setting.size if dense else keys, setting.invented)
@@ -75,7 +75,7 @@ def _ruler_introduction(kind: str, one: bool) -> str:
 
 
 def _ruler_question(kind: str, titles: list[str], answers: list[tuple[str, str]]) -> tuple[str, str, str]:
-    """Question, opening of the answer, and the rest of it."""
+    """The question, the opening of the answer, and the rest of the answer."""
     query = titles[0] if len(titles) == 1 else f"{', '.join(titles[:-1])}, and {titles[-1]}"
     what, verb = (f"the special magic {kind}", "is") if len(answers) == 1 else (f"all the special magic {kind}s", "are")
     kinds = kind if len(answers) == 1 else f"{kind}s"
@@ -98,7 +98,7 @@ def _compact_question(kind: str, titles: list[str], answers: list[tuple[str, str
 
 
 def _listed(titles: list[str], answers: list[tuple[str, str]], verb: str) -> str:
-    """Each answer with its name before it, so that it can be looked up by itself, and its place where all have one."""
+    """Each answer after its name, so that it can be looked up alone; with its place if all share a name."""
     places = [f"({i}) " if len(titles) == 1 else "" for i, _ in enumerate(answers, 1)]
     return ", ".join(f"{place}{title}{verb} {value}" for place, (title, value) in zip(places, answers, strict=True))
 
@@ -108,7 +108,7 @@ def _number(draw: random.Random) -> str:
 
 
 def variable_tracking(draw: random.Random, setting: Setting) -> Sample:
-    """A chain of assignments in the haystack: who has the value at its start?"""
+    """A chain of assignments in the haystack: which variables have the value at its start?"""
     if setting.wording == "official":
         chain, value, example, _ = _hidden_chain(draw, setting, EXAMPLE_PIECES, letters=3)
         worked = "".join(_ruler_chain(example, chain, value)) + f"{' '.join(chain)}\n\n"
@@ -125,7 +125,7 @@ def _hidden_chain(draw: random.Random, setting: Setting, count: int, letters: in
     """The variables in their order, their value, the text that hides them, and the depth of the first."""
     lines, chain, value = _chain(draw, letters)
     haystack = setting.haystack.pieces(draw, count)
-    places = sorted(draw.randint(0, len(haystack)) for _ in lines)  # the chain stays in its order
+    places = sorted(draw.randint(0, len(haystack)) for _ in lines)  # sorted, so that the chain stays in order
     pieces = list[str]()
     for i, line in enumerate(lines):
         pieces += [*haystack[places[i - 1] if i else 0 : places[i]], line]
@@ -134,7 +134,7 @@ def _hidden_chain(draw: random.Random, setting: Setting, count: int, letters: in
 
 
 def _chain(draw: random.Random, letters: int) -> tuple[list[str], list[str], str]:
-    """Assignments, the variables in their order, and their value; names of so many capitals, or words if 0."""
+    """Assignments, the variables in order, and their value; names have `letters` capitals, or are words if it is 0."""
     value = str(draw.randint(10_000, 99_999))
     order = distinct(
         lambda: "".join(draw.choices(string.ascii_uppercase, k=letters)) if letters else draw.choice(ADJECTIVES),
@@ -149,7 +149,7 @@ def _chain(draw: random.Random, letters: int) -> tuple[list[str], list[str], str
 
 def _ruler_chain(body: str, chain: list[str], value: str) -> tuple[str, str, str]:
     """Context, question and the answer's opening."""
-    # "assgined" is what the official prompt says
+    # "assgined" is spelled so in the official prompt
     return (
         f"Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{body}",
         f"\nQuestion: Find all variables that are assigned the value {value} in the text above.",
@@ -159,7 +159,7 @@ def _ruler_chain(body: str, chain: list[str], value: str) -> tuple[str, str, str
 
 
 def common_words(draw: random.Random, setting: Setting) -> Sample:
-    """Ten words come often, `size` others seldom; which ten?"""
+    """Ten words come often and `size` others seldom; which are the ten?"""
     if setting.wording == "compact":
         often, seldom = (30, 3) if setting.size >= 100 else (6, 1)
         words, asked = _shuffled_words(draw, setting.size, often, seldom)
@@ -201,7 +201,7 @@ def _enumerate(words: list[str]) -> str:
 
 
 def frequent_words(draw: random.Random, setting: Setting) -> Sample:
-    """Words whose k-th most frequent comes with weight k⁻², the first of all hidden as dots; which three come next?"""
+    """Words, the k-th most frequent with weight k⁻²; the most frequent is shown as dots. Which are the next three?"""
     fewest = FEWEST_CODED if setting.wording == "official" else 30
     if setting.size < fewest:
         raise ValueError(f"fwe needs at least {fewest} words to have three frequent ones, got {setting.size}")
@@ -228,7 +228,7 @@ def frequent_words(draw: random.Random, setting: Setting) -> Sample:
 
 
 def _frequent_words_compact(draw: random.Random, size: int) -> Sample:
-    """Counts are drawn too, until the three and their order are beyond doubt."""
+    """The counts are drawn too, until the three words and their order are unambiguous."""
     kinds = max(FREQUENT + 2, min(size // 50, 200) + FREQUENT + 2)
     words = distinct(partial(draw.choice, ADJECTIVES), kinds)
     weights = [(rank + 1) ** -2.0 for rank in range(kinds)]

@@ -28,9 +28,9 @@ def among_words(output: str, answers: Sequence[str]) -> float:
 
 
 def first_number(output: str, answers: Sequence[str]) -> float:
-    """InfiniteBench's Math.Find: the first number; for a whole answer a decimal fraction is wrong.
+    """InfiniteBench's Math.Find: the first number; if the answer is a whole number, a decimal fraction is wrong.
 
-    The official script stops with an error there; a wrong answer is what it must mean.
+    The official script stops with an error there, which must be meant as a wrong answer.
     """
     found = re.search(r"\d+\.\d+|\d+", output)
     if found is None:
@@ -41,5 +41,5 @@ def first_number(output: str, answers: Sequence[str]) -> float:
 
 
 def _whole(digits: str) -> int | None:
-    """The number; None if it is so long that Python does not read it, and no answer is."""
+    """The number; None if it is too long for Python to read, as no right answer is."""
     return int(digits) if len(digits) < 1000 else None

@@ -1,8 +1,8 @@
 """What a compressed cache does to the prediction of the tokens that follow.
 
-A window of a text is read once, exactly. Each method compresses what was read, as in `kvsketch bench`; then the text
-goes on, a few tokens at a time, and each of its next tokens is predicted by the model with the exact cache and with the
-compressed one. All but the last token of the window are compressed before the first prediction that counts:
+A window of a text is read once, exactly. Each method compresses what was read, as in `kvsketch bench`. Then the text
+continues, a few tokens at a time, and the model predicts each next token with the exact cache and with the compressed
+one. All but the last token of the window are compressed before the first prediction that counts:
 
     [ window of L tokens ........ ][ m next tokens ]
       L - 1 are read and compressed, then the last one and all but one of the next are fed
@@ -25,11 +25,11 @@ from kvsketch.evaluation.texts.plan import Plan
 from kvsketch.huggingface import SketchCache
 from kvsketch.huggingface.naming import as_argument
 
-FIRST = 16  # tokens, of which the divergence is noted by itself: what follows has more of its own
+FIRST = 16  # tokens whose divergence is noted apart: predictions after them rest more on tokens after the window
 
 
 def run(model: PreTrainedModel, texts: Sequence[Prompt], plan: Plan, rows: RowsFile) -> Iterator[tuple[str, int]]:
-    """Measure what the file does not hold yet, a row at a time; what was just done, and how many rows it settled."""
+    """Measure rows that the file lacks; yields what was just done, and how many rows that settled."""
     for text in texts:
         for first, starts, missing in plan.batches(text, rows.done):
             windows = f"window {first}" if len(starts) == 1 else f"windows {first} to {first + len(starts) - 1}"
@@ -47,7 +47,7 @@ def run(model: PreTrainedModel, texts: Sequence[Prompt], plan: Plan, rows: RowsF
 
 
 class Case:
-    """Windows that were read exactly, and what the model predicts with all of them."""
+    """Windows that were read exactly, and what the model predicts with the exact cache of them."""
 
     def __init__(
         self, model: PreTrainedModel, ids: Int64[Tensor, "b n"], plan: Plan, methods: Sequence[MethodConfig]
@@ -60,11 +60,11 @@ class Case:
         self.exact = self._predictions(exact, plan.call)
 
     def measure(self, config: MethodConfig) -> list[Row]:
-        """Divergence in nats a token, agreement on the likeliest token, and log-likelihood, with and without.
+        """Divergence in nats a token, agreement on the likeliest token, and the loss, compressed and exact, by window.
 
-        For each window; bytes and seconds are those of all in equal parts, and so is what was looked up.
+        Bytes and seconds of the batch are divided equally among its windows; the share looked up is that of the batch.
         """
-        self.text.whole(config)  # whose time is not the method's
+        self.text.whole(config)  # its time is not the method's
         began = time.perf_counter()
         cache = self.text.cache(config)
         seconds = time.perf_counter() - began
@@ -83,7 +83,7 @@ class Case:
 
     @torch.no_grad()
     def _predictions(self, cache: SketchCache, call: int) -> Float[Tensor, "b m v"]:
-        """Logs of the probabilities of whatever could come next."""
+        """Log probabilities of all tokens that could come next."""
         seen, parts, given = self.text.ids.shape[1], [], as_argument(self.model.forward, cache)
         for part in self.fed.split(call, 1):
             positions = torch.arange(seen, seen + part.shape[1], device=part.device).expand(len(part), -1)
@@ -93,7 +93,7 @@ class Case:
 
 
 def _differences(exact: Float[Tensor, "m v"], found: Float[Tensor, "m v"], follow: Int64[Tensor, " m"]) -> Row:
-    """Of one window's predictions from the exact ones."""
+    """How one window's predictions differ from the exact ones."""
     divergence = (exact.exp() * (exact - found)).sum(1)
     agree = found.argmax(1) == exact.argmax(1)
     loss, loss_exact = (-float(one.gather(1, follow[:, None]).mean()) for one in (found, exact))

@@ -12,13 +12,13 @@ from kvsketch.evaluation.texts.summary import Mean
 LOOK: dict[str, Any] = {"lw": 1.6, "ms": 4, "capsize": 2}
 LINES = ({"ls": "-", "marker": "o"}, {"ls": "--", "marker": "s"}, {"ls": ":", "marker": "^"})  # as colours come again
 BEHIND: dict[str, Any] = {"lw": 1.0, "color": "0.8", "zorder": 0}
-MANY = 9  # curves beside which there is no room for their names
+MANY = 9  # with more curves, there is no room for their names inside the picture
 
 
 def divergence_picture(means: Sequence[Mean], title: str, behind: Collection[str] = ()) -> Figure:
-    """Both axes are logarithmic; geometric means over windows with their 95 % intervals.
+    """Geometric means over windows with their 95 % intervals, on logarithmic axes.
 
-    Methods of the families `behind` the others are there for comparison, in grey and without names.
+    Methods of the families `behind` are drawn behind the others for comparison, in grey and without names.
     """
     every = list(dict.fromkeys(family(mean.method) for mean in means))
     if unknown := set(behind) - set(every):
@@ -55,7 +55,7 @@ def divergence_picture(means: Sequence[Mean], title: str, behind: Collection[str
 
 
 def _of(name: str, means: Sequence[Mean]) -> list[Mean]:
-    """A family's, from the fewest bytes on."""
+    """The means of a family, in order of bytes, the fewest first."""
     return sorted((mean for mean in means if family(mean.method) == name), key=lambda mean: mean.share)
 
 

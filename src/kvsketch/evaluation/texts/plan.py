@@ -1,4 +1,4 @@
-"""What is measured on texts: windows of each, and methods with every budget."""
+"""What is measured on texts: windows of each text, and methods with every budget."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,15 +14,15 @@ from kvsketch.caches.registry import parse_spec, read_call
 from kvsketch.evaluation.layers.plan import Prompt
 from kvsketch.evaluation.results.rows import Row, key_of, name_without_digest
 
-# What a row depends on, but the model.
+# What a row depends on, besides the model.
 KEY = ("text", "start", "tokens", "next", "call", "method")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Windows of `tokens` that are read and compressed; the model predicts the `next` ones, fed `call` at a time.
+    """Windows of `tokens` are read and compressed; the model predicts the `next` tokens, fed `call` at a time.
 
-    Methods that look tokens up get them one by one: a call of several tokens reads everything.
+    Methods that look tokens up are fed one at a time: a call of several tokens would read everything.
     """
 
     methods: Sequence[str]
@@ -47,7 +47,7 @@ class Plan:
 
     @cached_property
     def configs(self) -> dict[str, MethodConfig]:
-        """By spec: those that forget with every budget, if they have none of their own."""
+        """The methods by spec; those that forget get every budget, if they name none themselves."""
         found = dict[str, MethodConfig]()
         for spec in self.methods:
             for config in self._with_budgets(spec):
@@ -67,7 +67,7 @@ class Plan:
         return [replace(config, keep=keep) for keep in self.keeps]
 
     def starts(self, text: Prompt) -> list[int]:
-        """Where the windows of a text begin: at equal distances, the first at its first token."""
+        """Where the windows of a text begin: at equal distances, the first at the first token."""
         count = text.ids.shape[1]
         room, said = count - self.tokens - self.next, f"{name_without_digest(text.name)} has {count:,} tokens"
         if room < 0:
@@ -83,7 +83,7 @@ class Plan:
         return starts
 
     def labels(self, text: Prompt, start: int, method: str) -> Row:
-        """What tells a row from others."""
+        """The labels that tell a row from others."""
         call = self.call_of(self.configs[method])
         return dict(zip(KEY, (text.name, start, self.tokens, self.next, call, method), strict=True))
 
@@ -92,9 +92,9 @@ class Plan:
         return 1 if isinstance(config, LookupConfig) and config.prefill == "exact" else self.call
 
     def batches(self, text: Prompt, done: Collection[tuple[Any, ...]]) -> Iterator[tuple[int, list[int], list[str]]]:
-        """Windows of a text that are measured together: the first one's number, where they start, what is not done.
+        """Windows of a text that are measured together: the first one's number, their starts, and methods not done.
 
-        All of them lack the same methods.
+        All windows of a batch lack the same methods.
         """
         numbered = [(start, self.missing(text, start, done)) for start in self.starts(text)]
         number = 1
@@ -106,5 +106,5 @@ class Plan:
                 number += len(part)
 
     def missing(self, text: Prompt, start: int, done: Collection[tuple[Any, ...]]) -> list[str]:
-        """Methods of a window that are not done."""
+        """The methods that are not done for a window."""
         return [name for name in self.configs if key_of(self.labels(text, start, name), KEY) not in done]

@@ -1,4 +1,4 @@
-"""What the rows of `kvsketch bench text` say: means over windows with intervals, and ratios over pairs of windows."""
+"""Results of `kvsketch bench text`: means over windows with intervals, and ratios over pairs of windows."""
 
 import math
 import statistics
@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from kvsketch.evaluation.results.ratios import NORMAL, Ratio, ratio_of
 from kvsketch.evaluation.results.rows import Row
 
-LEAST = 1e-9  # nats: what stands for a divergence of nothing where logarithms are taken
+LEAST = 1e-9  # nats: used for a divergence of 0 where logarithms are taken
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mean:
-    """A method over all windows."""
+    """A method's means over all windows."""
 
     method: str
     windows: int
     kl: float  # nats a token
     error: float  # its standard error over windows
-    typical: Ratio  # the geometric mean, which one window cannot decide, with its interval
+    typical: Ratio  # the geometric mean with its interval; a single window cannot dominate it
     agree: float
     perplexity: float
     exact_perplexity: float
@@ -36,7 +36,7 @@ class Mean:
 
 
 def summarise(rows: Iterable[Row]) -> list[Mean]:
-    """One mean for each method, in the order in which they first come."""
+    """One mean for each method, in the order of their first rows."""
     groups = defaultdict[str, list[Row]](list)
     for row in rows:
         groups[row["method"]].append(row)
@@ -62,7 +62,7 @@ def _mean(method: str, rows: Sequence[Row]) -> Mean:
 
 
 def compare(rows: Iterable[Row], method: str, other: str) -> Ratio | None:
-    """Two methods over the windows that both have; None where there are none."""
+    """The ratio of two methods over the windows that both have; None if there are none."""
     found = dict[str, dict[tuple[object, ...], float]]()
     for row in rows:
         place = tuple(row[name] for name in ("text", "start", "tokens", "next"))

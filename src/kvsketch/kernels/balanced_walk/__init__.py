@@ -1,4 +1,4 @@
-"""The sign walks of BalanceKV over many blocks at once, and what of each block they keep.
+"""The sign walks of BalanceKV over many blocks at once, and which tokens of each block they keep.
 
 `reference.py` is plain torch: a step for every token of a block, all blocks together; `strips.py` does the same with
 less work, `native.py` in C and `walk_in_triton.py` on GPUs. A faster form for another device is one more file here and
@@ -47,7 +47,7 @@ def keep_half_of(
     scale: float,
     gain: float,
 ) -> Bool[Tensor, "lc m"]:
-    """The same of `c` blocks of every lane: `index` numbers their tokens, `m` for each, the last may have fewer."""
+    """The same for `c` blocks of every lane: `index` numbers their tokens, `m` for each; the last may have fewer."""
     for form in (native, walk_in_triton):
         if (kept := form.keep_half_of(keys, values, index, uniforms, sizes, scale, gain)) is not None:
             return kept
@@ -58,7 +58,7 @@ def keep_half_of(
 def gathered(
     keys: Float[Tensor, "l n d"], values: Float[Tensor, "l n e"], index: Int64[Tensor, "l w"], blocks: int, count: int
 ) -> tuple[Float[Tensor, "lc {count} d"], Float[Tensor, "lc {count} e"]]:
-    """Keys and values of such blocks; where the last has fewer tokens, any others behind them."""
+    """Keys and values of such blocks; if the last has fewer tokens, it is filled up with any others."""
     index = F.pad(index, (0, blocks * count - index.shape[1]))
     keys, values = (x.unflatten(1, (blocks, count)).flatten(0, 1) for x in chosen_of((keys, values), index))
     return keys, values
@@ -72,7 +72,7 @@ def keep_smaller(
     scale: float,
     bounds: Float[Tensor, " l"],
 ) -> tuple[Bool[Tensor, "l n"], Bool[Tensor, " l"]]:
-    """The tokens of the sign that fewer have, and which walks failed; `bounds` are the theorem's c, without R²."""
+    """The tokens with the rarer sign, and which walks failed; `bounds` are the theorem's c, without R²."""
     if (found := native.keep_smaller(keys, values, real, uniforms, scale, bounds)) is not None:
         return found
     parts = list[tuple[Tensor, Tensor]]()

@@ -30,7 +30,7 @@ def keep_half_of(
     scale: float,
     gain: float,
 ) -> Bool[Tensor, "lc m"] | None:
-    """The same of blocks whose tokens are numbered, where they lie; None: a lane is a block."""
+    """The same for blocks of tokens that `index` numbers, read where they lie; None: a lane is a block."""
     library = native.library_for(keys, values)
     if library is None:
         return None
@@ -56,7 +56,7 @@ def keep_smaller(
     scale: float,
     bounds: Float[Tensor, " l"],
 ) -> tuple[Bool[Tensor, "l n"], Bool[Tensor, " l"]] | None:
-    """The tokens of the sign that fewer have, and which walks failed; see `reference.bounded_signs`."""
+    """The tokens with the rarer sign, and which walks failed; see `reference.bounded_signs`."""
     library = native.library_for(keys, values)
     if library is None:
         return None
@@ -73,7 +73,7 @@ def keep_smaller(
 
 
 def _given(keys: Tensor, values: Tensor, uniforms: Tensor) -> tuple[list[int], tuple[Tensor, ...]]:
-    """Sizes, kinds and strides as C takes them, and the tensors that they are of."""
+    """Sizes, kinds and strides as C takes them, and the tensors that they describe."""
     keys, values = (x if x.stride(2) == 1 else x.contiguous() for x in (keys, values))
     sizes = [*uniforms.shape, keys.shape[2], values.shape[2], native.DTYPES[keys.dtype], native.threads()]
     return [*sizes, *keys.stride()[:2], *values.stride()[:2]], (keys, values, uniforms.double().contiguous())

@@ -8,11 +8,11 @@ ONES = 0.025  # weight of the denominator beside the numerator, as in the author
 
 
 def products(keys: Float[Tensor, "l n d"], values: Float[Tensor, "l n e"], scale: float) -> Float[Tensor, "l n n"]:
-    """exp⟨k_i, k_j⟩ · (⟨v_i, v_j⟩ + 0.025) in every block, on the mean of the diagonal.
+    """exp⟨k_i, k_j⟩ · (⟨v_i, v_j⟩ + 0.025) in every block, divided by the mean of the diagonal.
 
-    Keys are shifted by their mean, which changes all tokens' weights for a query by one factor: what they have in
-    common would outweigh all else in the products. The largest exponent is taken off, so nothing overflows; that leaves
-    the signs alone. The small constant balances the denominator too: it is a value coordinate that all tokens share.
+    Keys are shifted by their mean, since what they have in common would outweigh all else in the products; the shift
+    changes all tokens' weights for a query by one factor. The largest exponent is subtracted, so nothing overflows; the
+    signs stay the same. The small constant balances the denominator too: it is a value coordinate all tokens share.
     """
     precise = torch.float64 if keys.dtype == torch.float64 else torch.float32
     keys, values = keys.to(precise), values.to(precise)
@@ -22,7 +22,7 @@ def products(keys: Float[Tensor, "l n d"], values: Float[Tensor, "l n e"], scale
 def products_as_they_are(
     keys: Float[Tensor, "l n d"], values: Float[Tensor, "l n e"], scale: float
 ) -> Float[Tensor, "l n n"]:
-    """The same of keys that are shifted already, or are not to be."""
+    """The same for keys that are shifted already, or are not to be."""
     logits = torch.bmm(keys, keys.transpose(1, 2)).mul_(scale)
     logits -= logits.amax((1, 2), keepdim=True)
     found = logits.exp_().mul_(torch.bmm(values, values.transpose(1, 2)).add_(ONES))
@@ -32,9 +32,9 @@ def products_as_they_are(
 def halving_signs(
     products: Float[Tensor, "l n n"], uniforms: Float[Tensor, "l n"], gain: float
 ) -> Float[Tensor, "l n"]:
-    """Signs of every block: + with probability 1/2 - gain · y, cut to [0, 1], y being what the signs so far sum up to.
+    """Signs of every block: + with probability 1/2 - gain · y, cut to [0, 1]; y sums products with the signs so far.
 
-    As soon as half of a block has one sign the rest gets the other: both halves have exactly n/2 tokens. Changing
+    As soon as half of a block has one sign, the rest gets the other: both halves have exactly n/2 tokens. Changing
     all uniforms to 1 - u changes all signs, so every token is kept with probability 1/2.
     """
     count = products.shape[1]
@@ -57,7 +57,7 @@ def bounded_products(
 ) -> Float[Tensor, "l n n"]:
     """exp(⟨k_i, k_j⟩ · scale) · ⟨v_i, v_j⟩ / R² in every block, R = exp(r_key² · scale / 2) · r_value: within ±1.
 
-    Only the quotient is ever formed, so nothing overflows. Products of what is not real are zero.
+    Only the quotient is ever formed, so nothing overflows. Products of tokens that are not real are zero.
     """
     keys, values = (x.float().masked_fill(~real[..., None], 0.0) for x in (keys, values))
     lengths = keys.square().sum(2)
@@ -73,9 +73,9 @@ def bounded_signs(
     uniforms: Float[Tensor, "l n"],
     real: Bool[Tensor, "l n"],
 ) -> tuple[Float[Tensor, "l n"], Bool[Tensor, " l"]]:
-    """Signs of every block by the theorem's walk, 0 for what is not real, and which walks failed.
+    """Signs of every block by the theorem's walk, 0 for tokens that are not real, and which walks failed.
 
-    A sign is + with probability 1/2 - y/(2 · bound); a walk whose |y| is beyond its bound has no signs from there.
+    A sign is + with probability 1/2 - y/(2 · bound); a walk whose |y| exceeds its bound has no signs from there on.
     """
     signs = torch.zeros_like(products[:, :, 0])
     y = torch.zeros_like(signs)

@@ -1,7 +1,7 @@
-"""The walk of the experiments with less work: half of the products, in strips that fit a cache, and few steps' calls.
+"""The walk of the experiments with less work: half of the products, in strips that fit a cache, and few calls per step.
 
-A strip of STRIP tokens needs products with the tokens before it, of which the signs are known by then: one matrix
-product gives its y. Then its own tokens follow one by one. Signs equal the reference's but where rounding decides.
+A strip of STRIP tokens needs products with the tokens before it, whose signs are known by then: one matrix product
+gives its y. Then its own tokens follow one by one. Signs equal the reference's except where rounding decides.
 """
 
 import math
@@ -13,7 +13,7 @@ from torch import Tensor
 from kvsketch.kernels.balanced_walk.reference import ONES
 
 STRIP = 64  # tokens
-NOTHING = -60.0  # a logit whose exponential is nothing beside 1, but no denormal number: those are slow
+NOTHING = -60.0  # a logit whose exponential is nothing beside 1, but not denormal: denormal numbers are slow
 PIECE = 32  # blocks whose products with a strip are made at a time: 2 MiB of float32 for blocks of 256
 
 
@@ -38,7 +38,7 @@ def halving_signs(
     chances = (0.5 - uniforms).to(precise)  # + where y · gain is below it
     signs = torch.zeros_like(chances)
     positive = torch.zeros_like(gains)
-    # Products are made in one place again and again: fresh memory costs more than some of the arithmetic.
+    # All products are made in the same memory: fresh memory costs more than some of the arithmetic.
     room = keys.new_empty(2, min(PIECE, len(keys)) * min(STRIP, keys.shape[1]) * keys.shape[1])
     for start in range(0, keys.shape[1], STRIP):
         strip = slice(start, min(start + STRIP, keys.shape[1]))

@@ -15,7 +15,7 @@ READ = 32  # tokens at a time before the walk
 PART = 32  # tokens that walk at a time: a number for every lane of a warp
 WARPS = 2
 STAGES = 2
-AT_ONCE = 1 << 13  # blocks of whole lanes, or those of one: 150 MiB of room, where they are of 256 tokens
+AT_ONCE = 1 << 13  # blocks, of whole lanes and of at least one: 150 MiB of room with blocks of 256 tokens
 
 
 def keep_half(
@@ -42,7 +42,7 @@ def keep_half_of(
     scale: float,
     gain: float,
 ) -> Bool[Tensor, "lc m"] | None:
-    """The same of blocks of numbered tokens, which are read where they lie."""
+    """The same for blocks of numbered tokens, which are read where they lie."""
     lanes, blocks, width = *uniforms.shape[:2], keys.shape[2]
     if not gpu.can_read(keys.device, keys, values) or keys.dtype != values.dtype:
         return None
@@ -63,7 +63,7 @@ def keep_half_of(
 
 
 def _check(device: torch.device, dtype: torch.dtype) -> None:
-    """Hold the kernel against torch in float64: rounding may decide in a few blocks."""
+    """Compare the kernel with torch in float64: rounding may decide in a few blocks."""
     draw = torch.Generator().manual_seed(0)
     keys, values = ((torch.rand(2, 210, 128, generator=draw, device="cpu") * 2 - 1).to(device, dtype) for _ in range(2))
     uniforms = torch.rand(2, 3, 70, generator=draw, device="cpu").to(device)

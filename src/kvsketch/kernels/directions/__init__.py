@@ -1,7 +1,7 @@
-"""Where keys point: methods set apart those that point away from all others, which is where queries look.
+"""Where keys point: methods set apart the keys that point away from all others, since queries look there.
 
-`reference.py` is torch, which makes numbers of 64 bits of all keys first. `native.py` reads them once where they lie;
-`in_triton.py` too, on GPUs, and in one launch where torch needs seven for every 4,096 tokens.
+`reference.py` is torch, which first converts all keys to float64. `native.py` reads keys once where they lie; so does
+`in_triton.py` on GPUs, in one launch where torch needs seven for every 4,096 tokens.
 """
 
 from jaxtyping import Float
@@ -12,7 +12,7 @@ from kvsketch.kernels.directions.reference import lengths
 
 
 def towards(keys: Float[Tensor, "l n d"], mean: Float[Tensor, "l d"]) -> Float[Tensor, "l n"]:
-    """⟨k, mean⟩ / ‖k‖ for the mean of all keys, or any multiple of it: the least ones point away."""
+    """⟨k, mean⟩ / ‖k‖ for the mean of all keys, or any multiple of it: the least are of keys that point away."""
     for form in (native, in_triton):
         if (found := form.towards(keys, mean)) is not None:
             return found

@@ -37,7 +37,7 @@ def _can_read(keys: Tensor) -> bool:
 
 
 def _check(device: torch.device, dtype: torch.dtype) -> None:
-    """Hold the kernel against torch."""
+    """Compare the kernel with torch."""
     draw = torch.Generator().manual_seed(0)
     keys = torch.randn(2, 90, 128, generator=draw, device="cpu").to(device, dtype)
     keys[0, 5] = 0

@@ -10,8 +10,8 @@ from torch import Tensor
 from kvsketch.kernels import native
 from kvsketch.kernels.directions.reference import LEAST
 
-WHOLE = 16  # numbers: a multiple of what any machine's vectors have
-SUMMED = 1024  # keys whose sum is a number of its own
+WHOLE = 16  # numbers: a multiple of the length of any machine's vectors
+SUMMED = 1024  # keys that are summed together, before these sums are added up
 
 
 def towards(keys: Float[Tensor, "l n d"], mean: Float[Tensor, "l d"]) -> Float[Tensor, "l n"] | None:

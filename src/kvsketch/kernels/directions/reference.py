@@ -4,12 +4,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-AT_ONCE = 1 << 12  # tokens: in float64 a long prompt's keys would be more than its cache
+AT_ONCE = 1 << 12  # tokens: in float64 all keys of a long prompt would be larger than its cache
 LEAST = 1e-12  # what a key of length zero is divided by
 
 
 def towards(keys: Float[Tensor, "l n d"], mean: Float[Tensor, "l d"]) -> Float[Tensor, "l n"]:
-    """⟨k, mean⟩ / ‖k‖ for the mean of all keys, or any multiple of it: the least ones point away."""
+    """⟨k, mean⟩ / ‖k‖ for the mean of all keys, or any multiple of it: the least are of keys that point away."""
     strips = (part.double() for part in keys.split(AT_ONCE, dim=1))
     return torch.cat([(part @ mean.unsqueeze(2)).squeeze(2) / _divisors(part) for part in strips], 1)
 

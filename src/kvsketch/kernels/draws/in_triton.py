@@ -13,7 +13,7 @@ from kvsketch.kernels import gpu
 
 PARTS, SIZES = 6, 4  # of an address, and of the result, at most
 BLOCK, WARPS = 512, 4
-MOST = 1 << 61  # of whole numbers behind the first tensor
+MOST = 1 << 61  # of integers that follow the first tensor
 
 
 def uniforms(*address: int | Int64[Tensor, "..."]) -> Float[Tensor, "..."] | None:
@@ -32,7 +32,7 @@ def uniforms(*address: int | Int64[Tensor, "..."]) -> Float[Tensor, "..."] | Non
 
 
 def _check(device: torch.device, dtype: torch.dtype) -> None:
-    """Hold the kernel against torch: every bit counts."""
+    """Compare the kernel with torch, bit for bit."""
     heads, ranks = torch.tensor([[5], [0], [77]], device=device), torch.arange(1000, device=device)
     for address in ((3, 1, heads, 2, ranks), (heads, ranks[::3] - 9), (2**62, ranks)):
         shape = torch.broadcast_shapes(*(x.shape for x in address if isinstance(x, Tensor)))
@@ -58,12 +58,12 @@ def _drawn(address: tuple[int | Tensor, ...], shape: tuple[int, ...], device: to
 
 
 def _split(address: tuple[int | Tensor, ...]) -> tuple[tuple[int | Tensor, ...], tuple[int | Tensor, ...]]:
-    """What comes before the first tensor, which the CPU has at once, and the rest."""
+    """The integers before the first tensor, which the CPU has at once, and the rest."""
     first = tuple(takewhile(lambda x: isinstance(x, int), address))
     return first, address[len(first) :]
 
 
 @lru_cache(maxsize=1024)
 def _state(address: tuple[int, ...]) -> int:
-    """What the first parts of an address lead to."""
+    """The state that the first parts of an address lead to."""
     return int(draws.state_of(*address)) if address else 0

@@ -34,7 +34,7 @@ def uniforms(*address: int | Int64[Tensor, "..."]) -> Float[Tensor, "..."] | Non
 
 
 def _can_be_read(address: tuple[int | Tensor, ...]) -> bool:
-    """Whether the parts are whole numbers of 64 bits, in this machine's memory."""
+    """Whether the parts are integers of 64 bits, in this machine's memory."""
     if torch.compiler.is_compiling():
         return False
     return all(

@@ -1,9 +1,9 @@
-"""Kernels in Triton, for GPUs: compiled when they are first called, for what they are called with.
+"""Kernels in Triton, for GPUs: compiled at their first call, for the kinds of arguments that it has.
 
-Everything they do torch does too, in the files beside their callers, and does it where there is no Triton, on old GPUs,
-where a first try says another thing than torch, and under `KVSKETCH_GPU_KERNELS=off`. Under Triton's interpreter
-(`TRITON_INTERPRET=1`) they run on the CPU, slowly: so they are tested where there is no GPU. What there is in C
-too is done in C there, unless those kernels are off: a step is not to ask for more than it needs.
+Torch can do everything they do, in the files beside their callers, and does so where there is no Triton, on old GPUs,
+where a kernel's first try differs from torch, and under `KVSKETCH_GPU_KERNELS=off`. Under Triton's interpreter
+(`TRITON_INTERPRET=1`) they run on the CPU, slowly: so they are tested where there is no GPU. What C can do too
+is done in C there, unless those kernels are off: a step is not to ask for more than it needs.
 """
 
 import itertools
@@ -22,14 +22,14 @@ SWITCH = "KVSKETCH_GPU_KERNELS"
 INTERPRETED = "TRITON_INTERPRET"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NOT_INTERPRETED = torch.bfloat16  # products of these come out wrong there
-NOT_COMPILED = "PassManager::run failed"  # so begins what Triton's compiler says of a kernel
-NO_ROOM = "Triton Error [CUDA]: out of memory"  # and so what it says where a kernel's own memory has no room
+NOT_COMPILED = "PassManager::run failed"  # so begin messages of Triton's compiler about a kernel
+NO_ROOM = "Triton Error [CUDA]: out of memory"  # and Triton's where a kernel's own memory has no room
 MOST_WIDTH = 256  # of keys and of values
 MOST_ALONG_Y = 65_535  # programs along the second axis of a launch
 MOST_SINGLE_ROWS, MOST_SINGLE_WIDTH = 16, 128  # of tiles in float32
-NOT_TRITON = "torch's own kernels are used, not those in Triton, which are faster"
+NOT_TRITON = "torch's own kernels are used instead of the faster ones in Triton"
 FOR_GRAPHS, APART = 16_384, 32  # launches in graphs that have counters of their own, and how many numbers each has
-FIRST_EARLY = (9, 0)  # compute capability: kernels that wait for the one before them themselves
+FIRST_EARLY = (9, 0)  # compute capability: kernels can themselves wait for the one before them
 OLDEST = (8, 0)  # compute capability: bfloat16 in products
 
 T = TypeVar("T")
@@ -37,11 +37,11 @@ _log = logging.getLogger("kvsketch")
 _found = dict[tuple[str, torch.device], bool]()
 _refused = set[str]()
 _counters = dict[tuple[torch.device, int], Tensor]()  # by device and stream
-_for_graphs = dict[torch.device, tuple[Tensor, Iterator[int]]]()  # kept for good: graphs count there; and how many have
+_for_graphs = dict[torch.device, tuple[Tensor, Iterator[int]]]()  # kept for good: graphs count there; how many are used
 
 
 def wanted_on(device: torch.device) -> bool:
-    """Whether kernels for this device are asked for at all. Callers look here first: on most CPUs that is the end."""
+    """Whether kernels for this device are wanted at all. Callers ask this first: on most CPUs that is all they ask."""
     if torch.compiler.is_compiling():
         return False
     wanted = os.environ.get(SWITCH, "auto")
@@ -58,10 +58,10 @@ def works(
     *,
     triton: bool = True,
 ) -> bool:
-    """Whether a kernel is used on a device for such numbers; why it is not though wanted is said once.
+    """Whether a kernel is used on a device for numbers of this dtype; if it is wanted but is not, why is logged once.
 
-    `check` is made once: it raises an error if the kernel does not say what its definition says. Kernels are in Triton
-    if nothing else is said.
+    `check` runs once: it raises an error if the kernel's answers differ from its definition's. `triton=False`: the
+    kernel is not in Triton.
     """
     if not wanted_on(device):
         return False
@@ -72,7 +72,7 @@ def works(
     for one, find in (*needed, (what, lambda: _wrong_with(check, device, dtype))):
         if (one, device) not in _found:
             if recording(device):
-                return False  # nothing can be tried while a graph is made
+                return False  # nothing can be tried while a graph is recorded
             wrong = find()
             if wrong is not None:
                 said = f"{NOT_TRITON if triton else f'{what} is not used'}: {wrong.said}"
@@ -84,7 +84,7 @@ def works(
 
 
 class Wrong(NamedTuple):
-    """What is said against a kernel, and why: a compiler that is missing is missing for all of them, and said once."""
+    """What is said against a kernel, and the reason: a missing compiler is missing for all kernels, and logged once."""
 
     said: str
     reason: str
@@ -118,7 +118,7 @@ def _missing_on(device: torch.device) -> Wrong | None:
 
 
 def can_read(device: torch.device, *tensors: Tensor) -> bool:
-    """Whether kernels can read these: they are there, of known kinds, and nobody wants a gradient."""
+    """Whether kernels can read these: they are on the device, of known dtypes, and no gradient is wanted."""
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
         return False
     if not all(type(x) is Tensor and x.dtype in DTYPES and x.device == device for x in tensors):
@@ -127,7 +127,7 @@ def can_read(device: torch.device, *tensors: Tensor) -> bool:
 
 
 def too_wide(device: torch.device, dtype: torch.dtype, width: int) -> bool:
-    """Whether heads are wider than kernels are made for, or than registers hold; said once, as torch takes longer."""
+    """Whether heads are wider than kernels are made for, or than registers hold; logged once, as torch takes longer."""
     if width <= MOST_WIDTH and not spills(device, dtype, 1, width):
         return False
     _say_once(
@@ -138,12 +138,12 @@ def too_wide(device: torch.device, dtype: torch.dtype, width: int) -> bool:
 
 
 def spills(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> bool:
-    """Whether tiles of so many rows are more than a GPU's registers hold: those of float32 that are high or wide."""
+    """Whether tiles of so many rows are more than a GPU's registers hold, as high or wide ones of float32 are."""
     return device.type == "cuda" and dtype == torch.float32 and (rows > MOST_SINGLE_ROWS or width > MOST_SINGLE_WIDTH)
 
 
 def power_of_two(count: int, least: int = 1) -> int:
-    """The next one: so large are blocks."""
+    """The next one, the size of a block."""
     return max(least, 1 << max(0, count - 1).bit_length())
 
 
@@ -153,14 +153,14 @@ def odd(number: int) -> int:
 
 
 def bits(*things: object | None) -> int:
-    """Which of them there are."""
+    """A bit for each that is there."""
     return sum(1 << place for place, thing in enumerate(things) if thing is not None)
 
 
 def tried(what: str, device: torch.device, call: Callable[[], T]) -> T | None:
-    """What a kernel says; None where there is no room for it now, or none can be made for this GPU.
+    """What a kernel returns; None where there is no room for it now, or none can be made for this GPU.
 
-    That is said once for each such thing.
+    The latter is logged once for each `what`.
     """
     what = f"{what} on {device}"
     if what in _refused:
@@ -172,7 +172,7 @@ def tried(what: str, device: torch.device, call: Callable[[], T]) -> T | None:
             return None
         if not type(error).__module__.startswith("triton") and not str(error).startswith(NOT_COMPILED):
             raise
-        _say_once(f"torch does what no kernel in Triton could be made for, {what}: {_said(error)}", what)
+        _say_once(f"no kernel in Triton could be compiled for {what}, so torch does it: {_said(error)}", what)
         return None
 
 
@@ -188,15 +188,15 @@ def _said(error: Exception) -> str:
 
 
 def recording(device: torch.device) -> bool:
-    """Whether a graph is recorded: nothing is computed before it is replayed."""
+    """Whether a graph is being recorded: nothing is computed before it is replayed."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def counters(count: int, device: torch.device) -> Tensor:
-    """Zeros for programs to count themselves with; the last of them writes 0 again.
+    """Zeros with which a launch's programs count themselves; the last program writes 0 again.
 
-    Each stream has its own: its launches come one after another. A graph may be replayed on any stream, beside others,
-    so that each launch in a graph has counters that nobody else gets. When those are used up, the graph itself sets
+    Each stream has its own, because its launches come one after another. A graph may be replayed on any stream, beside
+    others, so each launch in a graph has counters that nothing else gets. When those are used up, the graph itself sets
     some to 0 in each replay, which takes a microsecond longer.
     """
     if device.type == "cpu":
@@ -213,26 +213,26 @@ def counters(count: int, device: torch.device) -> Tensor:
     key = device, torch.cuda.current_stream(device).cuda_stream
     if key not in _counters or len(_counters[key]) < count:
         _counters[key] = torch.zeros(power_of_two(count, 1024), dtype=torch.int32, device=device)
-    if device not in _for_graphs:  # there is no other time to make what graphs share
+    if device not in _for_graphs:  # what graphs share cannot be made while one is recorded
         _for_graphs[device] = torch.zeros(FOR_GRAPHS, APART, dtype=torch.int32, device=device), itertools.count()
     return _counters[key]
 
 
 def assert_like(out: Tensor, right: Tensor, lse: Tensor, right_lse: Tensor) -> None:
-    """Raise an error if answers are not what is right, in float64, but for their own rounding."""
+    """Raise an error if answers differ from the right ones, in float64, by more than their own rounding."""
     most = 1e-5 if out.dtype == torch.float32 else 0.01
     torch.testing.assert_close(out.double(), right, rtol=2 * most, atol=most)
     torch.testing.assert_close(lse.double(), right_lse, rtol=1e-3, atol=1e-3)
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
-    """There kernels are launched: Triton takes the device that is current."""
+    """The context in which to launch kernels: Triton takes the device that is current."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @cache
 def early(device: torch.device) -> dict[str, Any]:
-    """How to launch what begins, where a GPU has that, before the launch before it has ended, and waits for it."""
+    """Options for a launch that begins before the one ahead of it has ended, where a GPU has that, and waits for it."""
     has = device.type == "cuda" and torch.version.hip is None
     has = has and torch.cuda.get_device_capability(device) >= FIRST_EARLY
     return {"EARLY": True, "launch_pdl": True} if has else {"EARLY": False}
@@ -246,6 +246,6 @@ def processors(device: torch.device) -> int:
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes that a program may have beside its registers."""
+    """Bytes that a program may use beside its registers."""
     known = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return getattr(known, "shared_memory_per_block_optin", 0)

@@ -1,11 +1,11 @@
 """Weighted attention for few queries: everything that a lane reads, in one launch, read where it lies.
 
-A lane is a KV head of a row of the batch, its queries are rows of one tile. What a lane reads comes in parts, each all
-of its entries or runs of them. They are read in rounds, of entries that lie side by side: of each run the last round
-may be short. All rounds, one behind the other, are cut evenly into splits, whatever the parts and runs, and each split
-is a program. It keeps its largest logit, its sums of weights and of weighted values; the last program of a lane merges
-those of all splits, in their order, so that the answer is the same every time. How long runs are is read on the device
-only.
+A lane is a KV head of a row of the batch; its queries are rows of one tile. What a lane reads comes in parts: all of
+a part's entries, or runs of them. They are read in rounds of entries that lie side by side; the last round of a run
+may be short. All rounds, one after another, are cut evenly into splits, whatever the parts and runs, and each split
+is a program. It keeps its largest logit, and its sums of weights and of weighted values; the last program of a lane
+merges those of all splits in their order, so that the answer is the same every time. The lengths of runs are read only
+on the device.
 """
 
 import triton
@@ -28,7 +28,7 @@ def attend(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """One split of one lane, or of one of its queries where each reads other runs."""
-    if EARLY:  # this program is here already, and what it reads may not be
+    if EARLY:  # this program has begun already, and what it reads may not be there yet
         gdc_wait()
     program, split = tl.program_id(0), tl.program_id(1)
     lane, step = program, 0
@@ -65,7 +65,7 @@ def attend(
     place = program * SPLITS + split
     _keep(sums, tops, place, top, mass, found, per_program, VALUE_WIDTH, VALUE_BLOCK, ROWS)
 
-    tl.debug_barrier()  # all that this program has stored, before it says so
+    tl.debug_barrier()  # all that this program stores comes before it says that it is done
     if tl.atomic_add(done + program, 1, sem="acq_rel") == SPLITS - 1:
         tl.store(done + program, 0)  # for the next call
         for first in range(0, per_program, TOGETHER):
@@ -143,9 +143,9 @@ def _part(
         ends = begin + length
     numbers = tl.arange(0, AT_ONCE)
     count = plain(sizes[0]).to(tl.int32)
-    # Which entries are read, and what they weigh, is found a round ahead, so that keys and values are on their way
-    # while others are worked on. In an empty slot may be anything: its value is not loaded, and its key's products are
-    # not looked at. Keys do not wait for weights.
+    # Which entries are read, and their weights, is found a round ahead, so that keys and values are on their way while
+    # others are worked on. An empty slot may hold anything: its value is not loaded, and its key's products are not
+    # looked at. Keys do not wait for weights.
     next_at, next_end = _place(start, ends, shifts, befores, uptos, count, HAS, AT_ONCE)
     if HAS & 3:
         there = numbers < next_end - next_at
@@ -216,7 +216,7 @@ def _merge(
     real = numbers < real_rows
     there = real[None, :] & (splits < SPLITS)[:, None]
     own = (program * SPLITS + splits).to(tl.int64)[:, None] * real_rows
-    parts = tl.load(  # all that is loaded is on its way before any of it is waited for
+    parts = tl.load(  # all loads are under way before any of them is waited for
         sums + (own + numbers[None, :])[:, :, None] * VALUE_WIDTH + widths[None, None, :],
         mask=there[:, :, None] & (widths < VALUE_WIDTH)[None, None, :],
         other=0.0,

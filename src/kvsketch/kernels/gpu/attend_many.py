@@ -1,12 +1,11 @@
 """Weighted attention for many queries, as of a prompt: a program for every block of a head's queries.
 
-It goes through the entries a block at a time and keeps, for each query, the largest logit and the sums below it, so
-that memory grows with queries and entries, not with their product. Among new tokens (`CAUSAL`) a query sees itself and
-the valid ones before it.
+It goes through the entries a block at a time and keeps, for each query, the largest logit and the sums relative to it,
+so that memory grows with queries and entries, not with their product. Among new tokens (`CAUSAL`) a query sees itself
+and the valid tokens before it.
 
-Blocks that all of its queries see whole (`WHOLE`) come first and without masks, which take as long as the products; the
-rest comes with masks. In an empty slot may be anything: if that makes an answer that is no number, all blocks come
-again with masks.
+Blocks that all of its queries see whole (`WHOLE`) come first, without masks, which take as long as the products; the
+rest comes with masks. An empty slot may hold anything: if that makes an answer NaN, all blocks come again with masks.
 """
 
 import triton

@@ -17,11 +17,11 @@ from kvsketch.kernels.sources import Entries, Segments
 WHAT = "attention of few queries"
 MOST_ROWS = 128  # of a group's queries together
 MOST_SPLITS = 64
-MOST_PARTS = 6  # of one launch: each is code of its own in the kernel
+MOST_PARTS = 6  # of one launch: each has code of its own in the kernel
 PROGRAMS = 2  # for each processor
-AT_ONCE, WARPS, STAGES = 64, 4, 3  # entries of a round; warps and rounds under way of a program
-MERGED = 1 << 14  # numbers of all splits that are merged together: of some queries, or of one
-LISTS = 3, 6, 9, 12  # runs of a part, as powers of two: for each there is a kernel, and a program holds the list
+AT_ONCE, WARPS, STAGES = 64, 4, 3  # entries of a round; a program's warps, and its rounds under way
+MERGED = 1 << 14  # numbers, of all splits, that are merged together: those of some queries, or of one
+LISTS = 3, 6, 9, 12  # runs of a part, as powers of two: there is a kernel for each, and a program holds the list
 NOTED = "triton"  # under this name parts carry their description
 Description = tuple[
     tuple[Any, ...], tuple[int, ...], tuple[int, ...], int, int, int
@@ -61,12 +61,12 @@ def attend(
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether the kernel is used on this device, for what models compute in there."""
+    """Whether the kernel is used on this device, for the numbers that models compute with there."""
     return gpu.works(WHAT, device, torch.bfloat16 if device.type == "cuda" else torch.float32, _check)
 
 
 def does_steps(device: torch.device, dtype: torch.dtype, group: int, width: int) -> bool:
-    """Whether it does a model's steps there: in such numbers, with so many queries of each KV head, and so wide."""
+    """Whether the kernel does a model's steps there: with this dtype, `group` queries of each KV head, this width."""
     if not gpu.wanted_on(device) or dtype not in gpu.DTYPES or not 0 < group <= MOST_ROWS:
         return False
     if device.type == "cpu" and dtype == gpu.NOT_INTERPRETED:
@@ -79,9 +79,9 @@ def _is_too_much(device: torch.device, dtype: torch.dtype, rows: int, width: int
 
 
 def _check(device: torch.device, dtype: torch.dtype) -> None:
-    """Hold the kernel against the definition."""
+    """Compare the kernel with the definition."""
     draw = torch.Generator().manual_seed(0)
-    for queries, each in ((1, 1), (2, 2)):  # runs for all queries, and for each its own
+    for queries, each in ((1, 1), (2, 2)):  # the same runs for all queries, and each query's own
         query, keys, values, late, later, mass = (
             torch.randn(1, heads, count, 128, generator=draw, device="cpu").to(device, dtype)
             for heads, count in ((4, queries), (2, 90), (2, 90), (2, 300), (2, 300), (2, 90))
@@ -101,7 +101,7 @@ def _check(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def doubled(tokens: WeightedTokens) -> WeightedTokens:
-    """In float64, for what is right: torch's products of float32 may be of fewer bits on a GPU."""
+    """The same in float64, to find what is right: on a GPU torch's products of float32 may have fewer bits."""
     weights = (None if x is None else x.double() for x in (tokens.log_mass, tokens.log_value))
     return WeightedTokens(tokens.keys.double(), tokens.values.double(), *weights)
 
@@ -143,9 +143,9 @@ def _attended(query: Tensor, parts: Sequence[Entries], heads: int, scale: float,
 
 
 def _splits(programs: int) -> int:
-    """How many a lane is cut into, where there is room for so many programs of it at once.
+    """How many splits a lane is cut into, where so many of its programs have room at once.
 
-    They are merged in a tile of the next power of two: a few more than one are not worth twice the tile.
+    They are merged in a tile of the next power of two: a few more than such a power are not worth twice the tile.
     """
     splits = min(MOST_SPLITS, max(1, programs))
     least = gpu.power_of_two(splits + 1) // 2
@@ -163,7 +163,7 @@ def can_read_tokens(tokens: WeightedTokens, device: torch.device) -> bool:
 
 
 def _pieces(part: Entries) -> Sequence[Entries]:
-    """The same in parts of which none has more runs than a program holds."""
+    """The same entries in parts, none of which has more runs than a program holds."""
     runs = part.segments
     if runs is None or runs.begin.shape[3] <= 1 << LISTS[-1]:
         return (part,)
@@ -176,18 +176,18 @@ def _can_read(part: Entries, device: torch.device) -> bool:
 
 
 def _by_query(part: Entries) -> bool:
-    """Whether each query reads other entries."""
+    """Whether each query reads entries of its own."""
     return part.segments is not None and part.segments.begin.shape[2] > 1
 
 
 def _described(part: Entries, lanes: int) -> Description:
-    """Where the entries lie, as the kernel takes it; noted, for what is held is read again and again."""
+    """Where the entries lie, as the kernel takes it; noted, because what is held is read again and again."""
     if NOTED in part.noted:
         noted: Description = part.noted[NOTED]
         return noted
     made = part.lanes is not None or part.segments is not None
     found = _description(part, lanes)
-    if not (made and gpu.recording(part.tokens.keys.device)):  # what a graph writes is there when it is replayed
+    if not (made and gpu.recording(part.tokens.keys.device)):  # what a graph writes is not there before it is replayed
         part.noted[NOTED] = found
     return found
 

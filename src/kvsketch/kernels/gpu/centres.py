@@ -1,18 +1,18 @@
-"""Greedy k-center: many centres for every time that all points are read.
+"""Greedy k-center: many centres each time that all points are read.
 
-The farthest points are candidates, as in `kcenter/lazy.py`, but a thousand of them and not sixteen: their distances
-from one another are a matrix that tensor cores make at once (`between`). To take a centre is then to read one row of it
-(`choose`, a program for each lane), and what the new centres do to all points is a product again (`approach`). Only the
-comparing is one step after the other.
+The farthest points are candidates, as in `kcenter/lazy.py`, but a thousand of them instead of sixteen: their distances
+from one another are a matrix that tensor cores make at once (`between`). Taking a centre then means reading one row of
+it (`choose`, a program for each lane), and how the new centres change all points' distances is a product again
+(`approach`). Only the comparing goes step by step.
 
-Squared distances are |x|² + |y|² - 2⟨x, y⟩ in float32, of products that are exact; those at the end (`measure`) are of
+Squared distances are |x|² + |y|² - 2⟨x, y⟩ in float32, from exact products; those at the end (`measure`) are made from
 differences.
 """
 
 import triton
 import triton.language as tl
 
-SAME = tl.constexpr(1e-5)  # of a squared norm: two points as near as that are one, as equal points are after rounding
+SAME = tl.constexpr(1e-5)  # of a squared norm: points as near as that count as one, as equal points are after rounding
 FARTHEST = tl.constexpr(float("inf"))
 
 

@@ -1,7 +1,7 @@
 """Which buckets queries visit: a program for every KV head and query.
 
-It finds the buckets that are worth most, in the order of their worth, and writes down the runs of those within the
-limits.
+It finds the buckets that are worth most, in the order of their worth, and writes down the runs of those that are within
+the limits.
 """
 
 import triton
@@ -11,9 +11,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kvsketch.kernels.gpu.numbers import plain
 
 NOTHING = tl.constexpr(float("-inf"))
-LEAST = tl.constexpr(-(1 << 63))  # behind everything, whatever it is worth
+LEAST = tl.constexpr(-(1 << 63))  # sorts after everything, whatever that is worth
 LEAST_BITS = tl.constexpr(-(1 << 31))
-TRIALS = tl.constexpr(8)  # into so many parts is cut at once where the least worth that is taken may lie
+TRIALS = tl.constexpr(8)  # the range where the least worth that is taken may lie is cut into so many parts at once
 
 
 @triton.jit(do_not_specialize=["limit"])
@@ -51,7 +51,7 @@ def visit(
     if not SORTED:
         bits = tl.where(there, bits, LEAST_BITS)
         least = _least(bits, PROBES, PLACES, BUCKET_BLOCK)
-        # Those that are taken, closely packed, in any order: above all before them, and as many equal ones as are left.
+        # Pack the taken buckets closely, in any order: all that are worth more, and as many equal ones as are left.
         above, equal = (bits > least).to(tl.int32), (there & (bits == least)).to(tl.int32)
         counted = tl.cumsum(above + (equal << 16), 0)
         above_to, equal_to = counted & 0xFFFF, counted >> 16
@@ -68,10 +68,10 @@ def visit(
         order = tl.load(begin + places, mask=taken, other=LEAST)
         if LIMITS & 4:
             expected = tl.load(length + places, mask=taken, other=0).to(tl.int32).to(tl.float32, bitcast=True)
-        tl.debug_barrier()  # what is there is overwritten
+        tl.debug_barrier()  # from here on that is overwritten
         bucket = tl.where(taken, BUCKET_BLOCK - 1 - (order & 0xFFFFFFFF), 0)
         tokens = tl.load(sizes + lane * BUCKETS + bucket, mask=taken, other=0)
-        upto = (order[None, :] >= order[:, None]) & taken[None, :]  # who comes before whom, or is the same
+        upto = (order[None, :] >= order[:, None]) & taken[None, :]  # which buckets come before which, or are the same
         at = tl.sum(upto.to(tl.int32), 1) - 1
         if LIMITS & 3:
             seen = tl.sum(tl.where(upto, tokens[None, :], 0), 1)
@@ -104,7 +104,7 @@ def visit(
     if LEFT:
         weight = tl.where(size > 0, tl.log(tl.maximum(size, 1).to(tl.float32)), NOTHING)
         tl.store(left + number * BUCKETS + every, weight, mask=there)
-        tl.debug_barrier()  # those of what is visited come after
+        tl.debug_barrier()  # those of visited buckets are written after
         tl.store(left + number * BUCKETS + bucket, bucket * 0.0 + NOTHING, mask=taken)
 
 

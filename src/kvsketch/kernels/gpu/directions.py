@@ -1,4 +1,4 @@
-"""Where keys point, and what they sum up to, in float64: a launch each, in which every key is read once."""
+"""Where keys point, and what they sum up to, in float64: one launch each, which reads every key once."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""Torch's fused attention on a GPU, with the log of the denominator, which its public function does not give.
+"""Torch's fused attention on a GPU, with the log of the denominator, which its public function does not return.
 
 For entries without weights: new tokens among themselves, and a past that is held as it was. Torch has two operators:
 cuDNN's is the faster one on Hopper and newer, but takes long for lengths that it sees for the first time.
@@ -17,12 +17,12 @@ from kvsketch.kernels.gpu.attention import doubled
 
 FLASH, CUDNN = "torch's flash attention", "torch's cuDNN attention"
 DTYPES = (torch.float16, torch.bfloat16)
-STEP = 8  # widths are a multiple of it, and numbers lie so that as many are read at once
-MOST_CUDNN_WIDTH = 128  # for wider ones torch asks for newer versions
+STEP = 8  # widths are a multiple of it, and memory is aligned so that as many numbers are read at once
+MOST_CUDNN_WIDTH = 128  # for wider heads torch asks for newer versions
 CUDNN_GPUS = (9, 10)  # major compute capabilities where torch itself prefers cuDNN
-LEAST_CUDNN = 91_501  # torch prefers no older one: they are wrong for some lengths (pytorch/pytorch#169849)
-# Logits of all heads together. Torch plans anew for each new shape, for 36 ms on an H200, and keeps the plan, which all
-# layers share. For so many logits cuDNN takes 3 ms less than flash attention, in each layer.
+LEAST_CUDNN = 91_501  # torch prefers no older version: those are wrong for some lengths (pytorch/pytorch#169849)
+# Logits of all heads together. For each new shape torch makes a plan, in 36 ms on an H200, and keeps it; all layers
+# share it. With so many logits cuDNN takes 3 ms less than flash attention in each layer.
 LEAST_LOGITS = 1 << 32
 
 Attended = Callable[[Tensor, Tensor, Tensor, float, bool], Partial]
@@ -52,14 +52,14 @@ def attend(
 
 
 def fits(query: Tensor, values: Tensor) -> bool:
-    """Whether a kernel is made for such numbers and widths; torch's own call fills widths up to STEP."""
+    """Whether a kernel is made for such numbers and widths; torch's own call pads widths to a multiple of STEP."""
     return query.dtype in DTYPES and query.shape[3] == values.shape[3] <= gpu.MOST_WIDTH
 
 
 def cudnn_pays(query: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether torch's call would take cuDNN's kernel for this too, and it is much enough.
+    """Whether torch's own call would take cuDNN's kernel here too, and there is enough to do.
 
-    Not while a graph is recorded: a plan that is missing would be made in it.
+    Not while a graph is recorded: a missing plan would be made inside it.
     """
     if query.shape[:3].numel() * keys.shape[2] < LEAST_LOGITS or query.shape[3] > MOST_CUDNN_WIDTH:
         return False
@@ -73,7 +73,7 @@ def cudnn_pays(query: Tensor, keys: Tensor, values: Tensor) -> bool:
 
 
 def in_flash(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:
-    """What the operator says; keys and values are those of a group's one head, and are not repeated."""
+    """The operator's answer; keys and values are those of a group's one KV head, and are not repeated."""
     by_step = (x.transpose(1, 2) for x in (query, keys, values))
     counts = query.shape[2], keys.shape[2]
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -83,7 +83,7 @@ def in_flash(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: 
 
 
 def in_cudnn(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:
-    """The same of cuDNN's operator, in whose logs torch has one axis more in some versions."""
+    """The same by cuDNN's operator, whose logs have one more axis in some versions of torch."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         query, keys, values, None, True, 0.0, causal, False, scale=scale
     )
@@ -91,7 +91,7 @@ def in_cudnn(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: 
 
 
 def _tried_in_cudnn(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial | None:
-    """None where cuDNN is wrong, has no room, or has no plan: that is said once for each kind of call."""
+    """cuDNN's answer; None where it is wrong, has no room, or has no plan: logged once for each kind of call."""
     what = f"{query.dtype} × {query.shape[3]}, causal: {causal}, on {query.device}"
     if what in _refused or not _works(CUDNN, in_cudnn, query):
         return None
@@ -102,22 +102,22 @@ def _tried_in_cudnn(query: Tensor, keys: Tensor, values: Tensor, scale: float, c
     except RuntimeError as error:
         _refused.add(what)
         shapes = [tuple(x.shape) for x in (query, keys, values)]
-        _log.warning("%s is not used, %s: %s, of %s", CUDNN, what, f"{' '.join(str(error).split()):.300}", shapes)
+        _log.warning("%s is not used for %s: %s (%s)", CUDNN, what, f"{' '.join(str(error).split()):.300}", shapes)
         return None
 
 
 def _aligned(x: Tensor) -> bool:
-    """Whether STEP numbers can be read at once: kernels do so without looking, and bring the process down if not."""
+    """Whether STEP numbers can be read at once: kernels do so without checking, and crash the process if not."""
     strides = [stride for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1]
     return x.stride(3) == 1 and x.data_ptr() % (STEP * x.element_size()) == 0 and not any(s % STEP for s in strides)
 
 
 def _works(what: str, attended: Attended, query: Tensor) -> bool:
-    """Whether an operator says what the definition says, for heads of this width."""
+    """Whether an operator agrees with the definition, for heads of this width."""
     width = query.shape[3]
 
     def check(device: torch.device, dtype: torch.dtype) -> None:
-        """Queries that lie by step, and keys and values in larger buffers."""
+        """With queries laid out step by step, and keys and values in larger buffers."""
         draw, at = torch.Generator().manual_seed(0), torch.arange(150, device=device)
         query, keys, values = (
             torch.randn(2, heads, 350, width, generator=draw, device="cpu").to(device, dtype) for heads in (4, 2, 2)

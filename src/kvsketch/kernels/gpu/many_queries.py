@@ -24,8 +24,8 @@ class Blocks(NamedTuple):
 USUAL = Blocks(128, 64, 8, 2, whole=True)  # takes 96 KiB of shared memory
 DEEP = Blocks(128, 64, 8, 3, whole=True)  # 129 KiB
 LARGE = Blocks(128, 128, 8, 3, whole=True)  # 225 KiB
-SHARED = {"deep": 133_000, "large": 231_000}  # bytes that a processor has at least where these are used
-WIDE = Blocks(64, 32, 4, 2, whole=True)  # heads of more than 128
+SHARED = {"deep": 133_000, "large": 231_000}  # bytes that a processor must have for these
+WIDE = Blocks(64, 32, 4, 2, whole=True)  # heads wider than 128
 SINGLE = Blocks(16, 32, 4, 2, whole=False)  # float32: its products take many registers
 
 
@@ -65,7 +65,7 @@ def attend(
 
 
 def _check(device: torch.device, dtype: torch.dtype) -> None:
-    """Hold the kernel against the definition, with weights, among new tokens, and where slots are empty."""
+    """Compare the kernel with the definition: with weights, among new tokens, and where slots are empty."""
     draw, at = torch.Generator().manual_seed(0), torch.arange(150, device=device)
     query, keys, values = (
         torch.randn(1, heads, 150, 128, generator=draw, device="cpu").to(device, dtype) for heads in (4, 2, 2)
@@ -128,7 +128,7 @@ def _blocks(query: Tensor, tokens: WeightedTokens, causal: bool) -> Blocks:
         return SINGLE
     if max(query.shape[3], tokens.values.shape[3]) > 128:
         return WIDE
-    if tokens.keys.dtype == torch.float32:  # they take twice the room
+    if tokens.keys.dtype == torch.float32:  # entries of float32 take twice the room
         return USUAL
     room = gpu.shared_memory(query.device)
     if room >= SHARED["large"] and query.shape[2] >= LARGE.queries and not causal and tokens.log_value is None:

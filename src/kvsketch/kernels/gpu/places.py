@@ -1,4 +1,4 @@
-"""Places of lanes: copied by their numbers, and numbered, those that hold something or the least first: in a launch."""
+"""Places of lanes: copied by their numbers, or numbered, the filled or the least ones first: one launch for each."""
 
 import triton
 import triton.language as tl
@@ -46,7 +46,7 @@ def number(
 def _held(there, first, step, count, BLOCK: tl.constexpr):
     at = first + tl.arange(0, BLOCK)
     held = tl.load(there + at.to(tl.int64) * step, mask=at < count, other=0)
-    return (held != 0).to(tl.int32)  # bytes that are seen as bool may be any
+    return (held != 0).to(tl.int32)  # bytes viewed as bool may be any
 
 
 @triton.jit(do_not_specialize=["count", "most"])

@@ -1,7 +1,7 @@
-"""What queries expect of buckets, by a classifier: a launch for each of its layers.
+"""The attention that queries expect in buckets, by a classifier: a launch for each of its layers.
 
 The inner layer of a KV head is cut by its units, and the last one by its buckets. Where a GPU has that (`EARLY`),
-programs are there before the launch before theirs has ended, and wait for it themselves.
+programs begin before the launch ahead of theirs has ended, and wait for it themselves.
 """
 
 import triton
@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 MOST = tl.constexpr(127 * 128)  # the largest whole number in two bytes, of 8 and of 7 bits
-TINY = tl.constexpr(1e-30)  # what is divided by is not 0
+TINY = tl.constexpr(1e-30)  # so that nothing is divided by 0
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def inner(
     """
     if EARLY:
         gdc_wait()
-        gdc_launch_dependents()  # not sooner: all kernels before this one are done when the next one begins
+        gdc_launch_dependents()  # not sooner, so that all kernels before this one are done when the next one begins
     lane, part = tl.program_id(0), tl.program_id(1)
     head = (lane % HEADS).to(tl.int64)
     rows, units = tl.arange(0, ROWS), part * SLICE + tl.arange(0, SLICE)
@@ -49,7 +49,7 @@ def inner(
         length = tl.sqrt(tl.sum(asked.to(tl.float32) * asked.to(tl.float32), 1))
         each = (length * tl.load(bounds + 2 * head) + tl.load(bounds + 2 * head + 1)) / MOST + TINY
         expected = found * level[None, :] / each[:, None]
-        whole = tl.floor(tl.where(expected < MOST + 64, expected, 0.0) + 0.5).to(tl.int32)  # `each` says what is none
+        whole = tl.floor(tl.where(expected < MOST + 64, expected, 0.0) + 0.5).to(tl.int32)  # `each` shows NaN and inf
         high = (whole + 64) >> 7
         hidden += 2 * own * HIDDEN
         tl.store(hidden + to, high.to(tl.int8), mask=ok)

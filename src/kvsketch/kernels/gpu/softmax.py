@@ -1,4 +1,4 @@
-"""What attention does with a block of keys and values: sums of exp2 of logits, less the largest so far."""
+"""What attention does with a block of keys and values: sums of exp2 of the logits less the largest one so far."""
 
 import triton
 import triton.language as tl
@@ -46,7 +46,7 @@ def entries(
     """Keys, values and weights of a block of entries, and which of them there are."""
     key, value = pairs(keys, values, key_step, value_step, at, ok, ok, WIDTH, VALUE_WIDTH, KEY_BLOCK, VALUE_BLOCK)
     of_mass, of_value = weights(log_mass, log_value, at, ok, HAS)
-    if HAS & 3:  # in an empty slot may be anything
+    if HAS & 3:  # an empty slot may hold anything
         ok &= tl.maximum(of_mass, of_value) > NOTHING
         value = tl.where(ok[:, None], value, 0.0)
     return key, value, of_mass, of_value, ok

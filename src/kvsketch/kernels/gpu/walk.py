@@ -1,12 +1,13 @@
-"""The sign walk of BalanceKV's experiments: a program for every block, with half of the products, and none in memory.
+"""The sign walk of BalanceKV's experiments: a program for every block, half of the products, few in memory.
 
-A block's tokens come in strips. What the signs before a strip sum up to at its tokens is found from products that are
+A block's tokens come in strips. What the earlier signs sum up to at a strip's tokens is found from products that are
 made again, a tile of earlier tokens at a time; then the products among its own tokens are written down, and its tokens
-follow one by one. Keys are shifted by their mean without being touched: ⟨k - m, k' - m⟩ = ⟨k, k'⟩ - ⟨k, m⟩ - ⟨k', m⟩ +
-⟨m, m⟩, so that products of numbers of 16 bits stay exact.
+get their signs one by one. Keys are shifted by their mean without being changed in memory: ⟨k - m, k' - m⟩ = ⟨k, k'⟩ -
+⟨k, m⟩ - ⟨k', m⟩ + ⟨m, m⟩, so that products of numbers of 16 bits stay exact.
 
-A step of the walk waits for the one before, so it must be short. Tokens walk in parts of one number a lane, which every
-warp holds: warps walk alike and need not wait for each other, and a row of products is on its way before it is needed.
+A step of the walk waits for the one before, so it must be short. Tokens walk in parts, one token for each lane of a
+warp, and every warp holds all of a part: warps walk alike and need not wait for each other, and a row of products is on
+its way before it is needed.
 """
 
 import triton
@@ -44,7 +45,7 @@ def keep_half(
         numbers = _numbers(index, start + some, index_step, size)
         mean += tl.sum(_rows(keys, numbers, key_step, widths, WIDTH).to(tl.float32), 0)
     mean /= tl.maximum(size, 1)
-    for start in range(0, count, READ):  # what is not there is not kept
+    for start in range(0, count, READ):  # tokens that are not there are not kept
         tl.store(kept + start + some, tl.zeros([READ], tl.int8), mask=start + some < count)
     rate = scale * 1.4426950408889634  # exponentials are powers of two
     square = tl.sum(mean * mean, 0) * rate
@@ -56,7 +57,7 @@ def keep_half(
         key = _rows(keys, numbers, key_step, widths, WIDTH).to(tl.float32)
         value = _rows(values, numbers, value_step, value_widths, VALUE_WIDTH).to(tl.float32)
         beside = tl.sum(key * mean[None, :], 1) * rate
-        tl.store(along + here, tl.where(here < size, beside, 1e30))  # no products of what is not there
+        tl.store(along + here, tl.where(here < size, beside, 1e30))  # no products of tokens that are not there
         tl.store(signs + here, tl.zeros([READ], tl.float32))
         logits = tl.where(here < size, tl.sum(key * key, 1) * rate - 2 * beside + square, 0.0)
         larger = tl.maximum(largest, tl.max(logits, 0))
@@ -64,7 +65,7 @@ def keep_half(
         diagonal = diagonal * tl.exp2(largest - larger) + tl.sum(tl.where(here < size, products, 0.0), 0)
         largest = larger
     gains = gain / tl.maximum(diagonal / tl.maximum(size, 1), 1e-30)
-    tl.debug_barrier()  # what was written is read by all
+    tl.debug_barrier()  # what was written is read by all threads
 
     positive = tl.zeros([PART], tl.int32)  # the same number, many times
     for start in range(0, size, STRIP):
@@ -74,7 +75,7 @@ def keep_half(
         value = _rows(values, numbers, value_step, value_widths, VALUE_WIDTH)
         beside = tl.load(along + here) - square + largest
         y = tl.zeros([STRIP], tl.float32)
-        for before in tl.range(0, start + STRIP, TILE):  # the last are its own
+        for before in tl.range(0, start + STRIP, TILE):  # the last tiles are the strip's own
             others = before + tl.arange(0, TILE)
             theirs = _numbers(index, others, index_step, size)
             other_key = _rows(keys, theirs, key_step, widths, WIDTH)
@@ -107,7 +108,7 @@ def _walk(
         rows = before * PART + at
         sign = tl.load(signs + start + rows)
         gap += tl.sum(sign[:, None] * tl.load(own + rows[:, None] * STRIP + part * PART + at[None, :]), 0)
-    if part > 0:  # by way of memory: so they are laid out as rows of products are
+    if part > 0:  # by way of memory, so that they are laid out like rows of products
         tl.debug_barrier()
         tl.store(gaps + part * PART + at, gap)
         tl.debug_barrier()

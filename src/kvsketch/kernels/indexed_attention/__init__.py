@@ -1,8 +1,8 @@
-"""Attention over some of the rows in memory: runs of neighbours, other ones for every query.
+"""Attention over some of the rows in memory: runs of neighbouring rows, different ones for every query.
 
-`reference.py` is the definition, over all rows with a mask; `gathered.py` copies the rows that are read side by side,
-where queries are few. The form in C, which reads them where they lie together with all else that a query reads, is in
-`native/attention.c`; `reading.py` decides.
+`reference.py` is the definition: all rows, with a mask. For few queries `gathered.py` first copies the rows that are
+read next to one another. The form in C (`native/attention.c`) reads them where they lie, in one call with all else that
+a query reads; `reading.py` chooses the form.
 """
 
 from kvsketch.kernels.indexed_attention.gathered import indexed_attention

@@ -1,4 +1,4 @@
-"""Attention over segments by definition: over all rows, those of no segment masked."""
+"""Attention over segments by definition: over all rows, with those outside the segments masked."""
 
 from jaxtyping import Float
 from torch import Tensor

@@ -19,10 +19,10 @@ AT_ONCE = 1 << 23  # coordinates worked on together: 64 MiB in float64
 def k_center(
     points: Float[Tensor, "b h n d"], counts: Int64[Tensor, " b"], valid: Bool[Tensor, "b n"] | None = None
 ) -> Clustering:
-    """`counts[r]` centres for every head of row r, or all of the row's points if there are no more.
+    """`counts[r]` centres for every head of row r, or all of the row's points if it has no more.
 
-    Computed in float64: nothing overflows, and no form of it chooses by its own rounding; only in Triton points of 16
-    bits are compared in float32.
+    Computed in float64: nothing overflows, and no form of it chooses by its own rounding; only Triton compares points
+    of 16 bits in float32.
     """
     rows, heads, size, _ = points.shape
     if valid is None:

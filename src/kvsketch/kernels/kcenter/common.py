@@ -1,4 +1,4 @@
-"""What both forms of k-center share: their result, and their distance."""
+"""What the forms of k-center share: their result, and their distance."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -20,13 +20,13 @@ class Clustering:
 
 
 def joined(parts: Sequence[Clustering]) -> Clustering:
-    """What was found for some heads after others."""
+    """The results of groups of heads, one group after another."""
     return Clustering(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Clustering)))
 
 
 def distances_to(
     points: Float[Tensor, "l n d"], norms: Float[Tensor, "l n"], index: Int64[Tensor, "l m"]
 ) -> Float[Tensor, "l n m"]:
-    """Squared, of all points to the chosen ones; norms from `squared_norms`."""
+    """Squared, from all points to those that `index` numbers; norms from `squared_norms`."""
     chosen = points.gather(1, index[..., None].expand(-1, -1, points.shape[2]))
     return squared_distances(points, norms, chosen, norms.gather(1, index))

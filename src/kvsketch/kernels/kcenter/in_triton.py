@@ -1,7 +1,7 @@
 """Greedy k-center in Triton, `kernels/gpu/centres.py`: None where Triton cannot be used.
 
-Only for points of 16 bits. Their products are exact and summed in float32, so that of points that are equally far, but
-for a rounding error of their squared norms, another may be chosen than by `reference.py`, which has float64; and points
+Only for points of 16 bits. Their products are exact and summed in float32. So among points that are equally far, but
+for a rounding error of their squared norms, it may choose another than `reference.py`, which uses float64; and points
 nearer than 0.003 of their norm count as equal.
 """
 
@@ -13,16 +13,16 @@ from kvsketch.kernels import gpu
 from kvsketch.kernels.kcenter import lazy, reference
 from kvsketch.kernels.kcenter.common import Clustering, joined
 
-CANDIDATES = 1024  # per pass: 1,024 centres of 131,072 normal points take six; four times as many take five
-AT_ONCE = 32  # lanes: 128 MiB for the distances of their candidates from one another
-ROWS, TILE = 128, 64  # of points that a program reads, and of candidates or centres beside them
-LEAST, MOST = 1e-20, 1e30  # of the largest squared norm: there float32 has all sums
+CANDIDATES = 1024  # per pass: 1,024 centres of 131,072 normal points take six passes; with four times as many five
+AT_ONCE = 32  # lanes: 128 MiB for the distances between their candidates
+ROWS, TILE = 128, 64  # points that a program reads, and candidates or centres that it compares with them
+LEAST, MOST = 1e-20, 1e30  # bounds of the largest squared norm, within which float32 has all sums
 
 
 def k_center(
     points: Float[Tensor, "l n d"], wanted: Int64[Tensor, " l"], valid: Bool[Tensor, "l n"], most: int
 ) -> Clustering | None:
-    """As `reference.k_center` gives, with columns for `most` centres and distances in float32."""
+    """The same as `reference.k_center` gives, with columns for `most` centres and distances in float32."""
     device, dtype, (lanes, count, width) = points.device, points.dtype, points.shape
     if not gpu.can_read(device, points) or dtype == torch.float32:
         return None
@@ -32,7 +32,7 @@ def k_center(
 
 
 def _check(device: torch.device, dtype: torch.dtype) -> None:
-    """Hold the kernels against torch in float64, on points that no rounding decides among, and on equal ones."""
+    """Compare the kernels with torch in float64, on points between which no rounding decides, and on equal ones."""
     points = torch.randn(2, 200, 128, generator=torch.Generator().manual_seed(4), device="cpu").to(device, dtype)
     valid = torch.ones(2, 200, dtype=torch.bool, device=device)
     valid[1, ::3] = False
@@ -60,7 +60,7 @@ def _in_parts(points: Tensor, wanted: Tensor, valid: Tensor, most: int) -> Clust
 
 
 def _found(points: Tensor, wanted: Tensor, valid: Tensor, most: int, candidates: int = CANDIDATES) -> Clustering | None:
-    """None where float32 might not have the sums of squares."""
+    """None where float32 might not hold the sums of squares."""
     points = points if points.stride(2) == 1 else points.contiguous()
     with gpu.current(points.device):
         norms = _norms(points, valid)
@@ -70,7 +70,7 @@ def _found(points: Tensor, wanted: Tensor, valid: Tensor, most: int, candidates:
 
 
 def _norms(points: Tensor, valid: Tensor) -> Tensor:
-    """Squared, and 0 of what is not there."""
+    """Squared norms, 0 for points that are not there."""
     from kvsketch.kernels.gpu.centres import squares
 
     lanes, count, width = points.shape
@@ -84,7 +84,7 @@ def _norms(points: Tensor, valid: Tensor) -> Tensor:
 
 
 def _clustered(points: Tensor, norms: Tensor, wanted: Tensor, valid: Tensor, most: int, candidates: int) -> Clustering:
-    """As many passes over the points as it takes; in each of them what a GPU does waits for nothing but one answer."""
+    """As many passes over the points as it takes; each of them waits for only one answer from the GPU."""
     from kvsketch.kernels.gpu.centres import approach, between, choose, measure
 
     device, (lanes, count, width), steps = points.device, points.shape, points.stride()[:2]
@@ -107,7 +107,7 @@ def _clustered(points: Tensor, norms: Tensor, wanted: Tensor, valid: Tensor, mos
             *(distance, nearest, centres, chosen, wanted, places, bounds, apart, new, count, candidates, most),
             SIZE=size, num_warps=4,
         )  # fmt: skip
-        going = bool(((chosen < wanted) & (new > 0)).any())  # asked before there is more to do: that takes longer
+        going = bool(((chosen < wanted) & (new > 0)).any())  # asked before the next launch, which takes longer
         approach[rows](
             *(points, norms, distance, nearest, centres, chosen, new, *steps, count, most),
             **blocks, ROWS=ROWS, AT_ONCE=TILE, num_warps=8, num_stages=2,

@@ -2,7 +2,7 @@
 
 Distances to the nearest centre only fall. So the m farthest points are candidates: as long as the
 best of them is farther than any other point was at the start of the pass, it is the next centre,
-whatever the other points have become. What the accepted ones do to all points is one matrix product.
+however the other points' distances have fallen. How accepted centres change all distances is one matrix product.
 """
 
 import torch
@@ -38,7 +38,7 @@ def k_center(
         near, which = between.masked_fill_((order < 0)[:, None], float("inf")).min(2)
         nearest = torch.where(near < distance, order.gather(1, which), nearest)
         distance = torch.minimum(distance, near)
-        # A centre is its own, and is not chosen again.
+        # A centre belongs to itself, and is not chosen again.
         accepted = torch.where(order >= 0, float("-inf"), distance.gather(1, index))
         distance.scatter_(1, index, accepted)
         nearest.scatter_(1, index, torch.where(order >= 0, order, nearest.gather(1, index)))
@@ -56,12 +56,12 @@ def take_equal_points(distance: Tensor, nearest: Tensor, centres: Tensor, chosen
 
 
 def farthest(distance: Float[Tensor, "l n"], width: int) -> tuple[Int64[Tensor, "l m"], Float[Tensor, " l"]]:
-    """The farthest points in the order of their numbers, and a bound on all the others."""
+    """The farthest points in the order of their numbers, and a bound on the distances of all others."""
     size = distance.shape[1]
     top = distance.topk(min(width + 1, size), dim=1)
     index = top.indices[:, :width]
     bound = top.values[:, width] if width < size else torch.full_like(top.values[:, 0], float("-inf"))
-    # Of equally far points the first is next. Where topk took others, it stands in for the last of them.
+    # Of equally far points the first is the next centre. Where topk left it out, it replaces the last that topk took.
     first = distance.argmax(1, keepdim=True)
     missing = ~(index == first).any(1)
     index = torch.cat([index[:, :-1], torch.where(missing[:, None], first, index[:, -1:])], 1)
@@ -79,7 +79,7 @@ def _accept(
     wanted: Int64[Tensor, " l"],
     going: Bool[Tensor, " l"],
 ) -> Int64[Tensor, "l m"]:
-    """Choose among the candidates while it is certain; the number of each as a centre, or -1.
+    """Choose centres among the candidates while it is certain; the number of each as a centre, or -1.
 
     Writes the new centres to `centres`. The best candidate of all is certain: there is none farther.
     """

@@ -1,8 +1,8 @@
 """Kernels in C: compiled once for the machine at hand, into the user's cache folder, and called through ctypes.
 
-`build.py` compiles and checks; the C files lie beside it. Everything they do torch does too, in the files beside their
-callers, and does it where there is no compiler, on other devices, and under `KVSKETCH_CPU_KERNELS=off`; only weights of
-large classifiers are rounded for kernels alone (`kernels/routing/rounded.py`).
+`build.py` compiles and checks them; the C files lie beside it. Torch can do everything they do, in the files beside
+their callers, and does so where there is no compiler, on other devices, and under `KVSKETCH_CPU_KERNELS=off`; only the
+weights of large classifiers are rounded for kernels alone (`kernels/routing/rounded.py`).
 """
 
 import ctypes
@@ -32,7 +32,7 @@ def library() -> ctypes.CDLL | None:
 
 @contextmanager
 def off() -> Iterator[None]:
-    """Here torch's own kernels are used, as with the switch: to compare the two in one process."""
+    """Use torch's own kernels in this context, as with the switch: to compare the two in one process."""
     before = _off.set(True)
     try:
         yield
@@ -42,7 +42,7 @@ def off() -> Iterator[None]:
 
 @cache
 def loaded() -> ctypes.CDLL | None:
-    """The compiled kernels; None where there are none, which is said once."""
+    """The compiled kernels; None where there are none, which is logged once."""
     wanted = os.environ.get(SWITCH, "auto")
     if wanted not in ("auto", "off"):
         raise ValueError(f"{SWITCH} is {wanted!r}, and must be auto or off")
@@ -52,7 +52,7 @@ def loaded() -> ctypes.CDLL | None:
         path = built()
         found = ctypes.CDLL(str(path))
     except (CannotBuildError, OSError) as error:
-        _log.warning("torch's own kernels are used, not those in C, which are faster: %s", error)
+        _log.warning("torch's own kernels are used instead of the faster ones in C: %s", error)
         return None
     os.register_at_fork(after_in_child=found.kvs_forked)
     return found
@@ -68,7 +68,7 @@ def name() -> str:
 
 
 def library_for(*tensors: Tensor, kinds: Collection[torch.dtype] = DTYPES) -> ctypes.CDLL | None:
-    """The kernels, if C can read these: on the CPU, of one kind, as they are in memory, and nobody wants a gradient."""
+    """The kernels, if C can read these: on the CPU, of one dtype, in memory as they are, and no gradient is wanted."""
     kind = tensors[0].dtype
     if torch.compiler.is_compiling() or kind not in kinds:
         return None
@@ -80,7 +80,7 @@ def library_for(*tensors: Tensor, kinds: Collection[torch.dtype] = DTYPES) -> ct
 
 
 def room(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A tensor for C to write to, whatever torch makes where nothing is said."""
+    """A CPU tensor for C to write to, whatever torch's default device and dtype are."""
     return torch.empty(shape, dtype=dtype, device="cpu")
 
 
@@ -90,12 +90,12 @@ def addresses(*tensors: Tensor) -> list[ctypes.c_void_p]:
 
 
 def where(*tensors: Tensor) -> list[int]:
-    """Where tensors begin: torch may move one, as to share it with a process, and what was there is free."""
+    """Where tensors begin: torch may move one, for example to share it with a process, and free the old memory."""
     return [x.data_ptr() for x in tensors]
 
 
 def pointers(*tensors: Tensor) -> "ctypes.Array[ctypes.c_void_p]":
-    """The same one behind the other, for kernels that read any number of tensors."""
+    """The same as an array, for kernels that read any number of tensors."""
     return (ctypes.c_void_p * len(tensors))(*where(*tensors))
 
 

@@ -1,7 +1,7 @@
-// The bucket of every key: the centroid of the largest inner product, the first of several. Some keys meet panel after
-// panel of centroids (`panels.h`), and nothing is kept but the largest product so far and whose it is. In whole tiles
-// of pairs of bfloat16 (`tiles.h`) a centroid is three of that kind, whose sum it is exactly: products are as near as
-// in float32.
+// The bucket of every key: the centroid with the largest inner product, the first of several. Some keys meet panel after
+// panel of centroids (`panels.h`), and nothing is kept but the largest product so far and its centroid. In whole tiles of
+// pairs of bfloat16 (`tiles.h`) a centroid is three vectors of bfloat16, whose exact sum it is: products are as near as in
+// float32.
 #include "tiles.h"  // and `attention.c` before this, for what is small
 
 #define ASSIGNED 256            // keys that stay in the second cache
@@ -95,7 +95,7 @@ static void in_thirds(const float *panel, int64_t width, int64_t pairs, float *t
                 vu first = (vu)rest & 0xffff0000u, second = (vu)next & 0xffff0000u;  // their first eight bits
                 store_f32(thirds + (t * pairs + i / 2) * IN_PANEL + v * W, (vf)(first >> 16 | second));
                 rest -= (vf)first, next -= (vf)second;
-                rest = choose(rest == rest, rest, SPLAT(0.0f));  // of infinity
+                rest = choose(rest == rest, rest, SPLAT(0.0f));  // infinity less itself
                 next = choose(next == next, next, SPLAT(0.0f));
             }
         }
@@ -123,7 +123,7 @@ static void assign_in_tiles(const struct assigning *in, const char *keys, const 
     end_tiles(&before);
 }
 
-// Whether tiles take these keys: nothing that is no number, which parts of a centroid would make of other numbers too.
+// Whether tiles take these keys: none that are NaN or infinite, since parts of a centroid would turn others into NaN too.
 static int fit_tiles(const struct assigning *in, const char *keys, int64_t count) {
     if (form_of((int)in->kind) != IN_TILES) return 0;
     uint16_t largest = 0;

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvsketch.kernels import native
 
-FEWEST = 4  # keys: of fewer, centroids are laid out for nothing
+FEWEST = 4  # keys: for fewer, it does not pay to lay out the centroids
 
 
 class _Assigning(ctypes.Structure):

@@ -1,22 +1,22 @@
 // Attention over weighted entries where they lie: several sources in one call, each a set of lanes.
 //
-// A lane is a KV head of a row of the batch. A source has entries for some lanes: all of them, or runs of neighbours
-// (segments), other ones for every query: they are given, or still to be chosen (`choice.c`). Queries of a group are
-// answered together, so that a key is read once for all of them. The entries of a lane are cut into pieces that threads
-// take as they come; what a piece gives is merged in a fixed order, so that neither the number of threads nor their order
-// is seen in the answer.
+// A lane is a KV head of a row of the batch. A source has entries for some lanes. Queries read all of them, or runs of
+// neighbours (segments), different ones for every query, which are given or still to be chosen (`choice.c`). Queries of a
+// group are answered together, so that a key is read once for all of them. The entries of a lane are cut into pieces, which
+// threads take as they come; the results of pieces are merged in a fixed order, so that the answer depends neither on the
+// number of threads nor on their order.
 #include "processor.h"
 #include "rows.h"
 
-#define TILE 16          // entries, of which two tiles lie in the first cache
-#define FAR_TILE 64      // or so many, where the next tile is asked for into the second one; a whole number of W
+#define TILE 16          // entries; two tiles lie in the first cache
+#define FAR_TILE 64      // or so many, where the next tile is prefetched into the second one; a multiple of W
 #define PIECE 1024       // entries, or more where a lane has many
 #define FAR_PIECE 4096   // or up to so many, see `piece_of`
 #define MANY_PIECES 32   // of all lanes together: enough for threads to share
 #define MOST_PIECES 64   // of a lane
 #define NOWHERE -1e30f   // the largest logit of no entries
 #define LEAST_MASS 1e-19f
-#define MASSES (3 * W)   // what shares add up to; in products of pairs those of values too, meant and as they were rounded
+#define MASSES (3 * W)   // what shares sum up to; in products of pairs also those of values, as meant and as rounded
 #define SMALL (1 << 18)  // multiplications that are not worth a second thread
 
 struct shape {  // of a call, as kernels/native/attention.py writes it, and what follows from that
@@ -25,41 +25,41 @@ struct shape {  // of a call, as kernels/native/attention.py writes it, and what
     int64_t query_row, query_head, query_step;
     int kind;
     float scale, softcap;
-    int tile, far;  // entries of a tile; whether the next one is asked for into the second cache
+    int tile, far;  // entries of a tile; whether the next one is prefetched into the second cache
 };
 
 struct source {  // as kernels/native/attention.py writes it; strides count numbers, not bytes
     const char *keys, *values;
     const float *log_mass, *log_value;
-    const int64_t *lanes, *begin, *length;  // NULL: lanes as they are; all entries
+    const int64_t *lanes, *begin, *length;  // NULL: all lanes in order; all entries
     int64_t rows, heads, count, segments, by_query;
     int64_t key_row, key_head, key_step, value_row, value_head, value_step;
-    int64_t mass_row, mass_head, extra_row, extra_head, kind;  // of keys and values: it may be another than the queries'
-    const struct choice *choice;  // NULL, or what says which runs they are
+    int64_t mass_row, mass_head, extra_row, extra_head, kind;  // kind: of keys and values; that of queries may be another
+    const struct choice *choice;  // NULL, or what chooses the runs
 };
 
 struct tile {
     int count;
-    const void *keys[FAR_TILE], *values[FAR_TILE];  // of a tile that is read the last one is repeated up to the end
+    const void *keys[FAR_TILE], *values[FAR_TILE];  // in a tile that is read, the last one is repeated up to the end
     float log_mass[FAR_TILE], log_value[FAR_TILE];
-    int weighted, apart;  // whether there are weights, and whether those of values are others
-    int scattered;        // whether its rows do not lie one behind the other
+    int weighted, apart;  // whether there are weights, and whether values have weights of their own
+    int scattered;        // whether its rows do not follow one another in memory
 };
 
 struct sums {  // of queries that are answered together
-    float *most, *mass, *out;  // mass: vectors of each, see MASSES, to be added up; of a piece that is done, one number
+    float *most, *mass, *out;  // mass: vectors for each, see MASSES, to be added up; one number once a piece is done
 };
 
 struct piece {
     int64_t source, lane, query, from, to;  // lane of the source; query: the first one
     int64_t target, asked;                  // lane of the batch; how many queries
-    int64_t rows, whole;                    // of the group, and with the one that is nobody's
+    int64_t rows, whole;                    // of the group; with the padding row, see `whole_rows`
     struct sums sums;
 };
 
-// Have these bytes brought near. Into the first cache: from the second one all that is read would be asked for once more,
-// and a processor that has asked for as much as it can, of memory, would wait. Some can ask for few lines into the first
-// one, and for many into the second: see `asks_far`.
+// Prefetch these bytes, into the first cache: from the second one all that is read would be asked for once more, and a
+// processor that has asked memory for as much as it can would wait. Some processors can ask for few lines into the first
+// cache, and for many into the second: see `asks_far`.
 INLINE void ask_for(const void *at, int64_t bytes, int far) {
     if (far)
         for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)at + i, 0, 2);
@@ -67,9 +67,9 @@ INLINE void ask_for(const void *at, int64_t bytes, int far) {
         for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)at + i, 0, 3);
 }
 
-// What is asked for, a line at a time, beside what is read: a processor waits once it has asked for some. Rows that lie
-// one behind the other are asked for in that order, as it foresees the next line then; of rows that lie anywhere, where it
-// would bring what nobody reads, a line of each.
+// What is prefetched, a line at a time, beside what is read: a processor waits once it has asked for a number of lines.
+// Rows that follow one another are asked for in that order, in which the processor foresees the next line; of scattered
+// rows, where it would bring lines that nobody reads, one line of each is asked for.
 struct asking {
     const char *next;         // NULL: go by rows
     const void *const *rows;  // what lies at `at` of each; NULL: nothing
@@ -85,8 +85,8 @@ INLINE void ask_next(struct asking *asking, int64_t bytes) {
     else if (asking->rows) ask_for((const char *)*asking->rows++ + asking->at, bytes, asking->far);
 }
 
-// Rows are answered by four, two or one. Four take less time than two and one more, so one row that is nobody's makes
-// three into four: who answers rows `at once` has room for the whole.
+// Rows are answered by four, two or one. Four take less time than two and one more, so a padding row makes three into
+// four: whoever uses `rows_at_once` needs room for `whole_rows`.
 INLINE int64_t whole_rows(int64_t rows) { return rows % 4 == 3 ? rows + 1 : rows; }
 INLINE int rows_at_once(int64_t left) { return left > 2 ? 4 : (int)left; }
 
@@ -108,8 +108,8 @@ static __attribute__((noinline)) void reach(vf top, const struct shape *of, floa
     *most = largest;
 }
 
-// Logits of a tile become shares of its values, relative to the largest so far; mass is what they sum up to. Behind the
-// tile's last entry shares are 0.
+// Logits of a tile become shares of its values, relative to the largest so far; mass is their sum. After the tile's last
+// entry shares are 0.
 INLINE void to_shares(float (*scores)[FAR_TILE], const struct tile *tile, const struct shape *of, struct sums sums,
                       const int rb) {
     const int weighted = tile->weighted, apart = tile->apart, whole = (int)padded(tile->count, W);
@@ -159,7 +159,7 @@ INLINE void to_shares(float (*scores)[FAR_TILE], const struct tile *tile, const 
 #define VECTORS 2
 #define PAIRS 2
 #include "tile.inc"
-#else  // four queries have no room for two vectors each
+#else  // registers have no room for two vectors of each of four queries
 #define answer_tile_bf16_by_turns answer_tile_bf16
 #define scores_bf16_by_turns scores_bf16
 #endif
@@ -181,11 +181,11 @@ static void to_turns(float *row, int64_t count) {
     }
 }
 
-// What sums of values are divided by, and the log of the denominator, where shares under the largest logit add up to this.
+// The divisor of sums of values, and the log of the denominator, if shares relative to the largest logit add up to `mass`.
 INLINE float under(float mass) { return mass == 0 ? 1.0f : mass < LEAST_MASS ? LEAST_MASS : mass; }
 INLINE float log_of_all(float mass, float most) { return mass == 0 ? -INFINITY : most + logf(mass); }
 
-// The sums of a piece's row that is done: columns in their order, whatever rounding took from all shares given back.
+// Finish the sums of a piece's row: columns in their order, and what rounding took from all shares given back.
 static void settle(float *row, int64_t count, const float *mass, int in_pairs) {
     float meant = in_pairs ? sum_of(load_f32(mass + W)) : 1, rounded = in_pairs ? sum_of(load_f32(mass + 2 * W)) : 1;
     float share = rounded > 0 && meant < INFINITY ? meant / rounded : 1;
@@ -220,8 +220,8 @@ struct work {
     struct tile tiles[2], *filling, *ready;
 };
 
-// The last entry again up to the end, where it has no share: so who reads by four, or asks for what comes, need not know how
-// many there are.
+// Repeat the last entry up to the end, where it has no share: so code that reads by four, or prefetches what comes, need not
+// know how many there are.
 static void repeat_last(struct tile *tile, const struct shape *of) {
     for (int j = tile->count; j < of->tile; j++) {
         tile->keys[j] = tile->keys[j - 1], tile->values[j] = tile->values[j - 1];
@@ -254,7 +254,7 @@ static void turn(struct work *work) {
     work->ready = next, work->filling = tile;
 }
 
-// The entries from…to of one lane; those whose weights say that they are none are left out.
+// Take the entries from…to of one lane; empty slots, as their weights show, are left out.
 static void take_entries(struct work *work, const struct source *in, int64_t lane, int64_t from, int64_t to) {
     const struct shape *of = work->of;
     int64_t row = lane / in->heads, head = lane % in->heads, bytes = bytes_of(work->kind);
@@ -276,7 +276,7 @@ static void take_entries(struct work *work, const struct source *in, int64_t lan
             }
             count++;
         }
-        // While the first tile is filled nothing is read, beside which it could be asked for.
+        // While the first tile is filled, nothing is read beside which it could be prefetched.
         for (int64_t i = tile->count; !work->ready->count && i < count; i++)
             ask_for(tile->keys[i], of->key_width * bytes, of->far),
                 ask_for(tile->values[i], of->value_width_given * bytes, of->far);
@@ -291,7 +291,7 @@ INLINE int64_t list_of(const struct source *in, int64_t lane, int64_t query) {
     return (lane * in->by_query + (in->by_query > 1 ? query : 0)) * in->segments;
 }
 
-// Where the queries of a piece lie, one behind the other in groups: row r is query r % asked of head r / asked.
+// Copy the queries of a piece one after another, in groups: row r is query r % asked of head r / asked.
 static void widen_queries(const struct shape *of, const void *queries, const struct piece *piece, float *to,
                           uint16_t *halves) {
     int64_t row = piece->target / of->heads, head = piece->target % of->heads;
@@ -353,8 +353,8 @@ static int64_t entries_of(const struct source *in, int64_t lane, int64_t query) 
     return all;
 }
 
-// Entries of a piece. Whoever begins one waits for its first tile: where tiles are long pieces are, if all lanes together
-// have enough. It depends on lengths alone.
+// How many entries a piece has. Whoever begins one waits for its first tile: so where tiles are long, pieces are too, if all
+// lanes together have enough entries. It depends on lengths alone.
 static int64_t piece_of(const struct shape *of, const struct source *sources, int64_t count) {
     int64_t all = 0;
     for (int64_t n = 0; of->far && n < count; n++)
@@ -365,8 +365,8 @@ static int64_t piece_of(const struct shape *of, const struct source *sources, in
     return all < PIECE ? PIECE : all < FAR_PIECE ? all : FAR_PIECE;
 }
 
-// The pieces, each of so many entries at most, into which all is cut that lanes' queries read. Without `pieces` they are
-// counted.
+// Cut all that lanes' queries read into pieces of at most `most` entries (more where a lane has MOST_PIECES). Without
+// `pieces` they are only counted.
 static int64_t cut(const struct shape *of, const struct source *sources, int64_t count, int64_t most, struct piece *pieces,
                    int64_t *numbers, int64_t *work) {
     int64_t found = 0;
@@ -391,7 +391,7 @@ static int64_t cut(const struct shape *of, const struct source *sources, int64_t
     return found;
 }
 
-// The sums of all pieces, each row's under its largest logit, and what comes out.
+// Merge the sums of all pieces, relative to each row's largest logit, and write the answers.
 static void finish(const struct shape *of, const struct piece *pieces, int64_t count, float *most, void *out, float *lse,
                    float *room) {
     int64_t rows = of->rows * of->heads * of->group * of->queries;
@@ -422,7 +422,7 @@ static void finish(const struct shape *of, const struct piece *pieces, int64_t c
     }
 }
 
-// The sources with the runs that were still to be chosen. NULL: there is no memory left.
+// The sources, with the runs chosen that were still to be. NULL: there is no memory left.
 static const struct source *with_runs(const struct source *given, int64_t count, int64_t threads) {
     int64_t numbers = 0;
     for (int64_t n = 0; n < count; n++)

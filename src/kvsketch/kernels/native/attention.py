@@ -1,6 +1,6 @@
 """Weighted attention in C: entries of several kinds in one call, read where they lie. `native/attention.c` says how.
 
-For few queries: decode steps, and blocks of a few tokens. Of more `native/prompt.py` makes products of matrices.
+For few queries: decode steps, and blocks of a few tokens. For more, `native/prompt.py` multiplies matrices.
 """
 
 import ctypes
@@ -46,13 +46,13 @@ def attend(
 
 
 def can_attend(query: Float[Tensor, "b hg q d"], parts: Sequence[Entries], heads: int) -> bool:
-    """Whether C does it; if so, how the parts are read is noted."""
+    """Whether C does it; if so, each part has a note of how it is read."""
     if not 0 < query.shape[2] * (query.shape[1] // heads) <= MOST_QUERIES or query.stride(3) != 1:
         return False
     if native.library_for(query) is None or not all(map(_can_read, parts)):
         return False
     widths, lanes = (query.shape[3], parts[0].noted[NOTED].widths[1]), len(query) * heads
-    for part in parts:  # torch says what is wrong with others
+    for part in parts:  # torch says what is wrong where these do not fit
         there = part.tokens.keys.shape[:2].numel()
         if part.noted[NOTED].widths != widths or there != (lanes if part.lanes is None else len(part.lanes)):
             return False
@@ -92,7 +92,7 @@ class Source(ctypes.Structure):
 def shape_of(
     query: Float[Tensor, "b hg q d"], heads: int, value_width: int, scale: float, softcap: float | None
 ) -> Shape:
-    """How a call looks."""
+    """A call's sizes and options."""
     rows, query_heads, count, width = query.shape
     return Shape(
         *(rows, heads, query_heads // heads, count, width, value_width, 0, 0),
@@ -104,7 +104,7 @@ def shape_of(
 
 
 def sources_of(parts: Sequence[Entries]) -> "ctypes.Array[Source]":
-    """Where parts lie, which was noted, and what is to be chosen of them."""
+    """Where parts lie, as was noted, and the choices that are to be made in them."""
     sources = (Source * len(parts))(*(part.noted[NOTED].source for part in parts))
     for source, part in zip(sources, parts, strict=True):
         if part.choice is not None:
@@ -113,7 +113,7 @@ def sources_of(parts: Sequence[Entries]) -> "ctypes.Array[Source]":
 
 
 class _Noted(NamedTuple):
-    """About a part; what was made for the description must stay as long as that."""
+    """About a part; `kept` was made for the description and must live as long as that."""
 
     source: Source
     widths: tuple[int, int]  # of keys and of values
@@ -132,7 +132,7 @@ def _function() -> Callable[..., int]:
 
 
 def _can_read(part: Entries) -> bool:
-    """Whether C can; if so, how to is noted, for what is held is read again and again."""
+    """Whether C can read a part; if so, it is noted how, because what is held is read again and again."""
     keys, values = part.tokens.keys, part.tokens.values
     weights = part.tokens.weights
     noted, read = part.noted.get(NOTED), (keys, values, *weights)
@@ -154,7 +154,7 @@ def _described(part: Entries, kept: list[Tensor]) -> Source:
     segments, begin, length = part.segments, None, None
     runs = (0, 0)
     if segments is not None:
-        if not segments.begin.shape[3]:  # C takes it that no runs are all there is
+        if not segments.begin.shape[3]:  # to C no runs would mean all entries
             segments = segments.join(Segments(*2 * [segments.begin.new_zeros(*segments.begin.shape[:3], 1)]))
         kept += [segments.begin.contiguous(), segments.length.contiguous()]
         begin, length = (x.data_ptr() for x in kept)
@@ -165,11 +165,11 @@ def _described(part: Entries, kept: list[Tensor]) -> Source:
         lanes = kept[-1].data_ptr()
     source = Source(lanes=lanes, begin=begin, length=length, segments=runs[0], by_query=runs[1])
     lead_to(source, part.tokens)
-    return source  # without a choice: that is another one for every query
+    return source  # without a choice, which differs from query to query
 
 
 def lead_to(source: Source, tokens: WeightedTokens) -> None:
-    """Say of a part where its entries lie, and how many there are."""
+    """Write into `source` where a part's entries lie, and how many there are."""
     keys, values = tokens.keys, tokens.values
     source.keys, source.values, source.kind = keys.data_ptr(), values.data_ptr(), native.DTYPES[keys.dtype]
     source.rows, source.heads, source.count, _ = keys.shape
@@ -186,7 +186,7 @@ def can_read_weights(weights: Tensor, keys: Tensor) -> bool:
 
 
 def where_weights_lie(weights: Tensor | None, like: Tensor) -> tuple[int | None, int, int]:
-    """Where log weights of these keys lie, and how far apart those of rows and of heads are."""
+    """Where log weights of these keys lie, and their strides between rows and between heads."""
     if weights is None:
         return None, 0, 0
     row, head, _ = weights.expand(like.shape[:3]).stride()

@@ -1,11 +1,11 @@
 """How the kernels are compiled, where they are put, and what is checked before they are loaded.
 
-A build lies in a folder whose name says all that it depends on: the sources, the compiler, the flags and the machine's
-instructions. So nothing old is ever used, and one folder serves several machines. It is loaded only if the file is the
-one that the build wrote, and only from a folder that nobody else can write to.
+The name of a build's folder is made from all that the build depends on: the sources, the compiler, the flags and the
+machine's instructions. So no old build is ever used, and one cache serves several machines. A library is loaded only
+if it is the file that the build wrote, and only from a folder that nobody else can write to.
 
-A wheel may bring builds along, one for every level of `LEVELS` (`make wheel`): then no compiler is needed, and the best
-one for the machine is taken, if it was made from these sources.
+A wheel may contain builds, one for every level of `LEVELS` (`make wheel`): then no compiler is needed, and the best
+build for the machine is taken, if it was made from these sources.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ SOURCE = HERE / "kernels.c"
 PREBUILT = HERE / "built"
 FLAGS = (  # and $CFLAGS
     *("-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-fopenmp"),
-    "-Werror=implicit-function-declaration",  # what is not there is found before it is loaded
+    "-Werror=implicit-function-declaration",  # a missing function is found before loading
 )
 SECONDS = 120
 LIBRARY, DIGEST, SOURCES = "kernels.so", "kernels.sha256", "sources.sha256"
@@ -36,7 +36,7 @@ V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 
 
 class Level(NamedTuple):
-    """Machines that a build brought along is for: what they must be able to do, in Linux's words, and the flags."""
+    """Machines that a build in a wheel is for: the instructions they need, in Linux's words, and the flags."""
 
     needs: frozenset[str]
     flags: tuple[str, ...]
@@ -68,12 +68,12 @@ def built() -> Path:
     if not _is_right(folder):
         build_into(folder)
     if not _is_right(folder):
-        raise CannotBuildError(f"{folder / LIBRARY} is not what was just written there")
+        raise CannotBuildError(f"{folder / LIBRARY} changed right after it was written")
     return folder / LIBRARY
 
 
 def _compiler() -> list[str]:
-    """The command of the C compiler that the user named, or that there is."""
+    """The command of the C compiler that the user named, or else of one that is installed."""
     named = _words("CC")
     for command in [named] if named else [["cc"], ["gcc"], ["clang"]]:
         if found := shutil.which(command[0]):
@@ -82,20 +82,22 @@ def _compiler() -> list[str]:
 
 
 def _flags(machine: tuple[str, ...]) -> list[str]:
-    """How to compile for a machine: what the user adds comes last, and so holds."""
+    """How to compile for a machine: the user's flags come last, and so take precedence."""
     return [*FLAGS, *machine, *_words("CFLAGS")]
 
 
 def _words(variable: str) -> list[str]:
-    """What an environment variable names, as a shell would take it."""
+    """The words of an environment variable, split as a shell would."""
     try:
         return shlex.split(os.environ.get(variable, ""))
     except ValueError as error:
-        raise CannotBuildError(f"{variable} is {os.environ[variable]!r}, which no shell would take: {error}") from error
+        raise CannotBuildError(
+            f"{variable} is {os.environ[variable]!r}, which cannot be split as a shell would: {error}"
+        ) from error
 
 
 def _run(command: list[str]) -> "subprocess.CompletedProcess[str]":
-    """A command's end and what it said, in whatever characters."""
+    """A command's exit status and output, whatever characters that has."""
     return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SECONDS, check=False)
 
 
@@ -132,7 +134,7 @@ def places() -> dict[str, Level]:
 
 
 def fitting_places() -> list[str]:
-    """Those of them whose builds run here."""
+    """The places whose builds run on this machine."""
     can = {word for line in _processor() for word in line.split()}
     return [place for place, level in places().items() if level.needs <= can]
 
@@ -144,7 +146,7 @@ def build_into(folder: Path, machine: tuple[str, ...] = NATIVE) -> Path:
 
 
 def _compile(compiler: list[str], folder: Path, machine: tuple[str, ...]) -> None:
-    """Write the library and its digest; each appears whole, whoever else does the same at the same time."""
+    """Write the library and its digest; each appears whole, even if others do the same at the same time."""
     try:
         private(folder)
         if open_to_others := _open_to_others(folder):
@@ -166,7 +168,7 @@ def _compile(compiler: list[str], folder: Path, machine: tuple[str, ...]) -> Non
 
 
 def _is_right(folder: Path) -> bool:
-    """Whether there is a library, the one whose digest lies beside it; refuses a folder that others can write to."""
+    """Whether there is a library with the digest that lies beside it; refuses a folder that others can write to."""
     if not (folder / LIBRARY).exists() or not (folder / DIGEST).exists():
         return False
     if open_to_others := _open_to_others(folder):
@@ -175,12 +177,12 @@ def _is_right(folder: Path) -> bool:
 
 
 def _reads(path: Path, wanted: str) -> bool:
-    """Whether this is what a file has in it, whatever else may be there."""
+    """Whether a file is there with this content; anything else may be in its place."""
     return path.is_file() and path.read_bytes().strip() == wanted.encode()
 
 
 def _open_to_others(folder: Path) -> Path | None:
-    """What of the way to the library somebody else could exchange: other users' files and folders, or open ones."""
+    """The part of the library's path that somebody else could replace: other users' files and folders, or open ones."""
     if not hasattr(os, "getuid"):
         return None
     inside = [path for name in (LIBRARY, DIGEST) if (path := folder / name).exists()]

@@ -1,4 +1,4 @@
-// Which buckets queries visit, and the runs of entries that these are.
+// Which buckets queries visit, and the runs of entries that these consist of.
 #include "common.h"
 
 #define SMALL_CHOICE (1 << 12)  // scores that are not worth a second thread
@@ -19,7 +19,7 @@ INLINE int64_t runs_of(const struct choice *of) {  // of a query: those of its b
 
 INLINE size_t choosing_room(const struct choice *of) { return (sizeof(float) + sizeof(int64_t)) * (of->buckets + W); }
 
-// The buckets with the largest worth, the first of equal ones first. Behind `count` there are W numbers to be read.
+// The buckets with the largest worth, the first of equal ones first. After `count` there are W numbers that may be read.
 static int64_t largest(const float *worth, int64_t count, int64_t wanted, int64_t *found) {
     int64_t have = 0;
     for (int64_t c = 0; c < count; c++) {
@@ -41,7 +41,7 @@ static int64_t largest(const float *worth, int64_t count, int64_t wanted, int64_
     return have;
 }
 
-// Query n of all lanes': its runs, how many entries they are, and what is left.
+// Query n of those of all lanes: its runs, how many entries they have, and what is left.
 static void choose_runs(const struct choice *of, int64_t n, int64_t *first, int64_t *length, char *room) {
     int64_t probes = of->probes < of->buckets ? of->probes : of->buckets, *best = (int64_t *)room, all = 0, seen = 0;
     float *worth = (float *)(best + of->buckets + 1);

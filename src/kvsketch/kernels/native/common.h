@@ -1,5 +1,5 @@
 // What all kernels share: vectors as wide as the machine's, loads of three kinds of numbers, exp, and threads.
-// Vectors are the compiler's own (GCC and clang), so that one text serves every processor.
+// Vectors are the compiler's own (GCC and clang), so that one source serves every processor.
 #ifndef KVS_COMMON
 #define KVS_COMMON
 
@@ -77,7 +77,7 @@ INLINE vf load_bf16(const uint16_t *at) {
 #endif
 }
 
-// 2 · W numbers as two vectors: those at even places, and those at odd ones. One after the other costs twice as much.
+// 2 · W numbers as two vectors: those at even places, and those at odd ones. Two vectors in order cost twice as much.
 INLINE void load_bf16_by_turns(const uint16_t *at, vf *to) {
     vu both;
     memcpy(&both, at, sizeof both);
@@ -93,7 +93,7 @@ INLINE float one_bf16(uint16_t x) {
     return found;
 }
 
-INLINE uint16_t to_bf16(float x) {  // to the nearest, of two to the even one; NaN stays
+INLINE uint16_t to_bf16(float x) {  // to the nearest, ties to even; NaN stays
     uint32_t bits;
     memcpy(&bits, &x, 4);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40);
@@ -166,7 +166,7 @@ INLINE int any_above(vf x, float least) {
 #endif
 }
 
-// exp of numbers that are at most 88; nothing below -87, NaN of NaN. Off by one or two units in the last place.
+// exp of numbers that are at most 88; 0 below -87, NaN of NaN. Off by one or two units in the last place.
 INLINE vf exp_of(vf x) {
 #if W == 16
     const __mmask16 some = _mm512_cmp_ps_mask((__m512)x, (__m512)SPLAT(-87.0f), _CMP_NLT_UQ);
@@ -226,28 +226,28 @@ INLINE vf sums_of(const vf *a) {
 #endif
 }
 
-// A process that was forked has none of its parent's threads, and its runtime does not know: it works alone.
-// All threads or none: where a team is smaller than the one before, the runtime ends those that are left over, and the
-// next call, of torch perhaps, has to make them anew.
+// A process that was forked has none of its parent's threads, and its runtime does not know that: it uses one thread.
+// Else all threads or one: for a team smaller than the one before, the runtime ends the threads that are left over, and
+// the next call, of torch perhaps, has to make them anew.
 static int alone = 0;
 __attribute__((unused)) static int use_threads(int64_t wanted, int64_t work) {
     return alone || wanted < 2 || work < 2 ? 1 : (int)wanted;
 }
 
-// Whether company pays, for what is called at every step. Where another process computes too, a thread of a team may come
-// late, and those that are done wait for it, turning. Then the calling thread would be faster alone: it works alone for a
-// while, and longer each time that company does not pay again. How long it would take alone is the time that processors
+// Whether company (a team of threads) pays, for calls at every step. If another process computes too, a thread of the team
+// may come late, and the others spin until it is done. Then the calling thread would be faster alone: it works alone for a
+// while, and longer each time that company again does not pay. The time that it would take alone is the processor time
 // spent on all parts.
-#define MOST_CREDIT 2         // times what the parts take: so much may company lose before it is given up
-#define LEAST_CREDIT 4000000   // nanoseconds: or so much
-#define FIRST_PAUSE 100000000  // for so long
+#define MOST_CREDIT 2         // company may lose so many times what the parts take before it is given up
+#define LEAST_CREDIT 4000000   // or so many nanoseconds
+#define FIRST_PAUSE 100000000  // nanoseconds without company
 #define LONGEST_PAUSE 2000000000
 struct company {
-    int64_t credit, pause, until;  // what it has won; how long it was given up, and until when
+    int64_t credit, pause, until;  // time it has won; how long it was given up, and until when
 };
 struct together {
     struct company *company;
-    int64_t began, spent;  // when; by processors
+    int64_t began, spent;  // when; processor time
     int threads;
 };
 
@@ -260,7 +260,7 @@ INLINE int64_t time_of(clockid_t clock) {
 INLINE int64_t peek(const int64_t *at) { return __atomic_load_n(at, __ATOMIC_RELAXED); }
 INLINE void put(int64_t *at, int64_t x) { __atomic_store_n(at, x, __ATOMIC_RELAXED); }
 
-// Begin with so many parts, as many threads as `threads` says.
+// Begin so many parts, with as many threads as `threads` says.
 __attribute__((unused)) static struct together begin_together(struct company *company, int64_t threads, int64_t parts) {
     struct together it = {company, 0, 0, use_threads(threads, parts)};
     if (it.threads < 2) return it;
@@ -269,7 +269,7 @@ __attribute__((unused)) static struct together begin_together(struct company *co
     return it;
 }
 
-// A thread begins with its parts; and it has no more.
+// A thread begins its parts; and a thread has no more.
 INLINE int64_t begin_own(const struct together *it) {
     return it->threads < 2 ? 0 : time_of(CLOCK_THREAD_CPUTIME_ID);
 }
@@ -295,7 +295,7 @@ __attribute__((unused)) static void end_together(struct together *it) {
     put(&company->credit, credit);
 }
 
-// Memory that a thread keeps from call to call: fresh memory costs more than some of the arithmetic. It goes when the
+// Memory that a thread keeps from call to call: fresh memory costs more than some of the arithmetic. It is freed when the
 // thread ends.
 #define KEPT 5
 struct kept {
@@ -318,7 +318,7 @@ static void make_kept_key(void) { kept_by_key = !pthread_key_create(&kept_key, g
 
 static int64_t pieces_left = INT64_MAX;  // by `kvs_limit_memory`; INT64_MAX: any number
 
-// Whether a piece of memory is refused, as if there were none left: so what becomes of a call then can be tested.
+// Whether a piece of memory is refused, as if there were none left: to test what a call does then.
 __attribute__((unused)) static int is_refused(void) {
     if (__atomic_load_n(&pieces_left, __ATOMIC_RELAXED) == INT64_MAX) return 0;
     return __atomic_fetch_sub(&pieces_left, 1, __ATOMIC_RELAXED) <= 0;

@@ -3,7 +3,7 @@
 
 #define ROWS_AT_ONCE 1024  // that a thread takes
 
-// W numbers of a key from k on as float32, zeros behind its end.
+// W numbers of a key from k on as float32, zeros after its end.
 INLINE void part_of_key(const void *keys, const int kind, int64_t at, int64_t k, int64_t width, float *to) {
     if (k + W <= width) {
         store_f32(to, load(keys, kind, at + k));
@@ -33,8 +33,8 @@ INLINE void key_towards(const void *keys, const int kind, int64_t at, int64_t wi
     for (int i = 0; i < W / 2; i++) found[0] += products[i], found[1] += squares[i];
 }
 
-// ⟨k, mean⟩ / ‖k‖ of all keys [lanes, count, width]; lengths are `least` at least. Means are filled up with zeros to whole
-// vectors, and so wide.
+// ⟨k, mean⟩ / ‖k‖ of all keys [lanes, count, width]; lengths are `least` at least. Means are filled up with zeros to `wide`
+// numbers, which are whole vectors.
 void kvs_towards(const int64_t *about, const void *keys, const double *means, double least, double *to) {
     int64_t lanes = about[0], count = about[1], width = about[2], threads = about[4], lane = about[5], step = about[6];
     int64_t pieces = (count + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, wide = about[7];
@@ -95,8 +95,8 @@ INLINE void add_direction(const void *keys, const int kind, int64_t at, int64_t 
     add_key(keys, kind, at, width, share, sum);
 }
 
-// The sum of all keys [lanes, count, width], each of length 1 or as it is: some keys at a time, whatever the threads. `parts`
-// [pieces, lanes, wide] has room for what each of these come to; the sum is in the first of them.
+// The sum of all keys [lanes, count, width], each of length 1 or as it is: in pieces that do not depend on threads. `parts`
+// [pieces, lanes, wide] has room for the sum of each piece; the sum of all is in the first of them.
 void kvs_sum_of_keys(const int64_t *about, const void *keys, double least, double *parts) {
     int64_t lanes = about[0], count = about[1], width = about[2], threads = about[4], lane = about[5], step = about[6];
     int64_t wide = about[7], pieces = about[8], all = lanes * pieces, each = (count + pieces - 1) / pieces;

@@ -1,7 +1,7 @@
-// Whether numbers are numbers, see kernels/finite.py.
+// Whether numbers are finite, see kernels/finite.py.
 #include "common.h"
 
-// Whether all of a run of numbers are numbers, neither NaN nor infinite: the bits of such have the largest exponent.
+// Whether all of a run of numbers are finite: the bits of NaN and of infinities have the largest exponent.
 #define ALL_ARE(name, bits, mask, least)                                             \
     static int name(const void *from, int64_t at, int64_t count) {                   \
         const bits *x = (const bits *)from + at;                                     \
@@ -18,8 +18,8 @@ ALL_ARE(all_of_f16, uint16_t, 0x7fffu, 0x7c00u)
 
 #define LOOKED_AT 65536  // numbers that a thread takes
 
-// Whether all of tensors [rows, heads, count, width] are numbers, tensor by tensor: `about` says of each how wide it is, and
-// how far rows, heads and tokens lie apart.
+// Whether all numbers of tensors [rows, heads, count, width] are finite, tensor by tensor: `about` has the width of each, and
+// the strides of its rows, heads and tokens.
 void kvs_are_numbers(const int64_t *about, void *const *of, int8_t *to) {
     int64_t rows = about[0], heads = about[1], count = about[2], kind = about[3], threads = about[4], tensors = about[5];
     const int64_t *each = about + 6;

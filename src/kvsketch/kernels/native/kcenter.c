@@ -5,7 +5,7 @@
 #include "common.h"
 #include "rows.h"
 
-#define CANDIDATES 64  // of which as many become centres in one pass as is certain
+#define CANDIDATES 64  // as many of them become centres in one pass as are certain
 #define POINTS 4
 #if defined(__AVX512F__) || defined(__aarch64__)
 #define BESIDE 4  // vectors of centres
@@ -17,8 +17,8 @@
 
 typedef struct {
     int64_t n, d, wide, chosen, wanted;
-    float *points, *least;  // rows as wide as vectors; what a product with a centre must be above to be looked at
-    double *norms, *far;  // far: squared, from the nearest centre; of centres and of what is not there -inf
+    float *points, *least;  // rows of whole vectors; what a product with a centre must exceed to be looked at
+    double *norms, *far;  // far: squared, from the nearest centre; -inf for centres and for points that are not there
     int64_t *centres, *nearest;
 } lane;
 
@@ -53,13 +53,13 @@ static double squared_distance(const lane *x, int64_t i, int64_t j) {
 }
 
 // A product with a centre c, less |c|²/2, is above this if c is nearer than the nearest one so far, whatever float32's
-// rounding did to it: at most (d + 3) · UNIT · (|x||c| + |c|²/2), and |x||c| is at most the mean of their squares.
+// rounding did to it. That is at most (d + 3) · UNIT · (|x||c| + |c|²/2), and |x||c| is at most the mean of their squares.
 static float least_product(const lane *x, int64_t i) {
     double slack = 2 * (double)(x->d + 8) * UNIT;
     return (float)((x->norms[i] - x->far[i]) / 2 - slack * x->norms[i] - 4 * UNIT * x->far[i] - 1e-30);
 }
 
-// Read the points of a lane. Returns 0 where there is a number that float32 might not have the products of.
+// Read the points of a lane. Returns 0 if there is a number whose products float32 might not hold.
 static int read_points(lane *x, const void *from, int kind, int64_t at, int64_t row, const uint8_t *valid) {
     float largest = 0;
     for (int64_t i = 0; i < x->n; i++) {
@@ -103,7 +103,7 @@ static int64_t next_of(const farthest *found, const double *far) {
     return far[best] > found->bound || (far[best] == found->bound && found->far[best] == found->bound) ? best : -1;
 }
 
-// Choose centres among the farthest points while it is certain. None: all points left are at distance 0.
+// Choose centres among the farthest points while it is certain. If there are none, all points left are at distance 0.
 static void accept(lane *x, accepted *new) {
     farthest found = {0};
     double far[CANDIDATES];
@@ -113,7 +113,7 @@ static void accept(lane *x, accepted *new) {
     new->count = 0, new->first = x->chosen;
     while (found.count && x->chosen < x->wanted && (best = next_of(&found, far)) >= 0) {
         int64_t centre = found.places[best];
-        far[best] = x->far[centre] = -INFINITY;  // it is its own
+        far[best] = x->far[centre] = -INFINITY;  // it belongs to itself
         x->least[centre] = INFINITY;
         x->nearest[centre] = x->chosen;
         x->centres[x->chosen++] = centre;
@@ -208,7 +208,7 @@ int kvs_k_center(const int64_t *about, const void *points, const uint8_t *valid,
     int failed = 0;
 #pragma omp parallel for schedule(dynamic) num_threads(use_threads(threads, lanes)) reduction(| : failed)
     for (int64_t i = 0; i < lanes; i++) {
-        // Not kept: it may be as large as the points.
+        // Memory that is not kept: it may be as large as the points.
         size_t numbers = (size_t)(rows * wide + rows + CANDIDATES * d);
         double *memory = is_refused() ? NULL : malloc(sizeof(double) * (size_t)(2 * rows) + sizeof(float) * numbers);
         if (!memory) {

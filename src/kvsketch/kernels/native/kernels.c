@@ -17,25 +17,25 @@
 
 void kvs_forked(void) { alone = 1; }
 
-// Read as a processor would that asks far (1) or not (0); -1: as this one does. To test both here, and to time them. Which it
-// is now.
+// Prefetch like a processor that asks far (1) or like one that does not (0); -1: as this one does. For tests and timings of
+// both. Returns which it is now.
 int64_t kvs_ask_far(int64_t far) {
     __atomic_store_n(&asked_far, (int)far, __ATOMIC_RELAXED);
     return asks_far();
 }
 
-// Give out so many pieces of memory, and no more; -1: as many as there are. To test what becomes of calls that get none.
+// Give out so many pieces of memory, and no more; -1: as many as there are. For tests of calls that get none.
 void kvs_limit_memory(int64_t pieces) {
     __atomic_store_n(&pieces_left, pieces < 0 ? INT64_MAX : pieces, __ATOMIC_RELAXED);
 }
 
-// Multiply whole tiles by hand (1), or none (0); -1: as this processor does. To test all of it here. Whether they are.
+// Multiply whole tiles by hand (1), or none (0); -1: as this processor does. For tests. Returns whether tiles are multiplied.
 int64_t kvs_ask_tiles(int64_t wanted) {
     __atomic_store_n(&tiles_wanted, (int)wanted, __ATOMIC_RELAXED);
     return form_of(BF16) == IN_TILES;
 }
 
-// How the tiles of the calling thread are set up now; 1: there are none. To test that they are left so.
+// How the calling thread's tiles are set up now; returns 1 if there are none. To test that they are left as they were.
 int kvs_tiles(struct tile_state *now) { return state_of_tiles(now); }
 
 // Whether weights in bytes are multiplied faster than others.

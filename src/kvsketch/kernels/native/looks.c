@@ -1,8 +1,8 @@
-// What entries got of the attention of many queries whose denominators are known: products of a block of queries with a
-// panel of entries, of which nothing is kept but sums, or what is largest. `weights.c` does it for few queries.
+// How much attention entries got from many queries whose denominators are known: products of a block of queries with a
+// panel of entries, of which only sums, or the largest, are kept. `weights.c` does it for few queries.
 #include "tiles.h"  // and `weights.c` before this, for what becomes of a note
 
-#define PANELS 16     // of a piece: a thread takes so many
+#define PANELS 16     // of a piece, which one thread takes
 #define ASKING 256    // queries that stay in the second cache while all panels of a piece meet them
 #define HIDDEN INT32_MAX  // the rank of an entry that nobody sees
 
@@ -23,7 +23,7 @@ struct found {  // about the entries of a panel, from some queries
 // Whether queries and entries are multiplied pair by pair.
 #define PAIRS_OF(in) (IN_PAIRS_OF((in)->kind) && (in)->query_kind == BF16 && (in)->width % 2 == 0)
 
-// A panel of the entries from `first` on, as many as there are; the others get nothing.
+// A panel of the entries from `first` on, as many as there are; the places after them get nothing.
 static void lay_out(const struct looking *in, const char *keys, const int32_t *ranks, int64_t first, int in_pairs,
                     struct panel *to) {
     int64_t count = in->count - first < IN_PANEL ? in->count - first : IN_PANEL;
@@ -50,7 +50,7 @@ INLINE void see(const struct looking *in, const vf *products, float less, int32_
     }
 }
 
-// Some queries look at a panel. Those behind the last one are the last one again, whom nothing is given.
+// Some queries look at a panel. Places after the last query repeat it, and add nothing.
 INLINE void look(const struct looking *in, const char *queries, const float *less, const int32_t *ranks, int count,
                  const struct panel *panel, struct found *found, const int in_pairs, const int largest) {
     vf sums[ASKED][ABREAST];
@@ -65,7 +65,7 @@ INLINE void look(const struct looking *in, const char *queries, const float *les
         if (r < count) see(in, sums[r], less[r], ranks[r], panel, found, largest);
 }
 
-// TALL of them do.
+// TALL queries do.
 INLINE void look_tall(const struct looking *in, const char *queries, const float *less, const int32_t *ranks,
                       const struct panel *panel, struct found *found, const int largest) {
     vf sums[TALL][ABREAST];
@@ -103,7 +103,7 @@ INLINE void panels_got(const struct looking *in, const char *queries, const floa
     }
 }
 
-// How a call multiplies: tiles take whole ones alone.
+// How a call multiplies: tiles need widths of whole ones.
 INLINE enum form form_of_looks(const struct looking *in) {
     if (!PAIRS_OF(in)) return ONE_BY_ONE;
     return in->width % (2 * IN_TILE) ? PAIR_BY_PAIR : form_of(BF16);
@@ -116,9 +116,9 @@ INLINE enum form form_of_looks(const struct looking *in) {
         else panels_got(in, asking, less, ranks, panels, count, own, IN_TILES, largest);                           \
     }
 
-// Note in got [lanes, count] what entries got of queries [lanes, rows, width] with these logs of denominators
-// [lanes, rows]: row r of a lane is query r % asked. Queries see entries whose ranks [batch, count] are not above their
-// own [batch, asked]; without ranks all. 0, or 1 where there is no memory left.
+// Note in got [lanes, count] how much attention entries got from queries [lanes, rows, width] with these logs of
+// denominators [lanes, rows]: row r of a lane is query r % asked. Queries see entries whose ranks [batch, count] are not
+// above their own [batch, asked]; without ranks they see all. 0, or 1 where there is no memory left.
 int kvs_look(const struct looking *in, const char *queries, const char *keys, const float *lse,
              const int32_t *key_ranks, const int32_t *query_ranks, double *got, int64_t threads) {
     int64_t pieces = (in->count + PANELS * IN_PANEL - 1) / (PANELS * IN_PANEL), all = in->lanes * pieces;

@@ -1,5 +1,4 @@
-// Answers from some of the tokens each, put together in the place of the first. `attention.merge` is what it is by
-// definition.
+// Merge answers that each come from some of the tokens, in the place of the first. `attention.merge` is the definition.
 #include "rows.h"
 
 #define PARTS 8  // at most
@@ -10,7 +9,7 @@ struct answer {  // as kernels/native/merge.py writes it; strides count numbers
     int64_t row, head, step;
 };
 
-// 0, or 1 where there is no memory left: then some may have been put together.
+// 0, or 1 where there is no memory left: then some may have been merged.
 int kvs_merge(const struct answer *parts, int64_t count, int64_t rows, int64_t heads, int64_t queries, int64_t width,
               int64_t kind, int64_t threads) {
     int64_t all = rows * queries, wide = padded(width, W), bytes = bytes_of((int)kind);

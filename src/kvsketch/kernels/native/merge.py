@@ -1,4 +1,4 @@
-"""Answers put together in C, in the place of the first one: `native/merge.c`."""
+"""Merging answers in C, in the memory of the first one: `native/merge.c`."""
 
 import ctypes
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ class _Answer(ctypes.Structure):
 
 
 def merge_into(parts: Sequence[Partial]) -> bool:
-    """Have the first be attention over the union of the parts' tokens; False, and nothing is changed, where C cannot.
+    """Make the first part attention over the union of the parts' tokens; False, with nothing changed, where C cannot.
 
-    Where memory runs out nobody may go on with it.
+    If memory runs out, the first part must not be used any more.
     """
     library = native.library_for(*(part.out for part in parts)) if len(parts) <= MOST_PARTS else None
     if library is None or native.library_for(*(part.lse for part in parts), kinds=(torch.float32,)) is None:

@@ -40,7 +40,7 @@ INLINE void multiply(const char *const *rows, const float *panel, int64_t apart,
     }
 }
 
-// W numbers of an entry, or pairs of them, from its `at`-th on; zeros behind its end.
+// W numbers of an entry, or pairs of them, from its `at`-th on; zeros after its end.
 INLINE vf steps_at(const char *entry, int kind, int64_t at, int64_t width, const int in_pairs) {
     if (in_pairs ? 2 * (at + W) <= width : at + W <= width)
         return in_pairs ? load_f32((const float *)(entry + 4 * at)) : load(entry, kind, at);
@@ -51,7 +51,7 @@ INLINE vf steps_at(const char *entry, int kind, int64_t at, int64_t width, const
     return load_f32(some);
 }
 
-// A row of bfloat16 as it came, and zeros behind its end up to so many pairs.
+// A row of bfloat16 as it came, and zeros after its end up to so many pairs.
 INLINE void take_pairs(const void *from, int64_t width, int64_t pairs, float *to) {
     memset(to + width / 2, 0, sizeof(float) * (size_t)(pairs - width / 2));
     memcpy(to, from, sizeof(uint16_t) * (size_t)width);
@@ -79,7 +79,7 @@ INLINE void lay_kind_abreast(const int kind, const int in_pairs, const char *ent
         }
 }
 
-// A panel of so many entries, the others zeros; `there` NULL, or which of them are.
+// A panel of so many entries, filled up with zeros; `there`: which of them are laid out, or NULL for all.
 static void lay_abreast(const char *entries, int kind, int64_t step, int64_t count, int64_t width, const char *there,
                         int in_pairs, float *to) {
     FOR_EACH_KIND(lay_kind_abreast, kind, in_pairs, entries, step, count, width, there, to)

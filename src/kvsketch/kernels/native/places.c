@@ -5,7 +5,7 @@
 #define DIGIT 11  // bits that are counted together
 #define DIGITS ((64 + DIGIT - 1) / DIGIT)
 
-// Numbers of the places that hold something, in their order, and then of those that do not.
+// The numbers of the places that hold something, in order, and then of those that do not.
 void kvs_in_front(int64_t lanes, int64_t count, const int8_t *there, int64_t lane, int64_t step, int64_t *to) {
     for (int64_t own = 0; own < lanes; own++, there += lane, to += count) {
         int64_t held = 0, front = 0;
@@ -14,7 +14,7 @@ void kvs_in_front(int64_t lanes, int64_t count, const int8_t *there, int64_t lan
     }
 }
 
-// A number's bits in the order of size; what is no number is as large as +inf.
+// A number's bits, in the order of size; NaN is as large as +inf.
 INLINE uint64_t ordered(double x) {
     uint64_t bits;
     x = x != x ? INFINITY : x == 0 ? 0.0 : x;  // -0 is 0
@@ -22,8 +22,8 @@ INLINE uint64_t ordered(double x) {
     return bits >> 63 ? ~bits : bits | (uint64_t)1 << 63;
 }
 
-// The largest of the `most` least of these, and how many of those that are as large are among them: digit by digit, and only
-// numbers that have all digits so far are looked at again. Nothing is left of `bits`.
+// The largest of the `most` least of these, and how many of those that equal it are among them. It is found digit by digit:
+// only numbers that have all digits so far are looked at again. `bits` is overwritten.
 static uint64_t largest_kept(uint64_t *bits, int64_t count, int64_t most, int64_t *alike) {
     uint64_t known = 0;
     for (int digit = DIGITS - 1; digit >= 0; digit--) {
@@ -44,8 +44,8 @@ static uint64_t largest_kept(uint64_t *bits, int64_t count, int64_t most, int64_
     return known;
 }
 
-// Numbers of the places of the `most` least of these, in their order, and counted from `first` on; `others` are behind them,
-// if they are wanted. Of equal ones the first come first. `room` is for as many as there are.
+// The places of the `most` least of these, in order and counted from `first` on; the other places after them, if `others` is
+// set. Of equal ones the first are taken first. `room` is for as many as there are.
 static void number_least(const uint64_t *bits, int64_t count, int64_t most, uint64_t *room, int64_t first, int others,
                          int64_t *to) {
     int64_t front = 0, alike = 0;
@@ -58,7 +58,7 @@ static void number_least(const uint64_t *bits, int64_t count, int64_t most, uint
     }
 }
 
-// Numbers of the places of the `most` least of every lane, in their order, and then of the others. Not 0: there was no memory.
+// The places of the `most` least of every lane, in order, and then the other places. Not 0: there was no memory.
 int64_t kvs_least_in_front(int64_t lanes, int64_t count, int64_t most, const double *x, int64_t threads, int64_t *to) {
     int64_t failed = 0;
     PRAGMA(omp parallel for num_threads(use_threads(threads, lanes)) schedule(static) reduction(|:failed) \
@@ -73,9 +73,9 @@ int64_t kvs_least_in_front(int64_t lanes, int64_t count, int64_t most, const dou
     return failed;
 }
 
-// The best of every part of a lane, that is of the next `counts[part]` places from `first` on: numbers of the places of the
-// `rooms[part]` largest, in their order. They are compared as kernels/distances.py rounds them; `split` says to how many bits.
-// volatile: nothing may be fused with that. Not 0: there was no memory.
+// The places of the `rooms[part]` largest scores in every part of a lane, in order; a part is the next `counts[part]` places
+// from `first` on. Scores are compared as kernels/distances.py rounds them; `split` says to how many bits. volatile: nothing
+// may be fused with the rounding. Not 0: there was no memory.
 int64_t kvs_best(const int64_t *about, const double *x, double split, int64_t *to) {
     int64_t lanes = about[0], row = about[1], first = about[2], threads = about[3], parts = about[4], failed = 0;
     const int64_t *counts = about + 5, *rooms = counts + parts;
@@ -103,9 +103,8 @@ int64_t kvs_best(const int64_t *about, const double *x, double split, int64_t *t
 
 #define COPIED 65536  // bytes that a thread takes
 
-// Copies of places with the numbers of `index` [lanes, wanted] out of several tensors: `about` says of each how far lanes and
-// places lie apart, and how long a place is, in bytes; `of` where they are and where the copies go. Not 0: there is no such
-// place.
+// Copy the places that `index` [lanes, wanted] numbers out of several tensors. `about` has the strides of lanes and places
+// and the length of a place of each, in bytes; `of` where tensors are and where the copies go. Not 0: there is no such place.
 int64_t kvs_copy_places(const int64_t *about, const int64_t *index, void *const *of) {
     int64_t lanes = about[0], wanted = about[1], there = about[2], threads = about[3], tensors = about[4], bytes = 0, wrong = 0;
     const int64_t *steps = about + 5;
@@ -130,10 +129,10 @@ int64_t kvs_copy_places(const int64_t *about, const int64_t *index, void *const 
     return 0;
 }
 
-#define ALONE 262144  // bytes: to move so many takes no second thread
+#define ALONE 262144  // bytes: moving fewer takes no second thread
 
-// Which places are put aside before any moves, since their numbers are not above all before them: how many, or -1 if there is
-// no such place, of the `held` and the `more` behind them.
+// Which places are put aside before any moves, since their numbers are not above all before them. Returns how many, or -1 if
+// a number is not among the `held` places and the `more` after them.
 static int64_t out_of_order(const int64_t *index, int64_t kept, int64_t held, int64_t more, uint8_t *aside) {
     int64_t most = -1, count = 0;
     for (int64_t i = 0; i < kept; i++) {
@@ -146,7 +145,7 @@ static int64_t out_of_order(const int64_t *index, int64_t kept, int64_t held, in
     return count;
 }
 
-// Move a run of places of a tensor, to which they may be near.
+// Move a run of places within a tensor; from and to may overlap.
 static void move_run(char *lane, int64_t place, int64_t width, int64_t to, int64_t from, int64_t run) {
     if (place == width) {
         memmove(lane + to * place, lane + from * place, (size_t)(run * width));
@@ -158,8 +157,8 @@ static void move_run(char *lane, int64_t place, int64_t width, int64_t to, int64
     }
 }
 
-// The places of a lane of one tensor; but for those that are put aside numbers grow. What comes nearer to the front moves
-// first, the first of it first, then what goes back, from the end: nothing is written to that is still to be read.
+// Move the places of one lane of a tensor; except for those that are put aside, numbers grow. Places that move towards the
+// front move first, from the first on, then those that move back, from the last on: nothing is overwritten before it is read.
 static void keep_own(const int64_t *own, const uint8_t *aside, int64_t kept, int64_t held, char *saved, char *to,
                      const char *from, const int64_t *step) {
     int64_t place = step[1], width = step[4];
@@ -184,9 +183,9 @@ static void keep_own(const int64_t *own, const uint8_t *aside, int64_t kept, int
     }
 }
 
-// Have in front, in several tensors, the places with the numbers of `index` [lanes, kept], which count the `held` places there
-// and then new ones: `about` says of each tensor how far lanes and places lie apart in it and in the new ones, and how long a
-// place is, in bytes. Not 0: there is no such place, or no memory, and nothing has moved.
+// Move to the front, in several tensors, the places that `index` [lanes, kept] numbers; numbers count the `held` places there
+// and then new ones. `about` has for each tensor the strides of lanes and places, in it and in the new ones, and the length
+// of a place, in bytes. Not 0: there is no such place, or no memory, and nothing has moved.
 int64_t kvs_keep_in_place(const int64_t *about, const int64_t *index, void *const *of) {
     int64_t lanes = about[0], kept = about[1], held = about[2], more = about[3], threads = about[4], tensors = about[5];
     const int64_t *each = about + 6;
@@ -222,7 +221,7 @@ int64_t kvs_keep_in_place(const int64_t *about, const int64_t *index, void *cons
     return 0;
 }
 
-// Close the gap between two places in several tensors: `about` says of each how many runs of places it has, how far these lie
+// Close the gap between two places in several tensors. `about` has for each how many runs of places it has, how far these lie
 // apart and how long a place is, in bytes, and how many places are in use.
 void kvs_close_gap(const int64_t *about, void *const *of) {
     int64_t start = about[0], stop = about[1], threads = about[2], tensors = about[3];
@@ -239,8 +238,8 @@ void kvs_close_gap(const int64_t *about, void *const *of) {
     }
 }
 
-// A few numbers of many tensors, one behind the other, `about` says of each how many it has and how many bytes each takes: those
-// at `parts` of it, counted from 0 up to as many as there are, or all where it has no more.
+// A few numbers of many tensors, one after another: those at `parts` of a tensor, counted from 0 up to as many parts as there
+// are, or all where it has no more. `about` has for each tensor how many numbers it has and how many bytes each takes.
 void kvs_few_of_each(const int64_t *about, const double *parts, const void *const *from, char *to) {
     int64_t tensors = about[0], wanted = about[1];
     for (int64_t x = 0; x < tensors; x++) {

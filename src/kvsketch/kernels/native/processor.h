@@ -5,7 +5,7 @@
 #include "common.h"
 
 #define AMX_BF16 1
-#define ZEN4 2  // of AMD's family 25 those with AVX-512
+#define ZEN4 2  // AMD's family 25 with AVX-512
 #define ASKED_IT 4
 
 INLINE int asked_processor(void) {
@@ -22,7 +22,7 @@ INLINE int asked_processor(void) {
     return found;
 }
 
-// Of these, what it is; asked once, since that takes long on a virtual machine.
+// Whether the processor is one of these; it is asked once, since that takes long on a virtual machine.
 INLINE int processor_is(int what) {
     static int known;
     int found = __atomic_load_n(&known, __ATOMIC_RELAXED);
@@ -30,8 +30,8 @@ INLINE int processor_is(int what) {
     return (found & what) != 0;
 }
 
-// Whether what is read next is asked for into the second cache, many lines at once: on Zen 4 that takes half the time, since
-// few lines at a time are brought into the first one. Zen 5 and Intel's are faster with the first, others are not known.
+// Whether what is read next is prefetched into the second cache, many lines at once: on Zen 4 that takes half the time, since
+// it brings few lines at a time into the first one. Zen 5 and Intel's are faster with the first; others are not known.
 static int asked_far = -1;
 INLINE int asks_far(void) {
     int wanted = __atomic_load_n(&asked_far, __ATOMIC_RELAXED);

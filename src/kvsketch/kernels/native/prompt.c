@@ -1,16 +1,17 @@
 // Attention of many queries over weighted entries, or among tokens that each see those up to themselves, as of a prompt.
 //
-// Some queries of a group go through a lane's entries, 64 at a time. Keys are laid abreast and values behind each other for
-// all of these queries (`panels.h`); a block of `ASKED` of them then makes its logits, shares of these, and sums of values,
-// and none of it leaves the caches. Where processors multiply whole tiles (`tiles.h`) more meet more. As long as numbers are finite, what a query gets does not depend on those beside it;
-// and never on threads.
+// Some queries of a group go through a lane's entries, 64 at a time. For all of these queries keys are laid side by side
+// and values one after another (`panels.h`); a block of `ASKED` queries then makes its logits, their shares, and sums of
+// values, and none of it leaves the caches. Where processors multiply whole tiles (`tiles.h`), more queries meet more
+// entries. As long as numbers are finite, a query's answer does not depend on the queries beside it; it never depends on
+// threads.
 #include "tiles.h"  // and `attention.c` before this: sums of a row, how they are scaled, and what is made of them at last
 
 #define ENTRIES 64        // that queries meet at once
-#define TALL_ENTRIES 256  // that they do in tiles
+#define TALL_ENTRIES 256  // the same in tiles
 #define IN_CROWD 512      // rows whose sums stay in the second cache
 #define TALL_CROWD 1024   // in tiles: there is more to do with what is laid out
-#define LEAST_CROWD 64    // or, so that all threads have something to do until the end, fewer: not less than these
+#define LEAST_CROWD 64    // or fewer, so that all threads have something to do until the end, but not fewer than these
 #define CROWDS 4          // that a thread should have
 #define PAIR_OF_ONES 0x3f803f80  // 1 and 1 in bfloat16
 
@@ -29,9 +30,9 @@ struct tensors {  // the last three may be NULL
 
 struct crowd {  // some queries of all heads of a group
     int64_t row, head, first, own;  // of the batch; KV head; the first query, and how many
-    int64_t each, rows, whole;      // rows of a head, of all heads, and those of whole blocks; some are nobody's, see `query_of`
-    int64_t steps;                  // of numbers, or pairs of them, that a row has; behind its end zeros
-    int64_t block, entries;         // rows that meet entries together, and how many of these
+    int64_t each, rows, whole;      // rows of a head, of all heads, and of whole blocks; some are padding, see `query_of`
+    int64_t steps;                  // numbers, or pairs of them, that a row has; zeros after its end
+    int64_t block, entries;         // rows that meet entries together, and how many entries
     struct shape of;
     struct sums sums;
     float *asking;         // the rows
@@ -40,11 +41,11 @@ struct crowd {  // some queries of all heads of a group
 
 struct met {  // entries
     int64_t first, count;
-    int biased, apart;  // whether some are not seen, or have weights; whether those of values are others
+    int biased, apart;  // whether some are not seen, or have weights; whether values have weights of their own
     float mass[TALL_ENTRIES], value[TALL_ENTRIES];
 };
 
-// Values behind each other, as wide as whole panels: woven, where they come by pairs.
+// Values one after another, as wide as whole panels: woven, where they are multiplied in pairs.
 INLINE void lay_kind_behind(const int kind, const int in_pairs, const char *entries, int64_t step, int64_t count,
                             int64_t whole, int64_t width, int64_t wide, const char *there, float *to) {
     int64_t bytes = step * bytes_of(kind), each = in_pairs ? 2 : 1;
@@ -73,7 +74,7 @@ static void lay_behind(const char *entries, int kind, int64_t step, int64_t coun
     FOR_EACH_KIND(lay_kind_behind, kind, in_pairs, entries, step, count, whole, width, wide, there, to)
 }
 
-// Lay out the entries from `first` on, and what is to be added to their logits. What has no weight is not read.
+// Lay out the entries from `first` on, and what is to be added to their logits. Entries without weight are not read.
 static void lay_out_entries(const struct prompt *in, const struct tensors *at, const struct crowd *crowd, int64_t first,
                             int64_t end, struct met *met) {
     int64_t bytes = bytes_of((int)in->kind), count = end - first < crowd->entries ? end - first : crowd->entries;
@@ -86,7 +87,7 @@ static void lay_out_entries(const struct prompt *in, const struct tensors *at, c
     const char *valid = at->valid ? at->valid + crowd->row * in->valid_row + first : NULL;
     char there[TALL_ENTRIES];
     met->first = first, met->count = count, met->apart = extra != NULL;
-    met->biased = mass || extra || valid || (!in->causal && count < crowd->entries);  // else rows end before these do
+    met->biased = mass || extra || valid || (!in->causal && count < crowd->entries);  // causal rows end before the entries do
     for (int64_t j = 0; met->biased && j < padded(count, IN_PANEL); j++) {
         met->mass[j] = j >= count || (valid && !valid[j]) ? -INFINITY : mass ? mass[j] : 0.0f;
         met->value[j] = j >= count ? -INFINITY : extra ? extra[j] : 0.0f;
@@ -100,7 +101,7 @@ static void lay_out_entries(const struct prompt *in, const struct tensors *at, c
                in->value_width, crowd->of.value_width, those, IN_PAIRS_OF(in->kind), crowd->values);
 }
 
-// softcap · tanh(x / softcap), near 0 by a polynomial (that of Cephes), where a difference of exponentials has lost its
+// softcap · tanh(x / softcap), near 0 by a polynomial (that of Cephes), where a difference of exponentials loses its
 // digits.
 INLINE vf bent(vf x, float softcap) {
     vf u = x / SPLAT(softcap), square = u * u, twice = SPLAT(2.0f) * u;
@@ -115,14 +116,14 @@ INLINE vf bent(vf x, float softcap) {
     return SPLAT(softcap) * choose(square < SPLAT(0.390625f), near, far);
 }
 
-// Whether logits are more than products times a scale, so that they are worked out before the largest one is known.
+// Whether logits are more than products times a scale, so that they must be worked out to know the largest one.
 INLINE int is_weighted(const struct prompt *in, const struct tensors *at) {
     return at->log_mass || at->log_value || in->softcap > 0 || !(in->scale > 0);
 }
 
-// Logits of one row, whole vectors; those of values beside them. What is not seen is -∞. The largest of all comes out.
-// `own`: the place among these entries of the last one that the row sees. If they are not `weighted`, what is left in their
-// place, and what comes out, is still to be scaled.
+// Logits of one row, in whole vectors, and beside them those of values. Entries that are not seen get -∞. Returns the largest
+// of all. `own`: the place among these entries of the last one that the row sees. If not `weighted`, the logits left in place
+// and what is returned are still to be scaled.
 INLINE vf logits_of_row(const struct prompt *in, const struct met *met, float *logits, float *of_values, int64_t all,
                         int64_t own, vf top, const int weighted) {
     const int cut = own < all - 1;
@@ -133,7 +134,7 @@ INLINE vf logits_of_row(const struct prompt *in, const struct met *met, float *l
     for (; c < all; c += W, place += W) {
         vf x = weighted ? load_f32(logits + c) * SPLAT(in->scale) : load_f32(logits + c);
         if (weighted && in->softcap > 0) x = bent(x, in->softcap);
-        if (weighted && met->apart) {  // then all see all
+        if (weighted && met->apart) {  // then all queries see all entries
             vf of_value = x + load_f32(met->value + c);
             store_f32(of_values + c, of_value);
             top = larger(of_value, top);
@@ -141,7 +142,7 @@ INLINE vf logits_of_row(const struct prompt *in, const struct met *met, float *l
         vi self = place == (int32_t)own + (vi){0}, seen = place <= (int32_t)own + (vi){0};
         if (met->biased) {
             vf less = x + load_f32(met->mass + c);
-            x = in->causal ? choose(self, x, less) : less;  // a token sees itself, be it padding
+            x = in->causal ? choose(self, x, less) : less;  // a token sees itself, even if it is padding
         }
         if (cut) x = choose(seen, x, SPLAT(-INFINITY));
         store_f32(logits + c, x);
@@ -150,8 +151,8 @@ INLINE vf logits_of_row(const struct prompt *in, const struct met *met, float *l
     return top;
 }
 
-// Shares of values from a row's logits times `scale`, where these are; pairs of them as bfloat16 where they are multiplied
-// so.
+// Shares of values from a row's logits times `scale`, in place of these; pairs of shares as bfloat16 where pairs are
+// multiplied.
 INLINE void shares_of_row(const struct met *met, float *logits, const float *of_values, int64_t all, float scale,
                           float most, float *mass, const int in_pairs, const int weighted) {
     const int apart = weighted && met->apart;
@@ -176,7 +177,7 @@ INLINE void shares_of_row(const struct met *met, float *logits, const float *of_
     store_f32(mass, sum), store_f32(mass + W, apart ? meant : sum), store_f32(mass + 2 * W, rounded);
 }
 
-// Sums of ASKED rows and a panel's columns, added to what is there or not.
+// Sums of products of ASKED rows with a panel's columns, added to what is there or not.
 INLINE void times_block(const char *const *rows, const float *panel, int64_t apart, int64_t steps, float *to,
                         int64_t apart_to, const int add, const int in_pairs) {
     vf sums[ASKED][ABREAST];
@@ -187,8 +188,8 @@ INLINE void times_block(const char *const *rows, const float *panel, int64_t apa
         UNROLL for (int v = 0; v < ABREAST; v++) store_f32(to + x * apart_to + v * W, sums[x][v]);
 }
 
-// Which one of a head's queries its i-th row is: row r is the r % each-th one of head r / each. Rows that are nobody's are
-// the last query again.
+// Which one of a head's queries its i-th row is: row r is the r % each-th one of head r / each. Padding rows are the last
+// query again.
 INLINE int64_t query_of(const struct crowd *crowd, int64_t i) { return i < crowd->own ? i : crowd->own - 1; }
 
 // A row's logits, largest one and shares.
@@ -211,7 +212,7 @@ INLINE void meet(const struct prompt *in, const struct crowd *crowd, const struc
     float logits[TALL * TALL_ENTRIES] __attribute__((aligned(64)));
     const char *asking[ASKED], *shares[ASKED];
     int64_t own[TALL], upto = met->count, wide = crowd->of.value_width;
-    if (in->causal) {  // one behind the other, and of one head
+    if (in->causal) {  // rows follow one another, and are of one head
         int64_t first = r % crowd->each;
         for (int x = 0; x < block; x++) own[x] = crowd->first + query_of(crowd, first + x) - met->first;
         upto = own[block - 1] + 1 < upto ? own[block - 1] + 1 : upto;
@@ -241,7 +242,7 @@ INLINE void meet(const struct prompt *in, const struct crowd *crowd, const struc
     }
 }
 
-// What a row adds up to becomes its answer, and the log of its denominator.
+// A row's sums become its answer, and the log of its denominator.
 static void end_row(const struct prompt *in, const struct crowd *crowd, int64_t r, char *out, float *lse) {
     const float *mass = crowd->sums.mass + r * MASSES;
     float *row = crowd->sums.out + r * crowd->of.value_width, all = sum_of(load_f32(mass)), most = crowd->sums.most[r];
@@ -270,8 +271,8 @@ static void take_queries(const struct prompt *in, const struct tensors *at, stru
     memset(crowd->sums.mass, 0, sizeof(float) * crowd->whole * MASSES);
 }
 
-// Whether numbers of a kind are answered faster here than by torch: not where it multiplies whole tiles of them and we do
-// not.
+// Whether numbers of a kind are answered faster here than by torch: not where torch multiplies whole tiles of them and we
+// do not.
 int64_t kvs_prompt_pays(int64_t kind) {
     return W > 4 && (kind != BF16 || !processor_is(AMX_BF16) || form_of(BF16) == IN_TILES);
 }
@@ -279,8 +280,8 @@ int64_t kvs_prompt_pays(int64_t kind) {
 // Whether numbers of a kind are multiplied in whole tiles.
 int64_t kvs_in_tiles(int64_t kind) { return form_of((int)kind) == IN_TILES; }
 
-// Rows of a head: where queries see other entries, those that meet them together are of one head, so that none meets what
-// comes long after it.
+// Rows of a head. Where queries see different entries, the rows of a block are of one head, so that none meets entries that
+// come long after it.
 INLINE int64_t each_of(const struct prompt *in, int64_t own, int64_t block) {
     return in->causal ? padded(own, block) : own;
 }
@@ -313,7 +314,7 @@ int kvs_prompt(const struct prompt *in, const char *queries, const char *keys, c
             failed = 1;
             continue;
         }
-        int64_t lane = n % lanes;  // the last queries, who see most, come first
+        int64_t lane = n % lanes;  // the last queries, which see most, come first
         crowd.row = lane / in->heads, crowd.head = lane % in->heads, crowd.first = (blocks - 1 - n / lanes) * own;
         crowd.own = crowd.first + own < in->queries ? own : in->queries - crowd.first;
         crowd.each = each_of(in, crowd.own, block), crowd.rows = crowd.each * in->group;
@@ -326,7 +327,7 @@ int kvs_prompt(const struct prompt *in, const char *queries, const char *keys, c
         take_queries(in, &at, &crowd);
         struct tile_state before;
         if (tiled) begin_tiles(&before);
-        if (tiled) memset(crowd.keys, 0, sizeof(float) * (size_t)(entries * steps));  // pairs behind the end of keys
+        if (tiled) memset(crowd.keys, 0, sizeof(float) * (size_t)(entries * steps));  // pairs after the end of keys
         int64_t end = in->causal ? crowd.first + crowd.own : in->count;
         for (int64_t first = 0; first < end; first += entries) {
             struct met met;

@@ -1,7 +1,7 @@
 """Attention of many queries in C, over weighted entries or among new tokens. `native/prompt.c` says how.
 
-Torch does it too (`weighted_attention/fused.py`): where there is no compiler, where a gradient is wanted, and where a
-processor multiplies whole tiles of bfloat16 and we may not. It has no kernel that bends logits.
+Torch does it too (`weighted_attention/fused.py`): where there is no compiler, where a gradient is wanted, and where the
+processor multiplies whole tiles of bfloat16 but our kernels may not. Torch has no kernel with a softcap.
 """
 
 import ctypes
@@ -51,7 +51,7 @@ def attend(
     (rows, query_heads, count, width), value_width = query.shape, values.shape[3]
     wanted = (rows, keys.shape[1], count if causal else keys.shape[2])
     if keys.shape != (*wanted, width) or values.shape[:3] != wanted or query_heads % wanted[1]:
-        return None  # torch says what is wrong with them
+        return None  # torch says what is wrong with the shapes
     weights = tokens.weights
     if (weights and causal) or not all(can_read_weights(x, keys) for x in weights):
         return None
@@ -61,7 +61,7 @@ def attend(
         return None
     if any(x.stride(3) != 1 for x in (query, keys, values)):
         return None
-    # A token's heads lie together, as whoever goes on with them wants it.
+    # A token's heads lie together, as the next operation wants them.
     out = query.new_empty(rows, count, query_heads, value_width).transpose(1, 2)
     lse = native.room(rows, query_heads, count)
     mass, *mass_strides = where_weights_lie(tokens.log_mass, keys)
@@ -85,7 +85,7 @@ def attend(
 
 
 def in_tiles(dtype: torch.dtype) -> bool:
-    """Whether C multiplies whole tiles of numbers of this kind: then a block of a few queries takes as long as one."""
+    """Whether C multiplies whole tiles of this dtype: a block of a few queries then takes as long as one query."""
     library = native.library()
     return dtype in native.DTYPES and library is not None and bool(library.kvs_in_tiles(_kind(dtype)))
 
@@ -95,7 +95,7 @@ def _kind(dtype: torch.dtype) -> ctypes.c_int64:
 
 
 def pays(dtype: torch.dtype) -> bool:
-    """Whether C is faster than torch at numbers of this kind on this processor."""
+    """Whether C is faster than torch with numbers of this kind on this processor."""
     library = native.library()
     assert library is not None, "there is something to ask"
     return bool(library.kvs_prompt_pays(_kind(dtype)))

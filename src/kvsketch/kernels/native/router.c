@@ -1,16 +1,16 @@
-// What queries expect of buckets: the classifier's two layers, softmax, and the mean over a group.
+// The attention that queries expect in buckets: the classifier's two layers, softmax, and the mean over a group.
 #include "common.h"
 
 #define COLUMNS 512  // that are worked on together; twice as many where there are heads for all threads
-#define AHEAD 8192   // bytes: so far ahead are weights asked for where they are bytes
+#define AHEAD 8192   // bytes: weights that are bytes are prefetched so far ahead
 #define SMALL_QUESTION (1 << 18)  // multiplications that are not worth a second thread
 
 struct layer {  // of the classifier: [heads, inner, columns] and [heads, columns]; NULL: there is none
     const void *weights, *bias;
     int64_t inner, columns;
-    const float *steps;   // [heads, columns], or NULL: weights are whole numbers of such steps, see `times_bytes`
+    const float *steps;   // [heads, columns]: weights are integers times such steps, see `times_bytes`; or NULL
     const float *levels;  // [heads, inner]: the weights of a row are so many times as large
-    const int32_t *sums;  // of a column's whole numbers
+    const int32_t *sums;  // of a column's integers
 };
 
 // Four rows of weights times `rb` rows of numbers, added up, for some columns; rb and kind are known when compiled.
@@ -47,7 +47,7 @@ INLINE void add_rows(const void *weights, int64_t columns, const float *from, in
 
 #if PAIRED
 #define TWICE (2 * W)  // columns that are worked on together; two rows of weights lie there in turns, in two vectors
-#define DEEP 8         // rows of weights that are worked on together; those behind the next eight are asked for
+#define DEEP 8         // rows of weights that are worked on together; those after the next eight are prefetched
 
 // Eight rows of weights times `rb` rows of numbers, added up for some columns. Of every TWICE columns those come first
 // that `unpacklo` takes: `in_order` puts that right at the end.
@@ -113,9 +113,9 @@ static int times_pairs(const uint16_t *weights, const struct layer *layer, const
 
 #define SIDE 32  // columns whose weights lie side by side where they are bytes: [columns / SIDE, inner / 4, SIDE, 4]
 
-// Numbers times their levels, as whole numbers of a step that is returned; NaN: there is a number that is none. 32,768 is
-// added to each, so that its high and its low byte are both from 0 to 255. The largest one is as large as leaves a sum
-// over all rows below 2^31: 32,767 of up to 512 rows, 2,047 of 8,192.
+// Numbers times their levels, as integers times a step, which is returned; NaN: some number is not finite. 32,768 is added
+// to each integer, so that its high and its low byte are both from 0 to 255. The largest integer is chosen so that a sum
+// over all rows stays below 2^31: 32,767 for up to 512 rows, 2,047 for 8,192.
 static float in_two_bytes(const float *from, const float *levels, int64_t deep, uint8_t *restrict high,
                           uint8_t *restrict low) {
     float most = 0, none = 0, limit = 2147483647.0f / 128 / deep;
@@ -142,7 +142,7 @@ static float in_two_bytes(const float *from, const float *levels, int64_t deep, 
 }
 
 #ifdef __AVX512VNNI__
-// Each sum has a name: those of an array GCC 12 may write to memory after every product, at half the speed.
+// Each sum has a name: GCC 12 may write those of an array to memory after every product, at half the speed.
 #define OF_ROWS(DO) DO(0) DO(1) DO(2) DO(3)
 #define BEGIN_ROW(r) __m512i high##r = none, low##r = none, high_too##r = none, low_too##r = none;
 #define ADD_TO_ROW(r)                                                  \
@@ -168,7 +168,7 @@ INLINE void put_sums(__m512i high, __m512i low, const int32_t *columns, int32_t 
 }
 #endif
 
-// Sums of SIDE columns, in whole numbers, for four rows: their high bytes, and `deep` behind these the low ones.
+// Sums of SIDE columns, in integers, for four rows: given are their high bytes, and `deep` after these the low ones.
 static void sums_of_bytes(const int8_t *weights, int64_t deep, const uint8_t *const own[4], const int32_t *columns,
                           int32_t to[4][SIDE]) {
 #ifdef __AVX512VNNI__
@@ -210,7 +210,7 @@ static int times_bytes(const struct layer *layer, int64_t head, const float *fro
         const int32_t *columns = layer->sums + head * wide + c;
         int32_t found[4][SIDE];
         for (int64_t r = 0; r < rows; r += 4) {
-            const uint8_t *four[4];  // the last one again where there are less
+            const uint8_t *four[4];  // the last one again where there are fewer
             for (int64_t k = 0; k < 4; k++) four[k] = own + 2 * deep * (r + k < rows ? r + k : rows - 1);
             sums_of_bytes(weights, deep, four, columns, found);
             for (int64_t k = 0; k < 4 && r + k < rows; k++)
@@ -221,7 +221,7 @@ static int times_bytes(const struct layer *layer, int64_t head, const float *fro
     return 1;
 }
 
-// The same where they are not.
+// The same where weights are not bytes.
 static void times_numbers(const struct layer *layer, int kind, int64_t head, const float *from, int64_t stride,
                           float *to, int64_t to_stride, int64_t rows, int64_t first, int64_t last) {
     int64_t wide = layer->columns, i = 0;
@@ -254,7 +254,7 @@ static int times(const struct layer *layer, int kind, int64_t head, const float 
     return 1;
 }
 
-// Probabilities of a query's columns, added up with a share to the group's.
+// Probabilities of a query's columns, added with a share to those of the group.
 static void add_softmax(float *logits, int64_t columns, float share, float *sum) {
     float most = -INFINITY, mass = 0;
     int64_t c = 0;
@@ -277,7 +277,7 @@ struct asked {  // queries [rows, heads · group, queries, width], as they are b
     int64_t kind, rows, heads, group, count, width, row, head, step;
 };
 
-// A call: queries, inner and logits [heads, every, numbers] are of every row, the head's group and its queries.
+// A call: queries, inner and logits [heads, every, numbers]; `every` counts rows, a head's group and its queries.
 struct classifying {
     const struct asked *of;
     const struct layer *layers;
@@ -294,7 +294,7 @@ static int answer_columns(const struct classifying *in, const struct layer *laye
     return times(layer, (int)in->of->kind, head, from, inner, to, wide, in->every, first, end < wide ? end : wide, !last);
 }
 
-// What a group expects, of the logits of one head.
+// What a group expects, from the logits of one head.
 static void add_up_group(const struct classifying *in, int64_t head) {
     const struct asked *of = in->of;
     int64_t wide = in->layers[1].columns;

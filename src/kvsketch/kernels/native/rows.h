@@ -4,7 +4,7 @@
 
 #include "common.h"
 
-#if W == 16  // numbers of two vectors in turns: of their first halves, and of their second ones
+#if W == 16  // numbers of two vectors in turns: those of their first halves, and of their second halves
 #define FIRST 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
 #define SECOND 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
 #elif W == 8

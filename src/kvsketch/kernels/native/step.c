@@ -1,5 +1,5 @@
-// A decode step in one call: new tokens are put where they belong, what their queries expect is found, all is read, and
-// whom attention went to is noted. `attention.c`, `router.c` and `weights.c` before this.
+// A decode step in one call: new tokens are put where they belong, what their queries expect of buckets is found, all is
+// read, and the attention that entries got is noted. `attention.c`, `router.c` and `weights.c` before this.
 
 struct put {  // places beside each other for every head of every row; strides count bytes
     char *to;
@@ -11,31 +11,31 @@ struct note {  // what entries get of a step's queries
     const char *keys;
     const float *log_mass;
     double *got;
-    int64_t of_window;  // whether the new token is one of them, at the place where it was put
+    int64_t of_window;  // whether the new token is one of the entries, at the place where it was put
 };
 
 #define MOST_PUT 4
 
 struct step {  // as kernels/native/step.py writes it
-    // What is another with every token.
+    // What changes with every token.
     int64_t place, threads;  // the place to which all is put
     const void *queries;
     void *out;
     float *lse;
-    const void *unrotated;  // what a classifier is asked with, where there is one
+    const void *unrotated;  // queries to a classifier, where there is one
     int64_t *read;          // and how much is looked up
-    int64_t rank;           // it goes to its place too: one of `from` leads here
+    int64_t rank;           // it is put to its place too: one of `from` points here
     const char *from[MOST_PUT];
     // What stays.
     const struct put *puts;
     int64_t count;        // how many are to be put
-    struct asked *asked;  // NULL, or of whom a classifier is asked
+    struct asked *asked;  // NULL, or the queries that a classifier is asked about
     struct choice *choice;  // what its answer chooses
     const struct layer *layers;
     float *scores;
     const struct shape *shape;
     struct source *sources;
-    int64_t number, window;  // of sources, and which of them has the new token too
+    int64_t number, window;  // of sources; which of them has the new token too
     struct note *notes;
     int64_t noted;  // how many of them
 };

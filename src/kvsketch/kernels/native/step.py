@@ -1,7 +1,7 @@
 """A decode step like the one before it, in one call of C: `native/step.c` says what that does.
 
-All that C is told was written down when the step before was answered, but for where its numbers come from and go to: a
-step of many layers meets the interpreter with empty caches, and each object that is touched costs it microseconds.
+All that C is told, except where its numbers come from and go to, was written down when the step before was answered: in
+a step of many layers the interpreter finds the processor's caches empty, so each object it touches costs microseconds.
 """
 
 import ctypes
@@ -19,11 +19,11 @@ from kvsketch.kernels.routing.native import Asked, ChoiceInC, Question
 from kvsketch.kernels.sources import Entries
 
 MOST_PUT = 4  # as in `step.c`
-CHANGING = 8 + MOST_PUT  # numbers in front of `struct step`: what is another with every token
+CHANGING = 8 + MOST_PUT  # numbers in front of `struct step`, which change with every token
 RANK = 7  # which of them is the token's rank
 _write = struct.Struct(f"={CHANGING}q").pack_into  # all of them at once
 
-Note = tuple[Noting, Weighing, bool]  # where something is noted, how, and whether that is in the window
+Note = tuple[Noting, Weighing, bool]  # where attention is noted, how, and whether that is in the window
 
 
 class _Put(ctypes.Structure):
@@ -60,7 +60,7 @@ class _Step(ctypes.Structure):
 
 
 class Step:
-    """What C is told about a step, and what that is about, which stays in its place as long as this."""
+    """What C is told about a step, and the objects that this points to, which must stay in place as long as it."""
 
     def __init__(
         self,
@@ -72,10 +72,10 @@ class Step:
         asking: Question | None,
         notes: Sequence[Note],
     ) -> None:
-        """The last part gets the new token. `how`: scale and softcap; `asking`: whom is asked which runs are read.
+        """The last part gets the new token. `how`: scale and softcap; `asking`: what is asked for the runs to read.
 
-        `places`: buffers of keys, values, ranks and perhaps notes, each with what the token before put there, but for
-        ranks: a number goes there. `notes`: where it is noted whom attention goes to.
+        `places`: buffers of keys, values, ranks and perhaps notes, each with what the token before put there, or None
+        for ranks, which get a number. `notes`: where the attention that entries get is noted.
         """
         library = native.library()
         assert library is not None, "there is something to call"
@@ -100,7 +100,7 @@ class Step:
             self.kept += [scores, left]
             self.choice.scores = self.given.scores = scores.data_ptr()
             self.given.choice = ctypes.addressof(self.choice)
-            if self.choice.left:  # those that are not visited stand in as means, with these weights
+            if self.choice.left:  # means of buckets that are not visited are read, with these weights
                 (means,) = (source for source in self.sources if source.log_mass == self.choice.left)
                 self.choice.left = means.log_mass = left.data_ptr()
             self.given.asked, self.given.layers = ctypes.addressof(self.asked), ctypes.addressof(asking.of.layers)
@@ -109,7 +109,7 @@ class Step:
         self.call = library.kvs_step
         self.call.argtypes = [ctypes.c_void_p]
         self.at = ctypes.addressof(self.given)
-        self.rank_at = self.at + RANK * ctypes.sizeof(ctypes.c_int64)  # it goes to its place as all does
+        self.rank_at = self.at + RANK * ctypes.sizeof(ctypes.c_int64)  # it is copied to its place like the rest
 
     def run(
         self,
@@ -120,10 +120,10 @@ class Step:
         unrotated: Tensor | None,
         into: tuple[int, int, int],
     ) -> bool:
-        """Hold a token and answer its query; False: no memory is left.
+        """Store a token and answer its query; False: no memory is left.
 
-        Addresses are `new`, of keys, values and perhaps notes (0: there are none); and `into`, of where the answer
-        goes, its log of denominators, and how much was looked up.
+        `new`: the addresses of its keys, values and perhaps notes (0: there are none); `into`: those for the answer,
+        its log of denominators, and how much was looked up.
         """
         asked = 0 if unrotated is None else unrotated.data_ptr()
         (keys, values, notes), (out, lse, read) = new, into
@@ -135,13 +135,13 @@ class Step:
         return not failed
 
     def read_others(self, entries: Sequence[WeightedTokens]) -> None:
-        """Read these, of the same lanes, and not those that were read before."""
+        """From now on read these, of the same lanes, instead of those read before."""
         for source, own in zip(self.sources, entries, strict=True):
             lead_to(source, own)
         self.read = entries
 
     def put_into(self, buffers: Sequence[Tensor]) -> None:
-        """Put tokens into these, which have room for more."""
+        """From now on put tokens into these, which have room for more."""
         for put, buffer in zip(self.puts, buffers, strict=True):
             size = buffer.element_size()
             put.to, put.to_row, put.to_head = buffer.data_ptr(), size * buffer.stride(0), size * buffer.stride(1)
@@ -154,7 +154,7 @@ def _note(to: Noting, how: Weighing, of_window: bool) -> _Note:
 
 
 def _put(buffer: Tensor, new: Tensor | None) -> _Put:
-    """What goes to one of the places a head has side by side, [b, h, n, d]; or a rank to a row of them, [b, n]."""
+    """How C puts a token into a buffer [b, h, n, d], where a head's places lie side by side; or a rank into [b, n]."""
     size = buffer.element_size()
     if new is None:
         return _Put(rows=len(buffer), heads=1, bytes=size)

@@ -1,5 +1,5 @@
 // Whole tiles of pairs of bfloat16 (AMX of Intel's processors): sixteen rows of sixteen pairs times as many of a panel, as
-// `panels.h` lays it, in sixteen steps of the clock. By hand it is slow, and there to test on any machine what is made of it.
+// `panels.h` lays it, in sixteen clock cycles. By hand it is slow, and there to test on any machine all that uses tiles.
 #ifndef KVS_TILES
 #define KVS_TILES
 
@@ -53,13 +53,13 @@ struct tile_state {
 };
 
 #if TILES
-// GCC's own do not say that all of it is read and written, nor its loads of tiles that they read memory: what was written
-// just before may still be under way for the compiler. So `NOW` stands where all of it has to be there.
+// GCC's own intrinsics do not say that all of a state is read and written, nor do its loads of tiles say that they read
+// memory: the compiler may still delay what was written just before. So `NOW` stands where all of it has to be there.
 #define STORE_STATE(to) __asm__ volatile("sttilecfg %0" : "=m"(*(to)))
 #define LOAD_STATE(from) __asm__ volatile("ldtilecfg %0" : : "m"(*(from)))
 #define NOW __asm__ volatile("" : : : "memory")
 
-// A thread's tiles are ours from here on; whoever used them before finds them set up as they were.
+// A thread's tiles are ours from here on, and afterwards set up as they were for whoever used them before.
 __attribute__((target("amx-tile"))) static void begin_tiles(struct tile_state *before) {
     struct tile_state ours = {.palette = 1};
     for (int i = 0; i < 8; i++) ours.bytes[i] = 4 * IN_TILE, ours.rows[i] = IN_TILE;
@@ -132,16 +132,16 @@ static void times_panel_by_hand(const float *rows, int64_t apart_rows, const flo
         }
 }
 
-// Sums of TALL rows and the columns of so many panels, one behind the other: the rows' pairs times those of each panel, in
-// all.
+// Sums of products of TALL rows with the columns of so many panels, which follow one another: the rows' pairs times those
+// of each panel, added up over panels.
 INLINE void times_panels(const float *rows, int64_t apart_rows, const float *panels, int64_t apart, int64_t steps,
                          int64_t times, float *sums, int64_t apart_sums, int add) {
     if (by_hand()) times_panel_by_hand(rows, apart_rows, panels, apart, steps, times, sums, apart_sums, add);
     else times_panel_in_tiles(rows, apart_rows, panels, apart, steps, times, sums, apart_sums, add);
 }
 
-// Sums of TALL rows and a panel's columns: the rows' pairs times those of the panel, added to what is there or not. `steps`
-// is a multiple of IN_TILE; what lies behind the end of either is finite in both, and 0 in one.
+// Sums of products of TALL rows with a panel's columns, pair by pair, added to what is there or not. `steps` is a multiple
+// of IN_TILE; what lies after the end of rows and panel is finite in both, and 0 in one.
 INLINE void times_panel(const float *rows, int64_t apart_rows, const float *panel, int64_t apart, int64_t steps,
                         float *sums, int64_t apart_sums, int add) {
     times_panels(rows, apart_rows, panel, apart, steps, 1, sums, apart_sums, add);

@@ -1,5 +1,5 @@
 // BalanceKV's walks, a block of tokens at a time: products of keys and values, exp, and signs, while all is in cache.
-// What is computed is said in kernels/balanced_walk/reference.py; in which order, in strips.py.
+// kernels/balanced_walk/reference.py says what is computed, strips.py in which order.
 #include "tiles.h"
 
 #define PANEL 64  // tokens that lie side by side, coordinate by coordinate
@@ -10,8 +10,8 @@
 #define VECTORS 2
 #endif
 #define ONES 0.025f  // weight of the denominator beside the numerator
-#define TINY 1e-15f  // values, beside those of models
-#define NOTHING -60.0f  // a logit whose exponential is nothing beside 1, but no denormal number: those are slow
+#define TINY 1e-15f  // length of values: tiny beside those of models
+#define NOTHING -60.0f  // a logit whose exponential is nothing beside 1, but not denormal: denormal numbers are slow
 
 typedef struct {
     int64_t blocks, n, d, e;
@@ -20,13 +20,13 @@ typedef struct {
     const void *keys, *values;
     const double *uniforms;
     float scale;
-    const int64_t *index;  // NULL, or numbers of tokens [lanes, numbered], one block of a lane behind the other
+    const int64_t *index;  // NULL, or numbers of tokens [lanes, numbered], one block of a lane after another
     int64_t of_lane, numbered;
 } walks;
 
 // One block: its tokens' places, keys and values in panels, and the signs so far. Where whole tiles are multiplied, keys and
-// values are rows of pairs as they came, and behind these panels of such; then products of keys still want the scale, and
-// what each has with the mean taken off.
+// values are rows of pairs as they came, followed by panels of them; products of keys must then still be scaled, and each
+// key's product with the mean subtracted.
 typedef struct {
     int64_t count, d, e, *places, key_steps, value_steps;
     float *keys, *values, *lengths, *value_lengths, *towards, *signs, *tile, *other, *rows, *mean;
@@ -111,7 +111,7 @@ static void to_tiles(const void *from, int64_t at, int64_t row, int64_t width, i
         lay_abreast((const char *)(rows + i * steps), BF16, 2 * steps, IN_PANEL, 2 * steps, NULL, 1, panels + i * steps);
 }
 
-// Times a factor: squared lengths of rows less the mean, and products of rows with the mean, which are 0 of nobody's rows.
+// Times a factor: squared lengths of rows less the mean, and products of rows with the mean, which are 0 for padding rows.
 static void about_rows(const float *rows, int64_t steps, int64_t width, int64_t count, const float *mean, float factor,
                        float *lengths, float *towards) {
     for (int64_t i = 0; i < padded(count, PANEL); i++) {
@@ -149,7 +149,7 @@ static void prepare(const walks *all, int64_t number, block *b, int centred) {
     b->largest = largest_of(b->lengths, b->count);
 }
 
-// Some rows of a tile: exponentials of the products of keys, less the largest, or those times the products of values.
+// Some rows of a tile: exponentials of the products of keys less the largest, or these times the products of values.
 INLINE void products(const float *rows, const float *columns, int64_t width, float start, int vectors, int of_values,
                      float *tile) {
     vf sums[ROWS][VECTORS];
@@ -169,7 +169,7 @@ INLINE void products(const float *rows, const float *columns, int64_t width, flo
     }
 }
 
-// Those of all tokens of one panel with those of another, as far as there are any; of one with itself the later ones.
+// Products of all tokens of one panel with those of another, as far as there are any; of a panel with itself the later ones.
 static void fill_tile(const float *rows, const float *columns, int64_t width, float start, int of_values, int row_count,
                       int column_count, float *tile) {
     int diagonal = rows == columns, end = (column_count + W - 1) / W;
@@ -277,7 +277,7 @@ static uint8_t keep_fewer(const walks *all, int64_t number, block *b, float boun
     int64_t positive = 0, done = 0;
     prepare(all, number, b, 0);
     float longest = sqrtf(largest_of(b->value_lengths, b->count));
-    if (b->tiled && longest < TINY) {  // the square of what these are multiplied by is beyond float32, and their products are
+    if (b->tiled && longest < TINY) {  // the square of their factor is beyond float32, and so are their products
         b->tiled = 0;
         prepare(all, number, b, 0);
         longest = sqrtf(largest_of(b->value_lengths, b->count));
@@ -304,7 +304,7 @@ static walks read_about(const int64_t *x, const void *keys, const void *values, 
                    x[9], keys, values, numbers, (float)scale, NULL, 1, 0};
 }
 
-// Where a block's tokens lie: one behind the other, or where its index says. Whether that is among so many.
+// Where a block's tokens lie: one after another, or where its index says. Returns whether that is among so many.
 static int take_places(const walks *all, int64_t number, int64_t there, block *b) {
     if (b->count > all->n) return 0;
     for (int64_t j = 0; !all->index && j < b->count; j++) b->places[j] = j;
@@ -339,7 +339,7 @@ int kvs_keep_half(const int64_t *about, const void *keys, const void *values, co
     return failed;
 }
 
-// kept[blocks, n]: the tokens of the sign that fewer have, of those that are real; and which walks were lost.
+// kept[blocks, n]: the tokens with the rarer sign, of those that are real; lost: which walks failed.
 int kvs_keep_smaller(const int64_t *about, const void *keys, const void *values, const double *uniforms,
                      const uint8_t *real, double scale, const float *bounds, uint8_t *kept, uint8_t *lost) {
     walks all = read_about(about, keys, values, uniforms, scale);

@@ -1,11 +1,11 @@
-// What entries got of the attention of queries whose denominators are known: keys are read once, where they lie.
+// How much attention entries got from queries whose denominators are known: keys are read once, where they lie.
 #include "common.h"
 
 #define WEIGHED_AT_ONCE 1024  // entries that a thread takes
-#define WEIGHED_AHEAD 64      // entries that are asked for before they are read
-#define MOST_LOG 80.0f        // of a weight: none is above 0 by more than rounding
+#define WEIGHED_AHEAD 64      // entries that are prefetched before they are read
+#define MOST_LOG 80.0f        // of a weight: no log is above 0 by more than rounding
 
-enum how { ADDED, LARGEST, INSTEAD };  // what becomes of what was there
+enum how { ADDED, LARGEST, INSTEAD };  // what an old number becomes
 
 struct weighing {  // as kernels/native/weights.py writes it; strides count numbers
     int64_t lanes, rows, count, width, kind, key_lane, key_step, mass_lane, got_lane, got_step, how, counted;
@@ -27,7 +27,7 @@ static void scores_of_kind(const float *query, const struct shape *of, const voi
     else { OF_ROWS_OF(1) }
 }
 
-// Note what entries from…to of a lane got of its queries; `room` is for these in float32.
+// Note how much entries from…to of a lane got from its queries; `room` is for the queries in float32.
 static void weigh(const struct weighing *in, const struct shape *of, const void *queries, const char *keys,
                   const float *log_mass, const float *lse, int64_t from, int64_t to, double *got, float *room) {
     int by_turns = BY_TURNS(in->kind, in->width);
@@ -69,8 +69,8 @@ static void weigh(const struct weighing *in, const struct shape *of, const void 
     }
 }
 
-// Note in got [lanes, count] what entries got of queries [lanes, rows, width] with these logs of denominators
-// [lanes, rows]. 0, or 1 where there is no memory left.
+// Note in got [lanes, count] how much attention entries got from queries [lanes, rows, width] with these logs of
+// denominators [lanes, rows]. 0, or 1 where there is no memory left.
 int kvs_weigh(const struct weighing *in, const char *queries, const char *keys, const float *log_mass, const float *lse,
               double *got, int64_t threads) {
     static struct company company = {LEAST_CREDIT, 0, 0};

@@ -1,4 +1,4 @@
-"""What entries got of the attention of queries, in C: of few `native/weights.c`, of many `native/looks.c`.
+"""How much attention entries got from queries, in C: from few by `native/weights.c`, from many by `native/looks.c`.
 
 In torch it is `asking.log_weights`.
 """
@@ -13,8 +13,8 @@ from torch import Tensor
 from kvsketch.kernels import native
 from kvsketch.kernels.native.attention import MOST_QUERIES
 
-WHOLE = 16  # numbers: keys are whole vectors of any machine
-ADDED, LARGEST, INSTEAD = range(3)  # what becomes of what was there: the sum, the larger one, or what was found
+WHOLE = 16  # numbers: widths of keys are multiples of it, so whole vectors on any machine
+ADDED, LARGEST, INSTEAD = range(3)  # what an old number becomes: the sum, the larger one, or what was found
 NO_ROOM = "no room for the queries of a step"
 
 
@@ -29,16 +29,16 @@ class Weighing(ctypes.Structure):
 
 
 class Noting(NamedTuple):
-    """Where it is noted what every entry gets of a few queries, and how."""
+    """Where it is noted how much attention every entry gets from a few queries, and how."""
 
     got: Float[Tensor, "l n"]
     keys: Float[Tensor, "l n d"]
     log_mass: Float[Tensor, "#l n"] | None = None
     how: int = ADDED
-    counted: bool = False  # whether the number of weights is noted behind what is got
+    counted: bool = False  # whether the number of weights is noted after what an entry got
 
     def weighing(self, rows: int, scale: float, softcap: float | None) -> Weighing | None:
-        """How C is told of so many queries of every lane; None where it cannot."""
+        """How C is told of so many queries of every lane; None where C cannot do it."""
         got, keys, mass = self.got, self.keys, self.log_mass
         lanes, count, width = keys.shape
         if native.library_for(keys) is None or keys.stride(2) != 1:
@@ -59,10 +59,10 @@ class Noting(NamedTuple):
 def add_weights(
     to: Noting, queries: Float[Tensor, "l r d"], lse: Float[Tensor, "l r"], scale: float, softcap: float | None = None
 ) -> bool:
-    """Note what every entry got of these queries, whose log denominators are known; False where C cannot.
+    """Note how much attention every entry got from these queries (log denominators known); False where C cannot.
 
-    The weights of several queries are added up, or the largest of them counts. Where memory runs out a part may have
-    been added: nobody may add it once more.
+    The weights of several queries are added up, or the largest of them counts. If memory runs out, some may have been
+    added already: they must not be added again.
     """
     library, weighing = native.library_for(queries, to.keys), to.weighing(queries.shape[1], scale, softcap)
     if library is None or weighing is None or lse.dtype != torch.float32 or not lse.is_cpu:
@@ -95,10 +95,10 @@ def add_many(
     *,
     how: int = ADDED,
 ) -> bool:
-    """Note in `got` what entries got of many queries, who see those whose ranks are not above their own.
+    """Note in `got` how much attention entries got from many queries, which see entries of no higher rank than theirs.
 
     Row r of a head's queries is query r % q. `got` is on the CPU, and its heads follow one another as those of a tensor
-    do. False where C cannot, and then nothing was noted. What a NaN gives is not the largest of anything.
+    do. False where C cannot, and then nothing was noted. A weight of NaN is never the largest.
     """
     rows, heads, asked, width = queries.shape
     library = native.library_for(queries, keys)

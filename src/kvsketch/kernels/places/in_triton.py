@@ -10,9 +10,9 @@ from kvsketch.kernels import gpu
 from kvsketch.kernels.places import reference
 
 LEAST_WIDTH, MOST_WIDTH = 16, 1024  # of a place
-COPIED, WARPS = 1 << 12, 4  # numbers that a program copies, of whole places
-NUMBERED, MOST_NUMBERED = 1 << 10, 1 << 16  # places of a program, and of a lane: each program looks at all of these
-COUNTED, COUNTING_WARPS = 1 << 12, 32  # numbers at a time: a whole lane's are counted again and again
+COPIED, WARPS = 1 << 12, 4  # numbers that a program copies, in whole places
+NUMBERED, MOST_NUMBERED = 1 << 10, 1 << 16  # places of a program, and of a lane: each program looks at the whole lane
+COUNTED, COUNTING_WARPS = 1 << 12, 32  # numbers at a time: those of a whole lane are counted again and again
 
 
 def chosen_of(each: Sequence[Tensor], index: Int64[Tensor, "l m"]) -> list[Tensor] | None:
@@ -57,7 +57,7 @@ def least_in_front(x: Float[Tensor, "l n"], most: int) -> Int64[Tensor, "l n"] |
 
 
 def _check_copies(device: torch.device, dtype: torch.dtype) -> None:
-    """Hold the kernel against torch: every bit counts."""
+    """Compare the kernel with torch, bit for bit."""
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(3, 70, 40, generator=draw, device="cpu").to(device, dtype).transpose(0, 1)[:, :, 3:]
     index = torch.randint(3, (70, 130), generator=draw, device="cpu").to(device)

@@ -114,7 +114,7 @@ def few_of_each(each: Sequence[Tensor], parts: Float[Tensor, " p"]) -> UInt8[Ten
     if library is None or any(type(x) is not Tensor or not x.is_cpu or x.is_conj() or x.is_neg() for x in each):
         return None
     if any(x.layout != torch.strided or not x.is_contiguous() or (x.numel() and not x.data_ptr()) for x in each):
-        return None  # one may be elsewhere for now
+        return None  # a tensor's numbers may be elsewhere for now
     about, length = [len(each), len(parts)], 0
     for x in each:
         count, size = x.numel(), x.element_size()

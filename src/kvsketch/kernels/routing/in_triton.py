@@ -17,10 +17,10 @@ MOST_ROWS = 64  # of a group's queries together
 MOST_BUCKETS = 4096
 SLICE = 64  # units or buckets of a program
 AT_ONCE, STAGES = 128, 4  # units of a round, and rounds under way
-NOT_SORTED = 64  # buckets that are chosen without sorting all
+NOT_SORTED = 64  # up to so many buckets are chosen without sorting all
 NOTE = "in bytes for Triton"
-TINY = 1e-300  # no tokens: the bits of 0 would come as a number of 32 bits
-MOST_UNITS, MOST_ASKING = 1024, 16  # of an inner layer and of a group's queries, for which registers have room in bytes
+TINY = 1e-300  # for no tokens: the bits of 0 would be taken as a number of 32 bits
+MOST_UNITS, MOST_ASKING = 1024, 16  # units of an inner layer, queries of a group: in bytes these fit registers
 
 
 def expect(query: Float[Tensor, "b hg q d"], by: Classifier, heads: int) -> Float[Tensor, "b h q g c"] | None:
@@ -47,7 +47,7 @@ def expect(query: Float[Tensor, "b hg q d"], by: Classifier, heads: int) -> Floa
 
 
 def _in_bytes(by: Classifier, asking: int) -> ByColumn | None:
-    """Its last layer in bytes, if that pays; noted, and not made while a graph is recorded."""
+    """The classifier's last layer in bytes, if that pays; it is noted, and not made while a graph is recorded."""
     weights = by.last[0]
     if by.inner is None or not pays(weights) or asking > MOST_ASKING:
         return None
@@ -56,7 +56,7 @@ def _in_bytes(by: Classifier, asking: int) -> ByColumn | None:
     if not gpu.works("a classifier in bytes", weights.device, weights.dtype, partial(_check, rounded=True)):
         return None
     at, noted = [x.data_ptr() for x in by.tensors], by.noted.get(NOTE)
-    if noted is None or noted[0] != at:  # torch may move a tensor, as to share it with a process
+    if noted is None or noted[0] != at:  # torch may move a tensor, for example to share it with a process
         if gpu.recording(weights.device):
             return None
         noted = by.noted[NOTE] = at, by_column(weights, by.inner)
@@ -143,7 +143,7 @@ def _visited(
     lanes, queries, buckets = scores.shape[0], scores.shape[1], scores.shape[-1]
     probes, runs, device = min(limits.probes, buckets), edges.shape[1], scores.device
     group = scores.shape[2] if scores.dim() == 4 else 0
-    if group and probes > NOT_SORTED and limits.mass is not None:  # which are asked for once more
+    if group and probes > NOT_SORTED and limits.mass is not None:  # the kernel reads scores once more
         scores, group = mean_probability(scores), 0
     kinds = (0 if limits.visit is None else 1 + isinstance(limits.visit, float)) + 4 * (limits.mass is not None)
     begin, length = torch.empty(2, 1, lanes, queries, probes * runs + 1, dtype=torch.int64, device=device).unbind()
@@ -164,13 +164,13 @@ def _visited(
 
 
 def _bits(x: float) -> int:
-    """Those of a float64."""
+    """The bits of a float64."""
     (found,) = struct.unpack("<q", struct.pack("<d", x))
     return int(found)
 
 
 def _check(device: torch.device, dtype: torch.dtype, *, rounded: bool = False) -> None:
-    """Hold a classifier's kernels against torch in float64."""
+    """Compare a classifier's kernels with torch in float64."""
     draw = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -189,7 +189,7 @@ def _check(device: torch.device, dtype: torch.dtype, *, rounded: bool = False) -
 
 
 def _check_choice(device: torch.device, dtype: torch.dtype, *, logits: bool = False) -> None:
-    """Hold the choice against torch: of many buckets by numbers from 0 on and by others, and of few by logits."""
+    """Compare the choice with torch: many buckets by numbers from 0 on and by others, and few by logits."""
     draw = torch.Generator().manual_seed(0)
     worth = torch.stack([torch.randperm(300, generator=draw, device="cpu") for _ in range(2)]).to(device, dtype) / 20
     sizes = torch.randint(0, 9, (2, 300), generator=draw, device="cpu").to(device)

@@ -1,6 +1,6 @@
 """Which buckets queries visit, in C: `router.c` has the classifier, `choice.c` the choice and the runs of entries.
 
-Runs are chosen in the call that reads them: a step then makes one call less.
+Runs are chosen inside the call that reads them, so a step makes one call less.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ def classify(query: Float[Tensor, "b hg q d"], by: Classifier, heads: int) -> Fl
 
 
 def question(query: Float[Tensor, "b hg q d"], by: Classifier, heads: int) -> "Question | None":
-    """What C is asked, and of whom; None where it cannot answer."""
+    """Queries and classifier as C takes them; None where C cannot answer."""
     rows, query_heads, count, width = query.shape
     few = 0 < rows * count * (query_heads // heads) <= MOST_QUERIES
     library = native.library_for(query) if few else None
@@ -53,7 +53,7 @@ def visit(
     *,
     left: bool = False,
 ) -> tuple[Choice, Int64[Tensor, "1 l q"], Float[Tensor, "l q c"] | None] | None:
-    """See `routing/__init__.py`. The numbers are there when the runs are: once they were read."""
+    """See `routing/__init__.py`. The numbers are filled in when the runs are chosen, that is when they are read."""
     library = native.library_for(scores)
     if library is None or scores.dtype != torch.float32 or scores.dim() > 3:
         return None
@@ -69,7 +69,7 @@ def visit(
         *(int(isinstance(limits.visit, float)), staged.begin, staged.number),
         *(None if x is None else x.data_ptr() for x in (scores, sizes, edges, read, others)),
     )
-    there = (scores, sizes, edges, read, others)  # `asked` has addresses alone: they must live as long as it does
+    there = (scores, sizes, edges, read, others)  # `asked` has only addresses: these must live as long as it does
     return Choice(partial(_made, library, asked, there), asked, (sizes, edges)), read, others
 
 
@@ -93,16 +93,16 @@ class _Layer(ctypes.Structure):
 
 
 class Noted(NamedTuple):
-    """About a classifier."""
+    """About a classifier, for C."""
 
     at: list[int]  # where its tensors were
     kind: torch.dtype
     layers: "ctypes.Array[_Layer]"  # as C takes them
-    read: list[Tensor]  # what these are of
+    read: list[Tensor]  # the tensors that `layers` points to
 
 
 def _noted(by: Classifier, library: ctypes.CDLL) -> Noted | None:
-    """How C reads a classifier; None where it cannot, or where a gradient is wanted of it."""
+    """How C reads a classifier; None where it cannot, or where a gradient of the classifier is wanted."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in by.tensors):
         return None
     at, noted = native.where(*by.tensors), by.noted.get(NOTE)
@@ -127,7 +127,7 @@ def _described(by: Classifier, at: list[int], *, bytes_pay: bool) -> Noted:
 
 
 def read_of(by: Classifier) -> tuple[int, bool]:
-    """Bytes that a step reads of a classifier, and whether it has weights in bytes."""
+    """How many bytes of a classifier a step reads, and whether it has weights in bytes."""
     noted = by.noted.get(NOTE) if native.library() is not None else None
     read = by.tensors if noted is None else noted.read
     return sum(x.nbytes for x in read), any(x.dtype == torch.int8 for x in read)
@@ -143,7 +143,7 @@ class Asked(ctypes.Structure):
 
 
 class Question(NamedTuple):
-    """To a classifier."""
+    """What C asks a classifier."""
 
     library: ctypes.CDLL
     asked: Asked

@@ -1,4 +1,4 @@
-"""Which buckets queries visit, in plain torch: the definition of the forms in C and in Triton."""
+"""Which buckets queries visit, in plain torch: the definition for the forms in C and in Triton."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ def classify(query: Float[Tensor, "b hg q d"], by: Classifier, heads: int) -> Fl
 def of_group(
     query: Float[Tensor, "b hg q d"], heads: int, dtype: torch.dtype, score: Callable[[Tensor], Tensor]
 ) -> Float[Tensor, "b h q c"]:
-    """Scores of every query by its KV head's rule, and their mean over the group."""
+    """Mean score over the group, where the rule of its KV head scores every query."""
     rows, _, queries, width = query.shape
     grouped = query.to(dtype).unflatten(1, (heads, -1)).transpose(0, 1)  # [h, b, g, q, d]
     scores = score(grouped.reshape(heads, -1, width))
@@ -32,7 +32,7 @@ def of_group(
 
 
 def mean_probability(logits: Float[Tensor, "... g c"]) -> Float[Tensor, "... c"]:
-    """Of every column over the queries of a group."""
+    """Of every column, the mean over a group's queries."""
     return logits.softmax(-1).mean(-2)
 
 
@@ -45,7 +45,7 @@ class Visited:
 
 
 def choose(scores: Float[Tensor, "*l q c"], sizes: Int64[Tensor, "*l c"], limits: Limits) -> Visited:
-    """The buckets with the largest scores, or the largest ones for each of their tokens, until a limit is reached."""
+    """The buckets with the largest scores, or the largest scores per token, until a limit is reached."""
     size = sizes.unsqueeze(-2).expand_as(scores)
     worth = (scores / size).masked_fill(size == 0, 0.0) if limits.per_token else scores
     best = worth.topk(min(limits.probes, scores.shape[-1]), dim=-1).indices
@@ -56,8 +56,8 @@ def choose(scores: Float[Tensor, "*l q c"], sizes: Int64[Tensor, "*l c"], limits
         taken &= size.gather(-1, best).cumsum(-1) <= most
     if limits.mass is not None:
         expected = scores.gather(-1, best)
-        taken &= expected.cumsum(-1) - expected < limits.mass  # those before it were not enough
-    taken[..., :1].fill_(True)  # of no columns, if there are no probes
+        taken &= expected.cumsum(-1) - expected < limits.mass  # the buckets before it were not enough
+    taken[..., :1].fill_(True)  # there is no column if there are no probes
     return Visited(best, taken)
 
 

@@ -1,12 +1,12 @@
 """Attention over weighted tokens, and causal attention of new tokens among themselves.
 
-`reference.py` is plain torch and runs anywhere. For few queries there is a kernel in C, `native/attention.c`, and one
-in Triton, `gpu/attend.py`. For many there is `native/prompt.c`, and `fused.py` runs torch's CPU kernel where there is
-no C; on a GPU tokens without weights go to torch's flash attention, `gpu/flash.py`, others to `gpu/attend_many.py`. A
-faster form for another device is one more line in the two functions below.
+`reference.py` is plain torch and runs anywhere. Few queries go to a kernel in C, `native/attention.c`, or in Triton,
+`gpu/attend.py`. Many queries go, on a CPU, to `native/prompt.c`, or to torch's own kernel (`fused.py`) where there is
+no C; on a GPU to torch's flash attention (`gpu/flash.py`) if the tokens have no weights, else to
+`gpu/attend_many.py`. A faster form for another device is one more line in the two functions below.
 
-`lse=False` says that the answer is not merged with others. Where no kernel here gives the log of the
-denominator, torch's own attention is then the fastest; the `lse` that comes with it is NaN.
+`lse=False` says that the answer will not be merged with others. If no kernel in C serves the call and the tokens have
+no weights, torch's own attention is then the fastest; its `lse` is NaN.
 """
 
 import torch
@@ -64,7 +64,7 @@ def causal_attention(
 ) -> Partial:
     """Attention of q tokens among themselves: each sees itself and the valid ones before it."""
     if query.shape[2] <= 1:
-        # Padding or not, it sees itself, so that no row of the batch is empty.
+        # A single token sees itself even if it is padding, so no row of the batch is empty.
         return weighted_attention(query, WeightedTokens(keys, values), scale, softcap=softcap, lse=lse)
     found = in_c.attend(query, WeightedTokens(keys, values), scale, softcap, causal=True, valid=valid)
     if found is not None:
@@ -89,15 +89,15 @@ def causal_attention(
 
 
 def _has_kernel(query: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether torch has a kernel for this causal call: else it makes a matrix of all logits, on a GPU in one piece.
+    """Whether torch has a kernel for this causal call; if not, it makes a matrix of all logits, on a GPU in one piece.
 
-    For groups of queries it has the one in flash.py alone there.
+    On a GPU its only kernel for groups of queries is the one in flash.py.
     """
     return query.device.type != "cuda" or query.shape[1] == keys.shape[1] or flash.fits(query, values)
 
 
 def _answer_alone(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:
-    """The call that transformers makes, with the group folded into rows where there is no mask to repeat."""
+    """Attention by the call that transformers makes; the group is folded into rows if there is no mask to repeat."""
     folded = query if causal else fold_groups(query, keys.shape[1])
     out = F.scaled_dot_product_attention(
         folded, keys, values, scale=scale, is_causal=causal, enable_gqa=folded.shape[1] != keys.shape[1]
@@ -120,7 +120,7 @@ def _causal_block(
     at = torch.arange(stop, device=query.device)
     visible = (at[start:, None] >= at)[None, None]  # [1, 1, q, n]
     if valid is not None:
-        # A padding token sees itself alone: its answer is never used, and must not be NaN.
+        # A padding token sees only itself: its answer is never used, but must not be NaN.
         visible = visible & valid[:, None, None, :stop] | (at[start:, None] == at)
     block, keys, values = query[:, :, start:stop], keys[:, :, :stop], values[:, :, :stop]
     if fused.can_run(query, softcap):

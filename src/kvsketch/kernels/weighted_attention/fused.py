@@ -1,10 +1,10 @@
 """Weighted attention through torch's fused CPU kernel: no logits in memory, keys read once per KV head.
 
-`softmax_attention` is the one call; it gives the log of the denominator, which the public
-`scaled_dot_product_attention` does not. `attend_biased` brings the weights into it, as a float32 bias on the logits.
+`softmax_attention` calls the kernel and returns the log of the denominator, which the public
+`scaled_dot_product_attention` does not. `attend_biased` adds the weights, as a float32 bias on the logits.
 
 With a ≠ b the values get more columns: the kernel averages [a/c·v, b/c] under the weights
-c = max(a, b), and the answer is the ratio of the two.
+c = max(a, b), and the answer is the ratio of the two averages.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvsketch.attention import NO_MASS, Partial, WeightedTokens, fold_groups, unfold_groups
 
-LEAST_MASS = 1e-19  # of the largest weight: the root of the least number, so that quotients stay numbers
+LEAST_MASS = 1e-19  # of the largest weight: about the square root of the least number, so that quotients stay finite
 
 
 def can_run(query: Tensor, softcap: float | None) -> bool:
@@ -36,12 +36,12 @@ def softmax_attention(
 ) -> Partial:
     """Attention with its lse; bit for bit what `scaled_dot_product_attention` computes on the CPU.
 
-    The kernel wants keys and values of one width, so the narrower is padded with zeros. A row whose
-    bias is `-inf` everywhere answers 0 with lse 0 there; `attend_biased` sets that to `-inf`.
+    The kernel wants keys and values of one width, so the narrower is padded with zeros. For a row whose
+    bias is `-inf` everywhere it returns 0 with lse 0; `attend_biased` sets that lse to `-inf`.
     """
     query, keys, values = (
         x if x.stride(3) == 1 else x.contiguous() for x in (query, keys, values)
-    )  # or it reads others
+    )  # else the kernel reads the wrong numbers
     if causal:
         keys, values = _in_rows(keys), _in_rows(values)
     key_width, value_width = keys.shape[-1], values.shape[-1]
@@ -55,9 +55,9 @@ def softmax_attention(
 
 
 def _in_rows(of_prompt: Tensor) -> Tensor:
-    """A head's tokens one behind the other.
+    """The same with each head's tokens next to one another in memory.
 
-    Models make a token's heads so, which the kernel reads more slowly: by 5 to 7 % where there are thousands of tokens.
+    Models put a token's heads together, which the kernel reads more slowly: by 5 to 7 % for thousands of tokens.
     """
     return of_prompt if of_prompt.stride(2) == of_prompt.shape[3] else of_prompt.contiguous()
 
@@ -72,9 +72,9 @@ def _attended(
 
 
 class _AttendedWithGradient(torch.autograd.Function):
-    """The kernel, with the gradient of the lse too, by which answers are merged: torch's backward leaves that out.
+    """The kernel, with the gradient of the lse too, which merging needs: torch's backward leaves that out.
 
-    The gradient of the logits is P ∘ (dP - Σ dO ∘ O + d lse). One more column in O and in dO brings the last term in.
+    The gradient of the logits is P ∘ (dP - Σ dO ∘ O + d lse). One more column in O and in dO adds the last term.
     """
 
     @staticmethod
@@ -110,7 +110,7 @@ class _AttendedWithGradient(torch.autograd.Function):
 def attend_biased(query: Float[Tensor, "b hg q d"], tokens: WeightedTokens, scale: float) -> Partial:
     """Weighted attention with the log weights as a bias."""
     values, log_weight, shares_mass = _one_weight(tokens)
-    bias = None if log_weight is None else log_weight[:, :, None].float()  # bf16 would lose log 256 by 0.03
+    bias = None if log_weight is None else log_weight[:, :, None].float()  # bf16 would be off by 0.03 at log 256
     part = softmax_attention(fold_groups(query, tokens.keys.shape[1]), tokens.keys, values, scale, bias=bias)
     if log_weight is not None:
         part = _without_dead_rows(part, log_weight)

@@ -35,7 +35,7 @@ def attend_where(
     softcap: float | None = None,
     at_once: int | None = None,
 ) -> Partial:
-    """The same where `visible(start, stop)` makes the mask of a block of queries when its turn comes."""
+    """The same, with `visible(start, stop)` called to make the mask of each block of queries when its turn comes."""
     rows, heads, queries, _ = query.shape
     block = max(1, (at_once or LOGITS_AT_ONCE) // max(1, rows * heads * tokens.count))
     bounds = [(start, min(start + block, queries)) for start in range(0, queries, block)] or [(0, 0)]
@@ -56,7 +56,7 @@ def log_normalizer(
     *,
     softcap: float | None = None,
 ) -> Float[Tensor, "b hg q"]:
-    """Log of the denominator alone, Σ b·exp(s): from keys that have no values."""
+    """Log of the denominator alone, Σ b·exp(s), for keys without values."""
     rows, heads, queries, _ = query.shape
     block = max(1, LOGITS_AT_ONCE // max(1, rows * heads * keys.shape[2]))
     parts = [query[:, :, :0, 0].to(log_mass.dtype)]

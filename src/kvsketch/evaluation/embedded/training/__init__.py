@@ -1,1 +1,1 @@
-"""How the embedded model is made: its tokenizer, its start, its documents, its training."""
+"""How the embedded model is made: its tokenizer, its initial weights, its documents, its training."""

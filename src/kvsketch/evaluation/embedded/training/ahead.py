@@ -1,4 +1,4 @@
-"""Batches that are made in other processes, some steps before they are wanted: one makes fewer than a GPU reads."""
+"""Batches made in other processes, some steps ahead: a single process makes fewer than a GPU reads."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ MOST = 14  # processes
 
 
 class Wanted(NamedTuple):
-    """A batch: its number, how long documents are and how many tokens there are, and whether it is of the finish."""
+    """A batch: its number, the length of documents, the number of tokens, and whether it belongs to the finish."""
 
     number: int
     length: int
@@ -31,16 +31,16 @@ class Wanted(NamedTuple):
 
     @property
     def tasks(self) -> Mapping[str, int]:
-        """How often each is drawn."""
+        """How often each task is drawn."""
         return FINISHED_WITH if self.finish else SHARES
 
     def made(self, documents: Documents) -> Batch:
-        """Made here."""
+        """The batch, made in this process."""
         return documents.batch(self.number, self.length, self.tokens, self.tasks, QUESTIONS * (1 + self.finish))
 
 
 class Ahead:
-    """Makes what is wanted, and what will be; the same batches with any number of processes, or with none."""
+    """Makes batches that are wanted now or later; the same ones with any number of processes, or with none."""
 
     def __init__(self, seed: int, haystacks: Sequence[Haystack], *, processes: int) -> None:
         self.documents = Documents(build_tokenizer(), seed, haystacks)
@@ -57,12 +57,12 @@ class Ahead:
             self.pool.shutdown(wait=False, cancel_futures=True)
 
     def batches(self, wanted: Sequence[Wanted], later: Sequence[Wanted]) -> list[Batch]:
-        """What is wanted now; `later` is begun."""
+        """The batches wanted now; those of `later` are begun."""
         if self.pool is None:
             return [one.made(self.documents) for one in wanted]
         asked = [*wanted, *later]
         for one in self.begun.keys() - set(asked):
-            self.begun.pop(one).cancel()  # documents have got longer since
+            self.begun.pop(one).cancel()  # not wanted any more: documents have become longer
         for one in asked:
             if one not in self.begun:
                 self.begun[one] = self.pool.submit(_made, one)
@@ -70,23 +70,23 @@ class Ahead:
 
 
 def processes_beside(device: str) -> int:
-    """How many make batches for a GPU; a CPU has no time to spare."""
+    """How many processes make batches beside a GPU; none beside a CPU, which has no time to spare."""
     there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(MOST, there - 2)) if torch.device(device).type == "cuda" else 0
 
 
-_documents: list[Documents] = []  # of a process that makes batches: a pool has no other place for what is made once
+_documents: list[Documents] = []  # in a process of the pool, which has no other place for things made once
 
 
 def _begin(seed: int, haystacks: Sequence[Haystack]) -> None:
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who trains is asked to stop, and says so
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C stops the training process, which reports it
     end_with_parent()
     _documents[:] = [Documents(build_tokenizer(), seed, haystacks)]
 
 
 def end_with_parent() -> None:
-    """Have a process end when its parent does: one that is killed says nothing."""
+    """Have this process end when its parent ends: a parent that is killed does not tell its children."""
     Thread(target=_wait_for, args=[parent_process()], daemon=True).start()
 
 

@@ -1,4 +1,4 @@
-"""Training batches: documents of the tasks, each with many questions that do not see one another."""
+"""Training batches: documents of the tasks, each with many questions, which do not see one another."""
 
 import dataclasses
 import random
@@ -18,7 +18,7 @@ from kvsketch.evaluation.tasks.base import WORDINGS, Wording
 from kvsketch.evaluation.tasks.haystack import SENTENCE_END, Grammar, Haystack, Sentences
 from kvsketch.evaluation.tasks.ruler import NEEDLES
 
-# How often each task is drawn: mostly those whose answers a model of this size can give.
+# How often each task is drawn: mostly tasks that a model of this size can do.
 SHARES: Mapping[str, int] = {
     "lines": 14,
     "kv": 15,
@@ -36,51 +36,51 @@ SHARES: Mapping[str, int] = {
     "fwe": 2,
     "math_find": 2,
 }
-# Tasks whose documents train better with more than the official few keys: the same text, only denser.
+# Tasks that train better with more keys than the few official ones: the same text, but denser.
 EXTRA_KEYS = {"niah_multikey": 16, "niah_multiquery": 32, "niah_multivalue": 8, "niah_single_uuid": 8}
 TASK_NAMES = tuple(SHARES)
-PROMPT_ENDS = ("", "", "", " ", "\n")  # what may come behind a prompt, in place of white space that it ends with
-# What else may be hidden in a haystack, and how often it is: one reading teaches more answers.
+PROMPT_ENDS = ("", "", "", " ", "\n")  # what may end a prompt, in place of its own white space
+# Tasks also hidden in a haystack, and how often: so one reading of a document teaches more answers.
 ALSO_HIDDEN: Mapping[str, float] = {"passkey": 0.4, "number_string": 0.4, "needle": 0.4, "vt": 0.3}
 INVENTED = (0.0, 0.0, 0.3, 0.9)  # shares of made-up words in names
 NUMBER = re.compile(r" ?([0-9]|[0-9a-f]{8}-)")
-TRIES = 3  # to make a document as long as it should be
-LONGEST_PIECE = 12  # characters: longer ones are of templates
-PROSE = 256  # places of a batch at which the next token of the text is asked for
+TRIES = 3  # attempts to make a document of the right length
+LONGEST_PIECE = 12  # characters; longer pieces come from templates
+PROSE = 256  # places in a batch's documents at which the next token is predicted
 HIDES_SEVERAL_FROM = 512  # tokens of a document
-QUESTIONS = 24  # about what a document is of, at most; what else it hides is asked about besides
-QUESTION_TOKENS = 128  # of a document at most, or a quarter of its own where that is more
+QUESTIONS = 24  # most on a document's own task; there are more on what else it hides
+QUESTION_TOKENS = 128  # most for a document, or a quarter of the document's length if that is more
 OTHER_CHARACTERS = ((0xA1, 0x180), (0x391, 0x3CA), (0x410, 0x450), (0x2010, 0x2028), (0x4E00, 0x4E80))
 IGNORED, NOBODY = -100, -1
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Documents, padded at their end, and the questions with their replies, row by row."""
+    """Documents, padded at the end, and questions with their replies, a row for each document."""
 
-    names: tuple[str, ...]  # what each document is of
+    names: tuple[str, ...]  # the task of each document
     context: Int[Tensor, "b c"]
     asked: Int[Tensor, "b q"]
     positions: Int[Tensor, "b q"]
     lengths: Int[Tensor, " b"]  # of the documents
-    owner: Int[Tensor, "b q"]  # which question of its document a token is of; NOBODY in padding
-    labels: Int[Tensor, "b q"]  # the token that comes next; IGNORED where it is not a reply's
+    owner: Int[Tensor, "b q"]  # the number of a token's question in its document; NOBODY in padding
+    labels: Int[Tensor, "b q"]  # the next token; IGNORED where that is not part of a reply
     weights: Float[Tensor, "b q"]
-    tasks: Int[Tensor, "b q"]  # which task a reply is of, by its place in TASK_NAMES
-    prose: Int[Tensor, "n 2"]  # rows and places of documents at which the next token of the text is asked for
+    tasks: Int[Tensor, "b q"]  # the task of a reply, by its place in TASK_NAMES
+    prose: Int[Tensor, "n 2"]  # rows and places at which a document's next token is predicted
 
     @property
     def tokens(self) -> int:
-        """How many there are, padding included."""
+        """How many tokens there are, padding included."""
         return self.context.numel() + self.asked.numel()
 
     @property
     def in_document(self) -> Bool[Tensor, "b c"]:
-        """What of the documents is no padding."""
+        """A mask of the documents' tokens, without padding."""
         return torch.arange(self.context.shape[1], device=self.lengths.device) < self.lengths[:, None]
 
     def visible(self, at: Int[Tensor, "b n"]) -> Bool[Tensor, "b 1 n total"]:
-        """What these places of the questions see: the document, and what stands before them in their question."""
+        """What these places of questions see: the document, and their own question up to themselves."""
         document = self.in_document[:, None].expand(-1, at.shape[1], -1)
         same = self.owner.gather(1, at)[:, :, None] == self.owner[:, None]
         before = torch.arange(self.asked.shape[1], device=at.device) <= at[:, :, None]
@@ -88,17 +88,17 @@ class Batch:
 
     @property
     def every(self) -> Int[Tensor, "b q"]:
-        """All places of the questions."""
+        """All places of the questions, for each row."""
         return torch.arange(self.asked.shape[1], device=self.asked.device).expand(len(self.asked), -1)
 
     def on(self, device: str) -> "Batch":
-        """The same there."""
+        """The same batch on a device."""
         return Batch(self.names, *(getattr(self, field.name).to(device) for field in dataclasses.fields(self)[1:]))
 
 
 class _Segment(NamedTuple):
     ids: list[int]
-    reply: int  # where it starts
+    reply: int  # where the reply starts in `ids`
     task: int  # its place in TASK_NAMES
 
 
@@ -111,7 +111,7 @@ class Made:
 
 
 class Documents:
-    """Makes batches of a length, the same for the same seed and step."""
+    """Makes batches of a given length; the same seed and step give the same batch."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int, texts: Sequence[Haystack] = ()) -> None:
         self.tokenizer, self.seed = tokenizer, seed
@@ -123,7 +123,7 @@ class Documents:
     def batch(
         self, step: int, length: int, tokens: int, shares: Mapping[str, int] = SHARES, questions: int = QUESTIONS
     ) -> Batch:
-        """Rows of about `length` tokens, about `tokens` of them in all, and so many questions about each at most."""
+        """Documents of about `length` tokens, about `tokens` in all, with at most `questions` of the task on each."""
         draw = random.Random(f"{self.seed}/{step}")
         rows = max(1, round(tokens / length))
         names = draw.choices(list(shares), list(shares.values()), k=rows)
@@ -161,7 +161,7 @@ class Documents:
         return _ids_of(self.tokenizer, text, special=special)
 
     def _segments(self, draw: random.Random, made: Made, most: int) -> list[_Segment]:
-        """Each question with its reply, up to so many tokens."""
+        """Questions with their replies, in random order, up to `most` tokens and at least one."""
         end = self.tokenizer.eos_token_id
         segments, tokens = list[_Segment](), 0
         for task, question in draw.sample(made.asked, len(made.asked)):
@@ -176,7 +176,7 @@ class Documents:
 
 @cache
 def _tokens_per_unit(tokenizer: PreTrainedTokenizerBase, name: str, wording: Wording) -> tuple[float, float]:
-    """Tokens of an empty document of a task, and of each unit in it."""
+    """The tokens of an empty document of a task, and of each unit added to it."""
     few, many = max(40, TASKS[name].smallest), 200
     counts, setting = {}, Setting(size=1, wording=wording, haystack=Grammar())
     for size in (few, many):
@@ -192,7 +192,7 @@ def _ids_of(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> 
 
 
 class Jumble(Haystack):
-    """Pieces of the tokenizer in any order, and characters of other scripts: hardly any token is never seen."""
+    """The tokenizer's pieces in random order, and characters of other scripts: training meets nearly all tokens."""
 
     name, joint = "jumble", " "
 
@@ -209,7 +209,7 @@ class Jumble(Haystack):
 
 
 class _Given(Haystack):
-    """The sentences of a text in some haystack, to hide more in it; where fewer are wanted, others of that haystack."""
+    """The sentences of a text, as a haystack to hide more in; if another number is wanted, its haystack's pieces."""
 
     name = "given"
 
@@ -223,7 +223,7 @@ class _Given(Haystack):
 
 
 def _make(draw: random.Random, name: str, setting: Setting, also: Sequence[str]) -> Made:
-    """A document of a task, and what other tasks hide in it."""
+    """A document of a task, in which other tasks hide things too."""
     most = EXTRA_KEYS.get(name)
     if most is None:
         sample = TASKS[name].make(draw, setting)
@@ -243,7 +243,7 @@ def _make(draw: random.Random, name: str, setting: Setting, also: Sequence[str])
 
 
 def _ended(question: Question, end: str) -> tuple[str, str]:
-    """Prompt and reply with other white space between them; no blank is said twice before a number."""
+    """Prompt and reply with `end` as the white space between them; a blank before a number is not repeated."""
     prompt, reply = question.prompt, question.reply
     if end and prompt.endswith(" "):
         prompt, reply = prompt[:-1], f" {reply}" if end == " " else reply
@@ -278,7 +278,7 @@ def _pack(
             place = here.stop
     lengths = torch.tensor([len(ids) for ids in contexts])
     replies = labels != IGNORED
-    # A document with many questions counts for more, but does not drown the others.
+    # A document with many questions counts more, but not so much that the others count for nothing.
     weights = replies / replies.sum(1, keepdim=True).clamp(min=1).sqrt()
     places = torch.tensor(prose, dtype=torch.long).reshape(-1, 2)
     return Batch(names, context, tokens, positions, lengths, owner, labels, weights.float(), tasks, places)

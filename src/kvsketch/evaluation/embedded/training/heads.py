@@ -1,6 +1,6 @@
-"""Heads of the embedded model that match before any training: a layer's own way to find what repeats.
+"""Heads of the embedded model that match tokens before any training, so that a layer finds what repeats.
 
-First what is wanted of layers 1 and 2, then how a query is made to meet a key and what is found to be handed on.
+First come the heads of layers 1 and 2; then how queries are made to match keys, and how the token found is handed on.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,32 +12,32 @@ from torch import Tensor
 from kvsketch.evaluation.embedded.training.shape import COMPARED, MARKED, NEARER, Shape
 from kvsketch.evaluation.embedded.training.tokenizer import ASSIGNED, NEEDLE, PLACES, SEVERAL, VALUE
 
-SLOW, FAST = 3e-4, 6e-3  # turns from one token to the next: slower pairs match at any distance, those between tell it
-PREFERENCE = 9.0  # size of constants that prefer early or late tokens: matters among those that match alike
-LOUD = 10.0  # how much stronger than others a query is that a single token calls for
-FOLLOWED, NAMED, NEXT = 1.0, 0.67, 0.33  # how loud what came behind the tokens at hand is, behind a name, and in a list
-SHARPNESS = 2.8  # size of the projections that match: enough for a name of two tokens to stand out among thousands
+SLOW, FAST = 3e-4, 6e-3  # turns per token: slower pairs match at any distance, pairs between tell the distance
+PREFERENCE = 9.0  # size of constants that prefer early or late tokens; decides among tokens that match equally
+LOUD = 10.0  # how much stronger a query is if a single token triggers it
+FOLLOWED, NAMED, NEXT = 1.0, 0.67, 0.33  # weight of what followed the latest tokens, a name, a list's item
+SHARPNESS = 2.8  # size of projections that match: a name of two tokens must stand out among thousands
 
-# Several values of a name, one after another. First, which were before one, and what was said last.
-BEFORE = 5  # the offset whose slice tells the values before one, from layer 1 on
-LINKED, LATER = 3.0, 6.0  # how loud they are, and how much nearer ones matter more
-ALONE = 13.0  # size of query and key by which the first token is found where there is no value before
-SAYING, SAID = 9.0, 3.0  # size of query and key by which places are found, and how loud what stands before them is
-NEAR, NEARNESS = (0.015, 0.05), 15.0  # the turns that tell nearer places from those before, and how much that matters
-# Then the next value: how much names, the colon, values before and none of them matter; and how loud it is.
+# For several values of a name, one after another. First: the values before one, and the value said last.
+BEFORE = 5  # from layer 1 on, this offset's slice holds the values before one
+LINKED, LATER = 3.0, 6.0  # their weight, and how much more nearer ones count
+ALONE = 13.0  # size of query and key that find the first token if there is no value before
+SAYING, SAID = 9.0, 3.0  # size of query and key that find places, and the weight of what stands before these
+NEAR, NEARNESS = (0.015, 0.05), 15.0  # turns that tell nearer places from earlier ones, and their weight
+# Then the next value: weights of names, the colon, values before, and of none before; LISTED: of the value itself.
 SAME_NAME, SAME_COLON, SAME_VALUE, NO_VALUE = 2.0, 28.0, 3.0, 20.0
-NOTHING = 29.0  # size of query and key by which the first token is found where there is no next value
+NOTHING = 29.0  # size of query and key that find the first token if there is no next value
 LISTED = 2.0
 
 
 def matching_heads(layer: Any, known: Mapping[str, Tensor], code: Tensor, size: float, shape: Shape) -> None:
-    """KV heads that find what came behind what is at hand, what behind a name, the next name of a list; one links."""
+    """Three KV heads find what followed the latest tokens, what followed a name, and a list's next name; one links."""
     attention = layer.self_attn
     for projection in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
         projection.weight.mul_(0.02)
     follows = [(offset, offset + 1, weight) for offset, weight in zip(range(shape.offsets), NEARER, strict=True)]
-    named = [(0, 1, 0.5), (1, 2, 0.5), (2, 3, 2.0), (3, 4, 2.0)]  # what came behind a name of two tokens, and two more
-    listed = [(0, 1, 1.0), (6, 2, 1.0), (7, 3, 1.0)]  # the name before the last number, and what came after it
+    named = [(0, 1, 0.5), (1, 2, 0.5), (2, 3, 2.0), (3, 4, 2.0)]  # what followed a name of two tokens, and two more
+    listed = [(0, 1, 1.0), (6, 2, 1.0), (7, 3, 1.0)]  # the name before the last number, and what followed it
     _match(attention, 0, follows, shape)
     _hand_on_token(attention, 0, shape, gain=FOLLOWED)
     _match(attention, 1, named, shape)
@@ -50,31 +50,31 @@ def matching_heads(layer: Any, known: Mapping[str, Tensor], code: Tensor, size: 
 
 
 def chain_heads(layer: Any, known: Mapping[str, Tensor], first: Tensor, shape: Shape) -> None:
-    """One KV head finds a name's next value, one goes on in a chain of variables, one finds its first variable."""
+    """One KV head finds a name's next value, one the next variable of a chain, and one its first variable."""
     attention, kv = layer.self_attn, 3 * shape.head_dim
     wide = kv * shape.group
     for weight in (attention.q_proj.weight[:wide], attention.k_proj.weight[:kv], attention.v_proj.weight[:kv]):
         weight.mul_(0.02)
     attention.o_proj.weight[:, :wide].mul_(0.02)
-    # the value of the name at hand that comes after the one last said
+    # the current name's value after the one said last
     _next_value(attention, 0, known[VALUE], shape)
     _hand_on_token(attention, 0, shape, gain=LISTED)
     _say_nothing(attention, 0, first, shape)
-    _match(attention, 1, [(0, 0, 1.0), (1, 1, 0.5)], shape)  # the variable last said, where another one is set to it
+    _match(attention, 1, [(0, 0, 1.0), (1, 1, 0.5)], shape)  # finds where another variable is set to the one said last
     _expect(attention, 1, 2, known[ASSIGNED], shape)
     _hand_on(attention, 1, shape.at(3), shape.found, shape)
-    _match(attention, 2, [(3, 0, 1.0), (4, 1, 1.0)], shape)  # the number that was asked for, where a variable is it
+    _match(attention, 2, [(3, 0, 1.0), (4, 1, 1.0)], shape)  # finds where a variable is set to the number asked for
     _expect(attention, 2, 3, known[ASSIGNED], shape)
     _hand_on(attention, 2, shape.at(4), shape.found, shape)
 
 
 def _match(attention: Any, kv_head: int, pairs: Sequence[tuple[int, int, float]], shape: Shape) -> list[Tensor]:
-    """Queries of a KV head's group meet its keys where tokens at offsets agree, each pair with its weight."""
+    """Have queries of a KV head's group match its keys where tokens at offsets agree, each pair with its weight."""
     return _meet(attention, kv_head, [(shape.at(asked), shape.at(has), weight) for asked, has, weight in pairs], shape)
 
 
 def _meet(attention: Any, kv_head: int, pairs: Sequence[tuple[slice, slice, float]], shape: Shape) -> list[Tensor]:
-    """The same for any slices, of one size in a pair."""
+    """As `_match`, for any slices; both slices of a pair have one size."""
     d, group = shape.head_dim, shape.group
     rooms, projections = _rooms(shape, [has.stop - has.start for _, has, _ in pairs]), list[Tensor]()
     for (asked, has, weight), room in zip(pairs, rooms, strict=True):
@@ -86,14 +86,14 @@ def _meet(attention: Any, kv_head: int, pairs: Sequence[tuple[slice, slice, floa
 
 
 def _link(attention: Any, kv_head: int, size: float, shape: Shape) -> None:
-    """Where a value begins, one query head finds how those before it under its name go on; one, what was said last.
+    """Where a value begins, one query head finds how earlier values of its name go on; another, the value said last.
 
-    The latest is found best. Where several are found, the value after the one that was said last has that among the
-    fewest others, so it is still the one that is met best. Where there is none, the first token is found.
+    The latest match counts most. If several are found, the value after the one said last has that one among the fewest
+    others, so it still matches best. If none is found, the head attends to the first token.
     """
     d = shape.head_dim
     kv, linking, saying = kv_head * d, kv_head * shape.group * d, (kv_head * shape.group + 1) * d
-    first, place = d - 1, d - 2  # these hardly turn
+    first, place = d - 1, d - 2  # these two dimensions hardly turn
     for (query_offset, key_offset), room in zip([(3, 4), (4, 5)], _rooms(shape, [shape.code] * 2), strict=True):
         attention.k_proj.weight[kv : kv + d, shape.at(key_offset)] += room
         attention.q_proj.weight[linking : linking + d, shape.at(query_offset)] += room
@@ -118,9 +118,9 @@ def _link(attention: Any, kv_head: int, size: float, shape: Shape) -> None:
 
 
 def _next_value(attention: Any, kv_head: int, code: Tensor, shape: Shape) -> None:
-    """The value of the name at hand that comes after the one last said; the first one where none was.
+    """Find the current name's value after the one said last, or its first value if none was said.
 
-    What finds nothing rests on the first token.
+    A head that finds nothing rests on the first token.
     """
     value, before = shape.value, slice(shape.at(BEFORE).start, shape.at(BEFORE).start + COMPARED)
     pairs = [(shape.at(2), shape.at(3), SAME_NAME), (shape.at(3), shape.at(4), SAME_NAME), (value, before, SAME_VALUE)]
@@ -137,13 +137,13 @@ def _next_value(attention: Any, kv_head: int, code: Tensor, shape: Shape) -> Non
 
 
 def _say_nothing(attention: Any, kv_head: int, code: Tensor, shape: Shape) -> None:
-    """Where the first token is found its code is not handed on."""
+    """If a head finds the first token, do not hand that token's code on."""
     start = kv_head * shape.head_dim
     attention.v_proj.weight[start : start + len(code), shape.mark] -= code / MARKED
 
 
 def _begin_list(attention: Any, kv_head: int, projection: Tensor, known: Mapping[str, Tensor], shape: Shape) -> None:
-    """Where several answers are to come, a KV head's last query head finds what the last needle or question names."""
+    """Before several answers, have a KV head's last query head find what the last needle or question names."""
     d = shape.head_dim
     head = (kv_head + 1) * shape.group - 1
     latest = _between(shape) * PREFERENCE
@@ -156,7 +156,7 @@ def _begin_list(attention: Any, kv_head: int, projection: Tensor, known: Mapping
 
 
 def _expect(attention: Any, kv_head: int, key_offset: int, code: Tensor, shape: Shape) -> None:
-    """A KV head's keys are met where a slice of theirs is this code, whatever the query."""
+    """Have a KV head's keys match if a slice of theirs is this code, whatever the query."""
     d, group = shape.head_dim, shape.group
     projection = torch.randn(d, shape.code) * _projected(shape, 2)
     attention.k_proj.weight[kv_head * d : (kv_head + 1) * d, shape.at(key_offset)] += projection
@@ -165,13 +165,13 @@ def _expect(attention: Any, kv_head: int, key_offset: int, code: Tensor, shape: 
 
 
 def _between(shape: Shape, slow: float = SLOW, fast: float = FAST) -> Tensor:
-    """The dimensions that tell near from far: of each pair that turns neither fast nor slowly the first."""
+    """The dimensions that tell near from far: the first of each pair that turns neither fast nor slowly."""
     found = (shape.turns > slow) & (shape.turns < fast)
     return torch.cat([found.float(), torch.zeros(shape.head_dim // 2)])
 
 
 def _rooms(shape: Shape, sizes: Sequence[int]) -> list[Tensor]:
-    """Projections of slices, each into dimensions of its own where there are enough; the last are left to others."""
+    """Projections of slices, each into dimensions of its own if there are enough; the last three are left free."""
     scale = _projected(shape, len(sizes))
     slow = scale[:-3, 0].nonzero()[:, 0]
     wide = len(slow) // len(sizes)
@@ -189,13 +189,13 @@ def _rooms(shape: Shape, sizes: Sequence[int]) -> list[Tensor]:
 
 
 def _projected(shape: Shape, slices: int) -> Tensor:
-    """The size of a projection, by dimension: only these still match over thousands of tokens."""
+    """The size of a projection by dimension; not 0 only where tokens still match over thousands of others."""
     slow = (shape.turns < SLOW).repeat(2)[:, None]
     return slow * SHARPNESS * (len(slow) / slow.sum()) ** 0.25 / (slices * shape.code) ** 0.5
 
 
 def _hand_on_token(attention: Any, kv_head: int, shape: Shape, gain: float) -> None:
-    """The whole code of the token that was found is what is expected next."""
+    """Have the whole code of the token that was found be expected next."""
     _hand_on(attention, kv_head, shape.at(0), shape.found, shape, gain=gain)
     _hand_on(attention, kv_head, shape.own_rest, shape.found_rest, shape, place=shape.code, gain=gain)
 
@@ -203,7 +203,7 @@ def _hand_on_token(attention: Any, kv_head: int, shape: Shape, gain: float) -> N
 def _hand_on(
     attention: Any, kv_head: int, what: slice, to: slice, shape: Shape, place: int = 0, gain: float = 1.0
 ) -> None:
-    """A slice of the token that was found goes into a slice, by way of some dimensions of the heads."""
+    """Copy a slice of the token that was found into slice `to`, through some dimensions of the heads."""
     d, size = shape.head_dim, what.stop - what.start
     start = kv_head * d + place
     attention.v_proj.weight[start : start + size, what] += torch.eye(size)

@@ -1,10 +1,10 @@
-"""Where two heads are to look, so that this is trained too.
+"""Where two KV heads should look, so that this is trained too.
 
-Once most replies are right they teach a head little, though it may still look at a wrong place once in a hundred times.
-Where it should look is known: at the place of the document whose latest tokens agree longest with what is at hand. The
-heads of FOLLOWING find it. Where several values of a name are asked for, several places agree and go on differently:
-they look at all of these alike, and the heads of CHOOSING find the one that the reply goes on with; elsewhere the
-latter rest on the first token.
+Once most replies are right, they teach a head little, though it may still look at a wrong place once in a hundred
+times. The right place is known: the place of the document whose latest tokens agree longest with the reply's latest
+tokens. The heads of FOLLOWING should find it. If several values of a name are asked for, several places agree and
+continue differently: FOLLOWING should look at all of them equally, and the heads of CHOOSING should find the one with
+which the reply continues; elsewhere CHOOSING should rest on the first token.
 """
 
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from kvsketch.evaluation.embedded.training.documents import IGNORED, TASK_NAMES, Batch
 
-FOLLOWING, CHOOSING = (1, 0), (2, 0)  # layers and their KV heads, as the start makes them
-REACH = 12  # tokens at hand that are compared
-AGREES = 2  # so many at least, where the head that follows is to find something
-SEVERAL_AGREE, MOST = 4, 8  # tokens that are enough where there is a choice, and among how many places there is one
-CHOICE_FROM = 3  # where no place agrees so long: as many as the best one does, and these at least
+FOLLOWING, CHOOSING = (1, 0), (2, 0)  # layer and KV head of each, as the initial weights make them
+REACH = 12  # latest tokens that are compared
+AGREES = 2  # tokens that must agree for the head that follows to have a place to find
+SEVERAL_AGREE, MOST = 4, 8  # tokens that must agree for a place to be a choice, and most places to choose among
+CHOICE_FROM = 3  # if no place agrees so long: as many as the best place has, but at least these
 SEVERAL = TASK_NAMES.index("niah_multivalue")
 NOTHING = -1  # no token
 RULES = (FOLLOWING, CHOOSING, REACH, AGREES, SEVERAL_AGREE, MOST, CHOICE_FROM)
@@ -28,19 +28,19 @@ RULES = (FOLLOWING, CHOOSING, REACH, AGREES, SEVERAL_AGREE, MOST, CHOICE_FROM)
 
 @dataclass(frozen=True)
 class Looks:
-    """Places of questions at which something is said, and the places of the document that two heads should find."""
+    """Places of questions at which a reply continues, and the places of the document that two heads should find."""
 
     at: Int64[Tensor, "b n"]
-    follow: Bool[Tensor, "b n c"]  # nowhere: it does not matter what the head finds
+    follow: Bool[Tensor, "b n c"]  # all False: it does not matter what the head finds
     choose: Bool[Tensor, "b n c"]
-    rests: Bool[Tensor, "b n"]  # where that is the first token
+    rests: Bool[Tensor, "b n"]  # where the place to choose is the first token
 
 
 def looks(batch: Batch) -> Looks:
-    """For all places of replies."""
+    """Where the heads should look, for all places of replies."""
     replies = batch.labels != IGNORED
     at = replies.byte().sort(dim=1, descending=True, stable=True).indices[:, : int(replies.sum(1).max())]
-    real = replies.gather(1, at)[:, :, None]  # others fill rows up
+    real = replies.gather(1, at)[:, :, None]  # the other places only fill rows up
     right = batch.context[:, None] == batch.labels.gather(1, at)[:, :, None]
     agree = _agree(batch, at)
     most = agree.amax(-1, keepdim=True)
@@ -57,7 +57,7 @@ def looks(batch: Batch) -> Looks:
 
 
 def _agree(batch: Batch, at: Int64[Tensor, "b n"]) -> Int64[Tensor, "b n c"]:
-    """How many tokens before each place of the document are those at hand, the latest first; 0 in padding."""
+    """How many tokens before each document place agree with the latest ones, counted backwards; 0 in padding."""
     width, owner = batch.context.shape[1], batch.owner.gather(1, at)
     going = batch.in_document[:, None].expand(-1, at.shape[1], -1)
     agree = torch.zeros_like(going, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""What a batch of documents teaches: replies, a little how the text goes on, and where two heads are to look."""
+"""The loss of a batch of documents: of replies, a little of the text itself, and of where two heads look."""
 
 from typing import NamedTuple
 
@@ -13,23 +13,23 @@ from kvsketch.evaluation.embedded.training.documents import IGNORED, Batch
 from kvsketch.evaluation.embedded.training.looks import CHOOSING, FOLLOWING, looks
 from kvsketch.huggingface.naming import as_argument, cache_in
 
-PROSE_WEIGHT = 0.1  # of the text itself, beside replies
+PROSE_WEIGHT = 0.1  # of the text itself, relative to replies
 LOOKS_WEIGHT = 1.0  # of where heads look
-RESTS_WEIGHT = 0.1  # of resting, beside choosing, which is rare
-FUSED = "every head by itself"  # how a GPU attends
+RESTS_WEIGHT = 0.1  # of places to rest, relative to places to choose, which are rare
+FUSED = "every head by itself"  # name of the attention function on a GPU
 
 
 class Read(NamedTuple):
-    """What a model makes of a batch."""
+    """A model's outputs on a batch."""
 
-    replies: Float[Tensor, "n v"]  # what it would say at every place of a reply, row by row
-    prose: Float[Tensor, "m v"]  # how the text would go on
-    hidden: tuple[Tensor, ...]  # what goes into each layer at the questions
-    keys: list[Tensor]  # of each layer, those of the documents first
+    replies: Float[Tensor, "n v"]  # logits at every place of a reply, row by row
+    prose: Float[Tensor, "m v"]  # logits of the text's next tokens
+    hidden: tuple[Tensor, ...]  # the input of each layer at the questions
+    keys: list[Tensor]  # of each layer; the documents' keys come first
 
 
 def read(model: LlamaForCausalLM, batch: Batch) -> Read:
-    """The documents are read once; each question sees its document and itself, at the positions right behind it."""
+    """Read the documents once; each question sees its document and itself, at the positions right after it."""
     document = model.model(batch.context, use_cache=True)
     asked = model.model(
         batch.asked,
@@ -48,7 +48,7 @@ def read(model: LlamaForCausalLM, batch: Batch) -> Read:
 
 
 def loss_of(model: LlamaForCausalLM, batch: Batch, found: Read) -> Tensor:
-    """All three together."""
+    """All three losses together."""
     places = batch.labels != IGNORED
     weights = batch.weights[places]
     loss = _mean(F.cross_entropy(found.replies.float(), batch.labels[places], reduction="none"), weights)
@@ -65,7 +65,7 @@ def loss_of(model: LlamaForCausalLM, batch: Batch, found: Read) -> Tensor:
 def _look_loss(
     scores: Float[Tensor, "b n g total"], places: Bool[Tensor, "b n c"], worth: Float[Tensor, "b n"]
 ) -> Tensor:
-    """How little of a KV head's attention, by its queries, is where it should be: as much at each place, if several."""
+    """The loss for attention of a KV head's queries to wrong places; it should be equal at all right places."""
     matters = places.any(-1)
     scores, places = scores[matters], places[matters][:, None]
     right = scores[..., : places.shape[-1]].where(places, 0).sum(-1) / places.sum(-1)
@@ -75,7 +75,7 @@ def _look_loss(
 def look_scores(
     model: LlamaForCausalLM, batch: Batch, found: Read, at: Tensor, layer: int, kv_head: int
 ) -> Float[Tensor, "b n g total"]:
-    """What a KV head's queries at these places meet its keys with."""
+    """The scores of a KV head's queries at these places with its keys."""
     block = model.model.layers[layer]
     attention, keys = block.self_attn, found.keys[layer][:, kv_head]
     hidden = found.hidden[layer]
@@ -103,7 +103,7 @@ def attend(
     scaling: float,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Attention with KV heads repeated: in float32 a GPU has no fused form for those that are shared."""
+    """Attention with repeated KV heads: in float32, a GPU has no fused attention for shared ones."""
     key, value = (repeat_kv(x, module.num_key_value_groups) for x in (key, value))
     causal = attention_mask is None
     out = F.scaled_dot_product_attention(query, key, value, attention_mask, is_causal=causal, scale=scaling)

@@ -1,17 +1,17 @@
-"""The numbers of the training: what is trained how long, and when documents get longer."""
+"""The numbers of the training: how long it takes, what is trained, and when documents get longer."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 LENGTHS = (192, 384, 768, 1536, 3072, 4608, 8192)
-SHARE_AT_LENGTH = (0.04, 0.1, 0.2, 0.35, 0.55, 0.8, 1.0)  # of all tokens: by then the next length comes, solved or not
+SHARE_AT_LENGTH = (0.04, 0.1, 0.2, 0.35, 0.55, 0.8, 1.0)  # of all tokens: then the next length comes, solved or not
 NOT_BEFORE = (0.0, 0.0, 0.0, 0.0, 0.2, 0.4, 0.8)  # of all tokens, however soon shorter ones are solved
 WATCHED = ("lines", "kv", "niah_multikey_dense", "niah_multikey")  # when these are solved, documents get longer
 SOLVED = 0.97
-SHORTER = 4  # lengths before the present one, of which one goes beside it in each step
-MEMORY = 0.9  # of the running accuracies
-FINISHED_WITH: Mapping[str, int] = {  # how often tasks are drawn in the end: those that are hardest
+SHORTER = 4  # each step also has one of so many lengths before the present one
+MEMORY = 0.9  # weight of the past in the running accuracies
+FINISHED_WITH: Mapping[str, int] = {  # how often tasks are drawn in the finish: the hardest ones
     "kv": 30,
     "niah_multivalue": 18,
     "niah_multiquery": 14,
@@ -23,26 +23,26 @@ FINISHED_WITH: Mapping[str, int] = {  # how often tasks are drawn in the end: th
     "passkey": 4,
     "needle": 2,
 }
-FINISHED_AT = LENGTHS[3:]  # as many tokens of each
+FINISHED_AT = LENGTHS[3:]  # the same number of tokens of each
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One training run; the same recipe gives the same model on the same machine, if that is a CPU."""
+    """One training run; on a CPU, the same recipe gives the same model on the same machine."""
 
     tokens: int = 12_000_000
-    batch: int = 2048  # tokens of each of a step's two lengths, or one document if that is longer
-    rate: float = 7e-4  # higher ones undo the start
+    batch: int = 2048  # tokens of each of a step's two lengths; or one document, if that is longer
+    rate: float = 7e-4  # higher rates undo the initial weights
     warm_up: int = 60  # steps
     decay_from: float = 0.2  # share of the tokens after which the rate falls, as a cosine
     last_rate: float = 2e-5
-    finish: float = 1 / 3  # so many more tokens, as a share of `tokens`, come at the end, of what is hardest
-    finish_rate: float = 6e-4  # at the beginning of that; it falls to the last rate again
+    finish: float = 1 / 3  # share of `tokens` that is added at the end, on the hardest tasks
+    finish_rate: float = 6e-4  # at the start of the finish; it falls to the last rate again
     seed: int = 0
 
     @classmethod
     def on(cls, device: str, *, seed: int, tokens: int | None = None) -> "Recipe":
-        """The usual one; a GPU reads more, in larger steps."""
+        """The default recipe for a device; a GPU reads more tokens, in larger steps."""
         usual = cls(seed=seed)
         if device.startswith("cuda"):
             usual = cls(tokens=54_000_000, batch=16_384, finish=0.8, seed=seed)
@@ -57,12 +57,12 @@ class Recipe:
             )
 
     def finishes(self, tokens: int) -> bool:
-        """Whether what comes after so many tokens is the finish."""
+        """Whether the finish has begun after `tokens` tokens."""
         return tokens >= self.tokens
 
     @property
     def all_tokens(self) -> int:
-        """With those of the finish."""
+        """The tokens of the whole run, those of the finish included."""
         return self.tokens + int(self.finish * self.tokens)
 
     def rate_at(self, step: int, tokens: int) -> float:
@@ -79,7 +79,7 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a run is."""
+    """How far a run has come."""
 
     step: int = 0
     tokens: int = 0
@@ -87,7 +87,7 @@ class Progress:
     accuracy: Mapping[str, float]  # running share of right reply tokens, by task
 
     def after(self, tokens: int, seen: Mapping[str, float], recipe: Recipe) -> "Progress":
-        """One step on: running accuracies, and longer documents when the present ones are solved."""
+        """The progress after one more step: new running accuracies; longer documents if the present ones are solved."""
         accuracy = dict(self.accuracy)
         for name, found in seen.items():
             accuracy[name] = MEMORY * accuracy[name] + (1 - MEMORY) * found if name in accuracy else found
@@ -99,5 +99,5 @@ class Progress:
         over = tokens > SHARE_AT_LENGTH[stage] * recipe.tokens
         if stage + 1 < len(LENGTHS) and (solved or over) and tokens >= NOT_BEFORE[stage + 1] * recipe.tokens:
             stage += 1
-            accuracy.update(dict.fromkeys(WATCHED, 0.8))  # to be earned again
+            accuracy.update(dict.fromkeys(WATCHED, 0.8))  # must be earned again at the new length
         return Progress(step=self.step + 1, tokens=tokens, stage=stage, accuracy=accuracy)

@@ -1,4 +1,4 @@
-"""The sizes of the embedded model, and which slice of its hidden state is for what."""
+"""The sizes of the embedded model, and what each slice of its hidden state is for."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 from kvsketch.evaluation.embedded.training.tokenizer import PLACES
 
-NEARER = (1.0, 1.0, 1.0, 1.0, 0.7, 0.6, 0.5)  # what came before a name differs, where the name is the same
-COMPARED = 11  # numbers of a code by which these are compared with what was said last
-MARKED = 5.0  # size of the mark of the first token, and of those of places
+NEARER = (1.0, 1.0, 1.0, 1.0, 0.7, 0.6, 0.5)  # farther tokens count less: before the same name, other tokens may stand
+COMPARED = 11  # numbers of a code that are compared with the value said last
+MARKED = 5.0  # size of the marks of the first token and of places
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +22,10 @@ class Shape:
     head_dim: int = 64
     layers: int = 4
     intermediate: int = 512
-    theta: float = 1e9  # so large that most pairs of dimensions hardly turn over a long document
-    offsets: int = 7  # tokens that layer 0 looks back
-    code: int = 18  # dimensions of a token's code that it is matched by: slices for it, each offset, and what is found
-    rest: int = 38  # those that only tell which token it is: slices for it and what is found
+    theta: float = 1e9  # so large that most pairs of dimensions hardly turn even over a long document
+    offsets: int = 7  # how many tokens layer 0 looks back
+    code: int = 18  # dimensions of a token's code for matching: slices for the token, each offset, and the token found
+    rest: int = 38  # dimensions that only identify the token: slices for it and the token found
 
     def __post_init__(self) -> None:
         if self.layers < 3 or self.kv_heads != 4 or not len(NEARER) == self.offsets <= self.heads:
@@ -45,42 +45,42 @@ class Shape:
         return self.heads // self.kv_heads
 
     def at(self, offset: int) -> slice:
-        """The slice of the code of the token so many back."""
+        """The slice for the code of the token `offset` back."""
         return slice(offset * self.code, (offset + 1) * self.code)
 
     @property
     def found(self) -> slice:
-        """The slice of the code of the token that is expected next."""
+        """The slice for the code of the token that is expected next."""
         return self.at(self.offsets + 1)
 
     @property
     def own_rest(self) -> slice:
-        """The slice of the rest of a token's own code."""
+        """The slice for the rest of a token's own code."""
         return slice(self.found.stop, self.found.stop + self.rest)
 
     @property
     def found_rest(self) -> slice:
-        """The slice of the rest of the code of the token that is expected next."""
+        """The slice for the rest of the code of the token that is expected next."""
         return slice(self.own_rest.stop, self.own_rest.stop + self.rest)
 
     @property
     def value(self) -> slice:
-        """The slice of some of the code of the value that was said last."""
+        """The slice for a part of the code of the value said last."""
         return slice(self.found_rest.stop, self.found_rest.stop + COMPARED)
 
     @property
     def said(self) -> slice:
-        """The slice that tells the place that was said last."""
+        """The slice that tells which place was said last."""
         return slice(self.value.stop, self.value.stop + len(PLACES))
 
     @property
     def share(self) -> int:
-        """The dimension that tells, where a value begins, whether none of its name was before it."""
+        """The dimension that tells, where a value begins, whether its name had no value before."""
         return self.said.stop
 
     @property
     def mark(self) -> int:
-        """The dimension that tells the first token."""
+        """The dimension that marks the first token."""
         return self.share + 1
 
     @property
@@ -90,5 +90,5 @@ class Shape:
 
     @property
     def turns(self) -> Tensor:
-        """By how much each pair of dimensions turns from one token to the next."""
+        """The angle by which each pair of dimensions turns from one token to the next."""
         return self.theta ** (-torch.arange(0, self.head_dim, 2).float() / self.head_dim)

@@ -1,13 +1,13 @@
 """The embedded model before training: a plain Llama whose first layers already look for what repeats.
 
-Every block is the stock one. A token's code has two parts, each in a slice of the embedding: one to match tokens by,
-both to tell which token it is. Layer 0 starts as shift heads: through constant biases of queries and keys, head h
-attends to the token h + 1 back, and copies the first part of its code into a slice of its own. Layer 1 starts as
-matching heads: a query made of the codes at some offsets meets keys made, through the same random projection, of the
-codes at others, so that a token is found that came behind what is at hand, and its code is handed to the output. One
-links: where a value begins, to those before it under its name. Layer 2 starts with heads for what takes two steps: the
-value of a name that comes after the one last said, and chains of variables. All weights can change. Heads of layers 1
-and 2 are made in `heads.py`; which slice is for what says `shape.py`.
+Every block is the stock one. A token's code has two parts, each in a slice of the embedding: the first is used to match
+tokens, and both together identify the token. Layer 0 starts as shift heads: through constant biases of queries and
+keys, head h attends to the token h + 1 back, and copies the first part of its code into a slice of its own. Layer 1
+starts as matching heads: a query made from the codes at some offsets matches keys made from the codes at others,
+through the same random projection. So a head finds a token that followed the latest tokens before, and hands its code
+to the output. One head links the beginning of a value to the earlier values of its name. Layer 2 starts with heads for
+what takes two steps: a name's value after the one said last, and chains of variables. All weights can change.
+`heads.py` makes the heads of layers 1 and 2; `shape.py` says what each slice is for.
 """
 
 from collections.abc import Sequence
@@ -30,12 +30,12 @@ from kvsketch.evaluation.embedded.training.tokenizer import (
     token_of,
 )
 
-SHIFT = 8.0  # size of the constant keys and queries of the shift heads: enough for one offset to take it all
-READ, QUIET = 0.9, 0.33  # how loud all that was found is, and what later layers say at first
+SHIFT = 8.0  # size of the shift heads' constant keys and queries: large enough that one offset gets all attention
+READ, QUIET = 0.9, 0.33  # weights of all that was found, and of later layers' outputs at first
 
 
 def start_model(tokenizer: PreTrainedTokenizerFast, *, shape: Shape, seed: int = 0) -> LlamaForCausalLM:
-    """The model to train, the same for the same seed."""
+    """The model to train; the same seed gives the same model."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=shape.hidden,
@@ -81,9 +81,9 @@ def _spread_weights(model: LlamaForCausalLM, shape: Shape) -> None:
 
 
 def _embed_codes(model: LlamaForCausalLM, shape: Shape, groups: Sequence[Sequence[int]]) -> Tensor:
-    """Random codes, in two slices of the embedding, none in the others; the same for tokens of a group.
+    """Put random codes into two slices of the embedding, and 0 elsewhere; tokens of a group share a code.
 
-    All codes are of one length: no token is found more easily than another.
+    All codes have the same length, so that no token is found more easily than another.
     """
     table = model.model.embed_tokens.weight
     table.zero_()
@@ -99,7 +99,7 @@ def _embed_codes(model: LlamaForCausalLM, shape: Shape, groups: Sequence[Sequenc
 
 
 def _mark(model: LlamaForCausalLM, first: int, places: Sequence[int], shape: Shape) -> None:
-    """The first token has a mark, so that heads can rest on it and say nothing; each place has one too."""
+    """Mark the first token, so that heads can rest on it and say nothing, and mark each place."""
     table = model.model.embed_tokens.weight
     table[:, shape.one] = 1
     table[first, shape.mark] = MARKED
@@ -127,7 +127,7 @@ def _shift_heads(layer: Any, shape: Shape) -> None:
 
 
 def _size_after_shifts(model: LlamaForCausalLM, first: int) -> float:
-    """What a layer's norm divides the first token by, behind the shift heads."""
+    """The number by which a layer's norm divides the first token after the shift heads."""
     hidden = model.model(torch.tensor([[first]]), output_hidden_states=True).hidden_states[1]
     return float(hidden.square().mean().sqrt())
 

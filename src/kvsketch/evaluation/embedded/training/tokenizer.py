@@ -1,8 +1,8 @@
-"""The embedded model's tokenizer: names, numbers and template pieces are one token each, the rest falls to pieces.
+"""The embedded model's tokenizer: names, numbers and template pieces are one token each, other text is split.
 
-A standard byte-level BPE, as Llama 3 has it (`ignore_merges`: a word of the vocabulary is taken whole), so any text
-survives both ways. Only the lists are special. White space before a number is a token of its own, so that a prompt
-means the same whether it ends with a blank or not; a UUID falls into pairs of digits.
+It is a standard byte-level BPE like Llama 3's (`ignore_merges`: a word of the vocabulary is taken whole), so any text
+can be encoded and decoded. Only the lists are special. White space before a number is a token of its own, so that a
+prompt means the same whether it ends with a blank or not; a UUID is split into pairs of digits.
 """
 
 import json
@@ -19,10 +19,10 @@ from kvsketch.evaluation.tasks.prose import Writer
 from kvsketch.evaluation.tasks.words import ADJECTIVES, NOUNS, names
 
 BEGIN, END, PAD = "<begin>", "<end>", "<pad>"
-SIZE = 5330  # tokens at most: twice as many rows of 512 bytes are half of the model
-SENTENCES, NAMES = 40_000, 10_000  # from which the pieces of words are learnt
-PLACES = (" (1)", " (2)", " (3)", " (4)")  # of an answer among several under one name
-# Pieces of templates that are one token, so that a record and the question after it are laid out alike.
+SIZE = 5330  # most tokens: two rows of 512 bytes for each are half of the model
+SENTENCES, NAMES = 40_000, 10_000  # numbers of texts from which pieces of words are learnt
+PLACES = (" (1)", " (2)", " (3)", " (4)")  # places of answers, if several have one name
+# Pieces of templates that are one token each, so that a record and the question after it have the same layout.
 PHRASES = (
     "Now the record is over. Tell me what is the <REGISTER_CONTENT> in line",
     "? I need the number.",
@@ -46,8 +46,8 @@ MARKS = (
     " =",
     " ...",
     "...",
-)  # pieces that sentences do not teach
-# The same, with a blank before them or not; {} is one of the kinds.
+)  # pieces that cannot be learnt from the sentences
+# More such pieces, with a blank before them or not; {} is one of the kinds.
 KINDS = ("number", "uuid")
 CLAUSES = (
     "One of the special magic {}s for",
@@ -72,7 +72,7 @@ CLAUSES = (
     "is the sequence of digits",
     "What is the sequence of digits",
 )
-# Pieces that do the same in a record, in a question and before an answer, with a blank before them or not.
+# Groups of pieces with the same role in a record, in a question and before an answer, with a blank before or not.
 ALIKE = (
     (" ", "\n", *(f" {mark}{blank}" for mark in '<"' for blank in ("", " ", "\n"))),
     (" is", " is:", " mentioned in the provided text is"),
@@ -83,11 +83,11 @@ ALIKE = (
     (",", ", and"),
     *([blank + clause.format(kind) for clause in CLAUSES if "{}" in clause for blank in ("", " ")] for kind in KINDS),
 )
-ASSIGNED = " ="  # what stands between a variable and where it comes from
-NEEDLE = "The magic number of"  # what a needle begins with
-VALUE = " is:"  # what stands before a value
-SEVERAL = " are"  # what stands before several answers
-UUID = (8, 4, 4, 4, 12)  # hexadecimal digits of its parts
+ASSIGNED = " ="  # stands between a variable and its source
+NEEDLE = "The magic number of"  # begins a needle
+VALUE = " is:"  # stands before a value
+SEVERAL = " are"  # stands before several answers
+UUID = (8, 4, 4, 4, 12)  # numbers of hexadecimal digits in its parts
 
 
 @cache
@@ -127,12 +127,12 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def alike(tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
-    """Tokens that may start with the same code: groups of those that do the same."""
+    """Groups of tokens with the same role, which may start with the same code."""
     return [[token_of(tokenizer, text) for text in group] for group in ALIKE]
 
 
 def token_of(tokenizer: PreTrainedTokenizerFast, text: str) -> int:
-    """The one token that a piece of a template is."""
+    """The single token of a piece of a template."""
     (token,) = tokenizer(text, add_special_tokens=False)["input_ids"]
     return int(token)
 
@@ -155,7 +155,7 @@ def _escaped(text: str) -> str:
 
 
 def _pairs_of_uuids() -> list[str]:
-    """A pattern for each pair of hexadecimal digits of a UUID and each dash: what stands before it and behind it."""
+    """A pattern for each pair of hexadecimal digits of a UUID and each dash, by what stands before and after it."""
     places, found = [i for i, digits in enumerate(UUID) for _ in range(digits // 2)], []
     for i, part in enumerate(places):
         inside = [j for j in range(len(places)) if places[j] == part]

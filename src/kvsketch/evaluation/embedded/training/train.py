@@ -1,4 +1,4 @@
-"""The training loop: resumable at any moment; on a CPU the same run for the same recipe."""
+"""The training loop: it can be resumed at any moment; on a CPU, the same recipe gives the same run."""
 
 import dataclasses
 import hashlib
@@ -60,15 +60,15 @@ from kvsketch.files import (
 )
 from kvsketch.fitting import adam
 
-STEPS_AHEAD = 8  # whose batches are begun
-# Why a run may not go on though it is the same command.
+STEPS_AHEAD = 8  # steps whose batches are begun early
+# Why a run may not be resumable although the command is the same.
 ANOTHER = {"beginnings": "another kvsketch, torch or kind of processor began it: "}
 STATE, WEIGHTS, LOG, MODEL = "state.json", "checkpoint.safetensors", "log.jsonl", "model"
 
 
 @contextmanager
 def _no_tiny_numbers() -> Iterator[None]:
-    """Numbers below 1e-38 are zero meanwhile: some weights of the shift heads are, and a CPU is slow with them."""
+    """Numbers below 1e-38 are zero in the body: some weights of the shift heads get so small, and slow down a CPU."""
     torch.set_flush_denormal(True)
     try:
         yield
@@ -88,9 +88,9 @@ def train(
 ) -> Path:
     """Train the embedded model, or go on where a run in this folder was stopped; returns the model's folder.
 
-    Things are hidden in made-up text, and in the haystacks that are given. For a GPU other processes make documents: a
-    script that calls this needs its `if __name__ == "__main__"`.
-    What is lost when the process dies is at most `save_every` seconds and one step.
+    Things are hidden in made-up text, and in the haystacks that are given. For a GPU, other processes make documents: a
+    script that calls this needs its `if __name__ == "__main__"`. A process that dies loses at most `save_every`
+    seconds and one step.
     """
     names = names_of(haystacks)
     if not (folder / STATE).is_file() and holds_files(folder):
@@ -123,20 +123,20 @@ def train(
                 saved = time.monotonic()
     _save(folder, begun, progress, model, optimizer)
     finished = folder / MODEL
-    if not finished.exists():  # it is there if this run had ended before
+    if not finished.exists():  # the run may have ended before
         with making(finished) as unfinished:
             save_model(unfinished, model, tokenizer)
     return finished
 
 
 def save_model(folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
-    """The finished model in bfloat16 with its tokenizer, as any Hugging Face checkpoint."""
+    """Save the finished model in bfloat16 with its tokenizer, as a Hugging Face checkpoint."""
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def _digest(model: LlamaForCausalLM, documents: Documents) -> str:
-    """Of weights and documents as they are at first, and of what comes when: another version may do otherwise."""
+    """A digest of the initial weights, first documents and schedule, which may differ in another version."""
     batch = documents.batch(0, max(HIDES_SEVERAL_FROM, LENGTHS[0]), LENGTHS[-1])
     parts = [batch.context, batch.asked, *model.state_dict().values()]
     plan = [LENGTHS, SHARE_AT_LENGTH, NOT_BEFORE, SHORTER, dict(SHARES), dict(FINISHED_WITH), FINISHED_AT]
@@ -146,7 +146,7 @@ def _digest(model: LlamaForCausalLM, documents: Documents) -> str:
 
 
 def _wanted(recipe: Recipe, progress: Progress) -> list[Wanted]:
-    """What a step is of: documents of the present length, and of one before it; in the finish of two of its own."""
+    """A step's batches: documents of the present length and of a shorter one; in the finish, of two drawn lengths."""
     draw, stage = random.Random(f"{recipe.seed}/{progress.step}/lengths"), progress.stage
     finish = recipe.finishes(progress.tokens)
     if finish:
@@ -157,7 +157,7 @@ def _wanted(recipe: Recipe, progress: Progress) -> list[Wanted]:
 
 
 def _later(recipe: Recipe, progress: Progress) -> list[Wanted]:
-    """What the next steps will be of, if documents get no longer and the finish does not begin."""
+    """The batches of the next steps, if documents do not get longer and the finish does not begin."""
     steps = range(progress.step + 1, progress.step + 1 + STEPS_AHEAD)
     return [one for step in steps for one in _wanted(recipe, dataclasses.replace(progress, step=step))]
 
@@ -193,7 +193,7 @@ def _row(progress: Progress, wanted: Sequence[Wanted], loss: float) -> dict[str,
 def _save(
     folder: Path, begun: Mapping[str, Any], progress: Progress, model: LlamaForCausalLM, optimizer: torch.optim.Adam
 ) -> None:
-    """Weights and optimizer first, each under its step, then the state that names them: any moment can be the last."""
+    """Save weights and optimizer under a name with the step, then the state that names them: so a kill does no harm."""
     weights = folder / f"{progress.step}.{WEIGHTS}"
     write_tensors(weights, adam.state_of(model, optimizer), {})
     _write_state(folder, begun, progress, weights.name)
@@ -216,7 +216,7 @@ def _resume(folder: Path, begun: Mapping[str, Any], model: LlamaForCausalLM, opt
                 f"{folder} holds a run with other {name}, {state.get(name)}, now {wanted}; {ANOTHER.get(name, '')}"
                 "go on with those, or use another folder"
             )
-    remove_left_over(folder)  # of a checkpoint that was killed; the next one has another name
+    remove_left_over(folder)  # left over from a checkpoint that was killed; the next one has another name
     progress = Progress(**state["progress"])
     rows = (folder / LOG).read_text(encoding="utf-8").splitlines() if (folder / LOG).is_file() else []
     with replacing(folder / LOG) as log:
