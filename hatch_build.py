@@ -1,11 +1,11 @@
-"""A wheel that brings compiled kernels along, where the environment says `KVSKETCH_WHEEL=native`: `make wheel`.
+"""Builds a wheel with compiled kernels if the environment has `KVSKETCH_WHEEL=native`: `make wheel`.
 
-A wheel carries sources alone otherwise, is for every machine, and kernels are compiled when they are first needed. One
-with builds is for one kind of machine and needs no compiler there. It has no part of Python's or torch's interface in
-it, as kernels are called through ctypes: so one serves every version of both.
+Otherwise a wheel contains only sources and is for every machine; kernels are compiled when they are first needed. A
+wheel with compiled kernels is for one kind of machine, which needs no compiler. Kernels are called through ctypes and
+use neither Python's nor torch's interface, so one wheel serves every version of both.
 
-hatch calls this, since all there is to do is one command of the compiler for each level of instructions; CMake and
-scikit-build-core would bring a second way to build the same files.
+This is a hook of hatch because one compiler command for each level of instructions is all there is to do; CMake and
+scikit-build-core would add a second way to build the same files.
 """
 
 import os
@@ -21,7 +21,7 @@ SWITCH, NATIVE = "KVSKETCH_WHEEL", "native"
 
 
 class Kernels(BuildHookInterface):
-    """Compiles the kernels for every level, and puts them where the package looks for them."""
+    """Compiles the kernels for every level of instructions, and puts them where the package looks for them."""
 
     PLUGIN_NAME = "custom"
 

@@ -1,6 +1,6 @@
 """What methods do to the embedded model's answers: `python benchmarks/answers.py OUT`.
 
-Runs the benchmarks below into OUT, where an interrupted run goes on; then puts their means into
+Runs the benchmarks below, with their rows in OUT, where an interrupted run continues. Then writes their means to
 docs/results/answers.jsonl, draws docs/figures/answers-bytes-after.png and prints the tables.
 """
 
@@ -22,14 +22,14 @@ LOOKED_UP = {
     "infinite": ["passkey", "kv"],
     "ruler": ["niah_single", "niah_multikey", "niah_multiquery"],
 }
-PROMPTS = {1000: 50, 2000: 50, 4000: 25}  # of each length
+PROMPTS = {1000: 50, 2000: 50, 4000: 25}  # how many prompts of each length
 
 
 def run(out: Path) -> None:
     given = ("--methods", "; ".join(METHODS), "--batch", 25)
     for length, samples in PROMPTS.items():
         for suite, tasks in LOOKED_UP.items():
-            short = ("--max-new-tokens", REPLY) if suite == "ruler" else ()  # what finds nothing would go on to 128
+            short = ("--max-new-tokens", REPLY) if suite == "ruler" else ()  # else 128 where nothing is found
             own = ("--tasks", ",".join(tasks), "--lengths", length, "--samples", samples)
             bench(suite, out, *own, *given, *short)
 
@@ -43,7 +43,7 @@ def sum_up(out: Path) -> None:
 
 
 def print_table(means: dict[tuple[str, int, str], Mean], asked: str) -> None:
-    """Tasks and lengths down, budgets across; in each cell the methods in their order."""
+    """Print tasks and lengths down and budgets across, with the methods in their order in each cell."""
     print(f"\nQuestion known {asked} compression; " + ", ".join(form.partition("(")[0] for form in FORMS))
     print("| | tokens | n | all held |", " | ".join(f"{keep:g}" for keep in KEEPS), "|")
     print("|---|---|---|---|" + "---|" * len(KEEPS))

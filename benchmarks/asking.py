@@ -1,4 +1,4 @@
-"""Benchmarks of answers that scripts of this folder run, and the means that they publish."""
+"""How scripts of this folder run benchmarks of answers and publish their means."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ from kvsketch.evaluation.answers.summary import Mean, summarise
 from kvsketch.evaluation.results.rows import read_rows
 
 FIGURES = RESULTS.parent / "figures"
-PLANNED: list[tuple[Path, list[str]]] | None = None  # where benchmarks are only to be noted: see `at_once.py`
+PLANNED: list[tuple[Path, list[str]]] | None = None  # if a list, benchmarks are only noted in it: see `at_once.py`
 
 
 def bench(suite: str, out: Path, *options: object) -> None:
@@ -25,7 +25,7 @@ def bench(suite: str, out: Path, *options: object) -> None:
 
 
 def sum_up_into(summary: Path, out: Path) -> list[Mean]:
-    """Write the means, and what an earlier summary has beside them."""
+    """Write the means, together with those of an earlier summary."""
     runs, rows = read_rows(out / "rows.jsonl")
     if not rows:
         raise SystemExit(f"there are no rows in {out / 'rows.jsonl'}: nothing to sum up")
@@ -35,7 +35,7 @@ def sum_up_into(summary: Path, out: Path) -> list[Mean]:
 
 
 def write_means(summary: Path, runs: list[dict], means: list[Mean]) -> None:
-    """A line on the runs that they come from, and a line for each."""
+    """Write one line about the runs that the means come from, and one line for each mean."""
     if PLANNED is not None:
         return
     lines = [{"runs": published(runs)}, *(asdict(mean) for mean in means)]
@@ -43,7 +43,7 @@ def write_means(summary: Path, runs: list[dict], means: list[Mean]) -> None:
 
 
 def add_to_earlier(summary: Path, runs: list[dict], means: list[Mean]) -> tuple[list[dict], list[Mean]]:
-    """The summary there is, with these cells in place of its own; that of another model is dropped."""
+    """The existing summary with its cells replaced by these; a summary of another model is dropped."""
     if not summary.exists():
         return runs, means
     head, *lines = summary.read_text().splitlines()

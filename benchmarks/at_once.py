@@ -1,10 +1,11 @@
 """Many benchmarks of answers at once, in processes side by side: `python benchmarks/at_once.py OUT SCRIPT ...`.
 
 For a machine with a GPU and many cores: one benchmark leaves most of both idle. A SCRIPT is a file of this folder, such
-as `by_head`, or `longeval:--longeval:FOLDER` with what it is to be told; or a file of docs/results, whose rows name the
-commands that they come from. What they would run is noted, divided by task and by method, and run. Rows come to where
-scripts look for them: `python benchmarks/by_head.py OUT/by_head` finds all of it done and sums it up, and what there
-was no time for is left to it. Of commands the means go to OUT/NAME.jsonl. Profiles are measured before anything else.
+as `by_head`, or `longeval:--longeval:FOLDER` with arguments; or a file of docs/results, whose rows name the commands
+that they come from. The benchmarks that these would run are noted, divided by task and by method, and run. Their rows
+go where the scripts look for them: `python benchmarks/by_head.py OUT/by_head` finds the work done and sums it up, or
+first does what there was no time for. The means of a results file's commands go to OUT/NAME.jsonl. Profiles are
+measured before anything else.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from kvsketch.files import digest_of
 HERE = Path(__file__).parent
 ROWS = "rows.jsonl"
 DEAR = {"kvzip": 2.5, "clustergen": 2.5, "subgen": 2.5, "balancekv": 1.6, "saap": 1.6, "kmeans": 1.6}  # others: 1
-PIECE = 40.0  # of work, in batches of 2,000 tokens
+PIECE = 40.0  # work of a job, in batches of 2,000 tokens
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,12 @@ class Job:
     work: float
 
     def own(self, out: Path) -> Path:
-        """Where its rows are at first: a job that was broken off goes on there."""
+        """The folder where its rows are written first: an interrupted job continues there."""
         return out / digest_of({"given": self.given})[:16]
 
 
 def planned(out: Path, sources: list[str]) -> list[Job]:
-    """What all sources would run, the longest first."""
+    """The jobs that all sources would run, the longest first."""
     found = list[Job]()
     for source in sources:
         name, *told = source.split(":")
@@ -70,18 +71,18 @@ def planned(out: Path, sources: list[str]) -> list[Job]:
 
 
 def commands(path: Path, out: Path) -> list[tuple[Path, list[str]]]:
-    """The benchmarks that the rows of a summary come from, each with a folder."""
+    """The benchmarks that the means of a summary come from, each with its own folder."""
     runs = [run for line in path.read_text().splitlines() for run in json.loads(line).get("runs", ())]
     every = dict.fromkeys(run["command"].split(" --out ")[0] for run in runs)
     return [(out / path.stem / str(number), shlex.split(command)[2:]) for number, command in enumerate(every)]
 
 
 def divided(folder: Path, given: list[str]) -> list[Job]:
-    """A benchmark in pieces: by task, and so many methods at a time."""
+    """A benchmark divided into jobs: by task, and into groups of methods of about `PIECE` work."""
     first = 1 if given[1].startswith("--") else 2  # a model may be named
-    told = dict(zip(given[first::2], given[first + 1 :: 2], strict=True))  # of what is given twice the last one counts
+    told = dict(zip(given[first::2], given[first + 1 :: 2], strict=True))  # the last of repeated options counts
     length, samples = max(map(int, told.get("--lengths", "4000").split(","))), int(told.get("--samples", 50))
-    told["--batch"] = "20" if length <= 2000 else "10"  # answers do not hang on it
+    told["--batch"] = "20" if length <= 2000 else "10"  # answers do not depend on it
     batches = -(-samples // int(told["--batch"])) * (1 if "--asked" in told else 2) * (0.5 + length / 4000)
     jobs = list[Job]()
     for task in told.get("--tasks", "").split(","):
@@ -98,7 +99,7 @@ def divided(folder: Path, given: list[str]) -> list[Job]:
 
 
 def work_on(jobs: list[Job], counter, failed, out: Path, device: str, number: int) -> None:
-    """What one process does: the next job that nobody has, until there is none."""
+    """Work of one process: takes the next free job until none is left."""
     torch.set_num_threads(1)
     end_with_parent()
     with open(out / f"worker-{number}.log", "w") as said:
@@ -110,7 +111,7 @@ def work_on(jobs: list[Job], counter, failed, out: Path, device: str, number: in
             counter.value += 1
         if at >= len(jobs):
             return
-        sys.argv = ["kvsketch", "bench", *jobs[at].given]  # which rows name
+        sys.argv = ["kvsketch", "bench", *jobs[at].given]  # rows name this command
         try:
             app(["bench", *jobs[at].given, "--out", str(jobs[at].own(out)), "--device", device], standalone_mode=False)
         except Exception:
@@ -120,9 +121,9 @@ def work_on(jobs: list[Job], counter, failed, out: Path, device: str, number: in
 
 
 def run(jobs: list[Job], out: Path, device: str, workers: int, seconds: float) -> None:
-    """Run all that there is time for, and put rows where they belong."""
+    """Run as many jobs as there is time for, and put their rows into the folders they belong to."""
     out.mkdir(parents=True, exist_ok=True)
-    began, spawn = time.monotonic(), multiprocessing.get_context("spawn")  # a GPU is lost to what is forked
+    began, spawn = time.monotonic(), multiprocessing.get_context("spawn")  # a forked process cannot use the GPU
     counter, failed = spawn.Value("i", 0), spawn.Value("i", 0)
     given = (jobs, counter, failed, out, device)
     each = [spawn.Process(target=work_on, args=(*given, number)) for number in range(workers)]
@@ -141,7 +142,7 @@ def run(jobs: list[Job], out: Path, device: str, workers: int, seconds: float) -
     for job in jobs:
         rows, brought = job.own(out) / ROWS, job.folder / ROWS
         if rows.exists():
-            *found, _ = rows.read_bytes().split(b"\n")  # what follows the last end of a line is cut, or nothing
+            *found, _ = rows.read_bytes().split(b"\n")  # after the last newline: a cut-off row, or nothing
             job.folder.mkdir(parents=True, exist_ok=True)
             there = set(brought.read_bytes().split(b"\n")) if brought.exists() else set[bytes]()
             with open(brought, "ab") as file:
@@ -149,7 +150,7 @@ def run(jobs: list[Job], out: Path, device: str, workers: int, seconds: float) -
 
 
 def sum_up(path: Path, out: Path) -> None:
-    """The means of commands."""
+    """Write the means of the commands that a results file names."""
     runs, means = list[dict](), list[Mean]()
     for rows in sorted((out / path.stem).glob(f"*/{ROWS}"), key=lambda rows: int(rows.parent.name)):
         own, found = read_rows(rows)
@@ -164,7 +165,7 @@ if __name__ == "__main__":
     parser.add_argument("sources", nargs="+")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
-    parser.add_argument("--seconds", type=float, default=1e9, help="when to stop")
+    parser.add_argument("--seconds", type=float, default=1e9, help="stop after this many seconds")
     given = parser.parse_args()
     out = given.out.absolute()
     jobs = planned(out, given.sources)

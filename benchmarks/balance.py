@@ -1,8 +1,8 @@
-"""BalanceKV's Theorems 3.3 and 3.4 in figures: signed sums against n, errors of a stream against t.
+"""BalanceKV's Theorems 3.3 and 3.4 in numbers: signed sums against n, errors of a stream against t.
 
 `python benchmarks/balance.py` writes docs/results/balance.jsonl; `figures.py` draws it. Keys have two dimensions and
-norm 1, so that few features stand for exp⟨k, ·⟩ and a walk costs O(n). Many walks run side by side, after
-a check that each has the signs of the one-head algorithm; independent fair signs are the walk with c = ∞.
+norm 1, so that a few features represent exp⟨k, ·⟩ and a walk costs O(n). Many walks run side by side, after a check
+that each yields the signs of the one-head algorithm; independent fair signs are the walk with c = ∞.
 """
 
 import math
@@ -40,10 +40,10 @@ def on_circle(*shape: int, generator: torch.Generator) -> Tensor:
 
 
 def features(keys: Tensor) -> Tensor:
-    """Of keys on the circle, such that their products are exp(⟨k, k'⟩·scale): √I_0 and √(2 I_n) (cos nθ, sin nθ).
+    """Features of keys on the circle, with products exp(⟨k, k'⟩·scale): √I_0 and √(2 I_n) (cos nθ, sin nθ).
 
     The I_n are modified Bessel functions: exp(z cos θ) = I_0(z) + 2 Σ I_n(z) cos nθ, which converges like the power
-    series that stands behind the theorem, with 2·DEGREE + 1 terms instead of all monomials.
+    series that the theorem uses, with 2·DEGREE + 1 terms instead of all monomials.
     """
     turns = torch.view_as_complex(keys.contiguous())[..., None].expand(*keys.shape[:-1], DEGREE).cumprod(-1)
     waves = (
@@ -65,7 +65,7 @@ def embedded(keys: Tensor, values: Tensor) -> Tensor:
 
 
 def walks(keys: Tensor, values: Tensor, bounds: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Signs [w b n] and signed sums [w b D] of walks on b rows of tokens [b n .] with w bounds; sign 0 once failed."""
+    """Signs [w b n], 0 after a failure, and signed sums [w b D] of walks with w bounds on b rows of tokens [b n .]."""
     rows, length = uniforms.shape
     total = torch.zeros(len(bounds), *embedded(keys[:, 0], values[:, 0]).shape, dtype=DOUBLE)
     signs = torch.zeros(length, len(bounds), rows, dtype=DOUBLE)
@@ -82,7 +82,7 @@ def walks(keys: Tensor, values: Tensor, bounds: Tensor, uniforms: Tensor) -> tup
 
 
 def check() -> None:
-    """The features are right to 1e-9, and every walk has the signs of the one-head algorithms."""
+    """Check that the features are right to 1e-9, and that every walk has the signs of the one-head algorithms."""
     generator = torch.Generator().manual_seed(0)
     for length in (64, 512):
         keys, values = on_circle(8, length, generator=generator), on_circle(8, length, generator=generator)
@@ -108,10 +108,11 @@ def check() -> None:
 
 
 def expected_rms(length: int, c: float, width: int) -> float:
-    """Of ‖Σ η exp⟨k, q⟩ v‖ over random tokens and queries, as long as no walk fails.
+    """The expected root mean square of ‖Σ η exp⟨k, q⟩ v‖ over random tokens and queries, as long as no walk fails.
 
-    With b = cR² one step takes the second moment C of the sum to C - (ΣC + CΣ)/b + Σ, Σ being that of the vectors:
-    along an eigenvector with eigenvalue λ it is b/2 · (1 - (1 - 2λ/b)^n), and n λ for fair signs (b = ∞).
+    With b = cR², one step changes the second moment C of the sum to C - (ΣC + CΣ)/b + Σ, where Σ is the second moment
+    of the vectors. Along an eigenvector with eigenvalue λ, C is b/2 · (1 - (1 - 2λ/b)^n) after n steps, and n λ for
+    fair signs (b = ∞).
     """
     angle = torch.arange(4096, dtype=DOUBLE) * (2 * math.pi / 4096)
     circle = features(torch.stack([angle.cos(), angle.sin()], -1))
@@ -125,11 +126,11 @@ def expected_rms(length: int, c: float, width: int) -> float:
 
 
 def signed_sums(seeds: int = 200) -> None:
-    """‖Σ η exp⟨k, q⟩ v‖ for the walk and for independent signs; walks that failed are counted and left out."""
+    """Write ‖Σ η exp⟨k, q⟩ v‖ for the walk and for independent signs; failed walks are counted and left out."""
     found: dict[str, dict[int, Tensor]] = {}
     for length in (2**power for power in range(6, 18)):
         ways = {"theorem": constant(length, DELTA), "c = 16": 16.0, "c = 4": 4.0, "fair signs": math.inf}
-        bound = math.sqrt(2) * math.log(length * 2 / DELTA) * math.exp(SCALE)  # its constant taken as 1
+        bound = math.sqrt(2) * math.log(length * 2 / DELTA) * math.exp(SCALE)  # with the theorem's constant taken as 1
         for (way, c), error, failed in zip(ways.items(), *errors_of_sums(length, ways, seeds), strict=True):
             row = {"part": "signed sum", "way": way, "n": length, "c": finite(c), "walks": seeds, "queries": QUERIES}
             row |= {"failed": int(failed.sum()), "bound": bound, "expected_rms": expected_rms(length, c, 2)}
@@ -145,7 +146,7 @@ def signed_sums(seeds: int = 200) -> None:
 
 
 def errors_of_sums(length: int, ways: dict[str, float], seeds: int, abreast: int = 50) -> tuple[Tensor, Tensor]:
-    """Of walks with these c on the same tokens and draws: [ways, seeds, queries], and which failed."""
+    """Errors [ways, seeds, queries] of walks with these c on the same tokens and draws, and which walks failed."""
     bounds = SQUARED_RADIUS * torch.tensor(list(ways.values()), dtype=DOUBLE)[:, None]
     errors, failed = [], []
     for first in range(0, seeds, abreast):
@@ -160,7 +161,7 @@ def errors_of_sums(length: int, ways: dict[str, float], seeds: int, abreast: int
 
 
 def finite(c: float) -> float | None:
-    """For a row: JSON knows no infinity."""
+    """The number for a row, or None: JSON has no infinity."""
     return None if math.isinf(c) else c
 
 
@@ -168,7 +169,7 @@ def finite(c: float) -> float | None:
 
 
 def smaller(keys: Tensor, values: Tensor, present: Tensor, bounds: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of the tokens [b t .], those of them that are `present` [b t], a walk keeps; and which rows failed."""
+    """Of the tokens [b t .] that are `present` [b t], those that a walk keeps; and which rows failed."""
     signs = torch.cat(
         [
             walks(keys[rows], values[rows] * present[rows, :, None], bounds[None, rows], uniforms[rows])[0][0]
@@ -181,11 +182,11 @@ def smaller(keys: Tensor, values: Tensor, present: Tensor, bounds: Tensor, unifo
 
 
 def streamed(keys: Tensor, values: Tensor, batch: int, small: float | None, draw) -> tuple[Tokens, Tensor, Tensor]:
-    """The last level of MergeAndReduce after n = t·2^T tokens, when all others are empty: [streams t .].
+    """The last level of MergeAndReduce after n = t·2^T tokens, when all other levels are empty: [streams t .].
 
-    Rows are (stream, batch), so that two halves which share a level are neighbours. `draw(level, b, t)` are the
-    uniforms; `small` is c, the theorem's if None, at which a whole stream fails with probability δ at most.
-    Returns tokens, which of them are there, and which streams failed.
+    Rows are (stream, batch), so that two halves that share a level are neighbours. `draw(level, b, t)` gives the
+    uniforms; `small` is c, or None for the theorem's c, with which a whole stream fails with probability δ at most.
+    Returns tokens, which of them are present, and which streams failed.
     """
     streams, length, _ = keys.shape
     keys, values = keys.reshape(-1, batch, keys.shape[-1]), values.reshape(-1, batch, values.shape[-1])
@@ -204,7 +205,7 @@ def streamed(keys: Tensor, values: Tensor, batch: int, small: float | None, draw
 
 
 def check_streams(length: int = 512, batch: int = 32) -> None:
-    """The last level equals that of `merge_and_reduce`, token for token, under the same draws."""
+    """Check that the last level equals that of `merge_and_reduce`, token for token, for the same draws."""
     rate, calls = int(math.log2(length / batch)), 2 * length / batch
     for seed, small in ((0, None), (1, None), (2, 16.0), (3, 8.0)):
         generator = torch.Generator().manual_seed(seed)
@@ -234,7 +235,7 @@ def answers(keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
 
 
 def streams() -> None:
-    """The error of streams and of weighted uniform samples against t; streams that failed are counted and left out."""
+    """Write errors of streams and of weighted uniform samples against t; failed streams are counted and left out."""
     generator = torch.Generator().manual_seed(0)
     for kind in ("values", "ones"):
         found: dict[str, dict[int, Tensor]] = {}
@@ -251,10 +252,10 @@ def streams() -> None:
 
 
 def errors_of_streams(kind: str, batch: int, generator: torch.Generator) -> Iterator[tuple[str, Tensor, Row]]:
-    """Ways with their errors [streams, queries] over n·e^(-r²·scale)·max ‖v‖, the ε of the theorem.
+    """Each way with its errors [streams, queries] over n·e^(-r²·scale)·max ‖v‖, the ε of the theorem.
 
-    Samples are as large as what MergeAndReduce holds at the end, t, and as what it ever holds: t·(T + 2)/2, a full
-    level 0 and half of every other.
+    Samples have two sizes: the number of tokens that MergeAndReduce holds at the end, t, and the most that it ever
+    holds, t·(T + 2)/2: a full level 0 and half of every other level.
     """
     keys, on_plane, queries = (on_circle(STREAMS, n, generator=generator) for n in (STREAM, STREAM, QUERIES))
     values = on_plane if kind == "values" else torch.ones_like(on_plane[..., :1])

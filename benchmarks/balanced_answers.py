@@ -1,7 +1,7 @@
 """Lines and needles with BalanceKV, plain, augmented and faithful: `python benchmarks/balanced_answers.py OUT`.
 
-Runs the benchmarks into OUT, where an interrupted run goes on; then puts their means into docs/results/balanced.jsonl
-and prints a table.
+Runs the benchmarks, with their rows in OUT, where an interrupted run continues. Then writes their means to
+docs/results/balanced.jsonl and prints a table.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from asking import bench, sum_up_into
 from common import RESULTS
 from kvsketch.evaluation.answers.summary import Mean
 
-TASKS = {"lines": "lines", "niah_single": "ruler", "niah_multikey": "ruler"}  # and their suites
+TASKS = {"lines": "lines", "niah_single": "ruler", "niah_multikey": "ruler"}  # tasks and their suites
 KEEPS = (0.5, 0.25, 0.125)
 FORMS = ("uniform({})", "balancekv({}, sharpness=1, augmented=False)", "balancekv({})", "clustergen({})")
 METHODS = [form.format(f"keep={keep}") for keep in KEEPS for form in FORMS]
@@ -19,7 +19,7 @@ METHODS += [f"balancekv(keep={keep}, mode='faithful')" for keep in KEEPS[:2]]
 
 
 def print_table(means: list[Mean]) -> None:
-    """Methods down, tasks and question modes across."""
+    """Print methods down, tasks and question modes across."""
     columns = [(task, asked) for task in TASKS for asked in ("before", "after")]
     print("| | bytes, of full |", " | ".join(f"{task}, {asked}" for task, asked in columns), "|")
     print("|---|---|" + "---|" * len(columns))

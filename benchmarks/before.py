@@ -1,12 +1,12 @@
-"""A step of one layer, as it is here and as it was in another checkout: `python benchmarks/before.py CHECKOUT`.
+"""Time of a step of one layer in this checkout and in another one: `python benchmarks/before.py CHECKOUT`.
 
-8 KV heads × 128 in bfloat16, four query heads each. Each version has a process of its own; the two take turns, twelve
-steps at a time, so that both meet the machine in the same moods. For half of the turns the one begins, for the others
-the other one, in new processes: of two that are the same the second was up to 7 % slower, behind the memory that the
-first had got. Before a step 64 MB are read, which leaves little of
-it in the processor's caches; then a second step comes at once. At last 64 steps come in a row: their mean has what is
-done only every so many tokens. Rows go to docs/results/before.jsonl. The other checkout needs nothing installed: `git
-worktree add CHECKOUT COMMIT`.
+The layer has 8 KV heads × 128 in bfloat16, four query heads each. Each version runs in its own process; the two take
+turns, twelve steps at a time, so that the state of the machine affects both alike. One version starts first for half of
+the turns, and the other one for the rest, in new processes: of two equal versions the second was up to 7 % slower, as
+it got its memory after the first. Before a step 64 MB of other memory are read, which leaves little of the step's data
+in the processor's caches; a second step follows at once. At the end of a turn come 64 steps in a row, and their mean
+includes what is done only every so many tokens. Rows go to docs/results/before.jsonl. Nothing has to be installed in
+the other checkout: `git worktree add CHECKOUT COMMIT`.
 """
 
 import argparse
@@ -21,14 +21,14 @@ import torch
 
 HERE = Path(__file__).parent.parent
 WIDTH, HEADS, GROUP, INDEX = 128, 8, 4, (1024, 1024)
-AT_ONCE, WAIT = 12, 0.03  # steps of a turn; seconds, in which the other's threads fall asleep
+AT_ONCE, WAIT = 12, 0.03  # steps of a turn; seconds for the threads of the other process to fall asleep
 IN_ROW = 64
 CASES = "exact:256; exact:4096; balancekv(keep=0.25):4096; saap(probes=32):4096; saap(probes=32):171000"
 
 
 @torch.no_grad()
 def work(spec: str, tokens: int, threads: int) -> None:
-    """Fill a cache, and answer each line with the milliseconds of a turn's steps: cold, and again."""
+    """Fill a cache, and answer each input line with the milliseconds of a turn's steps: cold, again and in a row."""
     from kvsketch.caches.registry import parse_spec
     from kvsketch.evaluation.speed.layer import filled
     from kvsketch.evaluation.speed.made import NUMBER, keys_and_values, made_up, new_token
@@ -58,7 +58,7 @@ def work(spec: str, tokens: int, threads: int) -> None:
 
 
 def versions(trees: list[Path], spec: str, tokens: int, threads: int) -> list["subprocess.Popen[str]"]:
-    """A process for each, one after the other."""
+    """A process for each checkout, started one after the other."""
     command = [sys.executable, __file__, str(HERE), "--worker", spec, str(tokens), "--threads", str(threads)]
     started = list[subprocess.Popen[str]]()
     for tree in trees:
@@ -76,7 +76,7 @@ def _answer(version: "subprocess.Popen[str]") -> list[str]:
 
 
 def turn(version: "subprocess.Popen[str]") -> list[float]:
-    """Milliseconds of a turn's steps."""
+    """Run one turn; the milliseconds of its steps."""
     assert version.stdin is not None
     time.sleep(WAIT)
     print(file=version.stdin, flush=True)
@@ -116,7 +116,7 @@ if __name__ == "__main__":
     options.add_argument("checkout", type=Path)
     options.add_argument("--threads", type=int, default=2)
     options.add_argument("--rounds", type=int, default=40)
-    options.add_argument("--cases", default=CASES, help="methods and tokens")
+    options.add_argument("--cases", default=CASES, help="SPEC:TOKENS; SPEC:TOKENS; ...")
     options.add_argument("--worker", nargs=2, metavar=("SPEC", "TOKENS"), help=argparse.SUPPRESS)
     given = options.parse_args()
     if given.worker:

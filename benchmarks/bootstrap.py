@@ -1,4 +1,4 @@
-"""How sure a figure over seeds is: standard errors and intervals by drawing the seeds again."""
+"""How certain a number over seeds is: standard errors and intervals by resampling the seeds."""
 
 import math
 from typing import Any
@@ -12,7 +12,7 @@ Row = dict[str, Any]
 
 
 def summary(errors: Tensor) -> Row:
-    """Of errors [seeds, queries]: root mean square and 99th percentile; standard errors by a bootstrap over seeds."""
+    """Root mean square and 99th percentile of errors [seeds, queries]; standard errors by a bootstrap over seeds."""
     drawn = resampled(len(errors), 200)
     percentiles = torch.stack([errors[seeds].quantile(0.99) for seeds in drawn])
     squares = errors.square().mean(1)
@@ -29,7 +29,7 @@ def resampled(seeds: int, times: int, draw: int = 0) -> Tensor:
 
 
 def slope(found: dict[int, Tensor]) -> Row:
-    """Of log root mean square against log size, with a 95 % interval: a bootstrap over the seeds of every size."""
+    """Slope of log root mean square against log size; 95 % interval by a bootstrap over the seeds of every size."""
     x = torch.tensor([math.log(size) for size in found], dtype=DOUBLE)
     weights = (x - x.mean()) / (x - x.mean()).square().sum()
     squares = [errors.square().mean(1) for errors in found.values()]

@@ -1,8 +1,8 @@
 """Equal shares, a pyramid and a profile, on the embedded model: `python benchmarks/by_head.py OUT`.
 
 Questions come after compression. Profiles are measured on other tasks than those that are asked: on needles for
-records, on records for needles. Rows go to OUT, where an interrupted run goes on; means to docs/results/by-head.jsonl,
-and a table is printed.
+records, and on records for needles. Rows go to OUT, where an interrupted run continues; means go to
+docs/results/by-head.jsonl, and a table is printed.
 """
 
 import argparse
@@ -22,16 +22,16 @@ NEEDLES = {"niah_single": "ruler", "niah_multikey": "ruler"}
 KEEPS, TOKENS = (0.25, 0.125, 0.05), 2000
 FORMS = ("keydiff({})", "uniform({}, window=16)", "balancekv({}, window=16)", "clustergen({}, window=16)")
 WAYS = ("equal", "pyramid", "profile")
-Specs = Callable[[str, str], list[str]]  # those of a part of the tasks, and a profile
+Specs = Callable[[str, str], list[str]]  # from a part of the tasks and a profile to its specs
 
 
 def measured(path: Path, tasks: list[str]) -> Path:
-    """A profile of the embedded model, from documents of these tasks."""
+    """A profile of the embedded model, measured on documents of these tasks."""
     return profile_of(path, "embedded", "--tasks", ",".join(tasks))
 
 
 def profile_of(path: Path, model: str, *options: object) -> Path:
-    """A profile; one that is there is used."""
+    """A profile, measured with these options unless the file exists."""
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "kvsketch", "profile", model, "--out", path, *options]
@@ -40,13 +40,13 @@ def profile_of(path: Path, model: str, *options: object) -> Path:
 
 
 def specs(part: str, profile: str) -> list[str]:
-    """All methods and ways."""
+    """The specs of all methods with all ways to share the budget."""
     heads = {"equal": "", "pyramid": ", heads='pyramid'", "profile": f", heads={profile!r}"}
     return [form.format(f"keep={k}{heads[w]}") for k in KEEPS for form in FORMS for w in WAYS]
 
 
 def run(name: str, out: Path, specs: Specs, samples: int, *more: object) -> list[Mean]:
-    """Rows of all tasks, with full attention's; then their means, the profile's path left out of their names."""
+    """Write rows of all tasks, with full attention too; their means, without the profile's path in method names."""
     found, runs = list[Mean](), list[dict]()
     for part, asked, others in (("records", RECORDS, NEEDLES), ("needles", NEEDLES, RECORDS)):
         profile = str(measured(out / f"for-{part}.json", list(others)).absolute())
@@ -63,7 +63,7 @@ def run(name: str, out: Path, specs: Specs, samples: int, *more: object) -> list
 
 
 def print_table(means: list[Mean]) -> None:
-    """Methods and budgets down, tasks across; bytes in percent of a full cache."""
+    """Print methods and budgets down, tasks across; bytes in percent of a full cache."""
     tasks = [*RECORDS, *NEEDLES]
     print("| | bytes |", " | ".join(f"`{task}`" for task in tasks), "|\n|---|---|" + "---|" * len(tasks))
     for method in dict.fromkeys(mean.method for mean in means):
@@ -73,7 +73,7 @@ def print_table(means: list[Mean]) -> None:
 
 
 def run_and_print(name: str, about: str | None, specs: Specs, samples: int, *more: object) -> None:
-    """What such a file does when it is called."""
+    """The main function of such a script."""
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("out", type=Path)
     parser.add_argument("--samples", type=int, default=samples)

@@ -1,8 +1,8 @@
 """What a second reading is worth, on the embedded model: `python benchmarks/by_queries.py OUT [--samples N]`.
 
-Questions come after compression. `kvzip` by one threshold over all heads and by a profile, and `keydiff` by a profile;
-profiles are measured on other tasks than those that are asked, and documents are none that anything was chosen by. Rows
-go to OUT, where an interrupted run goes on; means to docs/results/by-queries.jsonl.
+Questions come after compression. `kvzip` with one threshold over all heads and by a profile; `keydiff` by a profile.
+Profiles are measured on other tasks than those that are asked, and no choice was made on these documents. Rows go to
+OUT, where an interrupted run continues; means go to docs/results/by-queries.jsonl.
 """
 
 from by_head import run_and_print
@@ -13,7 +13,7 @@ FORMS = ("kvzip(keep={0})", "kvzip(keep={0}, heads={1!r})", "keydiff(keep={0}, h
 
 
 def specs(part: str, profile: str) -> list[str]:
-    """All methods at the budgets of a part."""
+    """All methods at the budgets of a part of the tasks."""
     return [form.format(keep, profile) for keep in KEEPS[part] for form in FORMS]
 
 

@@ -1,7 +1,7 @@
 """What clustering keeps of the embedded model's answers: `python benchmarks/clustering.py OUT`.
 
-Needles in noise. Runs the benchmarks below into OUT, where an interrupted run goes on; then puts their means into
-docs/results/clustering.jsonl and prints the tables.
+Needles in noise. Runs the benchmarks below, with their rows in OUT, where an interrupted run continues. Then writes
+their means to docs/results/clustering.jsonl and prints the tables.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from kvsketch.evaluation.answers.summary import Mean
 
 SUMMARY = RESULTS / "clustering.jsonl"
 KEEPS = (0.5, 0.25, 0.125)
-NEEDLES = {2000: (("niah_single", "niah_multikey"), 100), 4000: (("niah_single",), 50)}  # tasks and prompts of a length
+NEEDLES = {2000: (("niah_single", "niah_multikey"), 100), 4000: (("niah_single",), 50)}  # tasks and prompts per length
 
 
 def methods_of_needles() -> list[str]:
@@ -35,7 +35,7 @@ def run_needles(out: Path, length: int) -> None:
 
 
 def print_tables(means: list[Mean]) -> None:
-    """Methods down; the question asked afterwards."""
+    """Print a table for each budget, methods down, for questions asked after compression."""
     needles = [(task, length, "after") for length, (tasks, _) in NEEDLES.items() for task in tasks]
     for keep in KEEPS:
         here = [mean for mean in means if f"keep={keep}" in mean.method or mean.method == "exact"]
@@ -57,7 +57,7 @@ def print_cells(means: list[Mean], columns: list[tuple], name: Callable[[str], s
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
-    parser.add_argument("--only", help="one of needles-2000, needles-4000, none")
+    parser.add_argument("--only", help="needles-2000 or needles-4000: run this benchmark alone; none: print tables")
     given = parser.parse_args()
     for length in NEEDLES:
         if given.only in (None, f"needles-{length}"):

@@ -1,4 +1,4 @@
-"""What all benchmarks share: the model, rows with their provenance, and the memory of this process."""
+"""What all benchmarks share: a model, rows with their provenance, and the memory of this process."""
 
 import json
 import os
@@ -28,12 +28,12 @@ __all__ = [
     "shape_of",
     "write_row",
 ]
-FOLDERS = re.compile(r"(?<![\w.~-])/(?:[\w.-]+/)*(?=[\w.-])")  # what comes before a file's own name
+FOLDERS = re.compile(r"(?<![\w.~-])/(?:[\w.-]+/)*(?=[\w.-])")  # the folders in front of a file's name
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 
 
 def shape_of(config) -> dict[str, Any]:
-    """The part of a row that says what was run."""
+    """The part of a row that describes what was run."""
     return {
         "layers": config.num_hidden_layers,
         "heads": config.num_attention_heads,
@@ -45,12 +45,12 @@ def shape_of(config) -> dict[str, Any]:
 
 
 def published(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The runs that rows come from, each once, for everyone to read: files by their names, without their folders."""
+    """The runs that rows come from, each once, fit to be published: file names without their folders."""
     told = [dict(run) for run in runs]
     for run in told:
         if "command" in run:
             run["command"] = FOLDERS.sub("", run["command"])
-        if LEARNT in run:  # specs name files too
+        if LEARNT in run:  # specs contain file names too
             run[LEARNT] = {FOLDERS.sub("", spec): learnt for spec, learnt in run[LEARNT].items()}
     return [run for number, run in enumerate(told) if run not in told[:number]]
 
@@ -61,7 +61,7 @@ def prompt(count: int) -> torch.Tensor:
 
 
 def write_row(name: str, row: dict[str, Any]) -> None:
-    """Append a row to docs/results/{name}.jsonl, with where it comes from."""
+    """Append a row to docs/results/{name}.jsonl, with its provenance, and print it."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     row = row | {"provenance": provenance()}
     with open(RESULTS / f"{name}.jsonl", "a") as file:
@@ -70,13 +70,13 @@ def write_row(name: str, row: dict[str, Any]) -> None:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM now."""
+    """Bytes of this process that are in RAM now."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 class PeakMemory:
-    """The most resident memory within a `with` block, beyond what there was before it."""
+    """The peak of resident memory within a `with` block, beyond the memory before it."""
 
     def __enter__(self) -> "PeakMemory":
         self.before = self.peak = resident_bytes()
@@ -100,7 +100,7 @@ class PeakMemory:
 
 
 def beside_stock(stock: Sequence[float], own: Sequence[float]) -> dict[str, Any]:
-    """Times of stock's speed, as turns say in the median, with quartiles, and all in all."""
+    """The speed in multiples of stock's: the median over turns with its quartiles, and that of all turns together."""
     low, middle, high = quantiles([base / mine for base, mine in zip(stock, own, strict=True)], n=4)
     return {"times_stock": middle, "times_stock_in_all": sum(stock) / sum(own), "quartiles": [low, high]}
 

@@ -1,7 +1,7 @@
 """Decode speed beside stock, in one process: `python benchmarks/decode.py`.
 
-Every cache is filled with the same random keys and values, its answers are checked, and the methods
-take turns, so that a busy machine slows all of them alike.
+Every cache is filled with the same random keys and values, its answers are checked, and the methods take turns, so that
+a busy machine slows all of them alike.
 """
 
 import argparse
@@ -18,7 +18,7 @@ METHODS = ("exact", "uniform(keep=0.25)", "uniform(keep=4096)", "streaming_llm(k
 
 
 def filled_caches(model, count, methods):
-    """A stock cache and ours, all of the same tokens."""
+    """A stock cache and ours, all filled with the same tokens."""
     config = model.config
     shape = (1, config.num_key_value_heads, count, config.head_dim)
     stock = DynamicCache(config=config)
@@ -55,7 +55,7 @@ def measure(count: int, heads: int, kv_heads: int, steps: int, dtype: torch.dtyp
 
     times: dict[str, list[float]] = {"stock": []} | {method: [] for method in METHODS}
     for token in tokens[2:]:
-        kvsketch.detach(model)  # outside the clock
+        kvsketch.detach(model)  # this is not timed
         times["stock"].append(seconds(lambda token=token: model(token, past_key_values=stock)))
         kvsketch.attach(model)
         for method, cache in caches.items():
@@ -73,7 +73,7 @@ def measure(count: int, heads: int, kv_heads: int, steps: int, dtype: torch.dtyp
 
 
 def timed(taken: list[float], stock_median: float) -> dict:
-    """What is said about the times of a method's steps."""
+    """The part of a row about the times of a method's steps."""
     median = statistics.median(taken)
     return {
         "ms_per_token": round(median * 1e3, 2),

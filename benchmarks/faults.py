@@ -1,5 +1,5 @@
-"""Small faults that a piece of code could have: a comparison turned round, a constant off by one, two arguments
-swapped, or nothing in a statement's place. `power.py` asks whether the tests would notice."""
+"""Small faults that code could have: an inverted comparison, a constant off by one, two swapped arguments, or a missing
+statement. `power.py` asks whether the tests would notice."""
 
 import ast
 import random
@@ -19,17 +19,17 @@ SYMMETRIC = {"max", "min", "maximum", "minimum", "transpose", "logaddexp", "equa
 
 @dataclass(frozen=True)
 class Fault:
-    """One small fault: in this file, this statement would read otherwise."""
+    """One small fault: a statement of a file in another form."""
 
-    path: str  # below src/kvsketch
+    path: str  # relative to src/kvsketch
     line: int
     kind: str
-    before: str  # the statement, or its head
+    before: str  # the statement, or its head if it contains others
     after: str
 
 
 class Source:
-    """A file of the code, and the faults it could have."""
+    """A source file, and the faults that it could have."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.name, self.text = name, path.read_text(encoding="utf-8")
@@ -47,18 +47,18 @@ class Source:
         )
 
     def head(self, statement: ast.stmt) -> tuple[int, int]:
-        """The same of a statement without the statements inside it."""
+        """Where a statement's text begins and ends, without the statements inside it, in bytes."""
         start, end = self.span(statement)
         body = getattr(statement, "body", None)
         return (start, self.starts[body[0].lineno - 1]) if body else (start, end)
 
     def with_changed(self, start: int, end: int, new: str) -> str:
-        """The whole text with other text there."""
+        """The whole text with these bytes replaced by `new`."""
         whole = self.text.encode()
         return (whole[:start] + new.encode() + whole[end:]).decode()
 
     def faults(self) -> Iterator[tuple[Fault, str]]:
-        """Every fault, with the text of the file that has it."""
+        """Every fault, with the text of the file that contains it."""
         for statement in _statements(self.tree):
             start, end = self.head(statement)
             for kind, where, new in self._changes(statement):
@@ -78,7 +78,7 @@ class Source:
         if isinstance(statement, SIMPLE) and not self._binds_first(statement):
             yield "line", self.span(statement), "pass"
         if isinstance(statement, ast.Raise | ast.Assert):
-            return  # what a message says, and what can never be, is no matter here
+            return  # texts of messages and conditions that can never occur do not matter here
         for node in _expressions(statement):
             if isinstance(node, ast.Compare) and type(node.ops[0]) in TURNED:
                 between = self.span(node.left)[1], self.span(node.comparators[0])[0]
@@ -99,7 +99,7 @@ class Source:
                 yield "arguments", (one[0], other[1]), swapped.decode()
 
     def _binds_first(self, statement: ast.stmt) -> bool:
-        """Whether a name would be unknown without this statement: that shows wherever the name is used."""
+        """Whether a name would be unknown without this statement: any use of the name would show that."""
         names = {
             node.id
             for target in getattr(statement, "targets", ())
@@ -109,7 +109,7 @@ class Source:
         around = self.tree
         for node in ast.walk(self.tree):
             if isinstance(node, ast.FunctionDef) and node.lineno < statement.lineno <= (node.end_lineno or 0):
-                around = node  # the innermost comes last
+                around = node  # the innermost function comes last
         known = {argument.arg for argument in ast.walk(around) if isinstance(argument, ast.arg)}
         for node in ast.walk(around):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.lineno < statement.lineno:
@@ -122,14 +122,14 @@ def _plain(text: str) -> str:
 
 
 def _statements(tree: ast.AST) -> Iterator[ast.stmt]:
-    """All that do something: no imports, no docstrings, nothing that only type checkers read."""
+    """All statements that do something: no imports, no docstrings, nothing that only type checkers read."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
             continue
         if isinstance(node, ast.Import | ast.ImportFrom | ast.Pass):
             continue
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            continue  # a docstring, or the dots of an empty body
+            continue  # a docstring, or the `...` of an empty body
         if isinstance(node, ast.stmt):
             yield node
         yield from _statements(node)
@@ -155,14 +155,14 @@ def _expressions(statement: ast.stmt) -> Iterator[ast.expr]:
 
 
 def sources(root: Path) -> list[Source]:
-    """The files of the core."""
+    """The source files of the core."""
     package = root / "src" / "kvsketch"
     paths = [package / "attention.py", *(path for part in PARTS for path in sorted((package / part).rglob("*.py")))]
     return [Source(path, str(path.relative_to(package))) for path in paths if path.exists()]
 
 
 def draw(root: Path, count: int, seed: int, known: list[Fault]) -> list[tuple[Fault, str]]:
-    """So many faults: those known that are still possible, and others in the place of those that are not."""
+    """`count` faults: the known ones that are still possible, and newly drawn ones in place of the others."""
     every = [found for source in sources(root) for found in source.faults()]
     by_text = {(f.path, f.kind, f.before, f.after): (f, text) for f, text in every}
     chosen = [by_text[key] for f in known if (key := (f.path, f.kind, f.before, f.after)) in by_text]

@@ -1,4 +1,4 @@
-"""Figures from the rows in docs/results, and from nothing else: `python benchmarks/figures.py`."""
+"""Figures drawn from the rows in docs/results and nothing else: `python benchmarks/figures.py`."""
 
 import json
 import math
@@ -18,7 +18,7 @@ GIB, MIB = 2**30, 2**20
 
 
 def rows(name: str) -> list[dict]:
-    """The latest row of each setting."""
+    """The latest row for each setting."""
     latest: dict[tuple, dict] = {}
     for line in (RESULTS / f"{name}.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -40,7 +40,7 @@ def save(figure, name: str) -> None:
 
 
 def label_ends(axes, ends: list[tuple[float, float, str, str]], gap: float = 0.055) -> None:
-    """Write each line's name behind its last point, (x, y, name, colour), with room between the names."""
+    """Write each line's name to the right of its last point, (x, y, name, colour), with room between the names."""
     to_axes = axes.transData + axes.transAxes.inverted()
     lowest = -1.0
     for x, y, name, colour in sorted(ends, key=lambda end: end[1]):
@@ -74,7 +74,7 @@ def _kept(way: str) -> str:
 
 
 def memory() -> None:
-    """Peak memory of reading 32k tokens, and what the cache holds afterwards."""
+    """Peak memory while 32k tokens are read, and the bytes that the cache holds afterwards."""
     found = sorted(rows("memory"), key=lambda row: row["peak_growth_bytes"])
     figure, axes = plain_axes(height=3.4)
     names = [row["way"] for row in found]
@@ -117,10 +117,10 @@ def decode() -> None:
 
 
 def training() -> None:
-    """What the embedded model gets right while it is trained."""
+    """Shares of right reply tokens while the embedded model is trained."""
     found = [json.loads(line) for line in (RESULTS / "training.jsonl").read_text().splitlines()]
     figure, axes = plain_axes(height=4.2)
-    last = {name: value for row in found for name, value in row["accuracy"].items()}  # not all are asked to the end
+    last = {name: value for row in found for name, value in row["accuracy"].items()}  # some tasks end early
     for name in sorted(last, key=lambda name: -last[name]):
         known = [row for row in found if name in row["accuracy"]]
         looked_up = last[name] > 0.9
@@ -154,7 +154,7 @@ def training() -> None:
 
 
 def plain_rows(name: str) -> list[dict]:
-    """All rows of a benchmark that starts its file anew."""
+    """All rows of a benchmark that rewrites its file at each run."""
     return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
 
 
@@ -232,7 +232,7 @@ def balance() -> None:
 
 
 def signed_sums(axes, found: list[dict]) -> None:
-    """Theorem 3.3."""
+    """Theorem 3.3: signed sums against the number of tokens."""
     names = {"theorem": "walk, c = 30 log(n/δ)", "c = 16": "walk, c = 16", "c = 4": "walk, c = 4, until most fail"}
     sums = [row for row in found if row["part"] == "signed sum"]
     slopes = {row["way"]: f" (slope {row['slope']:.2f})" for row in found if row["part"] == "signed sum slope"}
@@ -250,7 +250,7 @@ def signed_sums(axes, found: list[dict]) -> None:
 
 
 def streams_of_halves(axes, found: list[dict]) -> None:
-    """Theorem 3.4. Errors of T rounds add up to √(1 - 2⁻ᵀ) times the first one's, were all halves exact."""
+    """Theorem 3.4. If all halves were exact, errors of T rounds would add up to √(1 - 2⁻ᵀ) times that of the first."""
     names = {"fair signs": "halved by fair signs", "theorem": "halved, c of the theorem", "c = 16": "halved, c = 16"}
     names |= {"sample of most held": "weighted sample, as many tokens"}
     slopes = {row["way"]: row["slope"] for row in found if row["part"] == "stream slope" and row["from"] == 2**12}
@@ -269,7 +269,7 @@ def streams_of_halves(axes, found: list[dict]) -> None:
 
 
 def log_log_slope(x: list[float], y: list[float]) -> float:
-    """Of the straight line through the logarithms."""
+    """Slope of the straight line through the logarithms."""
     return linear_regression([math.log(value) for value in x], [math.log(value) for value in y]).slope
 
 

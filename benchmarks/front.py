@@ -1,6 +1,6 @@
-"""The picture at the top of the README, from rows in docs/results and nothing else: `python benchmarks/front.py`.
+"""The picture at the top of the README, drawn from rows in docs/results and nothing else: `python benchmarks/front.py`.
 
-A real language model, numbers hidden in novels, the question after compression: answers found against bytes held.
+Answers found against bytes held, for a real language model: numbers hidden in novels, the question after compression.
 """
 
 import json
@@ -23,7 +23,7 @@ TASK, LENGTH = "niah_single", 1000
 
 
 def found() -> dict[str, Mean]:
-    """The mean of each method."""
+    """The mean of each method by its spec."""
     lines = [json.loads(line) for line in FILE.read_text().splitlines()]
     rows = [row for row in lines if row.get("task") == TASK and row["length"] == LENGTH and row["asked"] == "after"]
     names = [field.name for field in fields(Mean)]

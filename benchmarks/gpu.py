@@ -1,16 +1,16 @@
 """Kernels on a GPU, checked and then timed, in one run of less than ten minutes: `python benchmarks/gpu.py OUT`.
 
-First every kernel is held against its definition in float64; one that fails is not timed, and the run ends with an
+First every kernel is compared with its definition in float64; one that fails is not timed, and the run ends with an
 error. Then, for a layer of 8 KV heads × 128 in bfloat16 with four query heads each: a decode step that reads all tokens
-beside torch's own forms; one that reads 32 of 1,024 buckets, of equal and of very unlike sizes; BalanceKV's halving of
-all blocks; and of a prompt a chunk of queries against weighted tokens, and new tokens among themselves. Each is timed
-with launches by Python and as a CUDA graph, steps over eight copies in turn, so that nothing is in a cache; and beside
-a copy of memory in the same run. What is timed is held against the definition too, once. Last come whole models, with
-steps by Python and recorded. Rows go to OUT/gpu.jsonl. `--dry` goes through all of it on the CPU, with few tokens:
-under Triton's interpreter, and with no meaning for the times.
+beside torch's own forms; a step that reads 32 of 1,024 buckets, of equal and of very unequal sizes; BalanceKV's halving
+of all blocks; and for prompts, a chunk of queries against weighted tokens, and new tokens among themselves. Each is
+timed with launches by Python and as a CUDA graph, beside a copy of memory in the same run; steps run over eight copies
+in turn, so that nothing is in a cache. Timed calls are compared with the definition too, once. Last come whole models,
+with steps launched by Python and recorded. Rows go to OUT/gpu.jsonl. `--dry` goes through all of it on the CPU with few
+tokens, under Triton's interpreter; its times mean nothing.
 
-`--compile` does without a GPU what can be done there: it compiles for compute capability 9.0, and says how many
-registers, how much shared memory, and whether anything is spilled.
+`--compile` does what can be done without a GPU: it compiles for compute capability 9.0, and prints how many registers
+and how much shared memory each kernel needs, and whether anything is spilled.
 """
 
 import argparse
@@ -66,7 +66,7 @@ DRY = {
 
 
 def of_a_copy(on: Machine) -> dict[str, Any]:
-    """How fast memory is read and written, of which all else is a share."""
+    """Time of a copy of memory: other speeds are given as shares of its speed."""
     count = 1 << (28 if on.device.type == "cuda" else 16)
     there = [torch.zeros(count, device=on.device, dtype=torch.bfloat16) for _ in range(2)]
     return {"what": "copy", "bytes": 4 * count, "us": on.times([partial(there[0].copy_, there[1])])}
@@ -93,7 +93,7 @@ def run(out: Path, dry: bool, only: Sequence[str] = ()) -> None:
                     file.write(json.dumps(row | {"provenance": about}) + "\n")
                     file.flush()
                     print(line_of(row, best), flush=True)
-            except Exception as error:  # what is wrong is not timed; what comes behind it is
+            except Exception as error:  # a section that fails is not timed; those after it are
                 traceback.print_exc()
                 failed.append(f"{name}: {' '.join(str(error).split())[:200]}")
             torch.cuda.empty_cache()
@@ -102,7 +102,7 @@ def run(out: Path, dry: bool, only: Sequence[str] = ()) -> None:
 
 
 def sections(on: Machine, sizes: dict[str, Any]) -> dict[str, Iterator[dict[str, Any]]]:
-    """What is checked and then timed together."""
+    """Sections by name, each checked and then timed as a whole."""
     steps = (row for count in sizes["tokens"] for row in chain(dense(on, count), unequal(on, count)))
     return {
         "attention": behind(check_attention, on, steps),
@@ -118,13 +118,13 @@ def sections(on: Machine, sizes: dict[str, Any]) -> dict[str, Iterator[dict[str,
 
 
 def behind(check: Callable[[Machine], None], on: Machine, rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Rows behind a check, if it holds."""
+    """Rows after a check, if it passes."""
     check(on)
     yield from rows
 
 
 def line_of(row: dict[str, Any], best: float) -> str:
-    """A row for the screen: microseconds, and the share of a copy's speed."""
+    """A row for the screen: microseconds, and the speed as a share of a copy's."""
     shown = [f"{row['what']:10} {row.get('form', ''):16} {row.get('tokens', 0):8,}"]
     for name, taken in row["us"].items():
         if isinstance(taken, str):
@@ -142,7 +142,7 @@ if __name__ == "__main__":
     parser.add_argument("out", type=Path, nargs="?", default=Path("gpu-report"))
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--only", default="", help="parts, with commas: attention, look-up, halving, …")
+    parser.add_argument("--only", default="", help="sections, separated by commas: attention, look-up, halving, …")
     given = parser.parse_args()
     if given.compile:
         for line in compiled():

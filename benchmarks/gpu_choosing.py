@@ -1,4 +1,4 @@
-"""What forgetting methods do with the tokens of a layer on a GPU: halve blocks, find centres, choose the best."""
+"""Work of forgetting methods on the tokens of a layer, on a GPU: halving blocks, finding centres, choosing the best."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -25,10 +25,10 @@ BLOCK = 256  # tokens that are halved together
 
 
 def check_walk(on: Machine) -> None:
-    """BalanceKV's walk halves blocks as the definition does, but for a few where rounding decides."""
+    """Check that BalanceKV's walk halves blocks as its definition does, except for a few where rounding decides."""
     for dtype in (torch.float32, on.dtype):
         if on.device.type == "cuda" and dtype == torch.float32:
-            continue  # torch's work there
+            continue  # torch does this there
         keys, values = (on.random(64 if on.device.type == "cuda" else 2, BLOCK, WIDTH).to(dtype) for _ in range(2))
         keys, values, *rest = walk_of(on, keys, values)
         exact = strips.halving_signs(keys.double(), values.double(), *rest) > 0
@@ -44,11 +44,11 @@ def walk_of(on: Machine, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def halved(on: Machine, count: int) -> Iterator[dict[str, Any]]:
-    """All blocks of a layer, once."""
+    """Rows of halving all blocks of a layer, once; to a quarter too."""
     keys, values = (on.random(HEADS * count // BLOCK, BLOCK, WIDTH).to(on.dtype) for _ in range(2))
     given = walk_of(on, keys, values)
     for name, form in {"ours": walk_in_triton.keep_half, "torch": strips.halving_signs}.items():
-        clock = Machine(dry=on.device.type == "cpu", rounds=3) if name == "torch" else on  # which takes long
+        clock = Machine(dry=on.device.type == "cpu", rounds=3) if name == "torch" else on  # torch takes long
         yield {
             "what": "halved",
             "form": name,
@@ -56,14 +56,14 @@ def halved(on: Machine, count: int) -> Iterator[dict[str, Any]]:
             "us": clock.times([partial(form, *given)], graph=name == "ours"),
         }
     yield compressed(on, count)
-    if on.device.type == "cuda":  # to a quarter: what is kept is halved again
+    if on.device.type == "cuda":  # to a quarter: the kept half is halved again
         half = [x[: len(x) // 2] if isinstance(x, Tensor) else x for x in given]
         twice = partial(on.times, [lambda: (walk_in_triton.keep_half(*given), walk_in_triton.keep_half(*half))])
         yield {"what": "halved", "form": "ours, twice", "tokens": count, "us": twice()}
 
 
 def compressed(on: Machine, count: int) -> dict[str, Any]:
-    """All that `balancekv(keep=0.25)` does with a layer's tokens: those set apart, numbers, draws and both halvings."""
+    """All work of `balancekv(keep=0.25)` on a layer's tokens: setting some apart, numbers, draws and both halvings."""
     keys, values = (on.random(1, HEADS, count, WIDTH).to(on.dtype) for _ in range(2))
     new, config = NewTokens(keys, values, None, Unrotated(keys, keys)), parse_spec("balancekv(keep=0.25)")
 
@@ -78,7 +78,7 @@ def compressed(on: Machine, count: int) -> dict[str, Any]:
 
 
 def centred(on: Machine, count: int, centres: int) -> Iterator[dict[str, Any]]:
-    """Greedy k-center over all tokens of a layer; its centres of some of them are the definition's."""
+    """Rows of greedy k-center over all tokens of a layer; its centres of a few tokens must be the definition's."""
     normal, counts = on.random(1, HEADS, count, WIDTH), torch.tensor([centres], device=on.device)
     middles = 4 * on.random(1, HEADS, max(1, centres // 4), WIDTH)
     clustered = normal + middles.repeat(1, 1, -(-count // middles.shape[2]), 1)[:, :, :count]
@@ -95,13 +95,13 @@ def centred(on: Machine, count: int, centres: int) -> Iterator[dict[str, Any]]:
 
 
 def radius(points: Tensor, centres: Tensor) -> float:
-    """How far a point is from the nearest centre of its head, at most."""
+    """The largest distance from a point to the nearest centre of its head."""
     own = points.double().gather(1, centres[..., None].expand(-1, -1, points.shape[2]))
     return float(torch.cdist(points.double(), own).amin(2).max())
 
 
 def choosing(on: Machine, count: int) -> Iterator[dict[str, Any]]:
-    """What methods that choose among tokens do beside that, for a layer: half of the places copied, and so on."""
+    """Rows of other work of methods that choose among a layer's tokens: copying half of the places, and so on."""
     keys = on.random(HEADS, count, WIDTH).to(on.dtype)
     there = torch.rand(HEADS, count, generator=on.draw, device=on.device) < 0.5
     every, mean = reference_places.in_front(there), keys.sum(1, dtype=torch.float64)
@@ -129,7 +129,7 @@ def choosing(on: Machine, count: int) -> Iterator[dict[str, Any]]:
     for what in ("copied", "numbered", "least first", "halved"):
         found, right = (call() for (name, _), call in forms.items() if name == what)
         assert all(map(torch.equal, found, right)), f"{what}: ours are not torch's"
-    for what in ("directed", "summed"):  # in float64, in another order
+    for what in ("directed", "summed"):  # sums in float64, in another order
         found, right = (call() for (name, _), call in forms.items() if name == what)
         torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-9, msg=f"{what}: ours is not torch's")
     for (what, form), call in forms.items():

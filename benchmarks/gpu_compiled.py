@@ -1,4 +1,4 @@
-"""Kernels compiled for a GPU that is not here, as they would be launched on it, and what they need there."""
+"""Kernels compiled, as they would be launched, for a GPU that this machine lacks, and what they need on it."""
 
 import re
 import subprocess
@@ -32,7 +32,7 @@ NAMES = {
 
 
 def compiled() -> Iterator[str]:
-    """A line for each kernel and kind of call: for 8 KV heads × 128 in bfloat16, four query heads each."""
+    """A line for each kernel and kind of call, for 8 KV heads × 128 in bfloat16 with four query heads each."""
     import kvsketch.kernels.gpu.attend as of_attention
     import kvsketch.kernels.gpu.attend_many as of_prompts
     import kvsketch.kernels.gpu.choice as of_choices
@@ -107,7 +107,7 @@ def _choosing() -> Iterator[str]:
 
 
 def _centres() -> Iterator[str]:
-    """The kernels of k-center, each as it is launched first."""
+    """The kernels of k-center, each as in its first launch."""
     import kvsketch.kernels.gpu.centres as of_centres
     from kvsketch.kernels.kcenter import in_triton
 
@@ -138,7 +138,7 @@ def _runs(queries: int = 1) -> Segments:
 
 
 def _steps() -> dict[str, tuple[torch.Tensor, list[Entries], float | None]]:
-    """What steps read: only shapes count."""
+    """Queries, entries and softcaps of decode steps by name; only shapes and types count."""
     half, single, other = torch.bfloat16, torch.float32, torch.float16
     plain, weighted = _entries(half), _entries(half, weights=1)
     kinds: dict[str, tuple[int, list[Entries], float | None]] = {
@@ -168,7 +168,7 @@ def _steps() -> dict[str, tuple[torch.Tensor, list[Entries], float | None]]:
 
 
 def _prompts() -> dict[str, tuple[torch.Tensor, WeightedTokens, bool, torch.Tensor | None]]:
-    """The same of prompts: queries, entries, whether causal, and which are no padding."""
+    """Prompts by name: queries, entries, whether they are causal, and which tokens are not padding."""
     half, there = torch.bfloat16, torch.ones(1, 8192, dtype=torch.bool)
     kinds = {
         "causal": (_entries(half), True, None),
@@ -185,7 +185,7 @@ def _prompts() -> dict[str, tuple[torch.Tensor, WeightedTokens, bool, torch.Tens
 
 
 class _Launches:
-    """In place of a kernel: notes what it is launched with."""
+    """Stands in for a kernel, and notes the arguments of its launches."""
 
     def __init__(self, seen: list[Any]) -> None:
         self.seen = seen
@@ -195,7 +195,7 @@ class _Launches:
 
 
 def _launched(module: Any, name: str, call: Callable[[], Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The kernel that a call launches, and with what: it is not run."""
+    """The kernel that a call would launch, with its arguments and options; it does not run."""
     kernel, seen = getattr(module, name), list[Any]()
     with patch.object(module, name, _Launches(seen)):
         call()
@@ -204,7 +204,7 @@ def _launched(module: Any, name: str, call: Callable[[], Any]) -> tuple[Any, tup
 
 
 def _needs(kernel: Any, given: tuple[Any, ...], options: dict[str, Any]) -> str:
-    """Registers, shared memory, bytes that are spilled, and which instructions multiply."""
+    """Registers, shared memory, spilled bytes, and the instructions that multiply."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -232,7 +232,7 @@ def _needs(kernel: Any, given: tuple[Any, ...], options: dict[str, Any]) -> str:
 
 
 def _kind(one: Any, place: tuple[int, ...], known: dict[Any, Any], even: dict[Any, Any]) -> Any:
-    """The type of an argument as Triton takes it: a 1 is compiled in, and sixteens are made use of."""
+    """The type of an argument for Triton: a 1 is compiled in as a constant, and divisibility by 16 is used."""
     if isinstance(one, tuple):
         return tuple(_kind(each, (*place, number), known, even) for number, each in enumerate(one))
     if isinstance(one, float):

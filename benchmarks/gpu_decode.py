@@ -1,4 +1,4 @@
-"""Whole models on a GPU, a token at a time: by Python, and with steps recorded as CUDA graphs."""
+"""Decoding with whole models on a GPU: steps launched by Python, and recorded as CUDA graphs."""
 
 import statistics
 from collections.abc import Iterator
@@ -24,12 +24,12 @@ FORMS = {
 LLAMA: dict[str, Any] = {"layers": 8, "heads": 32, "kv_heads": 8, "head_dim": 128}
 SMALL: dict[str, Any] = {"layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "hidden": 32}
 CHUNK = 8192
-STOCK_STEPS = 60  # each of which copies the cache
-APART = 0.05  # so far logits may be from those of steps that were not recorded, as a share of the largest
+STOCK_STEPS = 60  # few, as each copies the cache
+APART = 0.05  # how far logits may differ from those of unrecorded steps, as a share of the largest
 
 
 def decoding(on: Machine, count: int, steps: int) -> Iterator[dict[str, Any]]:
-    """Microseconds of a step behind so many tokens: of all of them the mean too, as some are recorded anew."""
+    """Microseconds of a step after `count` tokens; the mean over all steps too, as some are recorded anew."""
     on_gpu = on.device.type == "cuda"
     model = random_llama(**(LLAMA if on_gpu else SMALL), dtype=on.dtype if on_gpu else torch.float32).to(on.device)
     text = model.config
@@ -54,7 +54,7 @@ def decoding(on: Machine, count: int, steps: int) -> Iterator[dict[str, Any]]:
 
 
 def _stock(on: Machine, model: PreTrainedModel, ids: Tensor, count: int) -> dict[str, Any]:
-    """Steps with a cache of transformers' own."""
+    """Times of steps with a cache of transformers' own."""
     cache = DynamicCache(config=model.config)
     for part in ids[:, :count].split(CHUNK, 1):
         model(input_ids=part, past_key_values=cache, logits_to_keep=1)
@@ -69,12 +69,12 @@ def taken(
     first: int,
     way: AbstractContextManager[Any] | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """The logits of tokens one by one, from this place on, and how long a step takes."""
+    """The logits of tokens read one by one, at places from `first` on, and how long a step takes."""
     said, taken = list[Tensor](), list[float]()
     with torch.no_grad(), way or nullcontext():
         for place, token in enumerate(following.split(1, 1), first):
             with on.clock(taken):
                 at = torch.full_like(token, place)
                 said.append(model(input_ids=token, position_ids=at, past_key_values=cache).logits)
-    behind = taken[len(taken) // 4 :]  # the first steps compile and look at what is new
+    behind = taken[len(taken) // 4 :]  # the first steps compile, and examine what is new
     return torch.cat(said, 1), summed_up(behind) | {"mean": statistics.fmean(behind)}

@@ -1,7 +1,7 @@
-"""How long it takes on a GPU to learn what `saap` looks things up by, for a model of the shape of Llama 3.1 8B.
+"""How long fitting an index for `saap` takes on a GPU, for a model of the shape of Llama 3.1 8B.
 
-Texts of random tokens are read by a model with random weights, and one of its layers is fitted with the settings that
-`kvsketch fit` has by default; all layers take as often as long. What is learnt is of no use, the work is the same.
+A model with random weights reads texts of random tokens, and one of its layers is fitted with the default settings of
+`kvsketch fit`; all layers take that many times as long. The index is of no use, but the work is the same.
 """
 
 import tempfile
@@ -19,11 +19,11 @@ from kvsketch.fitting.settings import FitSettings, Recipe, ShardSettings
 from kvsketch.fitting.shards import Reader, Shards
 from kvsketch.huggingface.identity import describe_model
 
-TEXTS = 5  # one of them to measure on
+TEXTS = 5  # one of them to measure the fit on
 
 
 def fitting(on: Machine, tokens: int) -> Iterator[dict[str, Any]]:
-    """Rows of reading such texts, and of each stage of a layer's fit."""
+    """A row for reading such texts, and one for each stage of a fit."""
     on_gpu = on.device.type == "cuda"
     model = model_of(SHAPE if on_gpu else SMALL, on)
     layer, layers = model.config.num_hidden_layers // 2, model.config.num_hidden_layers

@@ -1,8 +1,8 @@
-"""A model of the shape of Llama 3.1 8B with random weights, on a GPU: what reading takes, and steps, tokens and memory.
+"""A model of the shape of Llama 3.1 8B with random weights, on a GPU: times of reading and of steps, and memory.
 
-Reading 16,384 tokens is timed for a cache of transformers' own and each of ours, in turn. Steps are timed behind
-131,072 tokens of one text, and behind 16,384 of eight: a cache that holds all of eight texts of 131,072 tokens is
-larger than such a GPU.
+Reading 16,384 tokens is timed for a cache of transformers' own and each of ours, in turn. Steps are timed after
+131,072 tokens of one text, and after 16,384 tokens of each of eight texts: a cache that holds all of eight texts of
+131,072 tokens is larger than the memory of such a GPU.
 """
 
 import statistics
@@ -37,11 +37,11 @@ FORMS = {
 }
 STOCK = "stock"  # a cache of transformers' own
 CHUNK = 16_384
-ROUNDS = 3  # of reading
+ROUNDS = 3  # how often each form reads the prompt
 
 
 def large(on: Machine, read: int, count: int, steps: int) -> Iterator[dict[str, Any]]:
-    """Rows of reading so many tokens, and of steps behind so many, and behind the former eight times."""
+    """Rows of reading `read` tokens, and of steps after `count` tokens, and after `read` tokens of eight texts."""
     on_gpu = on.device.type == "cuda"
     model = model_of(SHAPE if on_gpu else SMALL, on)
     text, about = model.config, describe_model(model)
@@ -74,13 +74,13 @@ def model_of(shape: dict[str, Any], on: Machine) -> PreTrainedModel:
 def _reading(
     on: Machine, model: PreTrainedModel, ids: Tensor, new: Callable[[str], SketchCache | DynamicCache]
 ) -> Iterator[dict[str, Any]]:
-    """How long a prompt takes, each form in turn."""
+    """How long each form takes to read a prompt, in turn."""
     seconds = {form: list[float]() for form in (STOCK, *FORMS)}
     for number in range(ROUNDS + 1):
         for form, found in seconds.items():
             at = now(on)
             _read(model, ids, new(form), len(ids[0]))
-            if number:  # the first one compiles
+            if number:  # the first round compiles
                 found.append(1e6 * (now(on) - at))
     for form, found in seconds.items():
         ratio = statistics.median(found) / statistics.median(seconds["exact"])
@@ -101,14 +101,14 @@ def _steps(
     on: Machine, model: PreTrainedModel, ids: Tensor, count: int, form: str,
     new: Callable[[str], SketchCache | DynamicCache],
 ) -> dict[str, Any]:  # fmt: skip
-    """Steps behind so many tokens, recorded where there is a GPU and the cache is ours."""
+    """Steps after `count` tokens, recorded if there is a GPU and the cache is ours."""
     before = _held(on)
     at = now(on)
     cache = new(form)
     _read(model, ids[:, :count], cache, max(1, CHUNK // len(ids)))
     row: dict[str, Any] = {"what": "steps, 8B", "form": form, "tokens": count, "texts": len(ids)}
     row |= {"reading_s": now(on) - at, "reading_peak": _peak(on) - before}
-    _held(on)  # the peak of steps begins here
+    _held(on)  # the peak of the steps is measured from here on
     row |= {"cache_bytes": cache.nbytes} if isinstance(cache, SketchCache) else {}
     graphs = recorded(model, CudaGraphs(on.device)) if on.device.type == "cuda" and form != STOCK else None
     following = ids[:, count : count + STOCK_STEPS] if form == STOCK else ids[:, count:]

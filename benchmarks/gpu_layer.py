@@ -1,4 +1,4 @@
-"""The layer that `gpu.py` times: what it holds, forms of a step over it, and what their answers are held against."""
+"""The layer that `gpu.py` times: its entries, forms of a step, and the definition that answers are compared with."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from kvsketch.kernels.sources import Entries, Segments
 
 HEADS, GROUP, WIDTH = 8, 4, 128
 SCALE = WIDTH**-0.5
-COPIES = 8  # caches in turn: together larger than what a processor keeps
+COPIES = 8  # caches that take turns: together larger than a processor's cache
 
 
 def entries(on: Machine, count: int, dtype: torch.dtype, weighted: bool = False) -> WeightedTokens:
@@ -23,12 +23,12 @@ def entries(on: Machine, count: int, dtype: torch.dtype, weighted: bool = False)
 
 
 def copies_of(on: Machine, count: int) -> int:
-    """So many caches in turn, as long as they take 16 GiB at most."""
+    """How many caches take turns, such that they take 16 GiB at most."""
     return min(COPIES if on.device.type == "cuda" else 2, max(2, (1 << 34) // (count * HEADS * WIDTH * 4)))
 
 
 def ours(query: Tensor, *held: WeightedTokens, runs: Segments | None = None) -> Any:
-    """As in a model: what is read is described anew at each step. Runs are those of the first."""
+    """A step as in a model, which describes anew what each step reads; `runs` are those of the first part."""
     parts = [Entries(tokens, segments=None if place else runs) for place, tokens in enumerate(held)]
     return attention.attend(query, parts, held[0].keys.shape[1], SCALE)
 
@@ -38,14 +38,14 @@ def stock(query: Tensor, tokens: WeightedTokens) -> Tensor:
 
 
 def allowed(dtype: torch.dtype) -> float:
-    """How far an answer may be from the definition: what its own rounding makes of it."""
+    """How far an answer may be from the definition: the error that its own rounding causes."""
     return 2 * torch.finfo(dtype).eps + 1e-5
 
 
 def held_against(
     found: Any, query: Tensor, parts: Sequence[Entries], most: float, visible: Tensor | None = None
 ) -> None:
-    """Raise an error if an answer is farther from the definition in float64, head by head, than may be."""
+    """Raise an error if the answer of any head is farther than `most` from the definition in float64."""
     for head in range(query.shape[1] // GROUP):
         mine = slice(head * GROUP, (head + 1) * GROUP)
         right = merge(
@@ -70,6 +70,6 @@ def in_float64(tokens: WeightedTokens, heads: slice) -> WeightedTokens:
 
 
 def places_of(head: int, part: Entries) -> list[slice]:
-    """Where a head's entries are among those of a part: nowhere, or in one place."""
+    """Where a head's entries are in a part: nowhere, or in one place."""
     lanes = range(HEADS) if part.lanes is None else part.lanes.tolist()
     return [slice(place, place + 1) for place, lane in enumerate(lanes) if lane == head]

@@ -1,4 +1,4 @@
-"""Decode steps on a GPU that read some buckets: which ones is known, or is asked of a classifier first."""
+"""Decode steps on a GPU that read some buckets, which are known or chosen by a classifier first."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -17,12 +17,12 @@ from kvsketch.kernels.routing import reference as reference_routing
 from kvsketch.kernels.sources import Classifier, Entries, Limits, Segments, Staged
 
 WINDOW = 2048
-ROUNDED = 8  # of more buckets one may be another, where rounding decides
-LOGITS_APART = 0.02  # of their length: what a classifier's rounding makes of its logits, in bytes too
+ROUNDED = 8  # if more buckets are visited, one may be another where rounding decides
+LOGITS_APART = 0.02  # error that rounding may cause in a classifier's logits, over their length; in bytes too
 
 
 def looked_up(on: Machine, count: int, buckets: int, probes: int) -> Iterator[dict[str, Any]]:
-    """A step that reads some buckets and a window; which buckets is known, or is asked of a classifier first."""
+    """Rows of a step that reads some buckets and a window; the buckets are known, or chosen by a classifier first."""
     query = on.random(1, HEADS * GROUP, 1, WIDTH).to(on.dtype)
     copies = [
         (entries(on, count, on.dtype), entries(on, min(WINDOW, count), on.dtype)) for _ in range(copies_of(on, count))
@@ -36,7 +36,7 @@ def looked_up(on: Machine, count: int, buckets: int, probes: int) -> Iterator[di
         ends = (shares.cumsum(1) / shares.sum(1, keepdim=True) * count).long()
         begins = F.pad(ends[:, :-1], (1, 0))
         chances = torch.rand(HEADS, buckets, generator=on.draw, device=on.device)
-        chances[:, 0] = -1  # the large one among them
+        chances[:, 0] = -1  # always visit the large one
         visited = chances.argsort(1)[:, :probes]
         runs = Segments(*(x.gather(1, visited)[None, :, None] for x in (begins, ends - begins)))
         past, window = copies[-1]
@@ -70,7 +70,7 @@ def one_head(
     on: Machine, query: Tensor, copies: Sequence[Sequence[WeightedTokens]], runs: Segments,
     routers: Sequence[Classifier], sizes: Tensor, edges: Tensor, probes: int,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """The same for a single KV head, of which the paper speaks; and for it a step that reads all."""
+    """The same rows for a single KV head, as in the paper; also a step of it that reads all tokens."""
     mine, own = query[:, :GROUP], Segments(runs.begin[:, :1], runs.length[:, :1])
     held = [[WeightedTokens(x.keys[:, :1], x.values[:, :1]) for x in both] for both in copies]
     tensors = [[x[:1].contiguous() for x in by.tensors] for by in routers]
@@ -94,7 +94,7 @@ def one_head(
 def as_in_the_paper(
     on: Machine, query: Tensor, copies: Sequence[Sequence[WeightedTokens]], ends: Tensor, visited: Tensor
 ) -> list[Callable[[], Tensor]]:
-    """The paper's kernel over the same buckets, whose tokens lie anywhere in the text; held against the definition."""
+    """Calls of the paper's kernel for the same buckets, tokens anywhere in the text; checked against the definition."""
     count, edges = copies[0][0].count, F.pad(ends, (1, 0)).contiguous()
     places = torch.rand(HEADS, count, generator=on.draw, device=on.device).argsort(1).int()
     calls = [
@@ -119,7 +119,7 @@ def as_in_the_paper(
 
 
 def router(on: Machine, buckets: int, *, to_the_first: bool) -> Classifier:
-    """A classifier of every head, as `kvsketch fit` makes it; one that expects all in the first bucket, or any."""
+    """A classifier for every head, of the form that `kvsketch fit` makes; it may expect all in the first bucket."""
     inner = 16 if on.device.type == "cpu" else 1024
 
     def layer(width: int, columns: int) -> tuple[Tensor, Tensor]:
@@ -134,7 +134,7 @@ def router(on: Machine, buckets: int, *, to_the_first: bool) -> Classifier:
 def visiting(
     query: Tensor, by: Classifier, sizes: Tensor, edges: Tensor, staged: Staged, probes: int
 ) -> tuple[Segments, Tensor]:
-    """What the queries visit, and how many tokens that are."""
+    """The runs that the queries visit, and how many tokens those contain."""
     scores = routing.expect(query, by, len(sizes))
     runs, read, _ = routing.visit(scores[0], sizes, edges, Limits(probes), staged)
     return runs, read
@@ -143,7 +143,7 @@ def visiting(
 def routed(
     query: Tensor, past: WeightedTokens, window: WeightedTokens, by: Classifier, *buckets: Any
 ) -> tuple[Partial, Tensor]:
-    """The answer, and how many tokens of the past were read."""
+    """The answer, and how many tokens of the past the step read."""
     runs, read = visiting(query, by, *buckets)
     return ours(query, past, window, runs=runs), read
 
@@ -152,7 +152,7 @@ def check_router(
     on: Machine, query: Tensor, past: WeightedTokens, window: WeightedTokens, by: Classifier, sizes: Tensor,
     edges: Tensor, staged: Staged, probes: int,
 ) -> None:  # fmt: skip
-    """Logits are those of float64, the buckets those that they say, and the answer is that of what lies in them."""
+    """Check logits against float64, the visited buckets against the logits, and the answer against those buckets."""
     first, first_bias, last, last_bias = (x.double() for x in by.tensors)
     asking = query[0, :, 0].double().unflatten(0, (len(sizes), GROUP))
     right = torch.relu(asking @ first + first_bias) @ last + last_bias

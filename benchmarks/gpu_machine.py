@@ -1,4 +1,4 @@
-"""Where kernels are timed: clocks of a GPU, or of the CPU in its place."""
+"""The device that kernels are timed on: a GPU, or the CPU in its place."""
 
 import statistics
 import time
@@ -11,24 +11,24 @@ from torch import Tensor
 
 
 def summed_up(taken: Sequence[float]) -> dict[str, Any]:
-    """What a row says of so many times."""
+    """The part of a row about these times."""
     return {"median": statistics.median(taken), "quartiles": statistics.quantiles(taken)[::2]}
 
 
 class Machine:
-    """Where things run, and how long they take."""
+    """The device that things run on, and its clock."""
 
     def __init__(self, dry: bool, rounds: int) -> None:
         self.device = torch.device("cpu" if dry else "cuda")
         self.rounds = rounds
-        self.dtype = torch.float16 if dry else torch.bfloat16  # the interpreter has no products of bfloat16
+        self.dtype = torch.float16 if dry else torch.bfloat16  # the interpreter cannot multiply bfloat16
         self.draw = torch.Generator(self.device).manual_seed(0)
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.draw, device=self.device)
 
     def times(self, calls: Sequence[Callable[[], Any]], *, graph: bool = True) -> dict[str, dict[str, Any]]:
-        """Microseconds of a call, of all of them one behind the other: by Python, and replayed as one graph."""
+        """Microseconds per call when all calls run in a row: launched by Python, and replayed as one graph."""
         for call in calls:
             assert call() is not None, "a kernel was refused: the log says why"
         found = {"eager": self._timed(calls, len(calls))}
@@ -50,7 +50,7 @@ class Machine:
 
     @contextmanager
     def clock(self, taken: list[float]) -> Iterator[None]:
-        """Add the microseconds of what is done within."""
+        """Append the microseconds that the `with` block takes."""
         if self.device.type == "cpu":
             begin = time.perf_counter()
             yield

@@ -1,8 +1,8 @@
-"""A step of Saap as its paper describes it, to be timed beside ours: a program for every bucket, and a merge behind.
+"""A step of Saap as its paper describes it, to be timed beside ours: one program per bucket, and then a merge.
 
-As far as the paper says (section 4 and its appendix): split-K with one program a bucket that is visited, one more for
-all of the window; keys and values stay in the order of the text, and a bucket is a list of places from which rows are
-gathered; then a second kernel merges. It is here alone, for a fair "so many times the paper" on the same GPU.
+As far as the paper says (section 4 and its appendix): split-K with one program per visited bucket, and one more for the
+whole window. Keys and values stay in the order of the text, and a bucket is a list of places from which rows are
+gathered; then a second kernel merges. It exists only here, for a fair "so many times the paper" on the same GPU.
 """
 
 import torch
@@ -10,16 +10,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 64  # rows of a round
+BLOCK = 64  # rows per iteration
 
 
 @triton.jit
 def of_bucket(
-    query, keys, values, window_keys, window_values, places, edges, visited, sums, tops,  # where they begin
+    query, keys, values, window_keys, window_values, places, edges, visited, sums, tops,  # pointers
     count, window, scale,
     PROBES: tl.constexpr, BUCKETS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program for the window, and for each bucket that a head visits."""
+    """Attention over the window or one bucket that a head visits: a program for each."""
     head, number = tl.program_id(0).to(tl.int64), tl.program_id(1)
     rows, widths = tl.arange(0, 16), tl.arange(0, WIDTH)
     asked = tl.load(
@@ -58,7 +58,7 @@ def of_bucket(
 
 @triton.jit
 def merged(sums, tops, out, PARTS: tl.constexpr, PART_BLOCK: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr):
-    """The answer of a query from those of all buckets."""
+    """The answer of a query, merged from those of its buckets and the window."""
     head, number = tl.program_id(0).to(tl.int64), tl.program_id(1)
     parts, widths = tl.arange(0, PART_BLOCK), tl.arange(0, WIDTH)
     own = (head * PARTS + parts) * GROUP + number
@@ -74,7 +74,7 @@ def attend(
     query: Tensor, keys: Tensor, values: Tensor, window: tuple[Tensor, Tensor], places: Tensor, edges: Tensor,
     visited: Tensor, scale: float,
 ) -> Tensor:  # fmt: skip
-    """One query of each head over the buckets that its group visits, and a window."""
+    """Attention of one query of each head over the buckets that its group visits, and a window."""
     _, heads, count, width = keys.shape
     group, probes = query.shape[1] // heads, visited.shape[1]
     out = torch.empty_like(query)

@@ -1,4 +1,4 @@
-"""Prompts on a GPU: a chunk of queries against weighted tokens, and new tokens among themselves."""
+"""Attention of prompts on a GPU: a chunk of queries over weighted tokens, and new tokens among themselves."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,11 +13,11 @@ from kvsketch.attention import Partial
 from kvsketch.kernels.gpu import flash, many_queries
 from kvsketch.kernels.sources import Entries
 
-IN_CUDNN = "torch's, with lse"  # cuDNN's or flash; the former is not used while a graph is recorded
+IN_CUDNN = "torch's, with lse"  # cuDNN's or flash; cuDNN's is not used while a graph is recorded
 
 
 def prompts(on: Machine, chunk: int, count: int, among: int) -> Iterator[dict[str, Any]]:
-    """A chunk of queries that sees all weighted tokens, and new tokens that see those before them."""
+    """Rows of a chunk of queries that sees all weighted tokens, and of new tokens that see those before them."""
     tokens = entries(on, count, on.dtype, weighted=True)
     query = on.random(1, HEADS * GROUP, chunk, WIDTH).to(on.dtype)
     found = many_queries.attend(query, tokens, SCALE)
@@ -30,7 +30,7 @@ def prompts(on: Machine, chunk: int, count: int, among: int) -> Iterator[dict[st
     in_flash = partial(flash.attend, asking, new.keys, new.values, SCALE, causal=True)
     seen = torch.arange(among, device=on.device) <= torch.arange(among, device=on.device)[last, None]
     for found in (many_queries.attend(asking, new, SCALE, causal=True), in_flash()):
-        if found is not None:  # torch has it on GPUs alone
+        if found is not None:  # torch has this form only on GPUs
             held_against(
                 Partial(found.out[:, :, last], found.lse[:, :, last]), asking[:, :, last], [Entries(new)],
                 allowed(on.dtype), visible=seen[None, None],

@@ -1,4 +1,4 @@
-"""Decode steps on a GPU that read all there is, checked and then timed beside torch's own forms."""
+"""Decode steps on a GPU that read all entries, checked and then timed beside torch's own forms."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,12 +16,12 @@ from kvsketch.attention import Partial, WeightedTokens
 from kvsketch.kernels.gpu import attention
 from kvsketch.kernels.sources import Entries, Segments
 
-FLEX = 131_072  # tokens of the one size at which FlexAttention is compiled, which takes long
+FLEX = 131_072  # the only number of tokens for which FlexAttention is compiled, which takes long
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
 def check_attention(on: Machine) -> None:
-    """Attention of few queries says what its definition says, on what is hard; else this raises an error."""
+    """Raise an error unless attention of few queries agrees with its definition in difficult cases."""
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         if on.device.type == "cpu" and dtype == torch.bfloat16:
             continue
@@ -41,7 +41,7 @@ def check_attention(on: Machine) -> None:
 
 
 def cuts(on: Machine, count: int) -> tuple[Tensor, Tensor]:
-    """Some runs of each head, of any lengths."""
+    """Beginnings and lengths of some runs of each head, of any lengths."""
     number = min(20, (count + 1) // 2)
     ends = torch.rand(HEADS, max(2 * number, count), generator=on.draw, device=on.device).argsort(1)[:, : 2 * number]
     ends = (ends % (count + 1)).sort(1).values.unflatten(1, (number, 2))
@@ -49,7 +49,7 @@ def cuts(on: Machine, count: int) -> tuple[Tensor, Tensor]:
 
 
 def beyond_two_to_the_31(on: Machine) -> None:
-    """A cache whose last numbers lie farther than 32 bits count: its last row is held against the definition."""
+    """Compare the last row of a cache with the definition: its numbers lie farther than 32 bits count."""
     keys, values = (torch.empty(8, HEADS, 300_000, WIDTH, device=on.device, dtype=on.dtype) for _ in range(2))
     for x in (keys, values):
         x[-1] = on.random(HEADS, 300_000, WIDTH).to(on.dtype)
@@ -61,7 +61,7 @@ def beyond_two_to_the_31(on: Machine) -> None:
 
 
 def dense(on: Machine, count: int) -> Iterator[dict[str, Any]]:
-    """A step that reads all tokens: ours, with and without weights, and torch's forms."""
+    """Rows of a step that reads all tokens: ours, with and without weights, and torch's forms."""
     weighted = [entries(on, count, on.dtype, weighted=True) for _ in range(copies_of(on, count))]
     plain = [replace(tokens, log_mass=None) for tokens in weighted]
     query = on.random(1, HEADS * GROUP, 1, WIDTH).to(on.dtype)
@@ -76,7 +76,7 @@ def dense(on: Machine, count: int) -> Iterator[dict[str, Any]]:
         try:
             given = [(tokens.keys, tokens.values) if name == "flex" else (tokens,) for tokens in copies]
             taken = on.times([partial(form, query, *one) for one in given])
-        except Exception as error:  # a backend that does not take these shapes, a compiler that fails
+        except Exception as error:  # a backend may not take these shapes, or a compiler may fail
             taken = {"error": " ".join(str(error).split())[:200]}
         read = count * HEADS * (WIDTH * 4 + 4 * (copies is weighted))
         yield {"what": "dense", "form": name, "tokens": count, "bytes": read, "us": taken}
@@ -88,7 +88,7 @@ def by_backend(backend: SDPBackend, query: Tensor, tokens: WeightedTokens) -> Te
 
 
 def unequal(on: Machine, count: int) -> Iterator[dict[str, Any]]:
-    """A step over heads with four budgets and a window: the five parts that most layers of `kvzip` have."""
+    """A row of a step over heads with four budgets and a window: the five parts that most layers of `kvzip` have."""
     query = on.random(1, HEADS * GROUP, 1, WIDTH).to(on.dtype)
     budgets = [count >> halvings for halvings in range(4)]
     each, size = HEADS // len(budgets), min(64, count)

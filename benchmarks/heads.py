@@ -1,9 +1,9 @@
 """What a decode step costs where heads hold unequal numbers of entries: `python benchmarks/heads.py`.
 
-One layer of 8 KV heads × 128 in bfloat16, four query heads each, in one process: caches of the same total, whose heads
-share it equally or by the shares below. They take turns in an order that is drawn anew, every step brings a token, and
-before each step other memory is read, so that nothing is left of a cache in the processor's own. A row for every way to
-share goes to docs/results/heads.jsonl.
+One layer of 8 KV heads × 128 in bfloat16, four query heads each, in one process: caches with the same total of entries,
+which their heads share equally or by the shares below. The caches take turns in an order that is drawn anew each time.
+Every step adds a token, and before each step other memory is read, so that nothing of a KV cache is left in the
+processor's caches. A row for every way to share goes to docs/results/heads.jsonl.
 """
 
 import argparse
@@ -22,18 +22,18 @@ from kvsketch.evaluation.speed.clock import Memory
 from kvsketch.kernels import native
 
 WIDTH, HEADS, GROUP = 128, 8, 4
-SHARES = {  # of heads, of 1 on the average
+SHARES = {  # of the budget, for each head; 1 on average
     "equal": [1.0] * HEADS,
     "in eight steps": [(1 + head) / 4.5 for head in range(HEADS)],
     "1/4 to 9/4": [0.25, 0.25, 0.25, 0.5, 0.75, 1.5, 2.25, 2.25],
     "halving": [HEADS / 2 ** (head + 1) for head in range(HEADS - 1)] + [HEADS / 2 ** (HEADS - 1)],
     "nearly all in one head": [HEADS - 0.25] + [0.25 / (HEADS - 1)] * (HEADS - 1),
 }
-BETWEEN = 640 * 10**6  # bytes
+BETWEEN = 640 * 10**6  # bytes of other memory that are read between steps
 
 
 def filled(keep: float, rows: int, count: int, shares: list[float]) -> LayerCache:
-    """A layer's cache of so many tokens, whose heads have these shares of the budget."""
+    """A layer's cache of `count` tokens, whose heads have these shares of the budget."""
 
     def given(layer: int, heads: int, budget: Budget) -> list[float]:
         return shares

@@ -1,8 +1,8 @@
 """What the embedded model answers with everything held: `python benchmarks/held.py OUT [--haystack FILE ...]`.
 
-Every task that it was trained for in both wordings, in noise and in texts of yours, at four lengths; each prompt is
-asked three times, so that it ends with nothing, with a blank and with a new line. LongEval's own files are asked too if
-their folder is named. Rows go to OUT, where an interrupted run goes on; shares of right answers to the screen as a
+Every task that the model was trained for, in both wordings, in noise and in your texts, at four lengths. Each prompt is
+asked three times: ending with nothing, with a blank, and with a new line. LongEval's own files are asked too if their
+folder is named. Rows go to OUT, where an interrupted run continues. Shares of right answers go to the screen as a
 table, and with --publish to docs/results/held.jsonl.
 """
 
@@ -36,10 +36,10 @@ from kvsketch.huggingface import make_cache
 LENGTHS = (1000, 2000, 4000, 8000)
 ENDS = {"nothing": "", "a blank": " ", "a new line": "\n"}
 KEY = ("task", "wording", "haystack", "length", "sample", "end")
-NOT_KNOWN = ("cwe",)  # tasks that it was not trained for
-ASKED = 0.98  # what is hoped for
-TOKENS = {"cpu": 16_000, "cuda": 300_000}  # of a batch
-MOST_NEW = 64  # tokens of an answer; one more than a task allows, as a prompt may lack its last blank
+NOT_KNOWN = ("cwe",)  # tasks that the model was not trained for
+ASKED = 0.98  # the score that is hoped for
+TOKENS = {"cpu": 16_000, "cuda": 300_000}  # tokens of a batch
+MOST_NEW = 64  # tokens of an answer; or one more than a task allows, as a prompt may lack its last blank
 
 
 class Cells:
@@ -49,7 +49,7 @@ class Cells:
         self.model, self.tokenizer, self.samples = model, tokenizer, samples
 
     def made(self, tasks: Sequence[str], haystacks: Sequence[Haystack], lengths: Sequence[int]) -> Iterator[Any]:
-        """Each cell: its labels, and what things are hidden in."""
+        """The labels of each cell, and the haystack that things are hidden in."""
         for length in lengths:
             for name in tasks:
                 for wording in WORDINGS:
@@ -69,18 +69,18 @@ class Cells:
         return made
 
     def count(self, sample: Sample) -> int:
-        """Tokens of a prompt."""
+        """The number of tokens of a prompt."""
         prompt = self.prompt(sample, "\n")
         return len(prompt.context) + len(prompt.question)
 
     def prompt(self, sample: Sample, end: str) -> Prompt:
-        """The tokens of a prompt that ends so."""
+        """The tokens of a prompt that ends with `end`."""
         question = sample.questions[0]
         asked = question.prompt.rstrip(" \n") + end
         return Prompt(*split_ids(self.tokenizer, sample.context, asked, special=True), question.answers, question.depth)
 
     def rows(self, about: dict[str, Any], samples: list[Sample]) -> Iterator[list[dict[str, Any]]]:
-        """What is answered, batch by batch."""
+        """Rows of the answers, batch by batch."""
         task, longest = TASKS[about["task"]], max(map(self.count, samples))
         batch = max(1, TOKENS[self.model.device.type] // longest)
         for start in range(0, len(samples), batch):
@@ -141,7 +141,7 @@ def run(given: argparse.Namespace) -> None:
 
 
 def sum_up(out: Path, into: Path | None) -> None:
-    """Shares of right answers, by cell and end; and the table."""
+    """Write shares of right answers by cell and end, and print the table."""
     runs, rows = read_rows(out / "held.jsonl", KEY)
     groups = defaultdict(list)
     names = [name for name in KEY if name != "sample"]

@@ -1,8 +1,8 @@
 """Several indexes of the same layers beside each other: `python -m benchmarks.indexes OUT INDEX [INDEX ...]`.
 
 OUT has the rows of `python -m benchmarks.selectivity MODEL --index INDEX --index INDEX ...`. A line for each index and
-layer goes to docs/results/indexes-smollm2.jsonl: recall of the attention to the past and error where 5 and 10 % of it
-is read, and by how much the classifier is ahead of k-means, with an interval over texts. A figure with a curve for each
+layer goes to docs/results/indexes-smollm2.jsonl: recall of the attention to the past, and error, with 5 and 10 % of the
+past read, and the lead of the classifier over k-means with an interval over texts. A figure with a curve for each
 number of buckets (Saap, Figure 10) goes to docs/figures; tables are printed.
 """
 
@@ -26,7 +26,7 @@ MEASURES = ("recall", "error", "mse")
 
 
 def lines_of(index: KeyIndex, rows: Sequence[Row]) -> Iterator[Row]:
-    """A line for each layer that an index has."""
+    """A line for each layer of an index."""
     settings, name = index.description["settings"], index_name(index)
     about: Row = {"buckets": index.buckets, "hidden": settings["hidden"], "recipe": settings["recipe"]}
     for layer in index.layers:
@@ -44,7 +44,7 @@ def lines_of(index: KeyIndex, rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def print_table(lines: Sequence[Row], share: float) -> None:
-    """Recall / error of each way, and the classifier's recall less that of k-means before rotation."""
+    """Print recall / error of each way, and the classifier's recall minus that of k-means before rotation."""
     print(f"\n{100 * share:g} % read\n| layer | buckets | hidden, steps |", " | ".join(WAYS), "| less k-means |")
     print("|---|" + "---|" * (len(WAYS) + 3))
     for line in sorted(lines, key=lambda line: line["layer"]):

@@ -1,6 +1,6 @@
-"""Greedy k-center on one core, a pass for every centre or for several, or in C: `python benchmarks/kcenter.py`.
+"""Time of greedy k-center on one core, with a pass per centre or per several, or in C: `python benchmarks/kcenter.py`.
 
-Every form is checked against the first before its time counts. Writes docs/results/kcenter.jsonl.
+Every form is compared with the first before its time counts. Writes docs/results/kcenter.jsonl.
 """
 
 from functools import partial

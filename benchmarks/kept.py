@@ -1,8 +1,8 @@
 """Which tokens k-center keeps, and what that means for an answer: `python benchmarks/kept.py`.
 
-Keys of the embedded model; a quarter of the tokens before the last 64, chosen by greedy k-center. (A uniform choice
-keeps a quarter of everything, and n tokens in a row with probability 1/4ⁿ.) Lines: by kind of token. A needle in
-noise: the tokens of the needle. Writes docs/results/kept.jsonl.
+Keys of the embedded model: greedy k-center keeps a quarter of the tokens before the last 64. (A uniform choice keeps a
+quarter of everything, and n tokens in a row with probability 1/4ⁿ.) For lines, kept tokens are counted by kind; for a
+needle in noise, the tokens of the needle. Writes docs/results/kept.jsonl.
 """
 
 import re
@@ -21,7 +21,7 @@ SINKS, WINDOW, KEEP, PROMPTS, LENGTH = 4, 64, 0.25, 20, 2000
 
 
 def kinds_of(tokenizer, sample: Sample, task: str) -> tuple[torch.Tensor, list[str]]:
-    """Ids of the prompt, and of what kind each token is."""
+    """Token ids of the prompt, and the kind of each token."""
     text = sample.context + sample.questions[0].prompt
     found = tokenizer(text, return_offsets_mapping=True)
     answer = sample.questions[0].answers[0]
@@ -50,7 +50,7 @@ def main() -> None:
     for task in ("lines", "niah_single"):
         fitter = Fitter(TASKS[task], Setting(size=1, wording="compact"), count)
         shares = dict[tuple[int, str], list[float]]()
-        whole = dict[int, list[float]]()  # of all heads of a layer together: is every token of the answer kept in one?
+        whole = dict[int, list[float]]()  # by layer: the share of heads that keep every token of the answer
         for seed in range(PROMPTS):
             ids, kinds = kinds_of(tokenizer, fitter.sample(LENGTH, f"kept/{seed}"), task)
             middle = slice(SINKS, ids.shape[1] - WINDOW)
@@ -67,7 +67,7 @@ def main() -> None:
         for (layer, kind), found in sorted(shares.items()):
             row = {"task": task, "layer": layer, "kind": kind, "kept": fmean(found), "prompts": len(found)}
             if kind == "the answer":
-                row["whole"] = fmean(whole[layer])  # heads that keep all tokens of the answer
+                row["whole"] = fmean(whole[layer])  # share of heads that keep all tokens of the answer
             write_row("kept", row | {"keep": KEEP})
 
 

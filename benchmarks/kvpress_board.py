@@ -1,9 +1,9 @@
 """kvpress beside kvsketch, on the same prompts: `python benchmarks/kvpress_board.py BOARD MODEL --out FOLDER`.
 
 BOARD is a folder that `kvsketch bench all` has written, MODEL the folder of the model that it was made with. kvpress
-needs an older transformers, so this runs in an environment of its own, which `make kvpress` makes, with
-`PYTHONPATH=src .venv-kvpress/bin/python`. What it writes goes onto the page with
-`kvsketch bench all ... --beside FOLDER`. An interrupted run goes on.
+needs an older transformers, so this script runs in its own environment, which `make kvpress` makes, with
+`PYTHONPATH=src .venv-kvpress/bin/python`. `kvsketch bench all ... --beside FOLDER` puts its results onto the page. An
+interrupted run continues.
 
 Bytes are those of the tensors that the cache holds after the prompt: some presses only hide tokens from attention.
 """
@@ -31,7 +31,7 @@ from kvsketch.evaluation.results.rows import KEY, Row, RowsFile, key_of, read_ro
 from kvsketch.evaluation.tasks import TASKS
 
 PACKAGE = f"kvpress {version('kvpress')}"
-# With how heads share the budget: as kvpress makes it, by what it keeps from attention.
+# And how heads share the budget, as kvpress does it by hiding tokens from attention.
 PRESSES: dict[str, tuple[Callable[[float], Any], str]] = {
     "StreamingLLMPress": (kvpress.StreamingLLMPress, "equal"),
     "KnormPress": (kvpress.KnormPress, "equal"),
@@ -46,7 +46,7 @@ PRESSES: dict[str, tuple[Callable[[float], Any], str]] = {
 
 
 class Presses:
-    """A model, and its prompts under presses."""
+    """A model that reads and answers prompts with presses."""
 
     def __init__(self, folder: str, dtype: str) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
@@ -55,24 +55,25 @@ class Presses:
         self.ends = set(ends if isinstance(ends, list) else [ends])
 
     def read(self, ids: torch.Tensor, press: Any) -> DynamicCache:
-        """A cache that has read these tokens, and is compressed."""
+        """A compressed cache that has read these tokens."""
         for module in self.model.modules():
             if hasattr(module, "masked_key_indices"):
-                module.masked_key_indices = None  # what an earlier press has hidden
+                module.masked_key_indices = None  # else an earlier press would still hide tokens
         cache = DynamicCache()
         with nullcontext() if press is None else press(self.model):
             self.model.model(input_ids=ids, past_key_values=cache)
         return cache
 
     def step(self, cache: DynamicCache, token: int, place: int) -> torch.Tensor:
-        """Logits after one more token, which stands at this place of the text."""
+        """Logits after one more token, at this place of the text."""
         given = {"past_key_values": cache, "position_ids": torch.tensor([[place]])}
         return self.model(torch.tensor([[token]]), **given).logits[0, -1]
 
     def answer(self, cache: DynamicCache, asked: list[int], place: int, most: int) -> str:
-        """What the model says after these tokens, the likeliest one at a time.
+        """The answer of the model after these tokens, always with the likeliest token.
 
-        One by one too: layers may hold different numbers of tokens, and a mask is made for the first one alone.
+        The question too is read one token at a time: layers may hold different numbers of tokens, and the mask is made
+        for the first layer alone.
         """
         for number, token in enumerate(asked):
             logits = self.step(cache, token, place + number)
@@ -82,21 +83,21 @@ class Presses:
         return self.tokenizer.decode(said, skip_special_tokens=True)
 
     def full_nbytes(self, tokens: int) -> int:
-        """Of keys and values of so many tokens."""
+        """Bytes of the keys and values of so many tokens."""
         config = self.model.config
         width = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         return 2 * tokens * width * self.model.dtype.itemsize
 
 
 def nbytes(cache: DynamicCache) -> int:
-    """Of all memory that its tensors lie in."""
+    """Bytes of all storages that contain tensors of the cache."""
     tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 
 
 def specs(keeps: list[float], presses: list[str]) -> dict[str, Any]:
-    """Presses by the names that rows have; the first one presses nothing."""
+    """Presses by their names in rows; the first one compresses nothing."""
     found: dict[str, Any] = {EXACT: None}
     for keep in keeps:
         for name in presses:
@@ -107,7 +108,7 @@ def specs(keeps: list[float], presses: list[str]) -> dict[str, Any]:
 
 @torch.no_grad()
 def answer(presses: Presses, prompt: Row, press: Any) -> Row:
-    """What is measured of one prompt; the question is known before it is compressed, or comes after."""
+    """Measurements of one prompt, whose question is known before compression or comes after it."""
     question = prompt["question"]
     known, rest = (question[:-1], question[-1:]) if prompt["asked"] == "before" else ([], question)
     ids = torch.tensor([prompt["context"] + known])
@@ -128,7 +129,7 @@ def answer(presses: Presses, prompt: Row, press: Any) -> Row:
 
 
 def answers(presses: Presses, prompts: list[Row], wanted: dict[str, Any], rows: RowsFile) -> Iterator[str]:
-    """Ask what the file does not hold yet."""
+    """Ask the prompts that the file does not have yet."""
     for prompt in prompts:
         for method, press in wanted.items():
             labels = {name: prompt[name] for name in SAME_PROMPT} | {"method": method}
@@ -139,7 +140,7 @@ def answers(presses: Presses, prompts: list[Row], wanted: dict[str, Any], rows: 
 
 @torch.no_grad()
 def time_one(presses: Presses, ids: list[int], plan: Plan, press: Any) -> Row:
-    """Seconds to read with a press and without, in turn; of steps after that, in turn; and the peak of memory."""
+    """Seconds to read with and without a press, in turn, and of steps after that, in turn; and the peak of memory."""
     read, following = torch.tensor([ids[: plan.tokens]]), ids[plan.tokens :]
     peak, cache = peak_bytes(partial(presses.read, read, press), read.device)
     held = nbytes(cache)
@@ -161,7 +162,7 @@ def time_one(presses: Presses, ids: list[int], plan: Plan, press: Any) -> Row:
 
 
 def timed(times: list[float], work: Callable[[], Any]) -> Any:
-    """What some work gives; its seconds are added to the times."""
+    """The result of some work; its seconds are appended to `times`."""
     began = time.perf_counter()
     made = work()
     times.append(round(time.perf_counter() - began, 7))
@@ -169,7 +170,7 @@ def timed(times: list[float], work: Callable[[], Any]) -> Any:
 
 
 def times(presses: Presses, plan: Plan, wanted: dict[str, Any], rows: RowsFile) -> Iterator[str]:
-    """Time what the file does not hold yet."""
+    """Time the presses that the file does not have yet."""
     ids = plan.document(lambda text: presses.tokenizer(text)["input_ids"])
     for method, press in wanted.items():
         yield f"speed, {method}"
@@ -178,7 +179,7 @@ def times(presses: Presses, plan: Plan, wanted: dict[str, Any], rows: RowsFile) 
 
 
 def first_of_each(prompts: list[Row], samples: int) -> list[Row]:
-    """So many prompts of each kind."""
+    """The first `samples` prompts of each kind."""
     numbers: dict[tuple[Any, ...], int] = {}
     kept = []
     for prompt in prompts:
@@ -219,6 +220,6 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--keep", type=float, nargs="+", default=[0.5, 0.25, 0.125, 0.0625])
     parser.add_argument("--presses", nargs="+", choices=PRESSES, default=list(PRESSES))
-    parser.add_argument("--samples", type=int, default=1 << 30, help="at most so many prompts of each kind")
-    parser.add_argument("--turns", type=int, default=7, help="as in the board; 0: nothing is timed")
+    parser.add_argument("--samples", type=int, default=1 << 30, help="prompts of each kind, at most")
+    parser.add_argument("--turns", type=int, default=7, help="the turns of the board; 0: nothing is timed")
     main(parser.parse_args())

@@ -1,10 +1,10 @@
 """Do methods keep what kvpress keeps? `python benchmarks/kvpress_kept.py scores MODEL TEXT FILE`.
 
-And then `python benchmarks/kvpress_kept.py compare MODEL FILE`. The first command runs in kvpress's own environment
-(`make kvpress` makes it; `.venv-kvpress/bin/python`), and writes the scores that its presses give the tokens of a text,
-as they are and with what is known to differ from ours taken away; the second reads the same tokens with kvsketch. Of
-the tokens that are neither sinks nor in the window each head keeps as many of the best as our method does; the table
-says how many of these are the same. MODEL is a folder. Rows go to docs/results/kvpress-kept.jsonl.
+Then `python benchmarks/kvpress_kept.py compare MODEL FILE`. The first command runs in kvpress's own environment
+(`make kvpress` makes it; `.venv-kvpress/bin/python`), and writes the scores that presses give the tokens of a text, as
+they are and without their known differences from our methods. The second command reads the same tokens with kvsketch.
+Among the tokens that are neither sinks nor in the window, each head keeps the best by those scores, as many as our
+method keeps; the table says how many are the same. MODEL is a folder. Rows go to docs/results/kvpress-kept.jsonl.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TOKENS, KEEP = 1000, 0.25
-OURS = {  # by the press that is to do the same
+OURS = {  # our method for each press that should do the same
     "KeyDiffPress": "keydiff(keep={})",
     "SnapKVPress": "snapkv(keep={})",
     "ObservedAttentionPress": "h2o(keep={})",
@@ -26,7 +26,7 @@ OURS = {  # by the press that is to do the same
     "ExpectedAttentionPress": "expected_attention(keep={})",
     "KVzipPress": "kvzip(keep={}, heads='equal', pooled=1)",
 }
-LIKE_OURS = {  # what is taken away
+LIKE_OURS = {  # the difference that is taken away
     "KeyDiffPress": "anchor of the tokens chosen from",
     "ObservedAttentionPress": "sums, not means over queries",
     "TOVAPress": "each KV head by itself",
@@ -40,7 +40,7 @@ def loaded(folder: str) -> Any:
 
 @torch.no_grad()
 def write_scores(folder: str, text: Path, path: Path) -> None:
-    """What presses give each token in each KV head of each layer."""
+    """Write the scores that presses give each token in each KV head of each layer."""
     import kvpress
     from transformers import DynamicCache
 
@@ -88,7 +88,7 @@ def write_scores(folder: str, text: Path, path: Path) -> None:
 
 @torch.no_grad()
 def compare(folder: str, path: Path) -> None:
-    """How many of the tokens that our methods choose are among the best by those scores."""
+    """Write how many of the tokens that our methods choose are among the best by those scores."""
     import kvsketch
     from common import write_row
     from kvsketch.evaluation.inspection.kept import held_tokens
@@ -126,7 +126,7 @@ def compare(folder: str, path: Path) -> None:
 
 
 def _shared(held: list[Tensor], theirs: list[Tensor]) -> Tensor:
-    """Of what each head holds, the share that is among as many of the best."""
+    """For each head, the share of its n held tokens that are among the n best by their scores."""
     found = list[float]()
     for layer, scores in zip(held, theirs, strict=True):
         for own, score in zip(layer, scores, strict=True):
@@ -136,7 +136,7 @@ def _shared(held: list[Tensor], theirs: list[Tensor]) -> Tensor:
 
 
 def _towards(keys: Tensor, between: Tensor) -> Tensor:
-    """How far each key points away from the mean direction of these, as kvpress writes it: not by our own code."""
+    """How far each key points away from the mean direction of those in `between`, as in kvpress: not by our code."""
     directions = torch.nn.functional.normalize(keys.double(), dim=2)
     return -(directions * directions[:, between].mean(1, keepdim=True)).sum(2)
 

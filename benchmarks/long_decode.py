@@ -1,8 +1,8 @@
 """Ten thousand tokens written after a prompt of four thousand: `python benchmarks/long_decode.py [--steps N]`.
 
-On the embedded model: how many bytes are held at the worst step, for the budget; how long a step takes at the end, for
-one at the beginning and for each entry held; the slowest step; and how many questions about the prompt, a record of
-lines, are answered right after 0, 1,000 and all steps. Rows go to docs/results/long-decode.jsonl.
+On the embedded model: bytes held at the worst step, over the budget; the time of a step at the end, compared with the
+beginning, also per entry held; the slowest step; and how many questions about the prompt, a record of lines, are
+answered right after 0, 1,000 and all steps. Rows go to docs/results/long-decode.jsonl.
 """
 
 import argparse
@@ -31,20 +31,20 @@ SPECS = (
 
 @dataclass
 class Found:
-    """What one method did."""
+    """The results of one method."""
 
     spec: str
-    right: dict[int, int]  # of QUESTIONS, after so many steps
-    worst_bytes: float  # held at the worst step, over the budget's bytes
-    slack: float  # of that step, entries per row and head beyond 1.05 of the budget
-    first_ms: float  # a step of the first thousand, median
+    right: dict[int, int]  # right answers to QUESTIONS, by the number of steps before
+    worst_bytes: float  # bytes held at the worst step, over the budget's
+    slack: float  # at the worst step, entries per row and head beyond 1.05 of the budget
+    first_ms: float  # median of the first thousand steps
     last_ms: float
-    speed_kept: float  # of the last thousand for each entry held, over that of the first
+    speed_kept: float  # speed per entry held of the last thousand steps, over that of the first thousand
     slowest_ms: float
 
 
 def asked(model, tokenizer, cache, sample) -> int:
-    """How many questions a cache answers, each by a copy."""
+    """How many questions a cache answers right, each asked of a copy."""
     right = 0
     for question in sample.questions:
         ids = tokenizer(question.prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
@@ -57,7 +57,7 @@ def asked(model, tokenizer, cache, sample) -> int:
 
 @torch.no_grad()
 def measure(model, tokenizer, spec: str, steps: int) -> Found:
-    """Read, write, and ask in between."""
+    """Read the prompt, write tokens, and ask in between."""
     count = lambda made: len(tokenizer(made.context)["input_ids"])  # noqa: E731
     sample = Fitter(TASKS["lines"], Setting(size=1, wording="compact", questions=QUESTIONS), count).sample(
         PROMPT, "long"

@@ -1,8 +1,8 @@
 """SubGen's Table 1 with all methods that forget: `python benchmarks/longeval.py OUT --longeval FOLDER`.
 
-LongEval's own files at the paper's shares of the cache, on the embedded model, the question known before compression
-and coming afterwards. Rows go to OUT, where an interrupted run goes on; means to docs/results/longeval.jsonl, and a
-table is printed. The profile is one of needles: it saw no lines.
+LongEval's own files with the paper's shares of the cache, on the embedded model, with the question known before
+compression or coming afterwards. Rows go to OUT, where an interrupted run continues; means go to
+docs/results/longeval.jsonl, and a table is printed. The profile is measured on needles, and saw no lines.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from common import RESULTS
 from kvsketch.evaluation.answers.summary import Mean, summarise
 from kvsketch.evaluation.results.rows import read_rows
 
-# The paper's r + k tokens of n, and the r it tried (notes on its Table 1 in docs/papers.md); n as longchat counts.
+# The paper's n tokens as longchat counts them, its r + k, and the r it tried (docs/papers.md on its Table 1).
 PAPER = {"200": (4815, 3072, (2048,)), "300": (7143, 4096, (2048, 3072)), "400": (9447, 4608, (2048, 3072))}
 OURS = {"200": 2440, "300": 3630, "400": 4760}  # tokens of a prompt in the embedded model's tokenizer
 WITH_R = (
@@ -28,7 +28,7 @@ WITHOUT = ("clustergen", "balancekv", "h2o", "tova", "snapkv", "pyramidkv", "key
 
 
 def methods_of(lines: str, profile: Path) -> dict[str, str]:
-    """For each method its name in the table."""
+    """The name of each method in the table, by its spec."""
     theirs, total, recents = PAPER[lines]
     scale = OURS[lines] / theirs
     keep = f"keep={round(total * scale)}"
@@ -44,7 +44,7 @@ def methods_of(lines: str, profile: Path) -> dict[str, str]:
 
 
 def run(out: Path, folder: Path) -> list[Mean]:
-    """Rows of all files, then their means under the names of the table."""
+    """Write rows of all files; their means, with the names of the table."""
     profile, found, runs = measured(out / "profile.json", list(NEEDLES)).absolute(), list[Mean](), list[dict]()
     for lines in PAPER:
         (file,) = folder.glob(f"{lines}_lines.jsonl*")
@@ -58,7 +58,7 @@ def run(out: Path, folder: Path) -> list[Mean]:
 
 
 def print_table(means: list[Mean]) -> None:
-    """Methods down, files with both question modes across."""
+    """Print methods down, files with both question modes across."""
     columns = list(dict.fromkeys((mean.task, mean.asked) for mean in means))
     print("| | " + " | ".join(f"{task.removeprefix('lines: ')}, {asked}" for task, asked in columns) + " |")
     print("|---|" + "---|" * len(columns))

@@ -1,8 +1,8 @@
 """Answers of the embedded model where tokens are looked up: `python benchmarks/looked_up_answers.py OUT`.
 
-Makes a corpus of the model's own tasks, 3,000 tokens a text, and fits an index to it (`--fitted-to needles`: of needles
-alone); then asks about texts of 4,000 and 8,000 tokens that nothing was fitted to (about others than needles). An
-interrupted run goes on. Means go to docs/results/looked_up.jsonl.
+Makes a corpus of the model's own tasks, 3,000 tokens a text, and fits an index to it; then asks about texts of 4,000
+and 8,000 tokens that nothing was fitted to. With `--fitted-to needles` the corpus has needles alone, and the questions
+are about other tasks. An interrupted run continues. Means go to docs/results/looked_up.jsonl.
 """
 
 import argparse
@@ -19,12 +19,12 @@ from kvsketch.evaluation.answers.summary import standard_error
 from kvsketch.evaluation.results.rows import Row, read_rows
 
 TASKS = {"lines": "lines", "passkey": "infinite", "kv": "infinite", "niah_single": "ruler", "niah_multikey": "ruler"}
-OUTSIDE = {"math_find": "infinite", "kv": "infinite", "lines": "lines"}  # unlike the needles that an index knows
+OUTSIDE = {"math_find": "infinite", "kv": "infinite", "lines": "lines"}  # unlike the needles of the index
 WINDOW = 255
 FIT = ("--tokens", 4096, "--apart", WINDOW, "--away", 128, "--queries", 256, "--hidden", 256)
 EXACT_PARTS = f"window={WINDOW}, staging=64"
 BESIDE = ("exact", f"streaming_llm(keep={1 + WINDOW + 32}, sinks=1)")
-FORMS = {  # by name: methods with the index in braces
+FORMS = {  # specs by name; the index and other options replace the braces
     "published": "saap(index={i!r}, probes={p}, {e})",
     "with an estimate": "saap(index={i!r}, probes={p}, estimate=True, {e})",
     "by density": "saap(index={i!r}, probes={p}, estimate=True, prefer='density', {e})",
@@ -42,7 +42,7 @@ def run(*command: object, **options) -> None:
 
 
 def corpus(out: Path, task: str, count: int) -> Path:
-    """Texts of a task, with many questions and their answers at the end of each."""
+    """A file with texts of a task, each ending with many questions and their answers."""
     path = out / f"{task}.jsonl"
     if not path.exists():
         with open(path.with_suffix(".part"), "w") as file:
@@ -53,7 +53,7 @@ def corpus(out: Path, task: str, count: int) -> Path:
 
 
 def fitted(out: Path, name: str, tasks: list[str], buckets: int) -> str:
-    """An index of these tasks; made once."""
+    """The folder of an index fitted to these tasks; it is made once."""
     folder = out / name
     if not (folder / "index.json").exists():
         texts = [part for task in tasks for part in ("--corpus", corpus(out, task, 80 // len(tasks)))]
@@ -68,13 +68,13 @@ def ask(out: Path, tasks: dict[str, str], methods: list[str], *options: object) 
 
 
 def named(index: str, probes: int, wanted: Collection[str]) -> dict[str, str]:
-    """Names of the methods, by their specs as rows have them."""
+    """The names of methods by their specs in the form that rows have."""
     specs = {name: FORMS[name].format(i=index, p=probes, e=EXACT_PARTS) for name in wanted}
     return {str(parse_spec(spec)): name for name, spec in specs.items()}
 
 
 def sum_up(out: Path, fitted_to: str, names: dict[str, str], tasks: Collection[str]) -> None:
-    """A row for every task, length and method."""
+    """Write a row for every task, length and method."""
     groups: dict[tuple, list[Row]] = {}
     for row in read_rows(out / "rows.jsonl")[1]:
         if row["task"] in tasks:
@@ -96,7 +96,7 @@ if __name__ == "__main__":
     parser.add_argument("--buckets", type=int, default=1024)
     parser.add_argument("--probes", type=int, default=32)
     parser.add_argument(
-        "--methods", default="; ".join(FORMS), help="names, as in the table of this file, with semicolons between them"
+        "--methods", default="; ".join(FORMS), help="names from the table in this file, separated by semicolons"
     )
     parser.add_argument("--fitted-to", choices=["own", "needles"], default="own")
     given = parser.parse_args()

@@ -1,10 +1,10 @@
-"""What a step of decoding costs where few of many tokens are looked up: `python benchmarks/lookup.py`.
+"""What a decode step costs that looks up few of many tokens: `python benchmarks/lookup.py`.
 
 One layer in one process: 171,000 tokens × 8 KV heads × 128 in bfloat16, four query heads each, 32 of 1024 buckets. Keys
-and values are random, and buckets are given their sizes: equal, log-normal, or one with a fifth of all tokens. The
-router is of the published size, with random weights, and its time is part of the step. Lookups are checked against
-the definition, and the methods take turns: first after a dense pass, which leaves nothing of them in the processor's
-caches, then once more at once. Beside it, what labelling tokens and sorting them in takes, a block at a time.
+and values are random, and sizes of buckets are prescribed: equal, log-normal, or one with a fifth of all tokens. The
+router has the published size and random weights, and its time is part of the step. Lookups are checked against the
+definition, and the methods take turns: first after a dense pass, which leaves nothing of their data in the processor's
+caches, and immediately once more. Also timed: labelling tokens and sorting them into buckets, a block at a time.
 """
 
 import argparse
@@ -35,7 +35,7 @@ SKEWS = ("equal", "lognormal", "one of a fifth")
 
 
 def labels_of(kind: str, buckets: int, tokens: int) -> torch.Tensor:
-    """Buckets of all tokens of every head, whose sizes are as the kind says."""
+    """The bucket of every token in every head; sizes of buckets are as `kind` says."""
     generator = torch.Generator().manual_seed(4)
     shares = torch.ones(HEADS, buckets)
     if kind == "lognormal":
@@ -46,7 +46,7 @@ def labels_of(kind: str, buckets: int, tokens: int) -> torch.Tensor:
 
 
 def filled(config: Saap, keys: torch.Tensor, values: torch.Tensor, labels: torch.Tensor) -> LayerCache:
-    """A cache that holds the tokens in these buckets."""
+    """A cache that holds each token in the bucket of its label."""
     cache = LayerCache(config, LAYER)
     with patch.object(SaapLookup, "note", return_value=labels):
         cache.hold(NewTokens(keys, values, None, Unrotated(keys, keys)))
@@ -58,7 +58,7 @@ def token(step: int, dtype: torch.dtype) -> tuple[torch.Tensor, NewTokens]:
 
 
 def check(cache: LayerCache, dtype: torch.dtype) -> None:
-    """What a lookup finds is what the definition finds, to the rounding of the dtype."""
+    """Check that a lookup agrees with its definition, up to the rounding of the dtype."""
     query, new = token(-1, dtype)
     asked = Query(query, SCALE, None, new.unrotated.queries)
     ((part,),) = cache.past.look(asked).unread
@@ -69,7 +69,7 @@ def check(cache: LayerCache, dtype: torch.dtype) -> None:
 
 
 def writing(config: Saap, keys: torch.Tensor, values: torch.Tensor, labels: torch.Tensor) -> list[float]:
-    """Seconds for every block of tokens that leaves the window, from the first on: labelled, and sorted in."""
+    """Seconds to label every block of tokens that leaves the window and to sort it in, from the first block on."""
     method, taken = config.new_method(LAYER), []
     lanes = Lanes(method, [[Budget(1.0, None, 0)] * HEADS])
     for start in range(0, keys.shape[2] - BLOCK, BLOCK):
@@ -84,7 +84,7 @@ def writing(config: Saap, keys: torch.Tensor, values: torch.Tensor, labels: torc
 
 
 def times_of(dense: dict, caches: dict[str, LayerCache], rounds: int, dtype: torch.dtype) -> dict[str, list[float]]:
-    """Seconds of the steps of each, in turn; the first is left out."""
+    """Seconds of the steps of each form, taken in turn; the first step is left out."""
     times: dict[str, list[float]] = {name: [] for name in [*dense, *caches]}
     times |= {f"{kind}, again": [] for kind in SKEWS}
     for step in range(rounds + 1):
@@ -93,10 +93,10 @@ def times_of(dense: dict, caches: dict[str, LayerCache], rounds: int, dtype: tor
             if name == "sdpa, grouped" and step > 3:
                 continue  # twice as slow as the others
             run = partial(dense[name], query) if name in dense else partial(caches[name].read, query, new, SCALE)
-            if name in SKEWS:  # as in a model of many layers: what a step needs was last used a layer's pass ago
+            if name in SKEWS:  # as in a model of many layers: a pass of another layer came in between
                 dense["sdpa, folded"](query)
             times[name].append(seconds(run))
-            if name in SKEWS:  # and as if the layer were all there is
+            if name in SKEWS:  # and as if there were no other layer
                 query, new = token(10_000 + step, dtype)
                 times[f"{name}, again"].append(seconds(partial(caches[name].read, query, new, SCALE)))
     return {name: taken[1:] for name, taken in times.items()}

@@ -1,4 +1,4 @@
-"""Peak memory of reading a long prompt, each way in a process of its own: `python benchmarks/memory.py`.
+"""Peak memory of reading a long prompt, each way in its own process: `python benchmarks/memory.py`.
 
 For kvpress, run the script with a Python that has it and a transformers it supports:
 `python benchmarks/memory.py --way kvpress`.
@@ -20,7 +20,7 @@ WAYS = ("stock", "stock chunked", "exact", "uniform", "uniform streaming", "stre
 
 @torch.no_grad()
 def read(way: str, model, ids) -> tuple[object, int]:
-    """Read the prompt one way; the cache, and its bytes."""
+    """The cache after the prompt was read in one way, and its bytes."""
     if way.startswith("stock"):
         cache = DynamicCache(config=model.config)
         for chunk in ids.split(CHUNK if "chunked" in way else ids.shape[1], 1):
@@ -77,7 +77,7 @@ def measure(way: str, count: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--way", help="one way, in this process; all of them otherwise, each in its own")
+    parser.add_argument("--way", help="measure one way, in this process; otherwise all, each in its own process")
     arguments = parser.parse_args()
     if arguments.way:
         measure(arguments.way, arguments.tokens)

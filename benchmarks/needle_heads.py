@@ -1,10 +1,10 @@
 """Which heads look at a needle, and which methods leave it to them: `python benchmarks/needle_heads.py OUT BOOK ...`.
 
 Both models read 2,000 tokens of a book in which a number is hidden; the question comes later, in official wording. With
-everything held: how much of the attention of the tokens that say the number goes to the number in the text, in every
-head. With a quarter held: how much of that attention falls on tokens that the head still has. A head that is to copy
-the number has to hold it; what heads hold that never look there does not matter. Rows go to OUT, where an interrupted
-run goes on; means to docs/results/needle-heads.jsonl, a figure to docs/figures; tables are printed.
+everything held: in every head, how much attention of the tokens that say the number goes to the number in the text.
+With a quarter held: how much of that attention falls on tokens that the head still has. A head that copies the number
+has to hold it; what other heads hold, which never look there, does not matter. Rows go to OUT, where an interrupted run
+continues; means go to docs/results/needle-heads.jsonl, a figure to docs/figures; tables are printed.
 """
 
 import argparse
@@ -50,11 +50,11 @@ METHODS = {
     "kvzip": "kvzip(keep=0.25)",
 }
 KEY = ("task", "sample")
-SUMMARY, MOST = RESULTS / "needle-heads.jsonl", 0.9  # how much of the attention is most of it
+SUMMARY, MOST = RESULTS / "needle-heads.jsonl", 0.9  # this share counts as most of the attention
 
 
 class Case:
-    """A prompt with a needle: who looks there, and what methods leave of it."""
+    """A prompt with a needle: which heads look at it, and how much of that attention methods leave."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, prompt: Prompt) -> None:
         self.model, self.tokenizer, self.prompt = model, tokenizer, prompt
@@ -65,7 +65,7 @@ class Case:
         self.looks = [attention_to(layer, self.places, len(said)) for layer in capture(model, whole)]
 
     def rows(self, methods: dict[str, MethodConfig]) -> Row:
-        """Of each method: whether it answers, and what share of the attention to the needle is left, by layer."""
+        """For each method: whether it answers right, and the attention to the needle that is left, by layer."""
         ids = torch.tensor([self.prompt.context], device=self.model.device)
         text = Text(self.model, ids, methods=methods.values())
         plain = text.cache(Exact())
@@ -89,7 +89,7 @@ class Case:
 
 
 def places_of(answer: str, pieces: Sequence[str]) -> list[int]:
-    """Which tokens of a text, given what each says, have a part of the answer where that stands first."""
+    """The tokens that contain a part of the first occurrence of the answer, given the text of each token."""
     first = "".join(pieces).index(answer)
     places, begin = list[int](), 0
     for place, piece in enumerate(pieces):
@@ -100,7 +100,7 @@ def places_of(answer: str, pieces: Sequence[str]) -> list[int]:
 
 
 def attention_to(layer: Any, places: Tensor, said: int) -> Float[Tensor, "h t"]:
-    """What tokens at these places get of the attention of a KV head's group, from what says the answer, in the mean."""
+    """The mean attention of each KV head's group to tokens at these places, from the tokens that say the answer."""
     heads, count = layer.keys.shape[:2]
     asking = layer.queries[:, count - said - 1 : count - 1].unflatten(0, (heads, -1))
     logits = torch.einsum("hgqd,hnd->hgqn", asking.float(), layer.keys.float()) * layer.scale
@@ -109,12 +109,12 @@ def attention_to(layer: Any, places: Tensor, said: int) -> Float[Tensor, "h t"]:
 
 
 def left_of(looks: Float[Tensor, "h t"], held: Bool[Tensor, "h t"]) -> Float[Tensor, " h"]:
-    """The attention to tokens that a head still holds."""
+    """For each head, the attention to tokens that it still holds."""
     return (looks * held).sum(1)
 
 
 def run(name: str, out: Path, books: Sequence[Path], samples: int) -> None:
-    """Every prompt of a model."""
+    """Write a row for every prompt of a model."""
     model, tokenizer = load_model(name, "float32", "cpu")
     plan = Plan(tasks=[TASK], methods=["exact"], lengths=[TOKENS], asked=["after"], samples=samples,
                 haystack=haystack_of(books))  # fmt: skip
@@ -146,7 +146,7 @@ def sum_up(out: Path) -> None:
 
 
 def print_table(line: Row) -> None:
-    """Layers that have most of the attention to needles, and what methods leave of it there."""
+    """Print the layers with most of the attention to needles, and how much of it methods leave there."""
     looks = torch.tensor(line["looks"])
     ordered = looks.flatten().sort(descending=True).values
     few = int((ordered.cumsum(0) < MOST * ordered.sum()).sum()) + 1
@@ -165,7 +165,7 @@ def print_table(line: Row) -> None:
 
 
 def picture(lines: Sequence[Row]) -> Figure:
-    """For each model a map of its heads, darker where more attention goes to needles."""
+    """A map of the heads of each model, darker where more attention goes to needles."""
     figure = Figure(figsize=(8, 3.2), dpi=150)
     for axes, line in zip(figure.subplots(1, len(lines)), lines, strict=True):
         looks = torch.tensor(line["looks"]).T

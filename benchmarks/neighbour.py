@@ -1,8 +1,8 @@
-"""Decode steps beside processes that compute too: `python benchmarks/neighbour.py`.
+"""Decode steps while other processes compute too: `python benchmarks/neighbour.py`.
 
-One layer of 8 KV heads × 128 in bfloat16, four query heads each, behind 171,000 tokens: steps of `exact` and of `saap`
-with all threads, with one, and the same while so many other processes are busy. A row for each goes to
-docs/results/neighbour.jsonl; `--label` names the version, so that another one can be put beside it.
+One layer of 8 KV heads × 128 in bfloat16, four query heads each, after 171,000 tokens: steps of `exact` and of `saap`
+with all threads and with one, and the same while `--busy` other processes compute. A row for each goes to
+docs/results/neighbour.jsonl; `--label` names the version, so that it can be compared with another one.
 """
 
 import argparse
@@ -28,7 +28,7 @@ WARM = 20
 
 @contextmanager
 def busy(count: int) -> Iterator[None]:
-    """So many other processes compute meanwhile."""
+    """Let so many other processes compute meanwhile."""
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -40,7 +40,7 @@ def busy(count: int) -> Iterator[None]:
 
 @torch.no_grad()
 def times(cache: LayerCache, steps: int, threads: int) -> list[float]:
-    """Of steps, one behind the other."""
+    """Seconds of steps that follow one another."""
     torch.set_num_threads(threads)
     taken = []
     for step in range(WARM + steps):

@@ -1,10 +1,10 @@
 """What a profile of something else costs: `python benchmarks/other_profiles.py OUT [--books FOLDER --code FOLDER]`.
 
 A method divides its budget by profiles of documents like those that are asked about, of other tasks, of novels and of
-programs, by one that is wrong (every head has what another one needs), and equally. Then by one of short documents in
-longer ones, beside a profile of documents as long. With books and programs, `smollm2` is asked too: about needles in
-novels. Rows go to OUT, where an interrupted run goes on; means to docs/results/other-profiles-*.jsonl, and tables
-are printed.
+programs; by a wrong one, which gives every head what another one needs; and equally. Then, in longer documents, by a
+profile of short documents and by one of equally long ones. With books and programs, `smollm2` is asked too, about
+needles in novels. Rows go to OUT, where an interrupted run continues; means go to
+docs/results/other-profiles-*.jsonl, and tables are printed.
 """
 
 import argparse
@@ -23,14 +23,14 @@ from kvsketch.files import read_json, write_json
 KEEPS, FORM = (0.25, 0.125), "keydiff(keep={}{})"
 TOKENS, LONGER = 2000, (4000, 8000)
 SAMPLES, FEW = 40, 20
-FIRST, FARTHEST = "embedded-first", 16000  # the first edition looks lines up that far
+FIRST, FARTHEST = "embedded-first", 16000  # the first edition still finds lines at this length
 REAL, REAL_TOKENS, REAL_LONGER = "smollm2", 2000, 7500
-NOVELS = ("frankenstein", "treasure")  # that needles are hidden in; no profile saw them
-Profiles = Mapping[str, Path | None]  # by what they are called
+NOVELS = ("frankenstein", "treasure")  # needles are hidden in these; no profile saw them
+Profiles = Mapping[str, Path | None]  # by their names in the table
 
 
 def wrong(path: Path) -> Path:
-    """The same shares, each given to another head: layers from the last to the first, and heads too."""
+    """A profile with the same shares given to other heads: layers are reversed, and the heads of each too."""
     found = path.with_name(f"{path.stem}-wrong.json")
     content = read_json(path)
     layers = [heads[::-1] for heads in content["layers"].values()]
@@ -39,7 +39,7 @@ def wrong(path: Path) -> Path:
 
 
 def specs(profiles: Profiles) -> dict[str, str]:
-    """What each is called in the table."""
+    """The name of each spec in the table."""
     found = {"exact": "exact"}
     for keep in KEEPS:
         for name, path in profiles.items():
@@ -49,7 +49,7 @@ def specs(profiles: Profiles) -> dict[str, str]:
 
 
 def asked(out: Path, model: str, suite: str, tasks: str, profiles: Profiles, *options: object) -> Iterator[Mean]:
-    """Answers with these profiles, the question after compression."""
+    """Means of answers with these profiles, the question after compression."""
     names = specs(profiles)
     given = ("--tasks", tasks, "--asked", "after", "--methods", "; ".join(names), *options)
     bench(suite, out, model, *given)
@@ -58,7 +58,7 @@ def asked(out: Path, model: str, suite: str, tasks: str, profiles: Profiles, *op
 
 
 def embedded(out: Path) -> Iterator[Mean]:
-    """Of records and needles, in documents as long as the profiles' and in longer ones."""
+    """Means for records and needles, in documents as long as the profiles' and in longer ones."""
     ways = {"records": list(RECORDS), "needles": list(NEEDLES)}
     profiles = {name: measured(out / f"{name}.json", tasks) for name, tasks in ways.items()}
     for name, tasks in (("records", RECORDS), ("needles", NEEDLES)):
@@ -75,7 +75,7 @@ def embedded(out: Path) -> Iterator[Mean]:
 
 
 def first_edition(out: Path) -> Iterator[Mean]:
-    """Lines of the first edition, as far as it looks them up."""
+    """Means of the first edition for lines, up to the length at which it finds them."""
     short = profile_of(out / "first.json", FIRST, "--tasks", ",".join(RECORDS))
     for length in (TOKENS, FARTHEST):
         given = ("--lengths", length, "--samples", FEW, "--batch", 2, "--wording", "compact")
@@ -84,7 +84,7 @@ def first_edition(out: Path) -> Iterator[Mean]:
 
 
 def real(out: Path, books: Path, code: Path) -> Iterator[Mean]:
-    """Needles in novels, by profiles of other novels and of programs."""
+    """Means for needles in novels, with profiles of other novels and of programs."""
     programs = [part for path in sorted(code.glob("*.txt")) for part in ("--texts", path)]
     by_code = profile_of(out / "code.json", REAL, *programs, "--dtype", "float32")
     copied = out / "novels.json"
@@ -100,7 +100,7 @@ def real(out: Path, books: Path, code: Path) -> Iterator[Mean]:
 
 
 def print_table(name: str, means: list[Mean]) -> None:
-    """Profiles down; tasks and lengths across."""
+    """Print profiles down, tasks and lengths across."""
     columns = list(dict.fromkeys((mean.task, mean.length) for mean in means))
     print(f"\n{name}\n\n| |", " | ".join(f"`{task}`, {length:,}" for task, length in columns))
     print("|---|" + "---|" * len(columns))

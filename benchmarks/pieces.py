@@ -1,4 +1,4 @@
-"""Pieces of long texts, evenly from each, as a corpus for `kvsketch fit` or as texts for the studies of layers."""
+"""Pieces of long texts, evenly spaced in each, as a corpus for `kvsketch fit` or as texts for studies of layers."""
 
 import json
 from pathlib import Path
@@ -8,17 +8,17 @@ import typer
 
 from kvsketch.cli.models import load_model
 
-MARGIN = 0.03  # of a text, at either end: title pages, contents, licences
+MARGIN = 0.03  # share of a text to skip at either end: title pages, contents, licences
 
 
 def main(
     files: Annotated[list[Path], typer.Argument(help="Texts.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="A .jsonl file, or a folder for a .txt file each.")],
-    model: Annotated[str, typer.Option(help="Whose tokens are counted.")] = "smollm2",
-    each: Annotated[int, typer.Option(help="Pieces of each text.")] = 3,
-    tokens: Annotated[int, typer.Option(help="Tokens of a piece.")] = 4096,
+    out: Annotated[Path, typer.Option("--out", "-o", help="A .jsonl file, or a folder for one .txt file per piece.")],
+    model: Annotated[str, typer.Option(help="The model whose tokens are counted.")] = "smollm2",
+    each: Annotated[int, typer.Option(help="Pieces from each text.")] = 3,
+    tokens: Annotated[int, typer.Option(help="Tokens in each piece.")] = 4096,
 ) -> None:
-    """Cut pieces of so many tokens out of texts, at equal distances."""
+    """Cut pieces of equally many tokens out of texts, at equal distances."""
     _, tokenizer = load_model(model, "auto", "cpu")
     found = [
         (f"{path.name.removesuffix('.txt')}-{number}", piece)
@@ -35,7 +35,7 @@ def main(
 
 
 def pieces(tokenizer, text: str, each: int, tokens: int) -> list[str]:
-    """The beginnings of `each` equal parts of a text, each from a new line on."""
+    """The first `tokens` tokens of `each` equal parts of a text, each beginning with a new line of text."""
     first, length = int(MARGIN * len(text)), int((1 - 2 * MARGIN) * len(text))
     found = []
     for number in range(each):

@@ -2,10 +2,9 @@
 
     python benchmarks/power.py --out docs/results/power.jsonl
 
-A fault is a line of the core with a comparison turned round, a constant off by one, two arguments swapped, or nothing
-in its place. Faults are drawn from the syntax trees by a seed. For each one, the tests that execute its line are run,
-quick ones first, until one fails. A list that is there already is used again; what is not to be found in the code any
-more is drawn anew.
+A fault is a line of the core with an inverted comparison, a constant off by one, or two swapped arguments, or a missing
+line. Faults are drawn from the syntax trees by a seed. For each one, the tests that execute its line are run, quick
+ones first, until one fails. An existing list is used again; faults that the code can no longer have are drawn anew.
 """
 
 import argparse
@@ -34,10 +33,10 @@ class Suite:
     """The tests, how long each takes, and which lines it executes."""
 
     seconds: dict[str, float]
-    lines: dict[str, dict[int, set[str]]]  # by file and line
+    lines: dict[str, dict[int, set[str]]]  # tests by file and line
 
     def tests_of(self, fault: Fault) -> list[str]:
-        """The tests that execute a fault's line, quick ones first; of a line that runs on import, those of its file."""
+        """The tests that execute a fault's line, quick first; those of its file if it runs on import."""
         here = self.lines.get(fault.path, {})
         found = here.get(fault.line, set())
         if not found:
@@ -46,7 +45,7 @@ class Suite:
 
 
 def environment(root: Path) -> dict[str, str]:
-    """Where tests find the code under test, in this process and in those that they start."""
+    """The environment in which tests and the processes they start find the code under `root`."""
     return os.environ | {"PYTHONPATH": str(root / "src"), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -64,7 +63,7 @@ def watch(root: Path) -> Suite:
 
 
 def read_suite(root: Path) -> Suite:
-    """What a run with coverage has left."""
+    """The suite from the files that a run with coverage has left."""
     seconds = dict[str, float]()
     for case in ElementTree.parse(root / "times.xml").iter("testcase"):
         module = case.attrib["file"].removesuffix(".py").replace("/", ".")
@@ -83,7 +82,7 @@ def read_suite(root: Path) -> Suite:
 
 
 def copied(folder: Path) -> Path:
-    """A copy of what the tests need."""
+    """Copy what the tests need into `folder`."""
     for name in ("src", "tests", "docs", "benchmarks"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "figures"))
     for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md", "Makefile"):
@@ -118,12 +117,12 @@ def run_with(fault: Fault, text: str, suite: Suite, patience: float) -> dict[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="the list with its results; used again if it is there")
+    parser.add_argument("--out", type=Path, required=True, help="the faults with results; used again if it exists")
     parser.add_argument("--faults", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="faults tried side by side")
-    parser.add_argument("--patience", type=float, default=300.0, help="seconds beyond three times what tests take")
-    parser.add_argument("--watched", type=Path, help="keep the copy that tests were watched in here, and use it again")
+    parser.add_argument("--patience", type=float, default=300.0, help="seconds beyond three times what the tests take")
+    parser.add_argument("--watched", type=Path, help="folder of the copy with watched tests; kept and used again")
     given = parser.parse_args()
     known = [json.loads(line) for line in given.out.read_text().splitlines()[1:]] if given.out.exists() else []
     fields = Fault.__dataclass_fields__

@@ -1,8 +1,8 @@
 """What compressing a long prompt adds to reading it, on the embedded model: `python benchmarks/prefill.py`.
 
-An exact read, and then every method compresses what was read, again and again, so that a busy moment hits all of them.
-The paper's comparison reads anew with every method and has 21 % for BalanceKV: the last rows do that too. Writes
-docs/results/prefill.jsonl.
+In each round, an exact read comes first, and then every method compresses what was read, so that a busy moment hits all
+of them. The paper's comparison reads anew with every method and has 21 % for BalanceKV; the last rows do that too.
+Writes docs/results/prefill.jsonl.
 """
 
 import argparse
@@ -38,7 +38,7 @@ WAYS = (
 
 
 def compressing(model, ids: torch.Tensor, repeats: int, about: dict) -> None:
-    """Exact reads, and what each method takes to compress what was read, in turns."""
+    """Time exact reads, and how each method compresses what was read, in turns."""
     times = dict.fromkeys(("read", *METHODS), ())
     for _ in range(repeats):
         exact = kvsketch.make_cache(model, "exact")
@@ -54,7 +54,7 @@ def compressing(model, ids: torch.Tensor, repeats: int, about: dict) -> None:
 
 
 def reading(model, ids: torch.Tensor, repeats: int, about: dict) -> None:
-    """Whole reads, ways in turns."""
+    """Time whole reads, with the ways in turns."""
 
     def read(way: str) -> None:
         if way == "stock":

@@ -1,9 +1,9 @@
-"""Prompts beside stock transformers, in turns: `python benchmarks/prompts.py --tokens 256,1024`.
+"""Times of prompts beside stock transformers, in turns: `python benchmarks/prompts.py --tokens 256,1024`.
 
-A Llama of random weights with 8 layers, 32 query and 8 KV heads × 128 in bfloat16. Outside attention it is narrow, so
-that attention and cache are what is measured; with `--hidden 4096 --mlp 14336` it is as wide as Llama-3.1-8B. In each
-round every way reads the prompt once, compression included, with an empty cache that was made before. A wrong answer of
-exact ends it before a time is printed. Rows, with times of stock's speed in every round, go to
+A Llama of random weights with 8 layers, 32 query and 8 KV heads × 128 in bfloat16. It is narrow outside attention, so
+that attention and cache are measured; with `--hidden 4096 --mlp 14336` it is as wide as Llama-3.1-8B. In each round
+every way reads the prompt once, compression included, with an empty cache that was made before. A wrong answer of
+`exact` ends the run before a time is printed. Rows, with speeds as multiples of stock's in every round, go to
 docs/results/prompts.jsonl.
 """
 
@@ -36,7 +36,7 @@ WAYS = (
 
 
 def new_cache(model, config: MethodConfig | None) -> Cache:
-    """An empty cache, stock's for None; the model is ready for it afterwards."""
+    """An empty cache, stock's for None; the model is prepared for it."""
     kvsketch.detach(model)
     return DynamicCache(config=model.config) if config is None else kvsketch.make_cache(model, config)
 
@@ -70,12 +70,12 @@ def main(lengths: list[int], rounds: int, ways: list[str], layers: int, hidden: 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", default="256,512,1024", help="lengths of prompts, with commas between them")
+    parser.add_argument("--tokens", default="256,512,1024", help="lengths of prompts, separated by commas")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--methods", default="; ".join(WAYS), help="specs, with ; between them")
+    parser.add_argument("--methods", default="; ".join(WAYS), help="specs, separated by semicolons")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--mlp", type=int, help="width between the two halves of a block's MLP; twice --hidden")
+    parser.add_argument("--mlp", type=int, help="width inside the MLP of a block; twice --hidden if left out")
     given = parser.parse_args()
     specs = [spec.strip() for spec in given.methods.split(";")]
     main([int(n) for n in given.tokens.split(",")], given.rounds, specs, given.layers, given.hidden, given.mlp)

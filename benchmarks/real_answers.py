@@ -1,9 +1,10 @@
 """What a real language model can do, and what methods cost it: `python benchmarks/real_answers.py OUT BOOK [BOOK ...]`.
 
-Asks `smollm2` the tasks in their official wording, with everything held: longer prompts where it could do shorter ones.
-Then measures methods on single needles in the books, with the question asked after compression: some with three
-budgets, every method with a quarter in shorter prompts, and on some tasks with four budgets. An interrupted run goes
-on in OUT. Means join those in docs/results/answers-smollm2.jsonl, pictures go to docs/figures; tables are printed.
+Asks `smollm2` the tasks in their official wording, with everything held; longer prompts come where it can do shorter
+ones. Then measures methods on single needles in the books, with the question asked after compression: some methods with
+three budgets, every method with a quarter in shorter prompts, and on some tasks with four budgets. An interrupted run
+continues in OUT. Means join those in docs/results/answers-smollm2.jsonl, pictures go to docs/figures, and tables are
+printed.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from kvsketch.evaluation.tasks import TASKS
 
 SUMMARY = RESULTS / "answers-smollm2.jsonl"
 MODEL, ABLE = "smollm2", 0.8
-LENGTHS, FEW = (1000, 2000, 4000, 7500), 10  # prompts that say what the model can do
+LENGTHS, FEW = (1000, 2000, 4000, 7500), 10  # lengths and number of prompts that show what the model can do
 TOKENS, KEEPS = 2000, (0.5, 0.25, 0.125)
 FORMS = (
     "uniform({})",
@@ -33,7 +34,7 @@ FORMS = (
     "clustergen(entries='centre', apart=0, {})",
     "streaming_llm({})",
 )
-SHORT, QUARTER = 1000, "keep=0.25"  # every method, in shorter prompts
+SHORT, QUARTER = 1000, "keep=0.25"  # for every method, in shorter prompts
 BY_HEAD = ("kvzip({})", "kvzip({}, window=0.25)", "streaming_heads({})")
 BY_PROFILE = ("keydiff", "clustergen", "balancekv", "uniform")
 EQUAL = ("keydiff", "snapkv", "pyramidkv", "h2o", "tova", "clustergen", "balancekv", "uniform", "streaming_llm")
@@ -48,11 +49,11 @@ EVERY = [
     "kvzip(keep=0.125)",
     "keydiff(keep=0.125, heads='profile')",
 ]
-ALL_KEEPS = (0.5, 0.25, 0.125, 0.0625)  # every method with every budget, in these tables of tasks
+ALL_KEEPS = (0.5, 0.25, 0.125, 0.0625)  # for every method, on the tasks of these tables
 OF_KEEPS = (("niah_single",), ("needle", "number_string"), ("niah_single_uuid", "passkey"), ("niah_multivalue",))
 ALL_FORMS = (*USUAL, "subgen({})", "expected_attention({})")
 CELL, Cell = ("task", "asked", "length", "method"), tuple[str, str, int, str]
-COMPARED = {  # with limits: a right number has 9 tokens, a UUID 37, a list of four numbers 46
+COMPARED = {  # tasks with limits: a right number has 9 tokens, a UUID 37, a list of four numbers 46
     "niah_single": ("--max-new-tokens", 16),
     "needle": (),
     "niah_single_uuid": ("--max-new-tokens", 56),
@@ -72,7 +73,7 @@ METHODS = ["exact", *(spec_of(form, keep) for keep in KEEPS for form in FORMS)]
 
 
 def able_tasks(out: Path, books: list[Path]) -> list[Mean]:
-    """The scores with everything held, of every task at the shortest length and on until it can no more."""
+    """Mean scores with everything held, for every task at growing lengths until the model can no longer do it."""
     names, held = list(TASKS), list[Mean]()
     for length in LENGTHS:
         for (suite, asked), tasks in _by_command(names).items():
@@ -84,7 +85,7 @@ def able_tasks(out: Path, books: list[Path]) -> list[Mean]:
 
 
 def _by_command(names: list[str]) -> dict[tuple[str, str], list[str]]:
-    """Tasks by suite and mode: afterwards, but where the official prompt begins with the question."""
+    """Tasks by suite and mode: the question is asked after, unless the official prompt begins with it."""
     found = defaultdict[tuple[str, str], list[str]](list)
     for name in names:
         found[TASKS[name].suite, "before" if TASKS[name].asks_first else "after"].append(name)
@@ -94,7 +95,7 @@ def _by_command(names: list[str]) -> dict[tuple[str, str], list[str]]:
 def methods(
     out: Path, books: list[Path], samples: int, length: int, specs: Sequence[str], tasks: Iterable[str] = COMPARED
 ) -> None:
-    """Answers with methods, task by task."""
+    """Ask questions with methods, task by task."""
     for name in tasks:
         if name in ONLY_SHORT and length > SHORT:
             continue
@@ -108,7 +109,7 @@ def _bench(suite: str, out: Path, books: list[Path], tasks: list[str], *options:
 
 
 def known() -> tuple[list[Row], dict[Cell, Row]]:
-    """What docs/results has: the runs, and a line for each cell."""
+    """The published runs, and a line for each published cell."""
     first, *lines = (json.loads(line) for line in SUMMARY.read_text(encoding="utf-8").splitlines())
     return first["runs"], {cell_of(line): line for line in lines}
 
@@ -118,7 +119,7 @@ def cell_of(line: Row) -> Cell:
 
 
 def sum_up(out: Path) -> None:
-    """Means of what OUT has join those that are known, where they are of as many prompts; pictures of the methods."""
+    """Join means of OUT to the published ones, except where those are of more prompts; draw pictures, print tables."""
     runs, lines = known()
     for part in ("held", "methods", "every"):
         if (out / part / ANSWERS).is_file():
@@ -144,7 +145,7 @@ def sum_up(out: Path) -> None:
 
 
 def print_held(means: list[Mean]) -> None:
-    """Tasks down, lengths across: score, interval and prompts."""
+    """Print tasks down, lengths across: score, interval and number of prompts."""
     print("| task |", " | ".join(f"{length:,} tokens" for length in LENGTHS), "|\n|---|" + "---|" * len(LENGTHS))
     for task in dict.fromkeys(mean.task for mean in means):
         by_length = {mean.length: f"{mean} ({mean.count})" for mean in means if mean.task == task}
@@ -152,7 +153,7 @@ def print_held(means: list[Mean]) -> None:
 
 
 def print_methods(means: list[Mean], specs: Sequence[str]) -> None:
-    """Methods down, tasks across."""
+    """Print methods down, tasks across."""
     means = [mean for mean in means if mean.method in specs]
     tasks = [task for task in COMPARED if any(mean.task == task and mean.method != "exact" for mean in means)]
     counts = {task: sorted({mean.count for mean in means if mean.task == task}) for task in tasks}
@@ -166,7 +167,7 @@ def print_methods(means: list[Mean], specs: Sequence[str]) -> None:
 
 
 def print_keeps(tasks: Sequence[str], means: list[Mean]) -> None:
-    """Methods down, budgets across: how many of a hundred are answered; of one task also the bytes held, of full."""
+    """Print methods down, budgets across: percent answered; for a single task also percent of the full bytes held."""
     found = {(mean.task, mean.method): mean for mean in means}
     print(f"\n| {', '.join(f'`{task}`' for task in tasks)} |", end=" ")
     print(" | ".join(f"{keep:g}" for keep in ALL_KEEPS), "|\n|---|" + "---|" * len(ALL_KEEPS))
@@ -180,14 +181,14 @@ def print_keeps(tasks: Sequence[str], means: list[Mean]) -> None:
 
 
 def answered(mean: Mean | None, *, beside_bytes: bool) -> str:
-    """How many of a hundred; a dash where nobody was asked."""
+    """The percentage answered; a dash where nothing was asked."""
     if mean is None:
         return "–"
     return f"{100 * mean.score:.0f}" + (f" ({100 * mean.share:.0f} %)" if beside_bytes else "")
 
 
 def quarters(rows: list[Row], mean: Mean) -> list[tuple[float, int]]:
-    """How many needles were found in each quarter of the texts, and how many there were."""
+    """For each quarter of the texts, how many needles were found and how many there were."""
     about = ("task", "length", "method")
     here = [row for row in rows if all(row[name] == getattr(mean, name) for name in about) and row["at"] is not None]
     parts = [[row["score"] for row in here if min(3, int(4 * row["at"])) == part] for part in range(4)]
@@ -195,7 +196,7 @@ def quarters(rows: list[Row], mean: Mean) -> list[tuple[float, int]]:
 
 
 def print_depths(lines: list[Row]) -> None:
-    """Methods down, quarters of the text across."""
+    """Print methods down, quarters of the text across."""
     for task in COMPARED:
         here = {line["method"]: line["quarters"] for line in lines if line["task"] == task}
         if here.keys() <= {"exact"}:

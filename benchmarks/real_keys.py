@@ -1,8 +1,8 @@
-"""What looking up does in every layer of a real model: `python -m benchmarks.real_keys OUT`.
+"""How looking up works in every layer of a real model: `python -m benchmarks.real_keys OUT`.
 
-OUT has a folder for each kind of text, with the rows of `python -m benchmarks.selectivity`: books, and others that the
-index was not fitted to. A line for each kind and layer goes to docs/results/real-keys.jsonl, with means over texts and
-the intervals of differences between ways to look up; figures to docs/figures; a table is printed.
+OUT has a folder for each kind of text, with the rows of `python -m benchmarks.selectivity`: books, and other texts of a
+kind that the index was not fitted to. A line for each kind and layer goes to docs/results/real-keys.jsonl, with means
+over texts and intervals of differences between ways to look up. Figures go to docs/figures; a table is printed.
 """
 
 import argparse
@@ -27,8 +27,8 @@ from kvsketch.evaluation.results.rows import Row, read_rows
 DOCS = Path(__file__).parent.parent / "docs"
 READS = (0.05, 0.1)
 WAYS = ("saap", "kmeans", "kmeans(rope=True)", "retrieval", "random_tokens")
-OTHERS = ("kmeans", "kmeans(rope=True)")  # with which the classifier is compared
-SHOWN = (0, 1, 3, 8, 14, 20, 25, 29)  # layers of the figures with a panel for each
+OTHERS = ("kmeans", "kmeans(rope=True)")  # the classifier is compared with these
+SHOWN = (0, 1, 3, 8, 14, 20, 25, 29)  # layers in figures that have a panel for each layer
 HEADS = ((3, 0), (14, 0), (25, 0))
 
 
@@ -38,7 +38,7 @@ def rows_of(folder: Path, part: str) -> list[Row]:
 
 
 def of_texts(rows: Sequence[Row], share: float, measure: str) -> dict[str, dict[str, float]]:
-    """For every way and text of one layer, what it has where so much of the past is read."""
+    """The measure for every way and text of one layer, where this share of the past is read."""
     found: dict[str, dict[str, float]] = {}
     for prompt in dict.fromkeys(row["prompt"] for row in rows):
         for (_, method, _), points in summarise(row for row in rows if row["prompt"] == prompt).items():
@@ -49,7 +49,7 @@ def of_texts(rows: Sequence[Row], share: float, measure: str) -> dict[str, dict[
 
 
 def difference(one: dict[str, float], other: dict[str, float]) -> tuple[float, float] | None:
-    """Mean over the texts that both have, and half of its 95 % interval by Student's distribution."""
+    """Mean difference over the texts that both have, and half its 95 % interval by Student's distribution."""
     pairs = [one[text] - other[text] for text in one.keys() & other.keys()]
     if len(pairs) < 2:
         return None
@@ -93,7 +93,7 @@ SEPARATIONS = ("negative", "bucket_distance", "largest_share")
 
 
 def by_layer_picture(lines: Sequence[Row]) -> Figure:
-    """Recall in every layer where so much is read: a panel for each kind of text and share, a curve for each way."""
+    """Recall in every layer, with a panel for each kind of text and share that is read, and a curve for each way."""
     kinds = list(dict.fromkeys(line["kind"] for line in lines))
     figure, panels = panels_for(len(kinds) * len(READS), columns=len(READS), width=5.2)
     for number, axes in enumerate(panels):
@@ -116,7 +116,7 @@ def by_layer_picture(lines: Sequence[Row]) -> Figure:
 
 
 def draw(out: Path, lines: Sequence[Row]) -> None:
-    """All figures; those with a panel for a layer for a few of them."""
+    """Draw all figures; those with a panel for each layer show only a few layers."""
     figures = {"lookup-layers": by_layer_picture(lines)}
     books = out / "books"
     lookups = [row for row in rows_of(books, "lookups") if row["layer"] in SHOWN]

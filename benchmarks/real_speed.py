@@ -1,9 +1,10 @@
 """Prompt and decode speed on smollm2 beside stock transformers, in turns: `python benchmarks/real_speed.py TEXT`.
 
 Every way reads the first tokens of TEXT again and again; then each decodes the same tokens after its prompt, one step
-each in turn, so that a busy moment hits all. Beside the median of what turns say stands what all steps took together: a
-median does not show what is done only every so often. A wrong answer of `exact` ends it before a time is printed. With
-`--reread` the second reading alone, that `kvzip` goes by, beside the first. Writes docs/results/real-speed.jsonl.
+each in turn, so that a busy moment hits all. Beside the median over turns stands what all steps took together, as a
+median does not show what is done only every so often. A wrong answer of `exact` ends the run before a time is printed.
+With `--reread` only the second reading, which `kvzip` needs, is timed, beside the first. Writes
+docs/results/real-speed.jsonl.
 """
 
 import argparse
@@ -31,7 +32,7 @@ READ, READ_AGAIN = "exact", "exact(noting='second reading')"
 
 
 def new_cache(model, way: str) -> Cache:
-    """An empty cache; the model is ready for it afterwards."""
+    """An empty cache; the model is prepared for it."""
     if way == "stock":
         kvsketch.detach(model)
         return DynamicCache(config=model.config)
@@ -62,7 +63,7 @@ def steps(model, tokens: torch.Tensor, caches: dict[str, Cache]) -> dict[str, li
     times: dict[str, list[float]] = {way: [] for way in caches}
     for token in tokens.view(-1, 1, 1):
         for way, cache in caches.items():
-            kvsketch.detach(model)  # outside the clock
+            kvsketch.detach(model)  # this is not timed
             if way != "stock":
                 kvsketch.attach(model, before_rotation=way.startswith("saap"))
             times[way].append(seconds(lambda token=token, cache=cache: model(token, past_key_values=cache)))
@@ -70,7 +71,7 @@ def steps(model, tokens: torch.Tensor, caches: dict[str, Cache]) -> dict[str, li
 
 
 def said(part: str, times: dict[str, list[float]], tokens: int) -> list[dict]:
-    """A row for each way: tokens a second, and times of stock's speed, as turns say in the median, and all in all."""
+    """A row for each way: tokens a second, and multiples of stock's speed, as median over turns and over all turns."""
     rows = []
     for way, taken in times.items():
         row = {"part": part, "method": way, "tokens_per_second": tokens / median(taken)}
@@ -79,7 +80,7 @@ def said(part: str, times: dict[str, list[float]], tokens: int) -> list[dict]:
 
 
 def loaded(text: str, least: int, dtype: str) -> tuple[PreTrainedModel, torch.Tensor]:
-    """The model, and a text of at least so many tokens."""
+    """The model, and the tokens of a text: at least `least` of them."""
     folder = smollm2_folder()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     ids = AutoTokenizer.from_pretrained(folder)(Path(text).read_text(), return_tensors="pt").input_ids
@@ -89,7 +90,7 @@ def loaded(text: str, least: int, dtype: str) -> tuple[PreTrainedModel, torch.Te
 
 @torch.inference_mode()
 def reread(text: str, count: int, dtype: str, repeats: int) -> None:
-    """How many times as long as the first reading the second one takes."""
+    """Write how long the second reading takes, in multiples of the first."""
     model, ids = loaded(text, count, dtype)
     times, _ = prompts(model, ids[:, :count], [READ, READ_AGAIN], repeats)
     alone = [both / first - 1 for first, both in zip(times[READ], times[READ_AGAIN], strict=True)]

@@ -1,7 +1,7 @@
 """Predictions of smollm2 after 4,096 tokens of novels: `python benchmarks/real_text.py [OUT]`.
 
-OUT has rows of `kvsketch bench text smollm2`; those that docs/results/text-smollm2-4096.jsonl does not have are added
-to it. A table and a figure are made of the windows that all methods have.
+OUT has rows of `kvsketch bench text smollm2`; those that are missing in docs/results/text-smollm2-4096.jsonl are added
+to it. A table and a figure are made from the windows that all methods have.
 """
 
 import argparse
@@ -21,14 +21,14 @@ from kvsketch.evaluation.texts.summary import Mean, compare, summarise
 FILE = RESULTS / "text-smollm2-4096.jsonl"
 KEEPS, BASELINE = (0.5, 0.25, 0.125, 0.0625), "uniform"
 WINDOW = ("text", "start")
-NAMED = (  # in the picture, which has no room for the names of all
+NAMED = (  # methods with names in the picture, which has no room for all
     *("kvzip(window=0.25)", "keydiff(heads='profile', window=0.25)", "clustergen", "kvzip", "streaming_llm"),
     *("balancekv", "snapkv", BASELINE),
 )
 
 
 def add(out: Path) -> None:
-    """Rows that are not there yet, each run's once before them."""
+    """Append the rows that are missing, after a line for each of their runs."""
     known = {key_of(row, KEY) for row in read_rows(FILE, KEY)[1]}
     runs, rows = read_rows(out / TEXTS, KEY)
     new = [row for row in rows if key_of(row, KEY) not in known]
@@ -42,7 +42,7 @@ def spec_of(method: str, keep: float) -> str:
 
 
 def of_all(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
-    """Rows of the windows that every method has, and the methods without their budgets."""
+    """The rows of windows that every method has, and the methods without their budgets."""
     windows = dict[str, set[tuple[object, ...]]]()
     for row in rows:
         windows.setdefault(row["method"], set()).add(key_of(row, WINDOW))
@@ -55,7 +55,7 @@ def of_all(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
 
 
 def print_table(rows: Sequence[Row], means: Mapping[str, Mean], names: Sequence[str]) -> None:
-    """Methods down, budgets across: divergence, and its ratio to a sample's."""
+    """Print methods down, budgets across: divergence, and its ratio to that of `uniform`."""
     print(f"n = {len({key_of(row, WINDOW) for row in rows})}\n| |", " | ".join(f"keep {keep:g}" for keep in KEEPS), "|")
     print("|---|" + "---|" * len(KEEPS))
     for name in names:
@@ -73,7 +73,7 @@ def print_table(rows: Sequence[Row], means: Mapping[str, Mean], names: Sequence[
 
 
 def print_words(means: Mapping[str, Mean], names: Sequence[str]) -> None:
-    """How often the likeliest token is the full cache's, and the perplexity of the text, budgets across."""
+    """Print how often the likeliest token is the full cache's, and the perplexity of the text; budgets across."""
     plain = means[spec_of(BASELINE, KEEPS[0])].exact_perplexity
     print(f"perplexity with everything held: {plain:.2f}\n|" + " |" * (len(KEEPS) + 1))
     for name in names:
@@ -83,7 +83,7 @@ def print_words(means: Mapping[str, Mean], names: Sequence[str]) -> None:
 
 
 def short(number: float) -> str:
-    """Two figures behind the point below ten, as the tables have them."""
+    """A number below ten with two decimals, a larger one with one, as in the tables."""
     return f"{number:.2f}".lstrip("0") if number < 10 else f"{number:.1f}"
 
 
@@ -92,7 +92,7 @@ def main(out: Path | None) -> None:
         add(out)
     rows, names = of_all(read_rows(FILE, KEY)[1])
     means = {mean.method: mean for mean in summarise(rows)}
-    names.sort(key=lambda name: means[spec_of(name, 0.25)].kl)  # from the least divergence at a quarter
+    names.sort(key=lambda name: means[spec_of(name, 0.25)].kl)  # by increasing divergence at a quarter
     print_table(rows, means, names)
     print_words(means, names)
     shown = [means[spec_of(name, keep)] for name in names for keep in KEEPS]

@@ -1,9 +1,9 @@
-"""What a classifier finds whose weights are bytes: `python benchmarks/rounded.py MODEL INDEX TEXT [TEXT ...]`.
+"""What a classifier with weights in bytes finds: `python benchmarks/rounded.py MODEL INDEX TEXT [TEXT ...]`.
 
 Each of the last queries of a text asks as a decode step does: the queries of a group together, before rotation, in C.
-Of the attention to the past (all that lies before the window, but for the first token) the visited buckets have a
-share. It is counted twice, with the classifier in bfloat16 and with all of its weights in bytes. Rows go to
-docs/results/rounded.jsonl, one for each text, layer and number of buckets visited.
+Measured is the visited buckets' share of the attention to the past, which is all before the window except for the first
+token: once with the classifier in bfloat16, and once with all of its weights in bytes. Rows go to
+docs/results/rounded.jsonl, one for each text, layer and number of visited buckets.
 """
 
 import argparse
@@ -26,11 +26,11 @@ from kvsketch.kernels.routing import rounded as rounding
 from kvsketch.kernels.sources import Classifier
 
 TOKENS, ASKING, WINDOW, SINKS, PROBES = 4096, 512, 255, 1, (8, 16, 32)
-PART = slice(200_000, 260_000)  # of a book's letters
+PART = slice(200_000, 260_000)  # characters of a book
 
 
 def scores(seen: Captured, by: Classifier) -> Tensor:
-    """What the last queries expect of every bucket: [h, q, c]."""
+    """Scores of every bucket by the classifier, for the last queries: [h, q, c]."""
     heads = len(seen.keys)
     asking = seen.queries_before[None, :, -ASKING:]
     found = [routing.classify(asking[:, :, q : q + 1].contiguous(), by, heads) for q in range(ASKING)]
@@ -38,7 +38,7 @@ def scores(seen: Captured, by: Classifier) -> Tensor:
 
 
 def attention_of(seen: Captured, buckets: Tensor, number: int) -> Tensor:
-    """Of each group's attention to the past, and query by query, the share that every bucket has: [h, q, c]."""
+    """The share of every bucket in each group's attention to the past, query by query: [h, q, c]."""
     heads, count = seen.keys.shape[:2]
     queries = seen.queries[:, -ASKING:].double().unflatten(0, (heads, -1))
     logits = torch.einsum("hgqd,hnd->hgqn", queries, seen.keys.double()) * seen.scale

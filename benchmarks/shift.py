@@ -1,8 +1,8 @@
 """What BalanceKV's walk makes of shifted keys: `python benchmarks/shift.py BOOK [BOOK ...]`.
 
-The walk is given keys less the mean of their block, less the mean of the text, or as they are. Tokens of `smollm2` in
-pieces of books, all but the first and the last ones, are halved once or twice in blocks; the last queries ask. Rows go
-to docs/results/shift.jsonl, and a table of errors over those of a uniform half with the same numbers drawn is printed.
+The walk gets keys minus the mean of their block, minus the mean of the text, or as they are. In pieces of books read by
+`smollm2`, all tokens but the first and the last ones are halved once or twice in blocks; the last queries ask. Rows go
+to docs/results/shift.jsonl, and a table shows errors over those of a uniform half with the same random numbers.
 """
 
 import argparse
@@ -23,13 +23,13 @@ from kvsketch.huggingface.capture import Captured, capture
 from kvsketch.kernels.balanced_walk.reference import halving_signs, products_as_they_are
 
 MODEL, LAYERS, TOKENS, BLOCK, SEEDS = "smollm2", (0, 1, 3, 6, 10, 14, 20, 25), 2048, 128, 3
-PART = slice(200_000, 260_000)  # of a book's letters
-FIRST, LAST, ASKING = 4, 252, 64  # so that 14 blocks are between them
+PART = slice(200_000, 260_000)  # characters of a book
+FIRST, LAST, ASKING = 4, 252, 64  # 14 blocks are between the first and the last tokens
 SHIFTS, SHARPNESS, HALVINGS, GREEDY = ("block", "text", "none"), (1.0, 0.25), (1, 2), 1e6
 
 
 def kept(seen: Captured, shift: str | None, sharpness: float, halvings: int, seed: int) -> Tensor:
-    """Numbers of the tokens that are left of each head, [h, m]; `shift=None` is a uniform half."""
+    """Indices [h, m] of the tokens that each head keeps; `shift=None` keeps a uniform half."""
     heads, count = seen.keys.shape[0], seen.keys.shape[1] - FIRST - LAST
     there = torch.arange(FIRST, FIRST + count).expand(heads, -1)
     draw = torch.Generator().manual_seed(seed)
@@ -49,7 +49,7 @@ def kept(seen: Captured, shift: str | None, sharpness: float, halvings: int, see
 
 
 def errors(seen: Captured, there: Tensor, halvings: int) -> Tensor:
-    """Of each head: the mean distance of answers from the true ones, over the mean length of these."""
+    """For each head, the mean distance of answers from the true ones, over the mean length of the true ones."""
     heads, count = seen.keys.shape[:2]
     weight = torch.full((heads, count), -torch.inf, dtype=torch.float64)
     weight[:, :FIRST], weight[:, -LAST:] = 0.0, 0.0
@@ -63,7 +63,7 @@ def errors(seen: Captured, there: Tensor, halvings: int) -> Tensor:
 
 
 def measure(path: Path) -> Iterator[Row]:
-    """Every head of some layers, in the middle of a book: errors over a uniform half's, the mean of their logs."""
+    """Rows of the heads of some layers in the middle of a book: mean log of the errors over those of a uniform half."""
     model, tokenizer = load_model(MODEL, "float32", None)
     ids = tokenizer(path.read_text(encoding="utf-8")[PART], return_tensors="pt")["input_ids"][:, :TOKENS]
     for seen in capture(model, ids, LAYERS):
@@ -78,7 +78,7 @@ def measure(path: Path) -> Iterator[Row]:
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    """The geometric mean over heads, layers and texts, with its interval."""
+    """Print geometric means over heads, layers and texts, with intervals."""
     print("| keys less the mean of | sharpness | rate | error over a uniform half's |\n|---|---|---|---|")
     for shift, sharpness, halvings in product(SHIFTS, SHARPNESS, HALVINGS):
         here = {"shift": shift, "sharpness": sharpness, "halvings": halvings}

@@ -1,7 +1,7 @@
 """A clusterable stream of a million tokens through SubGen: seconds and bytes per token against n.
 
 `python benchmarks/stream.py [TOKENS]`. One layer, one KV head, 64 wide, float32, one thread. New clusters come at a
-rate that makes √n of them. Beside it: exact attention over the same tokens. Writes docs/results/stream.jsonl.
+rate such that n tokens have √n. Also timed: exact attention over the same tokens. Writes docs/results/stream.jsonl.
 """
 
 import sys
@@ -22,7 +22,7 @@ SCALE = WIDTH**-0.5
 
 
 class Stream:
-    """Chunks of keys and values; token i founds a cluster where √i passes a whole number."""
+    """Chunks of keys and values; token i is in one of the first ⌈√i⌉ clusters, drawn uniformly."""
 
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(0)
@@ -73,12 +73,12 @@ def main(tokens: int) -> None:
 
 
 def compare(cache: LayerCache, tokens_seen: dict[str, torch.Tensor], stream: Stream) -> dict[str, float]:
-    """Seconds, bytes and errors of both; seconds for one query."""
+    """Bytes and errors of both, and their seconds for one query."""
     keys, values = (tensor[:, :, : stream.count] for tensor in tokens_seen.values())
     queries = 0.25 * stream.centres[None, None, :QUERIES]
     query = queries[:, :, :1]
     past = cache.past.details()
-    gram = sum(part.double().T @ part.double() for part in values[0, 0].split(50_000))  # of V, in pieces
+    gram = sum(part.double().T @ part.double() for part in values[0, 0].split(50_000))  # VᵀV, in pieces
     widest = float(torch.linalg.matrix_norm(gram, ord=2).sqrt())
     errors, shares = [], []
     for one in queries.split(1, 2):

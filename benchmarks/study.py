@@ -1,8 +1,9 @@
 """BalanceKV's study of single layers, on the embedded model: `python benchmarks/study.py OUT`.
 
-Runs `kvsketch bench error` on two tasks into OUT, where an interrupted run goes on; then puts means, deviations, times
-and ratios to a weighted uniform sample into docs/results/error.jsonl, draws docs/figures/error-*.png, prints tables.
-With `--real TEXT ...` the same on these texts and smollm2, in docs/results/error-smollm2.jsonl and error-smollm2.png.
+Runs `kvsketch bench error` on two tasks, with rows in OUT, where an interrupted run continues. Then writes means,
+deviations, times and ratios to a weighted uniform sample to docs/results/error.jsonl, draws docs/figures/error-*.png
+and prints tables. `--real TEXT ...` does the same for these texts and smollm2, with docs/results/error-smollm2.jsonl
+and error-smollm2.png.
 """
 
 import argparse
@@ -37,7 +38,7 @@ SHOWN = (
 
 
 def sum_up(task: str, rows: Sequence[Row], norms: Sequence[Row], name: str = "error") -> None:
-    """Rows of docs/results/NAME.jsonl: one for each layer, method, block and rate, and one for each prompt's norms."""
+    """Write docs/results/NAME.jsonl: a row for each layer, method, block and rate, and one for each prompt's norms."""
     found = summarise(rows)
     ratios = {method: compare(rows, method, "uniform") for method in {row["method"] for row in rows}}
     for (layer, (method, block), rate), errors in found.items():
@@ -58,7 +59,7 @@ def sum_up(task: str, rows: Sequence[Row], norms: Sequence[Row], name: str = "er
 
 
 def print_tables(task: str, rows: Sequence[Row]) -> None:
-    """Errors and ratios, for every layer a table of methods and rates."""
+    """Print errors and ratios in a table of methods and rates for every layer."""
     found = summarise(rows)
     rates = sorted({rate for _, _, rate in found}, reverse=True)
     for layer in sorted({layer for layer, _, _ in found}):
@@ -73,7 +74,7 @@ def print_tables(task: str, rows: Sequence[Row]) -> None:
 
 
 def read(folder: Path) -> tuple[list[Row], list[Row]]:
-    """Rows of errors and of norms."""
+    """The rows of errors and those of norms."""
     norms = [json.loads(line) for line in (folder / "norms.jsonl").read_text().splitlines()]
     return read_rows(folder / "error.jsonl", KEY)[1], [row for row in norms if "run" not in row]
 

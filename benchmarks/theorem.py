@@ -1,6 +1,6 @@
-"""SubGen's Theorem 1 in figures: error against samples, and samples against 2δr. `python benchmarks/theorem.py`.
+"""SubGen's Theorem 1 in numbers: error against samples, and samples against 2δr. `python benchmarks/theorem.py`.
 
-One head, by the executable algorithm. Writes docs/results/theorem.jsonl; `figures.py` draws it.
+One head, with the executable algorithm. Writes docs/results/theorem.jsonl; `figures.py` draws it.
 """
 
 import math
@@ -47,7 +47,7 @@ def query_of_norm(norm: float, generator: torch.Generator) -> torch.Tensor:
 
 
 def error_against_samples(streams: int = 40, queries: int = 20) -> None:
-    """Error over ‖softmax‖₂‖V‖_op: mean and 99th percentile over streams and queries, and the bound √(d/s)."""
+    """Write errors over ‖softmax‖₂‖V‖_op: mean and 99th percentile over streams and queries, and the bound √(d/s)."""
     for s in (16, 32, 64, 128, 256, 512, 1024):
         errors = []
         for seed in range(streams):
@@ -66,11 +66,11 @@ def error_against_samples(streams: int = 40, queries: int = 20) -> None:
 
 
 def samples_against_spread(streams: int = 400) -> None:
-    """How many samples t the denominator of one cluster needs for a relative error of 0.1, against 2δr.
+    """Write how many samples t the denominator of one cluster needs for a relative error of 0.1, against 2δr.
 
-    Needed: (relative deviation of a single sample / 0.1)². `ball`: keys uniform in a ball of radius δ, measured, with
-    its standard error. `worst`: two kinds of keys, at ±δ along the query, a share p of them at +δ; with R = e^(2δr)
-    the squared deviation is p(1-p)(R-1)²/(1+p(R-1))², largest at p = 1/(1+R): (R-1)²/(4R).
+    It needs (relative deviation of a single sample / 0.1)². `ball`: keys are uniform in a ball of radius δ; t is
+    measured, with its standard error. `worst`: keys are at ±δ along the query, a share p of them at +δ; with
+    R = e^(2δr) the squared deviation is p(1-p)(R-1)²/(1+p(R-1))², largest at p = 1/(1+R): (R-1)²/(4R).
     """
     for spread in (0.5, 1, 2, 3, 4, 5, 6, 7, 8):
         ratio = math.exp(spread)

@@ -1,7 +1,7 @@
 """Texts fed a few tokens at a time: each method's error beside that of `uniform` with the same budget.
 
 `python benchmarks/trickle.py [--calls 32] [--keeps 0.25,0.125,512] [--texts lines/0,niah_single/0] [--methods ...]`.
-Keys, values and queries of the embedded model; at some places of a text the next 64 tokens ask. Errors are those of
+Keys, values and queries are the embedded model's; at some places of a text the next 64 tokens ask. Errors are those of
 all heads of a layer over the seeds; ratios are geometric means over texts, places and heads. One thread.
 """
 
@@ -47,13 +47,13 @@ def texts(names: Sequence[str], length: int) -> dict[str, list[Captured]]:
 
 
 def places(seen: Captured, length: int) -> list[int]:
-    """Numbers of tokens that are held when the next ones ask: halfway, at three quarters and near the end."""
+    """How many tokens have been read when the next ones ask: halfway, at three quarters and near the end."""
     last = seen.keys.shape[1] - QUERIES
     return [length // 2 // 32 * 32, length * 3 // 4 // 32 * 32, last]
 
 
 def wrong(cache: LayerCache, seen: Captured, held: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Squared errors and squared norms of the answers of the next tokens, for each query head."""
+    """Squared errors and squared norms of the answers to the next tokens' queries, for each query head."""
     part = slice(held, held + QUERIES)
     query, keys, values = (x[None, :, part] for x in (seen.queries, seen.keys, seen.values))
     among = causal_attention(query, keys, values, seen.scale, valid=None, softcap=None, lse=True)
@@ -64,7 +64,7 @@ def wrong(cache: LayerCache, seen: Captured, held: int) -> tuple[torch.Tensor, t
 
 
 def measure(spec: str, seen: Captured, call: int | None, asked: Sequence[int]):
-    """Errors at each place, bytes at the last one, seconds to write."""
+    """Errors at each place, bytes at the last one, and seconds to write."""
     errors, nbytes, seconds = [], 0, 0.0
     cache, start = LayerCache(parse_spec(spec), seen.layer), 0
     for held in asked:
@@ -83,16 +83,16 @@ def measure(spec: str, seen: Captured, call: int | None, asked: Sequence[int]):
 
 @dataclass
 class Found:
-    """Of one layer, its mean over seeds."""
+    """Results for one layer: means over seeds."""
 
     heads: torch.Tensor  # squared relative errors [places, heads]
-    whole: torch.Tensor  # of all heads together [places]
+    whole: torch.Tensor  # the same of all heads together [places]
     nbytes: int
     seconds: float
 
 
 def errors_of(method: str, keep: str, seen: Captured, call: int | None, asked: Sequence[int], seeds: int) -> Found:
-    """How wrong a method is at each place."""
+    """Errors of a method at each place, with bytes and seconds."""
     seeded = method.split("(")[0] in SEEDED
     heads, whole, size, seconds = [], [], 0, 0.0
     for seed in range(seeds if seeded else 1):
@@ -117,7 +117,7 @@ class Beside:
     seconds: float = 0.0
 
     def add(self, text: str, layer: int, found: Found, plain: Found) -> None:
-        """What a layer saw of a text."""
+        """Add the results for a layer and a text."""
         ratio = float(0.5 * (found.heads.log() - plain.heads.log()).mean())
         self.by_layer[layer].append(ratio)
         self.by_text[text].append(ratio)
@@ -126,7 +126,7 @@ class Beside:
         self.seconds += found.seconds
 
     def line(self) -> str:
-        """Bytes, heads, all heads, each layer, the worst text, seconds."""
+        """Cells of the table: bytes, heads, all heads, each layer, the worst text, seconds."""
         layers = [geometric(found) for found in self.by_layer.values()]
         mean = geometric([x for found in self.by_layer.values() for x in found])
         worst = max(geometric(found) for found in self.by_text.values())
@@ -139,11 +139,11 @@ def geometric(logs: Sequence[float]) -> float:
 
 
 def compare(read: dict[str, list[Captured]], methods: Sequence[str], keep: str, call: int | None, given) -> None:
-    """A line of the table for each method."""
+    """Print a line of the table for each method."""
     every = [(text, seen, places(seen, given.length)) for text, layers in read.items() for seen in layers]
     if given.same_bytes:
         every = [(text, seen, asked[-1:]) for text, seen, asked in every]
-    # what a uniform sample holds does not depend on the calls
+    # a uniform sample is the same however many tokens come at a time
     plain = [errors_of("uniform", keep, seen, None, asked, given.seeds) for _, seen, asked in every]
     error = fmean(float(known.whole.sqrt().mean()) for known in plain)
     for method in methods:
@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--methods", default="clustergen;balancekv;subgen")
     parser.add_argument("--length", type=int, default=4000)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--same-bytes", action="store_true", help="at the end of a text, with what the method holds")
+    parser.add_argument("--same-bytes", action="store_true", help="compare equal bytes, at the end of each text")
     given = parser.parse_args()
     torch.set_num_threads(1)
     read = texts(given.texts.split(","), given.length)

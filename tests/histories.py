@@ -139,7 +139,7 @@ def said(model, cache, ids, new):
     mask = new.long() if cache.seen == 0 else cache.new_tokens(ids, new.long())["attention_mask"]
     positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "(?s).*went by its first call")  # two calls of one length
+        warnings.filterwarnings("ignore", "(?s).*took the first call for the whole prompt")  # two calls of one length
         return model(ids, attention_mask=mask, position_ids=positions, **as_argument(model.forward, cache)).logits
 
 

@@ -212,8 +212,8 @@ def test_the_command_writes_rows_and_pictures(tmp_path):
         (["--shares", "-1"], "--shares must be positive numbers"),
         (["--heads", "--method", "saap"], "holds every token in every head"),
         (["--heads", "--method", "keydiff(prefill='streaming')"], "chooses while it reads"),
-        (["--heads", "--method", "expected_attention"], "no notes of, and --heads shows what is chosen of a text that"),
-        (["--method", "keydiff"], "--method says what keeps tokens for --heads"),
+        (["--heads", "--method", "expected_attention"], "not take, and --heads shows what is chosen of a text that"),
+        (["--method", "keydiff"], "--method needs --heads"),
         (["--prompt-file", "nowhere.txt"], "there is no file nowhere.txt"),
     ],
 )

@@ -333,7 +333,7 @@ def test_spans_that_overlap_are_one():
         ("uniform(keep=0.5)", [(190, 201)], "goes up to token 201 of row 0, and its prompt has 200"),
         ("uniform(keep=0.5)", [[(0, 9)], [(150, 151)]], "goes up to token 151 of row 1, and its prompt has 150"),
         ("exact", [[(0, 9)], [(150, 151)]], "goes up to token 151 of row 1"),
-        ("uniform(keep=0.5)", [[(0, 9)]] * 3, "has the spans of 3 rows, and 2 came: give one list for all rows"),
+        ("uniform(keep=0.5)", [[(0, 9)]] * 3, "has spans for 3 rows, and the batch has 2: give one list for all rows"),
         ("uniform(keep=0.5)", [(0, 5), (40, 150)], "111 tokens of row 0 are protected, and of its 200 .* hold 100"),
         ("uniform(keep=150)", [(50, 101)], "leaves 150 entries.*but 51 tokens of a row are protected, and unif.*least"),
         ("uniform(keep='120KB')", [(20, 60)], "but 40 tokens of a row are protected"),

@@ -267,7 +267,7 @@ def test_a_text_that_comes_round_again_in_a_prompt_is_told(tmp_path, capsys):
         bench.say_if_short(
             bench._plan("needle", None, "exact", lengths, None, "after", "compact", files, None, **others)
         )
-        assert ("has 950 letters, fewer than prompts of 1,000" in " ".join(capsys.readouterr().err.split())) == told
+        assert ("has only 950 letters. Prompts of 1,000" in " ".join(capsys.readouterr().err.split())) == told
 
 
 @pytest.mark.parametrize("name", TASKS)

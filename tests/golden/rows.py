@@ -167,7 +167,7 @@ def answers(family: str, spec: str, folder: Path) -> list[dict[str, list[float]]
     model = zoo.build(family, layers=LAYERS)
     model.config.max_position_embeddings = 4096  # some read a prompt twice
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "(?s).*went by its first call")
+        warnings.filterwarnings("ignore", "(?s).*took the first call for the whole prompt")
         return [*padded(model, made(model, spec, folder)), *chunked(model, made(model, spec, folder))]
 
 

@@ -71,8 +71,8 @@ class Protected:
         if len(self.rows) != rows:
             raise ValueError(
                 f"protect has spans for {len(self.rows)} rows, and the batch has {rows}: give one list for all rows, "
-                "or one for each (beams come as rows of their own: read the prompt with kvsketch.prefill, and then call "
-                "cache.batch_repeat_interleave)"
+                "or one for each (beams come as rows of their own: read the prompt with kvsketch.prefill, and then "
+                "call cache.batch_repeat_interleave)"
             )
         return list(self.rows)
 
