@@ -1,4 +1,4 @@
-"""A token that comes as the one before it takes a shorter road, in C, and nobody can tell."""
+"""A token that comes as the one before it takes the short road, in C, and nobody can tell."""
 
 import copy
 import gc
@@ -46,7 +46,7 @@ needs_c = pytest.mark.skipif(native.library() is None, reason="there is no C com
 
 @pytest.fixture
 def served(monkeypatch):
-    """How many tokens took the shorter road."""
+    """How many tokens took the short road."""
     taken, take = [], Again.take
 
     def counted(self, *given, **more):

@@ -66,7 +66,7 @@ for spec in sys.argv[1:]:
             expected = model(token, past_key_values=cache).logits
             torch.testing.assert_close(step(token, past_key_values=twin).logits, expected, rtol=1e-4, atol=1e-5)
     layers = [cache.sketch_layers[0].held, twin.sketch_layers[0].held]
-    assert layers[0].again is not None, "the shorter road is open"
+    assert layers[0].again is not None, "the short road is open"
     assert layers[1].again is None, "compiled code goes without, and what that was about is nobody's"
     assert layers[0].left == layers[1].left
     assert layers[0].left > before or spec == "exact", "no block left the window: choose other counts"

@@ -140,7 +140,7 @@ def held_by(layer):
 @torch.no_grad()
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_step_that_gets_no_memory_is_answered_by_torch_or_refused(spec, tmp_path):
-    """Also where it was to take the shorter road; who was answered holds what it would have held."""
+    """Also where it was to take the short road; who was answered holds what it would have held."""
     index = str(make_index(tmp_path / "index", heads=HEADS, width=WIDTH, buckets=6))
     ready, shorter, answered = LayerCache(parse_spec(spec.format(index=index)), 1), 0, 0
     come(ready, 150, 0)

@@ -1,6 +1,6 @@
 """Compare layers that read few tokens with exact attention: `python -m benchmarks.selectivity -o FOLDER`.
 
-All tokens are kept, the first and the latest are read in full, and methods look up some of those between. Run it again
+All tokens are kept, the first and the latest are read in full, and methods look up some of the tokens between. Run it again
 to go on after an interruption.
 """
 
@@ -38,18 +38,20 @@ Indexes = Annotated[
 ]
 Buckets = Annotated[str | None, typer.Option(help=f"Without an index: numbers of buckets to make; {command.BUCKETS}.")]
 TrainFiles = Annotated[
-    list[Path] | None, typer.Option(help="A .txt or .jsonl file whose keys buckets are made of; once for each.")
+    list[Path] | None, typer.Option(help="A .txt or .jsonl file, from whose keys buckets are made; repeat for more.")
 ]
 Tables = Annotated[str | None, typer.Option(help=f"Numbers of MagicPIG's tables; {command.TABLES}.")]
 Sinks = Annotated[int | None, typer.Option(help="First tokens that are read in full; 1.")]
 Window = Annotated[
     int | None, typer.Option(help="Latest tokens that are read in full; 2047, or an eighth of a short text.")
 ]
-Asking = Annotated[int | None, typer.Option(help="So many last tokens ask; 64.")]
-Top = Annotated[int | None, typer.Option(min=1, max=MOST, help="Keys whose share of the attention is shown; 256.")]
+Asking = Annotated[int | None, typer.Option(help="How many of the last tokens are used as queries; 64.")]
+Top = Annotated[
+    int | None, typer.Option(min=1, max=MOST, help="How many of the largest keys have their attention shown; 256.")
+]
 Heads = Annotated[
     str | None,
-    typer.Option(help="LAYER:HEAD, with commas: whose keys and queries are shown; one if left out."),
+    typer.Option(help="LAYER:HEAD, with commas: heads whose keys and queries are shown; one if left out."),
 ]
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -87,7 +89,7 @@ def selectivity(
 
 
 def main() -> None:
-    """As `kvsketch` ends: bad input with one line and exit code 2, Ctrl-C with 130."""
+    """Run the command; it ends as `kvsketch` does: bad input with one line and exit code 2, Ctrl-C with 130."""
     with ending():
         sys.exit(app(prog_name="python -m benchmarks.selectivity", standalone_mode=False))
 

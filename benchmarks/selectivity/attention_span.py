@@ -1,11 +1,11 @@
-"""How few of the keys have most of the attention: the paper's "attention span".
+"""How few of the keys get most of the attention: the paper's "attention span".
 
 Paper: Saap (2025), section 3 and Figure 3. A text is cut as
 
     [ sinks | past | window | asking ]
 
-and the last tokens ask, each seeing the tokens up to itself. Sinks and window are attended anyway, so what matters is
-how the attention to the past is spread.
+and the last tokens ask: the query of each sees the tokens up to itself. Sinks and window are attended anyway, so what
+matters is how the attention to the past is spread.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from kvsketch.caches.core.config import BLOCK
 from kvsketch.evaluation.results.rows import Row
 from kvsketch.huggingface.capture import Captured
 
-FIXED = 8  # keys that may be the same for all queries, as sinks are
+FIXED = 8  # keys to take that are the same for all queries, as sinks are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +38,13 @@ class Cut:
         check_count("asking", self.asking, least=1)
 
     def past(self, tokens: int) -> slice:
-        """The tokens that have left the window before the first one asks: whole blocks, as in a cache."""
+        """The tokens that have left the window before the first asking token: whole blocks, as in a cache."""
         left = tokens - self.asking - self.sinks - self.window
         return slice(self.sinks, self.sinks + max(0, left) // BLOCK * BLOCK)
 
     @property
     def labels(self) -> dict[str, int]:
-        """All of it, by name."""
+        """The three numbers by name."""
         return {"sinks": self.sinks, "window": self.window, "asking": self.asking}
 
     def check_text(self, name: str, tokens: int) -> None:
@@ -59,10 +59,10 @@ class Cut:
 
 
 def span(seen: Captured, cut: Cut, top: int) -> Row:
-    """Of the attention that each query head pays to the past, the share of its `top` largest keys: a mean over queries.
+    """Of each query head's attention to the past, the share of the `top` largest keys; a mean over queries.
 
-    Beside it the share of the keys that are largest for all queries together: where that is nearly as much, what is
-    looked up is the same whatever is asked, as with a sink. And the share that the past has of all attention.
+    Also the share of the FIXED keys that are largest for all queries together: if that is nearly as much, the same keys
+    are looked up whatever is asked, as with a sink. And the share that the past has of all attention.
     """
     past = cut.past(seen.keys.shape[1])
     top_shares, fixed_shares, past_shares = list[float](), list[float](), list[float]()

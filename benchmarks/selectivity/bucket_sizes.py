@@ -1,8 +1,8 @@
-"""How evenly keys fall into trained buckets: keys seen in training, of other texts, of one text, of one place in texts.
+"""How evenly keys fall into trained buckets: keys of the training texts, of others, of one text, of one place in texts.
 
 Paper: Saap (2025), section 3 and Figure 2. The deviation here is the standard deviation of a head's bucket sizes over
-their mean: 0 is the same number of keys in every bucket, and √((C - 1) / m) is what m keys drawn evenly at random would
-have. The paper does not say how it scales its own.
+their mean: 0 if all C buckets have the same number of keys, and √((C - 1) / m) for m keys that are spread over them
+evenly at random. The paper does not say how it scales its own.
 """
 
 import math
@@ -21,18 +21,18 @@ KINDS = ("training texts", "other texts", "one other text", "a tenth of position
 
 
 def deviation(buckets: Int64[Tensor, "h m"], count: int) -> Float[Tensor, " h"]:
-    """Of every head's bucket sizes: their standard deviation over their mean."""
+    """The standard deviation of each head's bucket sizes over their mean."""
     sizes = bucket_sizes(buckets, count)
     return sizes.std(1, correction=0) / sizes.mean(1)
 
 
 def even_deviation(keys: int, count: int) -> float:
-    """What it would be of so many keys drawn evenly at random, but for chance."""
+    """The deviation of so many keys spread evenly at random over the buckets, but for chance."""
     return math.sqrt((count - 1) / keys)
 
 
 def distance(buckets: Int64[Tensor, "h m"], others: Int64[Tensor, "h n"], count: int) -> Float[Tensor, " h"]:
-    """How far each head's shares of keys are from those of other keys: half the sum of what they differ by."""
+    """How far each head's bucket shares are from those of other keys: half the sum of their differences."""
     here, there = (bucket_sizes(x, count) / x.shape[1] for x in (buckets, others))
     return (here - there).abs().sum(1) / 2
 
@@ -44,9 +44,9 @@ def bucket_sizes(buckets: Int64[Tensor, "h m"], count: int) -> Float[Tensor, "h 
 
 
 def deviations(training: Sequence[Tensor], others: Sequence[Tensor], count: int, draws: int = DRAWS) -> Row:
-    """For every kind of sample each draw's deviations, and its distances from all training keys, by head.
+    """For every kind of sample, each draw's deviations and its distances from all training keys, by head.
 
-    Texts are buckets of their keys, [h n]. All samples are of one size, the largest that every kind has.
+    Each text is given as the buckets of its keys, [h n]. All samples have one size, the largest that every kind allows.
     """
     whole = torch.cat(list(training), 1)
     pools = pools_of(training, others, draws)
@@ -62,7 +62,7 @@ def deviations(training: Sequence[Tensor], others: Sequence[Tensor], count: int,
 
 
 def pools_of(training: Sequence[Tensor], others: Sequence[Tensor], draws: int) -> dict[str, list[Tensor]]:
-    """What each draw of each kind is taken from."""
+    """The keys' buckets that each draw of each kind is sampled from."""
     shortest = min(text.shape[1] for text in others)
     bounds = [shortest * i // draws for i in range(draws + 1)]
     pools = (
@@ -75,5 +75,5 @@ def pools_of(training: Sequence[Tensor], others: Sequence[Tensor], draws: int) -
 
 
 def _sample(pool: Tensor, size: int, kind: int, draw: int) -> Tensor:
-    """So many of a pool's keys, at random and none twice."""
+    """`size` of a pool's keys, drawn at random without replacement."""
     return pool[:, uniforms(kind, draw, torch.arange(pool.shape[1])).argsort()[:size]]

@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from kvsketch.evaluation.layers.plan import Prompt
     from kvsketch.evaluation.results.rows import Row
 
-LEARNT = "saap"  # needs an index: nothing learns about queries here
+LEARNT = "saap"  # needs an index: buckets that are made here learn nothing about queries
 METHODS = (
     f"{LEARNT}; kmeans; kmeans(rope=True); lsh(kind='kdeformer'); lsh(kind='reformer'); lsh(kind='magicpig'); "
     "random_buckets; random_tokens; retrieval"
 )
 RATES, BUCKETS, TABLES, SEEDS = "1/128,1/64,1/32,1/16,1/8,1/4,1/2", "128,32,64,256", "2,5,10,20,50,100,200", 3
-WINDOW, PART = 2047, 8  # of a shorter text the window is an eighth
-TRAINING, QUESTIONS = 8, 8  # documents that buckets are made of; questions behind every document
-LEAST, LONGEST = 32, 16384  # tokens of a text in the files they are made of
+WINDOW, PART = 2047, 8  # in a short text the window is an eighth of it
+TRAINING, QUESTIONS = 8, 8  # documents that buckets are made of; questions after every document
+LEAST, LONGEST = 32, 16384  # tokens of a text in the files that buckets are made of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ def read_options(
     train_file: Sequence[Path] | None, tables: str | None, sinks: int | None, window: int | None, asking: int | None,
     top: int | None, heads: str | None,
 ) -> Options:  # fmt: skip
-    """The options with their defaults; without an index, what learns about queries is left out."""
+    """The options with their defaults; without an index, the method that learns about queries is left out."""
     from kvsketch.caches.core.checks import check_count
     from kvsketch.caches.lookup.lsh import MOST_PARTS
 
@@ -96,7 +96,7 @@ def read_options(
 
 
 def run(options: Options, inputs: Inputs) -> None:
-    """Measure what is missing, with a bar; then tables and pictures of all that was asked for."""
+    """Measure what is missing, with a progress bar; then print and draw everything that was asked for."""
     from benchmarks.selectivity import study as measuring
     from benchmarks.selectivity.plan import index_name
     from benchmarks.selectivity.tables import NOTE, tables
@@ -120,7 +120,7 @@ def run(options: Options, inputs: Inputs) -> None:
 
 
 def _asked(options: Options, inputs: Inputs) -> "Asked":
-    """Everything to find out, now that there is a model; with buckets, which may have to be made."""
+    """Everything to measure, now that there is a model; buckets are made if they are not given."""
     from benchmarks.selectivity.attention_span import Cut
     from benchmarks.selectivity.plan import Study
     from benchmarks.selectivity.study import Asked
@@ -149,7 +149,7 @@ def _asked(options: Options, inputs: Inputs) -> "Asked":
 
 
 def _training(options: Options, texts: Texts, inputs: Inputs) -> "list[Prompt]":
-    """The texts that buckets are made of; none where that is the index's affair."""
+    """The texts that buckets are made of; none if an index is given without its texts."""
     if options.training:
         return _corpus(options, texts.tokens or LONGEST, inputs)
     if options.folders:
@@ -171,7 +171,7 @@ def _corpus(options: Options, tokens: int, inputs: Inputs) -> "list[Prompt]":
 
 
 def _given_indexes(options: Options, inputs: Inputs) -> "list[KeyIndex]":
-    """Indexes that fit the model."""
+    """The indexes that were given; they must fit the model."""
     from kvsketch.caches.lookup.key_index import read_index
     from kvsketch.huggingface.identity import describe_model
 
@@ -193,7 +193,7 @@ def _layers_of(indexes: "Sequence[KeyIndex]", layers: Sequence[int]) -> list[int
 
 
 def _own_indexes(options: Options, training: "Sequence[Prompt]", inputs: Inputs) -> "list[KeyIndex]":
-    """Buckets made with a bar, or found where they were made before."""
+    """Indexes that the study makes, with a progress bar, or finds where it made them before."""
     from benchmarks.selectivity.own_buckets import folder_of, make_buckets
 
     from kvsketch.caches.lookup.key_index import read_index
@@ -226,7 +226,7 @@ def _check_heads(heads: Sequence[tuple[int, int]], inputs: Inputs) -> None:
 
 
 def _draw(rows: "dict[str, list[Row]]", indexes: Sequence[str], out: Path) -> None:
-    """Pictures, where matplotlib is."""
+    """Draw the pictures, if matplotlib is installed."""
     if find_spec("matplotlib") is None:
         say_no_pictures("matplotlib", out)
         return

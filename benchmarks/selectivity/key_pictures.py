@@ -18,7 +18,7 @@ SPREAD = 0.3  # of a layer's heads, to either side
 
 
 def spans_picture(rows: Sequence[Row]) -> Figure:
-    """Of the attention to the past, what each head's largest keys have: a dot a head, mean over texts; as Figure 3."""
+    """The largest keys' share of each head's attention to the past: a dot per head, mean over texts; as Figure 3."""
     layers = sorted({row["layer"] for row in rows})
     figure, (axes,) = panels_for(1, width=max(4.5, 0.45 * len(layers)))
     for place, layer in enumerate(layers):
@@ -39,7 +39,7 @@ def spans_picture(rows: Sequence[Row]) -> Figure:
 
 
 def separations_picture(rows: Sequence[Row]) -> Figure:
-    """How well queries are told from keys by the nearer mean, and the cosine of the means: a dot a head, by layer."""
+    """How well queries are told from keys by the nearer mean, and the cosine of the means: a dot per head, by layer."""
     layers = sorted({row["layer"] for row in rows})
     figure, panels = panels_for(2, width=max(4.0, 0.24 * len(layers)))
     parts = (("accuracy", "told apart by the nearer mean", 0.5), ("cosine", "cosine of the two means", 0.0))
@@ -57,9 +57,9 @@ def separations_picture(rows: Sequence[Row]) -> Figure:
 
 
 def sizes_picture(rows: Sequence[Row]) -> Figure:
-    """Deviation of bucket sizes: a panel for each layer and number of buckets, a dot a draw, mean over heads; Figure 2.
+    """Deviation of bucket sizes: a panel per layer and number of buckets, a dot per draw, mean over heads; as Figure 2.
 
-    Grey: what keys drawn evenly at random would have.
+    Grey: the deviation of keys that are spread evenly at random.
     """
     places = sorted({(row["buckets"], row["layer"]) for row in rows})
     columns = min(4, len({layer for _, layer in places}))
@@ -122,7 +122,7 @@ def _logits(axes: Axes, found: Row) -> None:
 
 
 def _shares(axes: Axes, found: dict[str, list[float]]) -> None:
-    """A dot a bucket, those without any at the edge; on the line keys and queries would fall alike."""
+    """A dot per bucket, at the edge if it has none; on the line its shares of keys and of queries are equal."""
     least = min(share for shares in found.values() for share in shares if share > 0)
     top = max(share for shares in found.values() for share in shares)
     nothing = least / 3

@@ -13,7 +13,7 @@ from kvsketch.huggingface.capture import Captured
 
 POINTS = 400  # keys of a map, and the same number of queries
 ASKING = 256  # queries whose products are counted
-RECENT = 16  # keys up to the query's own
+RECENT = 16  # the latest keys, up to the query's own
 BINS = 60
 
 
@@ -38,7 +38,7 @@ def key_query_spread(seen: Captured, head: int, centroids: Float[Tensor, "c d"],
 
 
 def principal_map(keys: Float[Tensor, "n d"], queries: Float[Tensor, "n d"], sinks: int) -> Row:
-    """Some keys and queries, and all sinks, along the first two principal components of the former together."""
+    """Some keys and queries, and all sinks, along the first two principal components of those keys and queries."""
     some = evenly(sinks, len(keys), POINTS)
     points = {"keys": keys[some], "queries": queries[some]}
     centre, directions = principal_components(torch.cat(list(points.values())))
@@ -47,7 +47,7 @@ def principal_map(keys: Float[Tensor, "n d"], queries: Float[Tensor, "n d"], sin
 
 
 def principal_components(points: Float[Tensor, "n d"]) -> tuple[Float[Tensor, " d"], Float[Tensor, "2 d"]]:
-    """Their centre, and the two directions in which they vary most; each with its largest part positive."""
+    """The points' centre, and the two directions in which they vary most, each with its largest component positive."""
     centre = points.mean(0)
     directions = torch.linalg.svd(points - centre, full_matrices=False).Vh[:2]
     largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
@@ -55,7 +55,7 @@ def principal_components(points: Float[Tensor, "n d"]) -> tuple[Float[Tensor, " 
 
 
 def logit_histograms(queries: Float[Tensor, "n d"], keys: Float[Tensor, "n d"], scale: float, sinks: int) -> Row:
-    """Shares of logits between common edges: of some queries with sinks, with the latest keys, and with all between."""
+    """Histograms of logits, edges in common: of some queries with sinks, with the latest keys, and with all between."""
     asking = evenly(sinks + RECENT, len(queries), ASKING)
     logits = queries[asking] @ keys.T * scale
     place, asked = torch.arange(len(keys)), asking[:, None]
@@ -79,5 +79,5 @@ def shares(vectors: Float[Tensor, "n d"], centroids: Float[Tensor, "c d"]) -> li
 
 
 def evenly(first: int, count: int, most: int) -> Tensor:
-    """At most so many numbers from `first` to `count - 1`."""
+    """At most `most` numbers, evenly spaced from `first` to `count - 1`."""
     return torch.linspace(first, count - 1, min(most, count - first)).long()

@@ -1,7 +1,7 @@
 """How far answers are from exact ones when queries read a part of the past: Saap's study of selectivity.
 
-Paper: Saap (2025), appendix B with Figure 5 and appendix E.4 with Figure 10. A text is cut as `attention_span` cuts it;
-the last tokens ask, sinks and window and what came up to themselves is attended exactly, and of the past each reads
+Paper: Saap (2025), appendix B with Figure 5 and appendix E.4 with Figure 10. A text is cut as `attention_span` cuts it.
+The last tokens ask: each attends exactly to sinks, window and the asking tokens up to itself, and of the past it reads
 what a cache finds. All numbers are in float32 at least, so that the errors are the method's alone.
 """
 
@@ -25,7 +25,7 @@ from kvsketch.huggingface.capture import Captured
 
 @dataclass(frozen=True)
 class Case:
-    """A layer's share of a text: what asks, the past, and exact attention over both parts of it."""
+    """One layer of a text: the queries that ask, the past, and exact attention over the past and over the rest."""
 
     layer: int
     query: Query
@@ -42,7 +42,7 @@ class Case:
 
 
 def case_of(seen: Captured, cut: Cut) -> Case:
-    """What is looked up in a layer, and what asks."""
+    """The case that a captured layer makes."""
     tokens = seen.keys.shape[1]
     past = cut.past(tokens)
 
@@ -64,8 +64,8 @@ def case_of(seen: Captured, cut: Cut) -> Case:
 def measure(case: Case, trial: Trial) -> Row:
     """Errors of a method's answers, and how much it read and found: over all heads, and head by head.
 
-    `read` is the share of the past that was read, `recall` the share of the attention to the past that this had, both
-    means over queries. `mse` is the paper's error; `error` is relative, a Frobenius norm over another.
+    `read` is the share of the past that was read, `recall` what share of the attention to the past these tokens have,
+    both means over queries. `mse` is the paper's error; `error` is relative, one Frobenius norm over another.
     """
     answers = merge(case.past_attention, case.rest_attention).out[0]
     given, read, recall = case.rest_attention.out[0], torch.zeros(case.keys.shape[1]), torch.zeros(len(answers))
@@ -95,7 +95,7 @@ def measure(case: Case, trial: Trial) -> Row:
 
 
 def filled(case: Case, config: LookupConfig) -> Lanes:
-    """What a cache holds of the text's past; where it sorts tokens, all of them together."""
+    """What a cache holds of the text's past; if its method sorts tokens, it sorts all of them together."""
     if isinstance(config, SortedConfig):
         config = replace(config, staging=case.count)
     method = config.new_method(case.layer)

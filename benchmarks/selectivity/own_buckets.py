@@ -1,6 +1,6 @@
-"""Buckets that the study makes itself where it is given no index: k-means of the keys of a few other texts.
+"""Buckets that the study makes itself if it is given no index: k-means of the keys of a few other texts.
 
-Nothing is learnt about queries: they are assigned as keys are, which is what `kmeans` does and what `saap` does not.
+Nothing is learnt about queries: they are assigned as keys are, as in `kmeans` and unlike in `saap`.
 """
 
 from collections import defaultdict
@@ -22,18 +22,18 @@ from kvsketch.huggingface.capture import capture
 from kvsketch.huggingface.identity import describe_model
 from kvsketch.kernels.buckets import spherical_k_means
 
-MOST = 65_536  # keys of a head that k-means is given: more take long and change little
+MOST = 65_536  # keys of a head that k-means gets at most: more take long and change little
 
 
 def folder_of(out: Path, count: int) -> Path:
-    """Where so many buckets lie."""
+    """The folder of the index with so many buckets."""
     return out / f"kmeans-{count}"
 
 
 def make_buckets(
     model: PreTrainedModel, texts: Sequence[Prompt], layers: Sequence[int], counts: Sequence[int], out: Path, sinks: int
 ) -> Iterator[str]:
-    """Write an index for each number of buckets, unless it is there already; what is being done, step by step."""
+    """Write an index for each number of buckets, unless it is there already; yields what is being done."""
     about = {
         "model": describe_model(model),
         "texts": [text.name for text in texts],
@@ -59,7 +59,7 @@ def make_buckets(
 def keys_of(
     model: PreTrainedModel, texts: Sequence[Prompt], layers: Sequence[int], sinks: int
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """Keys of all texts for every layer, before and after rotation, evenly from every text; no sinks."""
+    """Keys of all texts for every layer, before and after rotation, evenly spaced in every text; no sinks."""
     parts = defaultdict[int, list[Tensor]](list)
     for text in texts:
         chosen = evenly(sinks, text.ids.shape[1], MOST // len(texts)).to(model.device)
@@ -70,7 +70,7 @@ def keys_of(
 
 
 def cluster(before: Float[Tensor, "h n d"], after: Float[Tensor, "h n d"], count: int, layer: int = 0) -> LayerIndex:
-    """Centroids of keys before and after rotation, from a start at random; queries are assigned as keys are."""
+    """Centroids of keys before and after rotation, from a random start; queries are assigned as keys are."""
     heads, keys, _ = before.shape
     if count > keys:
         raise ValueError(f"{count} buckets need as many keys, the texts have {keys}: give more texts or fewer buckets")
@@ -82,7 +82,7 @@ def cluster(before: Float[Tensor, "h n d"], after: Float[Tensor, "h n d"], count
 
 
 def _is_there(folder: Path, about: dict[str, Any], layers: Sequence[int]) -> bool:
-    """Whether an index that can be read is there, made of the same for these layers."""
+    """Whether a readable index is there that was made from the same things for these layers."""
     try:
         index = read_index(folder)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Pictures of the study of selectivity: errors and recall against what is read, and numbers of buckets beside it."""
+"""Pictures of the study of selectivity: errors and recall against how much is read, also by number of buckets."""
 
 from collections.abc import Sequence
 
@@ -13,16 +13,16 @@ from kvsketch.evaluation.results.rows import Row
 
 AXES = {"mse": "mean squared error", "error": "relative error", "recall": "recall of attention to the past"}
 SHARES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # of the past, where the axis is marked
-DEEPEST = 1e-5  # of the largest error: curves that fall lower leave at the bottom, and those that read less at the left
-WIDE = 100  # an axis of two decades is marked at their powers alone
-DASHED = ("random_tokens", "saap(estimate=True)")  # they may lie on random buckets and on Saap
-LEARNT = ("saap", "kmeans")  # methods by indexes, which are compared over numbers of buckets
+DEEPEST = 1e-5  # of the largest error: lower errors leave the picture at the bottom, smaller shares at the left
+WIDE = 100  # an axis of more than two decades is marked at powers of ten alone
+DASHED = ("random_tokens", "saap(estimate=True)")  # their curves may lie on those of random buckets and of Saap
+LEARNT = ("saap", "kmeans")  # methods with an index, compared for several numbers of buckets
 
 
 def lookups_picture(rows: Sequence[Row], indexes: Sequence[str], measure: str = "mse") -> Figure:
-    """A panel for each layer: a measure against the share of the past that is read, a curve a method; as Figure 5.
+    """A panel for each layer: a measure against the share of the past that is read, a curve per method; as Figure 5.
 
-    Grey: sinks and window alone, which read nothing of it.
+    Grey: sinks and window alone, which read nothing of the past.
     """
     curves = with_first_index(summarise(rows), indexes)
     layers = sorted({layer for layer, _, _ in curves})
@@ -40,7 +40,7 @@ def lookups_picture(rows: Sequence[Row], indexes: Sequence[str], measure: str = 
 
 
 def buckets_picture(rows: Sequence[Row]) -> Figure:
-    """The same for each method with an index, a curve for each number of buckets; as Figure 10."""
+    """The errors of each method with an index, by layer, a curve per number of buckets; as Figure 10."""
     curves = {curve: points for curve, points in summarise(rows).items() if curve[1].startswith(LEARNT)}
     places = sorted({(method, layer) for layer, method, _ in curves}, key=lambda place: (_order(place[0]), place[1]))
     counts = sorted({count_of(points) for points in curves.values()})
@@ -60,12 +60,12 @@ def count_of(points: Sequence[Point]) -> int:
 
 
 def _order(method: str) -> int:
-    """As in the table of names; others behind."""
+    """A method's place in NAMES; other methods come last."""
     return [*NAMES, method].index(method)
 
 
 def _curve(axes: Axes, points: Sequence[Point], measure: str, colour: str, name: str, style: str = "-") -> None:
-    read = [point for point in points if point.read > 0]  # a logarithm has no place for nothing
+    read = [point for point in points if point.read > 0]  # a logarithmic axis has no place for 0
     values = [point.value(measure) for point in read]
     axes.plot(
         [point.read for point in read], values, style, color=colour, lw=1.6, marker="o", ms=3.5, label=plain(name)
@@ -92,7 +92,7 @@ def _shape(axes: Axes, measure: str, title: str) -> None:
 
 
 def _logarithmic(axes: Axes) -> None:
-    """Errors over decades, with marks even where they lie within one."""
+    """A logarithmic axis for errors, marked even if they all lie within one decade."""
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     low = max(low, high * DEEPEST)

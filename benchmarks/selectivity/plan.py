@@ -18,9 +18,9 @@ from kvsketch.caches.registry import METHODS, parse_spec, read_call
 from kvsketch.evaluation.layers.plan import Prompt
 from kvsketch.evaluation.results.rows import Row, name_with_digest
 
-# What a measurement depends on, but the model.
+# What a measurement depends on, besides the model.
 KEY = ("prompt", "tokens", "layer", "method", "index", "knob", "seed", "sinks", "window", "asking")
-WINDOW_ALONE = "streaming_llm"  # which looks nothing up
+WINDOW_ALONE = "streaming_llm"  # the method that looks nothing up
 SET_BY_STUDY = ("index", "sinks", "window", "full_layers", "prefill", "chunk", "staging", "seed")
 KNOBS = ("probes", "bins", "tables", "top")  # of which each method has one
 
@@ -29,7 +29,7 @@ KNOBS = ("probes", "bins", "tables", "top")  # of which each method has one
 class Trial:
     """A method with its knob at one setting; without a config: sinks and window alone."""
 
-    method: str  # the spec without what the study sets
+    method: str  # the spec without the options that the study sets
     knob: int = 0
     config: LookupConfig | None = None
     index: str | None = None
@@ -37,12 +37,12 @@ class Trial:
 
     @property
     def seed(self) -> int | None:
-        """Of the method's random numbers."""
+        """The seed of the method's random numbers."""
         return getattr(self.config, "seed", None)
 
     @property
     def buckets(self) -> int | None:
-        """Into how many the past is put, where it is."""
+        """Into how many buckets the past is put, if it is."""
         return None if not isinstance(self.config, BucketedConfig) else buckets_of(self.config)
 
 
@@ -50,7 +50,7 @@ class Trial:
 class Study:
     """Which methods are measured, how much of the past each aims to read, and with which indexes.
 
-    MagicPIG's knob says nothing of how much it reads, so its numbers of tables are given.
+    MagicPIG's knob does not say how much it reads, so its numbers of tables are given.
     """
 
     methods: Sequence[str]
@@ -75,7 +75,7 @@ class Study:
             raise ValueError(f"{method} is named twice: give each method once")
 
     def trials(self, past: int) -> list[Trial]:
-        """Everything that is measured in a layer whose past has so many tokens."""
+        """All trials in a layer whose past has so many tokens."""
         found = [Trial(WINDOW_ALONE)]
         for spec in self.methods:
             named = name_of(read_method(spec))
@@ -92,14 +92,14 @@ class Study:
         return past.stop - past.start
 
     def labels(self, prompt: Prompt, layer: int, trial: Trial) -> Row:
-        """What makes a row another row than the rest."""
+        """What tells a row from all others."""
         values = (prompt.name, prompt.ids.shape[1], layer, trial.method, trial.index, trial.knob, trial.seed)
         return dict(zip(KEY, (*values, *self.cut.labels.values()), strict=True))
 
     def _with_indexes(
         self, config: LookupConfig, options: Collection[str]
     ) -> Iterator[tuple[LookupConfig, str | None]]:
-        """A config for each index where it has one; random buckets have the number of the first index."""
+        """A config for each index if the method has one; there are as many random buckets as the first index has."""
         if isinstance(config, IndexedConfig):
             for index in self.indexes:
                 yield replace(config, index=str(index.folder)), index_name(index)
@@ -109,7 +109,7 @@ class Study:
             yield config, None
 
     def _settings(self, config: LookupConfig, past: int) -> list[tuple[str, int, float | None]]:
-        """The knob's name and its settings, each once, with what they aim at."""
+        """The knob's name and each of its settings once, with the share of the past that it aims to read."""
         if isinstance(config, LSH) and config.kind == "magicpig":
             return [("tables", tables, None) for tables in dict.fromkeys(self.tables)]
         aims = dict[tuple[str, int], float]()
@@ -125,7 +125,7 @@ class Study:
 
 
 def setting_for(config: LookupConfig, rate: float, past: int) -> tuple[str, int]:
-    """The knob with which a method reads about this share of a past, and how far it is turned."""
+    """The knob's name, and the setting at which a method reads about this share of a past."""
     if isinstance(config, LSH):
         return "bins", round(1 / rate)
     if isinstance(config, BucketedConfig):
@@ -142,12 +142,12 @@ def buckets_of(config: BucketedConfig) -> int:
 
 
 def index_name(index: KeyIndex) -> str:
-    """The folder's, with what it says of itself."""
+    """The folder's name, with a digest of the index's description."""
     return name_with_digest(index.folder.name, repr(index.description).encode())
 
 
 def name_of(config: LookupConfig) -> str:
-    """The spec with those options alone that make another method of it; the kind of hashing is always said."""
+    """The spec with only the options that make it another method; the kind of hashing is always named."""
     changed = [
         f"{f.name}={getattr(config, f.name)!r}"
         for f in fields(config)
@@ -157,7 +157,7 @@ def name_of(config: LookupConfig) -> str:
 
 
 def read_method(spec: str) -> LookupConfig:
-    """A spec's config, refused if it says what the study says."""
+    """A spec's config, refused if it sets what the study sets."""
     name, options = read_call(spec)
     config = RandomTokens() if name == RandomTokens.name and not options else parse_spec(spec)
     if not isinstance(config, LookupConfig):

@@ -1,4 +1,4 @@
-"""Tokens at random: what any way to look tokens up has to beat, and what Saap's Figure 5 begins with."""
+"""Random tokens: what any way to look tokens up has to beat, and what Saap's Figure 5 begins with."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,7 +17,7 @@ from kvsketch.caches.lookup.store import Index, Lookup, Store
 
 @dataclass(frozen=True, kw_only=True)
 class RandomTokens(LookupConfig):
-    """Keeps everything and reads `top` tokens at random, other ones for every query and KV head."""
+    """Keeps everything and reads `top` tokens at random, different ones for every query and KV head."""
 
     name: ClassVar[str] = "random_tokens"
 
@@ -34,7 +34,7 @@ class RandomTokens(LookupConfig):
 
 
 class RandomTokensLookup(Lookup):
-    """All tokens, each with its rank; a query is known by its KV head and its number."""
+    """All tokens, each noted with its rank; a query is identified by its KV head and its number."""
 
     def __init__(self, config: RandomTokens, layer: int) -> None:
         self.config, self.layer = config, layer
@@ -52,7 +52,7 @@ class RandomTokensLookup(Lookup):
 
 
 class Drawn(Index):
-    """A query reads the tokens for which the least numbers are drawn."""
+    """A query reads the tokens for which the smallest numbers are drawn."""
 
     def __init__(self, config: RandomTokens, layer: int) -> None:
         self.config, self.layer = config, layer

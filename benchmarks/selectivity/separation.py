@@ -17,7 +17,7 @@ from kvsketch.huggingface.capture import Captured
 
 
 def separation(seen: Captured, centroids: Float[Tensor, "h c d"], sinks: int = 1) -> Row:
-    """Clouds before and after rotation; products after it; buckets of keys before it, whose centroids are given."""
+    """Clouds before and after rotation, products after it, buckets before it; `centroids` are of keys before it."""
     assert seen.queries_before is not None, "captured before rotation"
     assert seen.keys_before is not None, "captured before rotation"
     group = len(seen.queries) // len(seen.keys)
@@ -46,7 +46,7 @@ def _of_clouds(queries: Float[Tensor, "hg n d"], keys: Float[Tensor, "h n d"], g
 
 
 def nearest_mean_accuracy(queries: Float[Tensor, "n d"], keys: Float[Tensor, "m d"]) -> float:
-    """How often a direction is nearer to the mean of its own kind; means of every second, judged on the others."""
+    """How often a direction is nearer to its own kind's mean; means of every second vector, judged on the others."""
     clouds = [F.normalize(found, dim=1) for found in (queries, keys)]
     means = [found[::2].mean(0) for found in clouds]
     right = [
@@ -57,14 +57,14 @@ def nearest_mean_accuracy(queries: Float[Tensor, "n d"], keys: Float[Tensor, "m 
 
 
 def distance_of_means(queries: Float[Tensor, "n d"], keys: Float[Tensor, "m d"]) -> float:
-    """Over the root of both clouds' mean squared distance from their means: of two alike it is nearly 0."""
+    """Over the root of the clouds' summed mean squared distances from their means; nearly 0 for two that are alike."""
     means = [found.mean(0) for found in (queries, keys)]
     spread = sum((found - mean).square().sum(1).mean() for found, mean in zip((queries, keys), means, strict=True))
     return float((means[0] - means[1]).norm() / torch.as_tensor(spread).sqrt())
 
 
 def negative_products(queries: Float[Tensor, "n d"], keys: Float[Tensor, "n d"], sinks: int) -> float:
-    """The share of products below zero, of some queries with all keys before them but sinks and the latest."""
+    """The share of negative products, of some queries with all keys before them except sinks and the latest keys."""
     asking = evenly(sinks + RECENT, len(queries), ASKING).to(queries.device)
     place = torch.arange(len(keys), device=keys.device)
     between = (place >= sinks) & (place <= asking[:, None] - RECENT)

@@ -1,4 +1,4 @@
-"""Saap's study of single layers: answers against what is read, spans of attention, buckets, keys and queries."""
+"""Saap's study of single layers: answers against how much is read, spans of attention, buckets, keys and queries."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from kvsketch.evaluation.results.rows import Row, RowsFile, key_of, name_with_di
 from kvsketch.huggingface.capture import Captured, capture
 from kvsketch.kernels.buckets import assign
 
-# The parts of the study, a file of rows for each, and what their rows depend on but the model.
+# The parts of the study, a file of rows for each, and what their rows depend on besides the model.
 KEYS = {
     "lookups": KEY,
     "spans": ("prompt", "tokens", "layer", "top", "sinks", "window", "asking"),
@@ -34,7 +34,7 @@ KEYS = {
 
 @dataclass(frozen=True)
 class Item:
-    """A row that is wanted: what it is called, and how it is measured in a layer."""
+    """A row that is wanted: its labels, and how it is measured in a layer."""
 
     part: str
     labels: Row
@@ -42,17 +42,17 @@ class Item:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What makes it another row than the rest of its part."""
+        """What tells this row from the others of its part."""
         return key_of(self.labels, KEYS[self.part])
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Everything that one call of the study is to find out."""
+    """Everything that one call of the study is to measure."""
 
     study: Study
     prompts: Sequence[Prompt]
-    training: Sequence[Prompt]  # whose keys the buckets were made of; none where that is not known
+    training: Sequence[Prompt]  # whose keys the buckets were made of; none if that is not known
     layers: Sequence[int]
     heads: Sequence[tuple[int, int]]  # layers and query heads whose keys and queries are shown, of the first prompt
     top: int  # keys of a span
@@ -76,7 +76,7 @@ class Asked:
             yield Item("lookups", self.study.labels(prompt, layer, trial), partial(_looked_up, trial))
 
     def sizes(self) -> Iterator[tuple[KeyIndex, Row]]:
-        """All rows on sizes of buckets: an index, and what makes its row another than the rest."""
+        """All rows on bucket sizes: each row's index, and what tells the row from the others."""
         if not self.training:
             return
         texts = {"training": _together(self.training), "others": _together(self.prompts)}
@@ -99,11 +99,11 @@ class Files:
     """The rows of all parts, in one folder."""
 
     def __init__(self, out: Path, run: dict[str, Any]) -> None:
-        """Open or begin them."""
+        """Open the files, or begin them."""
         self.by_part = {part: RowsFile(out / f"{part}.jsonl", run, key) for part, key in KEYS.items()}
 
     def missing(self, items: Iterator[Item]) -> list[Item]:
-        """Those that are in no file yet."""
+        """The items that are in no file yet."""
         return [item for item in items if item.key not in self.by_part[item.part].done]
 
     def rows(self, asked: Asked) -> dict[str, list[Row]]:
@@ -117,7 +117,7 @@ class Files:
 
 
 def run(model: PreTrainedModel, asked: Asked, files: Files) -> Iterator[tuple[str, int]]:
-    """Measure what the files do not hold yet, a row at a time; what was just done, and how many rows of texts it is."""
+    """Measure what the files lack, row by row; yields what was just done, and how many rows of texts that settled."""
     for prompt in asked.prompts:
         missing = files.missing(asked.items(prompt))
         yield "reading", sum(1 for _ in asked.items(prompt)) - len(missing)
@@ -149,7 +149,7 @@ def _run_sizes(model: PreTrainedModel, asked: Asked, file: RowsFile) -> Iterator
 
 
 def _buckets_of(model: PreTrainedModel, prompt: Prompt, places: Sequence[tuple[KeyIndex, Row]]) -> list[Tensor]:
-    """The bucket of every key of a text but the sinks, [h n], for each of the rows wanted."""
+    """The bucket of every key of a text except the sinks, [h n], for each of the wanted rows."""
     layers = sorted({labels["layer"] for _, labels in places})
     seen = {found.layer: found for found in capture(model, prompt.ids, layers, before_rotation=True)}
     filed = list[Tensor]()

@@ -1,4 +1,4 @@
-"""What the rows on lookups say: how far off a method's answers are when it reads so much of the past."""
+"""What the rows on lookups say: how far off a method's answers are, by how much of the past it reads."""
 
 import math
 from collections import defaultdict
@@ -46,10 +46,10 @@ class Point:
 
 
 def summarise(rows: Iterable[Row]) -> dict[Curve, list[Point]]:
-    """Every curve's points, from little that is read to much."""
+    """Every curve's points, in the order of how much is read."""
     settings = defaultdict[tuple[Curve, float], list[Row]](list)
     for row in rows:
-        aim = row["knob"] if row["aim"] is None else row["aim"]  # a share of the past is another number in every text
+        aim = row["knob"] if row["aim"] is None else row["aim"]  # the same share is another number in every text
         settings[(row["layer"], row["method"], row["index"]), aim].append(row)
     curves = defaultdict[Curve, list[Point]](list)
     for (curve, _), found in settings.items():
@@ -59,14 +59,14 @@ def summarise(rows: Iterable[Row]) -> dict[Curve, list[Point]]:
 
 
 def with_first_index(curves: dict[Curve, list[Point]], indexes: Sequence[str]) -> dict[Curve, list[Point]]:
-    """The curves that are compared: of the methods with an index those with the first."""
+    """The curves that are compared: for methods with an index, those with the first index."""
     return {curve: points for curve, points in curves.items() if curve[2] in (None, indexes[0])}
 
 
 def at_read(points: Sequence[Point], share: float, measure: str) -> float | None:
-    """What a curve says where so much is read: between two settings on a straight line over the logarithm of reading.
+    """A curve's value where this share is read: between two settings, on a straight line over the log of what is read.
 
-    None where all settings read more, or less.
+    None if all settings read more, or all read less.
     """
     read = [point for point in points if point.read > 0]
     for left, right in pairwise(read):

@@ -23,7 +23,7 @@ NOTE = (
 
 
 def tables(rows: dict[str, list[Row]], indexes: Sequence[str]) -> Iterator[Group]:
-    """Errors and recalls at equal reading, spans, sizes of buckets."""
+    """Errors and recalls where equally much is read, spans, separations, sizes of buckets."""
     curves = with_first_index(summarise(rows["lookups"]), indexes)
     for layer in sorted({layer for layer, _, _ in curves}):
         here = {curve: points for curve, points in curves.items() if curve[0] == layer}
@@ -63,7 +63,7 @@ def _spans(rows: Sequence[Row]) -> Group:
 
 
 def _separations(rows: Sequence[Row]) -> Group:
-    """How far queries are from keys, by layer: before rotation, and where it is said after it."""
+    """How far queries are from keys, by layer: before rotation, and where a column says so also after it."""
     cells = dict[tuple[str, str], str]()
     for layer in sorted({row["layer"] for row in rows}):
         here = [row for row in rows if row["layer"] == layer]

@@ -28,8 +28,8 @@ def spherical_k_means(
 ) -> Float[Tensor, "c d"]:
     """Centroids of length 1, from the keys with the numbers `start`. Appendix A: ten iterations, random start.
 
-    An empty bucket begins again at the key that the centroid of its bucket fits worst, each empty bucket at another
-    key: the paper leaves that to its library.
+    An empty bucket begins again at the key that the centroid of the key's own bucket fits worst, each empty bucket at
+    another key: the paper leaves that to its library.
     """
     if len(start) > len(keys):
         raise ValueError(f"{len(start)} buckets need at least as many keys, got {len(keys)}")

@@ -1,1 +1,1 @@
-"""What a layer holds: the core, the methods that forget, those that look things up, and their names."""
+"""What a layer holds: the core, the methods that forget, those that look tokens up, and their names."""

@@ -58,7 +58,7 @@ def parse_spec(spec: str | MethodConfig) -> MethodConfig:
 
 
 def chosen_method(method: str | MethodConfig | None, keep: Keep | None) -> MethodConfig:
-    """The method a user means: exact if nothing is given, the recommended one if only a budget is, or this one."""
+    """The method a user means: exact if nothing is given, the recommended one for `keep` alone, or this one with it."""
     if keep is None:
         return parse_spec("exact" if method is None else method)
     config = parse_spec(recommended(keep) if method is None else method)

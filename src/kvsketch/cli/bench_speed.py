@@ -1,4 +1,4 @@
-"""`kvsketch bench speed`: how long a step takes beside exact and stock, and from which context on it is faster."""
+"""`kvsketch bench speed`: how long a step takes beside exact and stock, and when a method is faster than exact."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec

@@ -148,7 +148,7 @@ def _loaded_or_filled(
     chunk: int | None,
     asked: int,
 ) -> "tuple[Any, Timing | None]":
-    """The saved cache, or a new one that has read these tokens; and how fast it read. Checks that `asked` more fit."""
+    """The saved cache, if `asked` more tokens fit, or a new one that has read these tokens; and how fast it read."""
     from kvsketch.huggingface.supported import check_context
 
     if saved is not None:

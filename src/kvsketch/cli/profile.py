@@ -40,7 +40,7 @@ NOTE = (
 Files = Annotated[
     list[Path] | None,
     typer.Option(
-        help="A text file like those to come; repeat for more. Left out, for the embedded model: documents of --tasks."
+        help="A text file like those to come; repeat for more. Left out (embedded model only): documents of --tasks."
     ),
 ]
 Out = Annotated[

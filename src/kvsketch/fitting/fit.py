@@ -216,7 +216,7 @@ def _spread(
 def _with_long_range_queries(
     layers: list[int], paths: list[Path], settings: FitSettings, note: Callable[[str], None]
 ) -> list[int]:
-    """Layers that have long-range queries; refuses layers that were asked for and have none, or leaves others out."""
+    """Layers with long-range queries; layers without any are refused if named or if all are such, else left out."""
     counts = {layer: long_range_queries(paths, layer) for layer in layers}
     without = [layer for layer, count in counts.items() if not count.any()]
     what = f"no query of layers {without} has its best key more than {settings.shards.away} tokens away"

@@ -56,7 +56,7 @@ def divisions_of(modules: Iterable[nn.Module]) -> tuple[Division, ...]:
 
 
 def part_of(divisions: Sequence[Division], layer: int, heads: int, every: int) -> HeadPart:
-    """Which of a layer's KV heads are in this process, if keys of `heads` came and the model has `every` one."""
+    """Which of a layer's KV heads are in this process, if keys of `heads` came and the layer has `every` in all."""
     if heads == every:
         return HeadPart()
     fits = [one for one in divisions if one.parts * heads == every]
@@ -87,7 +87,7 @@ def numbers_at(tensor: Tensor, places: Tensor | None) -> Tensor:
 
 
 def combined(content: Tensor, groups: Iterable[Any]) -> Tensor:
-    """All bytes, where every process has some of them, and zeros for the others."""
+    """All bytes, from processes that each have some of them, and zeros for the others."""
     for group in groups:
         dist.all_reduce(content, dist.ReduceOp.MAX, group=group)
     return content

@@ -10,7 +10,7 @@ from kvsketch.kernels import native
 
 
 def are_numbers(each: Sequence[Float[Tensor, "b h n _"]]) -> Bool[Tensor, " x"]:
-    """Whether each tensor's are, on its device: no GPU is waited for."""
+    """Whether all numbers of each tensor are finite, on its device: no GPU is waited for."""
     each = [x.detach() for x in each]
     if (found := _in_c(each)) is not None:
         return found

@@ -101,7 +101,7 @@ class Classifier:
 
 
 class Staged(NamedTuple):
-    """Entries that wait: where they begin, how many they are, and both on the device, perhaps followed by others."""
+    """Entries that wait: where they begin, how many they are, and both on the device, perhaps with more after them."""
 
     begin: int
     number: int

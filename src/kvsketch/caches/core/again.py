@@ -39,7 +39,7 @@ class Room:
         rows, every = query.shape[:2]
         self.shape, self.read_shape = (rows, every, 1, width), (1, rows * heads, 1) if reads else None
         self.lse, self.no_notes = native.room(rows, every, 1), no_notes
-        self.no_lse = torch.full_like(self.lse, torch.nan)  # given out where nobody wants it
+        self.no_lse = torch.full_like(self.lse, torch.nan)  # given out if no `lse` is wanted
         self.fill(query)
 
     def fill(self, query: Float[Tensor, "b hg 1 d"]) -> None:
@@ -70,7 +70,7 @@ class Again:
         """The short road for the next token; None if that must take the long one.
 
         `found`: what the query had to read, window included. None if a block has left since: then it is looked for
-        again; if the method looks things up, the next token takes the long road instead. `asking_now`: the askings that
+        again; if the method looks tokens up, the next token takes the long road instead. `asking_now`: the askings that
         note which tokens of the window get attention. `before`: the `Again` that the latest token took, if it did.
         """
         stream = layer.streams.only if asked.queries.is_cpu else None
@@ -188,7 +188,7 @@ class Again:
         self.places = min(buffer.shape[grown.dim] for grown, buffer, _ in self.buffers)
 
     def can_lend(self, to: "Again") -> bool:
-        """Whether another `Again` may take over the memory made here for tokens to come; this one then takes none."""
+        """Whether another `Again` may take over the memory made here for tokens to come; this one then serves none."""
         return (self.looks, self.mode) == (to.looks, to.mode)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:

@@ -59,7 +59,7 @@ def in_rows(answer: Answer, rows: int) -> Answer:
 
 
 def joined(found: Sequence[tuple[int, Answer]], query: Query, heads: int, order: Int64[Tensor, " l"]) -> Answer:
-    """The answers of several bundles, each with its number of lanes, as one; `order`: which of these each lane is."""
+    """The answers of several bundles, each with its number of lanes, as one; `order`: where in these each lane is."""
     group, queries = query.queries.shape[1] // heads, query.queries.shape[2]
 
     def missing(count: int, like: Partial) -> Partial:

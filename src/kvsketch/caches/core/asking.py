@@ -21,7 +21,7 @@ from kvsketch.kernels.weighted_attention.reference import LOGITS_AT_ONCE
 
 WINDOW, CONTEXT, SECOND, QUESTIONS = "window", "context", "second reading", "questions"
 ASKED_AT_ONCE = 4096  # queries that are copied for C at a time
-IN_CACHE, FEW = 1 << 21, 16  # most logits of a strip on a CPU, which is gone over several times; but so many queries
+IN_CACHE, FEW = 1 << 21, 16  # most logits of a strip on a CPU, as it is gone over several times; or FEW queries if more
 FEW_ROWS = 16  # for no more queries of a group in a call than this, torch computes the weights
 SUM, MEAN, MAX, LAST = "sum", "mean", "max", "last"
 IN_C = {SUM: in_c.ADDED, MEAN: in_c.ADDED, MAX: in_c.LARGEST, LAST: in_c.INSTEAD}
@@ -54,7 +54,7 @@ class Asking:
         return 2 if self.noted == MEAN else 1
 
     def none(self, keys: Float[Tensor, "b h n d"]) -> Notes:
-        """Notes about tokens that nobody has asked for."""
+        """Empty notes, for tokens about which nothing was noted yet."""
         return torch.zeros(*keys.shape[:3], self.width, dtype=torch.int64, device=keys.device)
 
     def wanted(self, ranks: Int64[Tensor, "b q"], *, one: bool) -> Bool[Tensor, "b q"]:
@@ -117,7 +117,7 @@ class Askings:
         return any(asking.queries == QUESTIONS for asking in self.each)
 
     def none(self, keys: Float[Tensor, "b h n d"]) -> Notes:
-        """Notes about tokens that nobody has asked for."""
+        """Empty notes, for tokens about which nothing was noted yet."""
         return torch.zeros(*keys.shape[:3], self.width, dtype=torch.int64, device=keys.device)
 
     def of(self, notes: Int64[Tensor, "*b n t"], some: "Askings") -> Int64[Tensor, "*b n o"] | None:
@@ -246,7 +246,7 @@ def log_weights(
     keys: Float[Tensor, "b h n d"],
     log_mass: Float[Tensor, "b h n"] | None = None,
 ) -> Iterator[tuple[int, Query, Float[Tensor, "b h gq n"]]]:
-    """Logs of the weights that tokens get from strips of queries, with the number of a strip's first query, and these.
+    """For each strip of queries: its first query's number, the strip, and logs of the weights that tokens get from it.
 
     The logs of one strip are overwritten by the next.
     """

@@ -21,7 +21,7 @@ M = TypeVar("M", bound=Measured)
 
 
 def first_of_model(places: Iterable[Path], read: Callable[[Path], M], facts: Mapping[str, Any], missing: str) -> M:
-    """The first file that belongs to the model with these facts; `missing` is the error if there is none.
+    """What the first file holds that belongs to the model with these facts; `missing`: the error if there is none.
 
     A file that cannot be read may belong to another model: its error is raised only if no other belongs to this one.
     """

@@ -300,7 +300,7 @@ class Window:
         self.ranks.view.masked_fill_(leaving, -1)
 
     def crop(self, lengths: Sequence[int]) -> None:
-        """Take back all tokens but the first `lengths[row]`, and parts of columns that an interruption left."""
+        """Take back all but each row's first `lengths[row]` tokens, and parts of columns that an interruption left."""
         whole = min(grown.length for grown in self._all)
         for grown in self._all:
             grown.remove(whole, grown.length)

@@ -69,7 +69,7 @@ class Held:
 class Pool:
     """Entries that are held, followed by new tokens.
 
-    Their keys and values are put together only when somebody asks for them; while all have room, nobody does.
+    Their keys and values are put together only when somebody asks for them; while there is room for all, nobody does.
     """
 
     def __init__(self, held: Held, new: Arriving, start: int = 0, about: Mapping[str, Tensor] = NOTHING) -> None:
@@ -256,7 +256,7 @@ class ChosenEntries(Holding):
     def _rearranged(self, pool: Pool, kept: Kept, new: Arriving) -> frozenset[str]:
         """Names of tensors rearranged in place by `kept.index`: keys, values, and what `kept` does not give per entry.
 
-        None of them, if `pool` is not of what is held here or was put together already, or if C is missing.
+        None of them, if `pool` is not of what is held here or was put together already, or if C cannot do it.
         """
         index, keys, mine = kept.index, pool.held.keys, self.held["keys"].buffer if self.held else None
         assert index is not None, "there are numbers"
@@ -389,7 +389,7 @@ class ChosenEntries(Holding):
 
 
 def check_vectors(held: Held, *names: str) -> None:
-    """Refuse per-lane vectors (those with these names, or all) that are not as wide as keys, or not numbers."""
+    """Refuse per-lane vectors (those with these names, or all) that are not as wide as keys, or not finite."""
     for name in names or held.per_lane:
         vectors = held.per_lane[name]
         if vectors.shape[1:] != held.keys.shape[2:] or not bool(vectors.isfinite().all()):

@@ -71,7 +71,7 @@ class MethodConfig(ABC):
         """What every lane may hold, however small its share: sinks, window, and what the method cannot do without."""
 
     def least_entries(self) -> int:
-        """The smallest budget in entries that can be asked for: the window may run over by a block."""
+        """The smallest budget in entries that can be asked for: the window runs over by up to a block."""
         return self.floor() + self.leaving
 
     @abstractmethod

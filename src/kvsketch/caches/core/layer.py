@@ -88,7 +88,7 @@ class LayerCache(LayerState):
 
         A single token joins the window first: then all that it sees is held, which saves a call. This is not done if
         the column is padding in other rows, or if its key needs a gradient: tensors that are held have none. Several
-        tokens see everything if `prefill` is "exact", even with a method that looks things up. `lse=False`: the answer
+        tokens see everything if `prefill` is "exact", even with a method that looks tokens up. `lse=False`: the answer
         is not merged with anything else. Learned `sinks` are not part of the answer, but they are part of what methods
         note about attention. `begin` is called before anything changes, and may refuse; if one call of it does not
         refuse, others will not.

@@ -38,7 +38,7 @@ class LayerState:
         # While only the device counts tokens: how many had been seen before, and the rank of the next one.
         self.opened: int | None = None
         self.next_rank: Int64[Tensor, "b 1"] | None = None
-        self.next_rank_kept: Int64[Tensor, "b 1"] | None = None  # the tensor that serves as `next_rank`, if one does
+        self.next_rank_kept: Int64[Tensor, "b 1"] | None = None  # the tensor that is `next_rank` whenever there is one
         self.ragged = False  # whether rows may have unequal lengths
         self.spans: list[Spans] = []  # the protected tokens of each row
         self.heads = 0  # KV heads
@@ -130,7 +130,7 @@ class LayerState:
         budgets = restored_budgets(numbers["budgets"], self.config)
         self.begin(len(numbers["lengths"]), budgets, restored_spans(numbers, budgets, self.config.sinks))
         if self.ragged > numbers["ragged"]:
-            raise ValueError("rows whose windows have unequal lengths, but equal by the file's numbers")
+            raise ValueError("rows whose windows have unequal lengths, which the file's numbers call equal")
         if numbers["row_shares"] is not None:
             self.share(checked_shares(numbers["row_shares"], self.config, len(numbers["lengths"]), self.heads))
         streams = numbers["streams"]
@@ -243,7 +243,7 @@ def check_layer(tensors: dict[str, Tensor], numbers: dict[str, Any], sinks: int)
         _check_window([tensors[f"{number}.{name}"] for name in ("keys", "values", "ranks")], stream, lengths, sinks)
     measured = [tensors[name] for name in ("error", "recall") if name in tensors]
     if any(x.ndim != 2 or len(x) != len(lengths) or not x.is_floating_point() for x in measured):
-        raise ValueError("errors that are not one for each row")
+        raise ValueError("errors that do not belong to these rows")
 
 
 def _check_window(tensors: list[Tensor], stream: dict[str, Any], lengths: list[int], sinks: int) -> None:
@@ -262,7 +262,7 @@ def _check_window(tensors: list[Tensor], stream: dict[str, Any], lengths: list[i
         whole = gone <= length and len(there) == length - gone  # else there may be no memory for the list below
         if not whole or there != [*range(min(sinks, length)), *range(sinks + gone, length)]:
             raise ValueError(
-                f"row {row} has {length} tokens, {gone} of which left the window, and it has not just the others"
+                f"row {row} has {length} tokens, {gone} of which left the window, which does not hold just the others"
             )
 
 

@@ -1,6 +1,6 @@
 """What the core knows of a method: what it notes about tokens, what it holds of them, and how that answers queries.
 
-A method that forgets is a `Chooser` (`chooser.py`) and implements none of this; one that looks things up is a labeller
+A method that forgets is a `Chooser` (`chooser.py`) and implements none of this; one that looks tokens up is a labeller
 and a router (`lookup/store.py`). Only a method whose answers are not attention over weighted tokens has a `Holding` of
 its own.
 """

@@ -123,7 +123,7 @@ def _read(path: Path, changed: int, size: int) -> Profile:
         raise ValueError(f"{path} is no profile of format {FORMAT}, the one this version reads. {HOW}")
     if not _describes_a_profile(known):
         raise ValueError(
-            f"{path} is not the description of a profile: of each head one part from 0 to 1 for each keep. {HOW}"
+            f"{path} is not the description of a profile: for each head, one part from 0 to 1 for each keep. {HOW}"
         )
     parts = {int(layer): heads for layer, heads in known["layers"].items()}
     return Profile(path, known["model"], tuple(known["keeps"]), parts)

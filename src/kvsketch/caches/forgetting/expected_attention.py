@@ -26,7 +26,7 @@ class ExpectedAttention(ScoredConfig):
     """Keeps sinks, window and the tokens that the next queries are expected to look at, by the queries so far.
 
     Queries before rotation are taken to be normal, with the mean and the covariance of those so far, and to be rotated
-    as the next `ahead` positions are on the average. Then the weight of a key, exp⟨q, k⟩, has a mean in closed form.
+    as the next `ahead` positions are on average. Then the weight of a key, exp⟨q, k⟩, has a mean in closed form.
     Its share of all such means, plus `epsilon`, times the value's norm is the score; the share is a mean over the query
     heads of a group.
     """

@@ -29,7 +29,7 @@ FREED = 64  # one part in so many of a large room is made free at once
 class ScoredConfig(WindowedConfig):
     """Options of a method by scores: its window is short, and evicts short blocks, for which there is always room.
 
-    `window` is a number of tokens; or a part of what heads may hold on the average, and then at least LATEST tokens.
+    `window` is a number of tokens; or a part of what heads may hold on average, and then at least LATEST tokens.
     `weights` says what becomes of the weight of dropped tokens: it is gone ("none"), or the kept token whose key is
     nearest stands for them too ("mass"), or all kept tokens do in equal parts ("spread"). Or `residual`, a share of
     the room, holds means of dropped tokens, each of tokens that follow one another in the text.

@@ -28,7 +28,7 @@ def shares_of_prompt(
 ) -> list[list[list[float]]]:
     """For each layer the shares of each row's KV heads, so that the best scores of all layers and heads are kept.
 
-    `holding` are layers that hold the whole prompt, with notes, and `budgets` what a head of each may hold on the
+    `holding` are layers that hold the whole prompt, with notes, and `budgets` what a head of each may hold on
     average. If layers have keys of different widths, it is bytes that they share. Of equal scores those of lower layers
     come first, then those of lower heads, then earlier tokens. Heads of all processes are compared, and get their
     shares.

@@ -90,7 +90,7 @@ class Directions:
 
 
 class HashedLookup(Lookup):
-    """Labels keys, and looks for queries, by their codes."""
+    """Labels keys, and finds them for queries, by codes."""
 
     def __init__(self, config: LSH, layer: int) -> None:
         self.config, self.directions = config, Directions(config, layer)

@@ -106,7 +106,7 @@ class Store(Holding):
         # On the device: where the staging begins, how many tokens are in it, and how many there are in all.
         self.at: Int64[Tensor, " 3"] | None = None
         self.room = 0  # for how many tokens there has been room since steps were recorded
-        self.open_pairs: Float[Tensor, "l n de"] | None = None  # while they are: pairs, and empty places after them
+        self.open_pairs: Float[Tensor, "l n de"] | None = None  # while they are recorded: pairs, then empty places
         self.entries: Entries | None = None  # all tokens, as queries read them one after another
         # How many tokens queries read, and could have read; and the same of single queries, which is added later.
         self.counted: Float[Tensor, "l 2"] | None = None

@@ -24,7 +24,7 @@ Pairs = Mapping[Any, Mapping[Any, float]]  # values by cell, and in each cell by
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """What a column says of a line. `share`: bytes held over those of exact, the largest of the tasks averaged."""
+    """What a column says of a line. `share`: bytes held over exact's, the largest of all tasks that this comes from."""
 
     value: float
     text: str

@@ -31,7 +31,7 @@ class HeldByLayer:
 def held_tokens(whole: SketchCache, small: SketchCache) -> list[HeldByLayer]:
     """Which tokens of a text a small cache holds; `whole` is the exact cache that it was made from, of one row.
 
-    An entry is taken for the token with the same key, bit by bit; if several have it, for the earliest.
+    An entry is taken for the token with the same key, bit by bit; if several have it, for the earliest one left.
     """
     assert whole.rows == 1, "a page shows one text"
     return [

@@ -67,7 +67,10 @@ def _short_id(draw: random.Random) -> str:
 
 
 def math_find(draw: random.Random, setting: Setting) -> Sample:
-    """The largest, smallest or median of `size` whole numbers from 0 to 99; one bound is moved by up to a fifth."""
+    """One of the three largest or smallest of `size` whole numbers from 0 to 99, or their median.
+
+    One of the two bounds is moved by up to a fifth.
+    """
     low, high = draw.choice(((0, 99 - draw.randint(0, 20)), (draw.randint(0, 20), 99)))
     numbers = [draw.randint(low, high) for _ in range(setting.size)]
     distinct = sorted(set(numbers))

@@ -15,7 +15,7 @@ READ = 32  # tokens at a time before the walk
 PART = 32  # tokens that walk at a time: a number for every lane of a warp
 WARPS = 2
 STAGES = 2
-AT_ONCE = 1 << 13  # blocks, of whole lanes and of at least one: 150 MiB of room with blocks of 256 tokens
+AT_ONCE = 1 << 13  # blocks, in whole lanes, at least one lane: 150 MiB of room with blocks of 256 tokens
 
 
 def keep_half(

@@ -143,7 +143,7 @@ def spills(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> b
 
 
 def power_of_two(count: int, least: int = 1) -> int:
-    """The next one, the size of a block."""
+    """The next power of two, the size of a block."""
     return max(least, 1 << max(0, count - 1).bit_length())
 
 

@@ -122,7 +122,7 @@ def _part(
     HAS: tl.constexpr, KEY_STEP: tl.constexpr, VALUE_STEP: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     SOFTCAP: tl.constexpr, AT_ONCE: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The largest logit of a lane's queries so far, and the sums of exp2 of what is below it, with some of a part."""
+    """The largest logits of a lane's queries so far, and sums of exp2 relative to them, with some of a part added."""
     keys, values, log_mass, log_value, slots, begins, lengths = pointers
     key_row, key_head, value_row, value_head, mass_row, mass_head, extra_row, extra_head = strides
     part_heads = sizes[1]

@@ -23,7 +23,7 @@ def attend_many(
     CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
     KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Of one head of a row. Blocks that see most begin first."""
+    """A block of queries of one head of a row. Blocks that see most begin first."""
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     which = tl.program_id(1).to(tl.int64)
     row, query_head = which // HEADS, which % HEADS

@@ -21,7 +21,7 @@ def squares(
     points, norms, valid, lane_step, row_step, count,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Squared norms; in what is not there may be anything."""
+    """Squared norms; points that are not there may hold anything."""
     rows, lane = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1).to(tl.int64)
     there = rows < count
     ok = tl.load(valid + lane * count + rows, mask=there, other=0) != 0
@@ -133,7 +133,7 @@ def measure(
     points, distance, nearest, centres, lane_step, row_step, count, most,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """How far each point is from its centre: inf where a lane has none, 0 for what is not there."""
+    """How far each point is from its centre: inf where a lane has none, 0 for points that are not there."""
     rows, lane = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1).to(tl.int64)
     points += lane * lane_step
     far = tl.load(distance + lane * count + rows, mask=rows < count, other=-FARTHEST)

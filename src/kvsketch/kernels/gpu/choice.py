@@ -68,7 +68,7 @@ def visit(
         order = tl.load(begin + places, mask=taken, other=LEAST)
         if LIMITS & 4:
             expected = tl.load(length + places, mask=taken, other=0).to(tl.int32).to(tl.float32, bitcast=True)
-        tl.debug_barrier()  # from here on that is overwritten
+        tl.debug_barrier()  # from here on what was just loaded is overwritten
         bucket = tl.where(taken, BUCKET_BLOCK - 1 - (order & 0xFFFFFFFF), 0)
         tokens = tl.load(sizes + lane * BUCKETS + bucket, mask=taken, other=0)
         upto = (order[None, :] >= order[:, None]) & taken[None, :]  # which buckets come before which, or are the same
@@ -133,10 +133,10 @@ def _probability(
 
 @triton.jit
 def _least(bits, PROBES: tl.constexpr, PLACES: tl.constexpr, BUCKET_BLOCK: tl.constexpr):
-    """A number that no more than are wanted are above, and no fewer are not below.
+    """A number with at most `PROBES` numbers above it, and at least `PROBES` not below it.
 
-    It lies between the least of so many blocks' largest and the largest of all: that is cut until as many are above as
-    are wanted.
+    It lies between the least of all blocks' largest and the largest of all: this range is cut until as many are above
+    as are wanted.
     """
     largest = tl.max(tl.reshape(bits, [PLACES, BUCKET_BLOCK // PLACES]), 1)
     least = tl.min(largest, 0).to(tl.int64)

@@ -6,5 +6,5 @@ import triton.language as tl  # noqa: F401 (Triton's interpreter looks for it)
 
 @triton.jit
 def plain(number):
-    """A number that changes from step to step comes as 2n + 3: of a 1, or of sixteens, Triton makes kernels anew."""
+    """A number that changes from step to step comes as 2n + 3: for 1, or multiples of 16, Triton makes kernels anew."""
     return (number - 3) // 2

@@ -26,7 +26,7 @@ def number(
     lane, step, count,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Where some of a lane's places come, which depends on how many of those before them hold something, and of all."""
+    """Where some of a lane's places come: it depends on how many places before them, and of all, hold something."""
     row, start = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK
     there += row * lane
     before = tl.zeros([BLOCK], tl.int32)
@@ -92,7 +92,7 @@ def least(
 
 @triton.jit
 def _numbers(x, first, count, BLOCK: tl.constexpr):
-    """Some numbers; what is none is the largest, and what is not there neither less nor more than any."""
+    """Some numbers; NaN becomes the largest, and places that are not there are neither less nor more than any."""
     at = first + tl.arange(0, BLOCK)
     found = tl.load(x + at, mask=at < count, other=0.0)
     return tl.where(at < count, tl.where(found == found, found, float("inf")), float("nan"))

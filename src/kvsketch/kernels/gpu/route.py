@@ -21,8 +21,8 @@ def inner(
 ):  # fmt: skip
     """Some units of the inner layer, for all queries of a group.
 
-    `BYTES`: times their levels, as whole numbers in two bytes, of a unit that the length of a query alone bounds: so it
-    is the same for all slices.
+    `BYTES`: times their levels, as integers in two bytes, times a unit that follows from the query's length alone: so
+    it is the same for all slices.
     """
     if EARLY:
         gdc_wait()
@@ -113,7 +113,7 @@ def last_in_bytes(
 ):  # fmt: skip
     """Logits of some buckets; products are of bytes, and their sums exact.
 
-    All weights are on their way before the inner layer is waited for, which has waited for those who write weights.
+    All weights are on their way before this waits for the inner layer, which has waited for whatever writes weights.
     """
     lane, part = tl.program_id(0), tl.program_id(1)
     head = (lane % HEADS).to(tl.int64)

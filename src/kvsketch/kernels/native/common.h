@@ -269,7 +269,7 @@ __attribute__((unused)) static struct together begin_together(struct company *co
     return it;
 }
 
-// A thread begins its parts; and a thread has no more.
+// A thread begins its parts; and it has done them.
 INLINE int64_t begin_own(const struct together *it) {
     return it->threads < 2 ? 0 : time_of(CLOCK_THREAD_CPUTIME_ID);
 }

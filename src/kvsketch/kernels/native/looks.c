@@ -103,7 +103,7 @@ INLINE void panels_got(const struct looking *in, const char *queries, const floa
     }
 }
 
-// How a call multiplies: tiles need widths of whole ones.
+// How a call multiplies: in tiles only where keys are whole tiles wide.
 INLINE enum form form_of_looks(const struct looking *in) {
     if (!PAIRS_OF(in)) return ONE_BY_ONE;
     return in->width % (2 * IN_TILE) ? PAIR_BY_PAIR : form_of(BF16);

@@ -24,7 +24,7 @@ struct step {  // as kernels/native/step.py writes it
     float *lse;
     const void *unrotated;  // queries to a classifier, where there is one
     int64_t *read;          // and how much is looked up
-    int64_t rank;           // it is put to its place too: one of `from` points here
+    int64_t rank;           // it is put in its place too: one of `from` points here
     const char *from[MOST_PUT];
     // What stays.
     const struct put *puts;

@@ -48,7 +48,7 @@ def best(scores: Float[Tensor, "l n"], start: int, parts: Sequence[tuple[int, in
     """The places of the largest scores of every part of a lane, in the places' order.
 
     A part is given as how many places it has (the first part begins at `start`) and how many of them are wanted. Scores
-    are compared when rounded to `bits` bits, and of equal ones the first are taken first.
+    are compared after rounding to `bits` bits, and of equal ones the first are taken first.
     """
     found = native.best(scores, start, parts, bits)
     return reference.best(scores, start, parts, bits, least_in_front) if found is None else found

@@ -32,7 +32,7 @@ def of_group(
 
 
 def mean_probability(logits: Float[Tensor, "... g c"]) -> Float[Tensor, "... c"]:
-    """Of every column, the mean over a group's queries."""
+    """Probability of every column, mean over a group's queries."""
     return logits.softmax(-1).mean(-2)
 
 

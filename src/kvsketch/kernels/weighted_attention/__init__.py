@@ -5,8 +5,8 @@
 no C; on a GPU to torch's flash attention (`gpu/flash.py`) if the tokens have no weights, else to
 `gpu/attend_many.py`. A faster form for another device is one more line in the two functions below.
 
-`lse=False` says that the answer will not be merged with others. If no kernel in C serves the call and the tokens have
-no weights, torch's own attention is then the fastest; its `lse` is NaN.
+`lse=False` says that the answer will not be merged with others. If neither a kernel for few queries nor one for CPUs
+serves the call, and the tokens have no weights, torch's own attention is then the fastest; its `lse` is NaN.
 """
 
 import torch

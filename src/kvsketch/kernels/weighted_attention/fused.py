@@ -110,7 +110,7 @@ class _AttendedWithGradient(torch.autograd.Function):
 def attend_biased(query: Float[Tensor, "b hg q d"], tokens: WeightedTokens, scale: float) -> Partial:
     """Weighted attention with the log weights as a bias."""
     values, log_weight, shares_mass = _one_weight(tokens)
-    bias = None if log_weight is None else log_weight[:, :, None].float()  # bf16 would be off by 0.03 at log 256
+    bias = None if log_weight is None else log_weight[:, :, None].float()  # bf16 has steps of 0.03 at log 256
     part = softmax_attention(fold_groups(query, tokens.keys.shape[1]), tokens.keys, values, scale, bias=bias)
     if log_weight is not None:
         part = _without_dead_rows(part, log_weight)

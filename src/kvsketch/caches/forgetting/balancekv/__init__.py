@@ -1,4 +1,4 @@
-"""BalanceKV: what it is told. The forms of its cache are `practical.py` and `theorem.py`."""
+"""BalanceKV: its options. The forms of its cache are `practical.py` and `theorem.py`."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -24,7 +24,7 @@ class BalanceKV(WindowedConfig):
     `mode="practical"`, the form of the experiments: exactly half of a block is kept. `walk="greedy"` takes the sign
     that brings the sum back; `walk="fair"` tosses coins, to show what the walk is worth. `sharpness` is a factor on the
     walk's logits: below 1, keys farther apart balance each other. Tokens whose keys point away from all others are
-    kept out of it, in the share `apart` of the room; `augmented=False`: none are.
+    set apart and not halved; `apart` is their share of the room, and with `augmented=False` there are none.
     `mode="faithful"`, the form of the theorem: buckets of value norms, a set of tokens for each sum, and signs drawn
     with c = `constant` · log(n/`failure`); buckets are erased with the precision `epsilon`.
     """
@@ -65,7 +65,7 @@ class BalanceKV(WindowedConfig):
         super().__post_init__()
 
     def floor(self) -> int:
-        return super().floor() + BLOCK  # a token more or less of each level: there is nothing to halve below
+        return super().floor() + BLOCK  # with less, each level holds a token more or less: nothing to halve
 
     def new_method(self, layer: int) -> Method:
         if self.mode == "practical":

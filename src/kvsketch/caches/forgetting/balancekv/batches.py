@@ -11,13 +11,13 @@ from kvsketch.caches.core.config import BLOCK
 from kvsketch.kernels.balanced_walk import keep_smaller
 
 RETRIES = 3  # walks with fresh numbers after one that failed; then coins are tossed
-GONE = -1  # the level of what is not in a set
+GONE = -1  # the level of a token that is not in a set
 SETS = DENOMINATOR, NUMERATOR = 0, 1
 
 
 @dataclass(frozen=True)
 class Theorem:
-    """What Algorithm 1 is told: t, the factor of c = constant · log(n/δ), δ and ε; and where its numbers come from."""
+    """Algorithm 1's parameters: t, the factor in c = constant · log(n/δ), δ, ε; and the source of its numbers."""
 
     block: int
     constant: float | int
@@ -46,8 +46,8 @@ def halve(
 ) -> Halved:
     """Halve batches of real tokens by the walk; `draw(batches, attempt)` are numbers [batches, n].
 
-    A walk that fails begins again with fresh numbers, RETRIES times; after that a random half is kept. So it is of
-    fewer than BLOCK tokens: a walk as short tosses coins, and the smaller half of them has far too little mass.
+    A walk that fails begins again with fresh numbers, up to RETRIES times; after that a random half is kept. So it is
+    at once with fewer than BLOCK tokens: a walk that short tosses coins, and its smaller half has far too little mass.
     """
     sizes = real.sum(1)
     bounds = theorem.constant * torch.log(sizes.float() / theorem.failure)
@@ -65,11 +65,11 @@ def halve(
 
 
 def random_half(numbers: Float[Tensor, "l n"], real: Bool[Tensor, "l n"]) -> Bool[Tensor, "l n"]:
-    """Those with the smaller numbers; of an odd count the middle one with a chance of one half."""
+    """The tokens with the smaller numbers; if their count is odd, the middle one with probability 1/2."""
     order = numbers.masked_fill(~real, 2.0).sort(dim=1)
     rank = order.indices.sort(dim=1).indices
     sizes = real.sum(1)
-    # The last digits of the first number decide over the middle one: its first digits decide over its place.
+    # The last digits of the first number decide about the middle token; its first digits already decide the order.
     extra = (numbers[:, 0] * (1 << 20)) % 1 < 0.5
     return rank < (sizes // 2 + (extra & (sizes % 2 == 1)))[:, None]
 
@@ -79,8 +79,8 @@ def next_batches(
 ) -> list[tuple[int, Int64[Tensor, " m"]]]:
     """What to halve next in one row and head that holds `excess` tokens too many: sets, and places in them.
 
-    Full batches of the lowest level that has any, the oldest first, twice as many tokens as have to go: a token goes
-    only if it is in neither set any more. Where no batch is full, all of the largest.
+    Full batches of the lowest level that has any, the oldest first, with twice as many tokens as have to go: a token
+    goes only when it is in neither set any more. If no batch is full, the largest one.
     """
     groups = dict[tuple[int, int, float], Tensor]()  # by level, set and bucket
     for which in SETS:

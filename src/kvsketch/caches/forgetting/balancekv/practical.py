@@ -1,7 +1,7 @@
-"""BalanceKV as in its experiments: blocks of tokens are halved so that both halves answer alike, again and again.
+"""BalanceKV as in its experiments: blocks of tokens are halved, again and again, so that both halves answer alike.
 
-The one-head algorithms are in `algorithms/balancekv.py`; what is halved when is in `levels.py`. The augmented form sets
-some tokens apart, before all levels.
+The one-head algorithms are in `algorithms/balancekv.py`; `levels.py` decides what is halved, and when. The augmented
+form sets some tokens apart; they lie before all levels.
 """
 
 import math
@@ -26,12 +26,12 @@ from kvsketch.kernels.draws import uniforms
 from kvsketch.kernels.places import in_front, least_in_front
 
 LOG_2 = math.log(2)
-WALKS = {"greedy": 1e6, "fair": 0.0}  # how hard a sign leans against the sum so far, on the mean product
+WALKS = {"greedy": 1e6, "fair": 0.0}  # how hard a sign leans against the sum so far, relative to a mean product
 
 
 @dataclass(frozen=True)
 class Halving:
-    """How blocks are halved in a layer; `apart` is the share of the room for tokens that are not (0: none are)."""
+    """How blocks are halved in a layer; `apart` is the share of the room for tokens that are not halved (0: none)."""
 
     block: int
     walk: str
@@ -43,7 +43,7 @@ class Halving:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of all lanes that are halved together, filled up to the longest: see `keep_half_of`."""
+    """Blocks of all lanes that are halved together, padded to the longest; see `keep_half_of`."""
 
     keys: Float[Tensor, "l n d"]
     values: Float[Tensor, "l n e"]
@@ -56,7 +56,7 @@ Steps = Generator[Blocks, Bool[Tensor, "m n"], Kept]  # asks which half of each 
 
 
 class Halves(Chooser):
-    """Levels of tokens. What is halved, and when, is decided by the number of tokens that came in each call."""
+    """Tokens in levels; how many tokens came in each call decides what is halved, and when."""
 
     shared = ("held", "halved", "apart")
 
@@ -65,7 +65,7 @@ class Halves(Chooser):
         self.per_lane = {"key_sum": torch.float64} if options.apart else {}  # of all keys that came
 
     def write(self, holdings: Sequence[tuple[Holding, Arriving]]) -> None:
-        """Halve the blocks of all bundles in one walk: it has as many steps as a block has tokens."""
+        """Halve the blocks of all bundles in one walk, which takes as many steps as a block has tokens."""
         going = list[tuple[ChosenEntries, Held, Arriving, Steps, Blocks]]()
 
         def go_on(holding: ChosenEntries, held: Held, new: Arriving, steps: Steps, kept: Tensor | None) -> None:
@@ -96,7 +96,7 @@ class Halves(Chooser):
             return kept
 
     def steps(self, held: Held, new: Arriving, budget: Budget) -> Steps:
-        """Level by level: what is left of one level's blocks joins the next, and is halved there in turn."""
+        """Level by level: tokens that remain of one level's blocks join the next, and are halved there in turn."""
         pool, known = held.with_new(new), _levels(held.numbers)
         schedule = Schedule(self.options.block, lambda count: self.room(budget, count), self.options.apart)
         numbers = torch.arange(pool.count + self.options.block, device=new.keys.device)
@@ -104,7 +104,7 @@ class Halves(Chooser):
         apart, below = every[:, : known.apart], every[:, held.count :]
         per_lane = dict[str, Tensor]()
         if self.options.apart:
-            # Keys point away from all others where ⟨k, Σk'⟩ / ‖k‖ is least: the mean stands for the paper's "the rest".
+            # Keys with the least ⟨k, Σk'⟩ / ‖k‖ point away from all others: the mean stands for the paper's "the rest".
             key_sum = total(new.keys)
             key_sum = held.per_lane["key_sum"] + key_sum if held.per_lane else key_sum
             per_lane = {"key_sum": key_sum}
@@ -149,14 +149,14 @@ class Halves(Chooser):
         heads: Int64[Tensor, " l"],
         numbers: Int64[Tensor, " n"],
     ) -> tuple[Blocks, Int64[Tensor, "c size"] | None]:
-        """The first blocks of a level, of these sizes, of all lanes; `numbers` are 0, 1, …
+        """A level's first blocks in all lanes, of these sizes; and their places in it if they are not side by side.
 
-        And their places among the level's tokens, if they do not lie side by side. Random numbers are drawn by head,
-        level, and how many tokens of the level were halved before.
+        `numbers` are 0, 1, … Random numbers are drawn by head, level, and how many tokens of the level were halved
+        before.
         """
         device, count, most = here.device, sum(sizes), max(sizes)
         starts = [0, *accumulate(sizes[:-1])]
-        beside = starts == [*range(0, count, most)]  # each but the last is as long as the longest
+        beside = starts == [*range(0, count, most)]  # all but the last are as long as the longest
         if beside:
             places = numbers[: len(sizes) * most].view(-1, most)
         else:
@@ -170,7 +170,7 @@ class Halves(Chooser):
         return Blocks(keys, values, index, drawn, lengths), None if beside else places
 
     def _halve(self, each: Sequence[Blocks]) -> list[Bool[Tensor, "m n"]]:
-        """Which half to keep of every block, all in one walk; the scale is the paper's 1/√d."""
+        """Which half to keep of every block, all in one walk; the scale is `sharpness` times the paper's 1/√d."""
         most = max(blocks.numbers.shape[2] for blocks in each)
         scale, gain = float(self.options.sharpness * each[0].keys.shape[2] ** -0.5), WALKS[self.options.walk]
         if len(each) == 1:
@@ -206,13 +206,13 @@ class Halves(Chooser):
 def _places_of(
     kept: Bool[Tensor, "l m"], places: Int64[Tensor, "c size"] | None, count: int
 ) -> Int64[Tensor, "l {count}"]:
-    """The places of those that are kept, `count` of each lane, in their order; a GPU is not asked how many."""
+    """The places of kept tokens, `count` of each lane, in their order; a GPU is not asked how many."""
     order = in_front(kept)[:, :count]
     return order if places is None else places.flatten()[order]
 
 
 def _joined(*parts: Int64[Tensor, "l _"]) -> Int64[Tensor, "l n"]:
-    """Numbers of tokens behind one another; where only one part has any they are not copied."""
+    """Numbers of tokens, one part after another; not copied if only one part has any."""
     some = [part for part in parts if part.shape[1]]
     return some[0] if len(some) == 1 else torch.cat(parts, 1)
 

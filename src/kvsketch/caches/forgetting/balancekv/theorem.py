@@ -1,12 +1,12 @@
 """BalanceKV as in its theorem: a set of tokens for each sum of the ratio, values in buckets by their norm.
 
-The one-head algorithms are in `algorithms/balancekv.py`. A token is in the denominator's set at some level, in the
-set of its bucket at some level, in both or in one; in neither it is forgotten. At level l it counts 2ˡ there:
+The one-head algorithms are in `algorithms/balancekv.py`. A token is in the denominator's set, in the set of its
+bucket, or in both, with a level in each; a token in neither is forgotten. At level l of a set it counts 2ˡ there:
 
     a = 2^l in the numerator (0 if it is not there)        b = 2^l in the denominator (0 if it is not there)
 
-Algorithm 4 halves a batch as soon as it is full. Here it waits until there is no room, oldest batch of the lowest
-level first, so that any budget is used and nothing is halved that fits.
+Algorithm 4 halves a batch as soon as it is full. Here a batch waits until there is no room, and the oldest of the
+lowest level goes first: so any budget is used up, and nothing that fits is halved.
 """
 
 import math
@@ -68,12 +68,12 @@ class Sets:
 
     @property
     def buckets(self) -> Float[Tensor, "l n"]:
-        """i with 2^i ≥ ‖v‖ > 2^(i-1); values of zero are in bucket -∞, and in no set."""
+        """i with 2^i ≥ ‖v‖ > 2^(i-1); values of zero are in bucket -∞, which has no set."""
         return self.values.float().norm(dim=2).log2().ceil()
 
     @property
     def scale(self) -> float:
-        """The paper's 1/√d: tokens come before they are asked for, and the model's own scale is not known."""
+        """The paper's 1/√d: tokens come before any query does, and the model's own scale is not known yet."""
         return float(self.keys.shape[2] ** -0.5)
 
     def compact(self) -> None:
@@ -113,7 +113,7 @@ class TheoremHolding(Holding):
         sets.compact()
 
     def _erase(self, sets: Sets, count: int) -> None:
-        """Algorithm 1, line 8, with the tokens so far for n and the longest key so far for r."""
+        """Algorithm 1, line 8, where n is the number of tokens so far, and r the longest key so far."""
         longest_key, longest_value = sets.radii.unbind(1)
         tokens = torch.tensor(count, dtype=torch.float32, device=longest_key.device)
         log_least = math.log(self.theorem.epsilon) - (2 * tokens).log() - longest_key.square() * sets.scale
@@ -121,7 +121,7 @@ class TheoremHolding(Holding):
         sets.levels[:, NUMERATOR].masked_fill_(sets.buckets <= least[:, None], GONE)
 
     def _halve(self, sets: Sets, batches: list[Batch], heads: Int64[Tensor, " l"]) -> None:
-        """Halve all these batches: what is kept rises a level in its set, the rest leaves it."""
+        """Halve all these batches: tokens that are kept rise a level in the batch's set, the others leave the set."""
         device = sets.keys.device
         lanes = torch.tensor([batch.lane for batch in batches], device=device)
         which = torch.tensor([batch.which for batch in batches], device=device)
@@ -144,23 +144,23 @@ class TheoremHolding(Holding):
     # -- reading and state
 
     def answer(self, query: Query, asked: Tensor | None) -> Answer:
-        """The ratio of both sums, not longer than the longest value: the true answer is a mean of values."""
+        """The ratio of the two sums, at most as long as the longest value: the true answer is a mean of values."""
         assert self.sets is not None, "tokens came"
         dtype, tokens = query.queries.dtype, self.tokens()
-        if dtype == torch.float16:  # which has no number for what is far too long
+        if dtype == torch.float16:  # which cannot represent answers that are far too long
             wide = tokens.keys.float(), tokens.values.float()
             tokens, query = replace(tokens, keys=wide[0], values=wide[1]), replace(query, queries=query.queries.float())
         found = weighted_attention(query.queries, tokens, query.scale, softcap=query.softcap)
         group = query.queries.shape[1] // len(self.sets.keys)
         longest = self.sets.radii[None, :, 1].repeat_interleave(group, 1)[..., None, None]
-        size = found.out.abs().amax(3, keepdim=True).clamp_min(1e-30)  # squares of what exploded would be no numbers
+        size = found.out.abs().amax(3, keepdim=True).clamp_min(1e-30)  # squares of huge answers would overflow
         direction = found.out / size
         lengths = direction.norm(dim=3, keepdim=True) * size
         out = torch.where(lengths > longest, direction * (longest * size / lengths), found.out)
         return Answer(Partial(out.to(dtype), found.lse))
 
     def tokens(self) -> WeightedTokens:
-        """The tokens held, with the log of what they count in each sum."""
+        """The tokens held, with the log of what each counts in each sum."""
         assert self.sets is not None, "tokens came"
         weights = (self.sets.levels.float() * LOG_2).masked_fill(self.sets.levels == GONE, NO_MASS)[None]
         return WeightedTokens(
@@ -179,7 +179,7 @@ class TheoremHolding(Holding):
         return {"tokens per entry": tokens, "failed walks": failed, "halved by coins": tossed}
 
     def warning(self) -> str | None:
-        """Theorem 3.4 asks for batches of √s·e^(2r²·scale)/ε tokens; r is the longest key, for want of queries."""
+        """Theorem 3.4 asks for batches of √s·e^(2r²·scale)/ε tokens; as queries are not known, r is the longest key."""
         if self.sets is None:
             return None
         exponent = 2 * float(self.sets.radii[:, 0].max()) ** 2 * self.sets.scale
@@ -199,7 +199,7 @@ class TheoremHolding(Holding):
 
 
 def joined(sets: Sets | None, new: Arriving) -> Sets:
-    """The sets with all that is new at level 0 of both; a value of zero is in no bucket."""
+    """The sets with the new tokens at level 0 of both; a value of zero is in no bucket."""
     norms = torch.stack([x.float().norm(dim=2) for x in (new.keys, new.values)], 1)
     levels = torch.where(torch.stack([torch.ones_like(norms[:, 1], dtype=torch.bool), norms[:, 1] > 0], 1), 0, GONE)
     levels = levels.to(torch.int8)
@@ -220,7 +220,7 @@ def joined(sets: Sets | None, new: Arriving) -> Sets:
 
 
 def _batches(sets: Sets, excess: list[int], block: int) -> Iterator[Batch]:
-    """What is halved next, in every lane that holds too much."""
+    """The batches to halve next, in every lane that holds too much."""
     levels, values = sets.levels.cpu(), sets.buckets.cpu()
     buckets = torch.stack([torch.zeros_like(values), values], 1)  # the denominator has one
     for lane, over in enumerate(excess):
@@ -230,7 +230,7 @@ def _batches(sets: Sets, excess: list[int], block: int) -> Iterator[Batch]:
 
 
 def _reserve(sets: Sets, batches: list[Batch]) -> Int64[Tensor, " l"]:
-    """The first number of every batch: a lane uses each of its numbers once."""
+    """Where each batch's random numbers begin: a lane uses each of its numbers once."""
     drawn, starts = sets.drawn.tolist(), list[int]()
     for batch in batches:
         starts.append(drawn[batch.lane])

@@ -1,4 +1,4 @@
-"""SubGen: what it is told. What it holds is in `holding.py`."""
+"""SubGen: its options. What it holds is in `holding.py`."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -20,9 +20,10 @@ ELEMENT = 2  # bytes of half precision; the same for all, so that precision does
 class SubGen(WindowedConfig):
     """Samples values for the numerator and clustered keys for the denominator of attention (SubGen, Algorithm 1).
 
-    `s` value samples, `t` key samples for every cluster, clusters of radius `delta`; clusters take what `s`
-    leaves of the budget. Without `delta` every key is a cluster until there is no room for more. Where there is
-    none, `delta` grows by the factor `growth` and clusters merge; the paper's inspiration has 2, which merges more.
+    There are `s` value samples, and `t` key samples for every cluster of radius `delta`; clusters take what `s` leaves
+    of the budget. Without `delta`, every key is a cluster until there is no room for more. Whenever there is none,
+    `delta` grows by the factor `growth` and clusters merge; the algorithm that inspired the paper's has 2, which
+    merges more.
     """
 
     name: ClassVar[str] = "subgen"
@@ -49,7 +50,7 @@ class SubGen(WindowedConfig):
         return super().floor() + self.first_entries()
 
     def unit(self) -> int:
-        """Entries by which a fraction makes room: a quarter of them are two clusters at least."""
+        """Entries that a fraction makes room for at a time: a quarter of them are at least two clusters."""
         return max(BLOCK, 4 * (1 + self.t))
 
     def first_entries(self) -> int:
@@ -62,9 +63,9 @@ class SubGen(WindowedConfig):
     def sizes(self, budget: Budget, width: int, wide: int) -> Sizes:
         """What the budget is spent on, for keys and values of these widths.
 
-        Three quarters go to value samples unless `s` says otherwise. A fraction makes room for a few entries at a
-        time. Sampled values of the past cannot come back, so each such stratum has samples of its own; clusters
-        can be founded at any time, and have all the room together.
+        Three quarters go to value samples unless `s` says otherwise. If the budget is a fraction, room for a few
+        entries is made at a time, for each stratum of tokens. Values that are gone cannot be sampled later, so each
+        stratum has samples of its own; clusters can be founded at any time, and share all the room.
         """
         entry, key = ELEMENT * (width + wide), ELEMENT * width  # bytes
         sample = entry + SAMPLE_EXTRA

@@ -1,6 +1,6 @@
 """SubGen's clusters of keys for all rows and heads, with a bounded memory: UpdateSoftmaxNormalizer, lines 11-23.
 
-One head: `algorithms/subgen.py`. Within a block the keys that found clusters come one after another, all lanes
+One head: `algorithms/subgen.py`. Within a block, keys that found clusters are taken one after another, in all lanes
 together; everything else happens at once. No step looks at anything that was dropped.
 """
 
@@ -16,7 +16,7 @@ from kvsketch.caches.core.tokens import Arriving
 from kvsketch.caches.forgetting.subgen.slots import Draws, Slots
 from kvsketch.kernels.distances import squared_distances, squared_norms
 
-KEY, MERGE = 0, 2  # what numbers are drawn for
+KEY, MERGE = 0, 2  # what random numbers are drawn for
 
 
 @dataclass
@@ -46,25 +46,25 @@ class Clusters(Slots):
         )
 
     def make_slots(self, count: int) -> None:
-        """Have `count` slots at least."""
+        """Have at least `count` slots."""
         self.resize(dict.fromkeys(("representatives", "samples", "sizes", "reach"), count))
 
     def shrink(self, room: int, growth: float, least: float) -> None:
         """Let δ fall by a step in the lanes that have more than an eighth of their room to spare.
 
-        Clusters that are there keep their reach; what comes founds more of them.
+        Existing clusters keep their reach; later keys found more clusters.
         """
         spare = (room - self.number) * 8 > room
         self.delta = torch.where(spare, (self.delta / growth).clamp_min(least), self.delta)
 
     def take(self, block: Arriving, room: int, growth: float, draws: Draws) -> None:
-        """Give every key to the nearest cluster, or let it found one; `room` clusters there may be in each lane."""
+        """Give every key to the nearest cluster, or let it found one; each lane may have `room` clusters."""
         keys = block.keys.double()
         lane = torch.arange(len(keys), device=keys.device)
         position = torch.arange(keys.shape[1], device=keys.device)
         distance, cluster = self._nearest(keys)
-        found = torch.zeros_like(self.number)  # tokens before this one have their cluster
-        counted = torch.zeros_like(self.number)  # and those before this one are in its samples
+        found = torch.zeros_like(self.number)  # tokens before this one have a cluster
+        counted = torch.zeros_like(self.number)  # and those before this one are counted into it
         while True:
             founds = (distance > self.delta[:, None]) & (position >= found[:, None])
             going = founds.any(1)
@@ -125,7 +125,7 @@ class Clusters(Slots):
             self._merge(lane, drawn[lane].cpu(), growth)
 
     def _merge(self, lane: int, drawn: Float[Tensor, "m t"], growth: float) -> None:
-        """One lane: clusters that have one within δ that was founded before them join the nearest that stays."""
+        """In one lane: a cluster within δ of an older one that stays joins the nearest that stays."""
         number, delta = self.number, self.delta
         count = int(number[lane])
         x = self.representatives[lane, :count]
@@ -138,7 +138,7 @@ class Clusters(Slots):
         samples, sizes, reach = (tensor[lane, :count] for tensor in (self.samples, self.sizes, self.reach))
         # The bookkeeping of many small steps happens on the CPU; keys move once.
         n, far = sizes.tolist(), reach.double().tolist()
-        # Whose sample each slot has in the end.
+        # The cluster whose sample each slot has in the end.
         source = torch.arange(count, device="cpu")[:, None].repeat(1, samples.shape[1])
         for i, j in zip(joins.tolist(), into.tolist(), strict=True):
             n[j] += n[i]
@@ -165,7 +165,7 @@ def _distances(points: Float[Tensor, "l n d"], others: Float[Tensor, "l m d"]) -
 
 
 def _independent(near: Bool[Tensor, "m m"]) -> Bool[Tensor, " m"]:
-    """The clusters that stay: in their order, each that is not near one that stays."""
+    """The clusters that stay: in their order, each that is not near an earlier one that stays."""
     matrix = near.numpy()
     stays, covered = torch.zeros_like(near[0]), matrix[0] & False
     for i in range(len(matrix)):

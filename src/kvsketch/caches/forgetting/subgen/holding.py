@@ -1,7 +1,7 @@
 """SubGen for the lanes of a bundle, with a bounded memory: the one-head form is `algorithms/subgen.py`.
 
 `clusters.py` has what the denominator needs, `value_samples.py` what the numerator needs. SubGen is never exact by
-itself: for as long as tokens fit they are held exactly.
+itself, so tokens are held exactly for as long as they fit.
 """
 
 import math
@@ -37,7 +37,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Told:
-    """What the algorithm is told, and where its numbers come from."""
+    """The algorithm's parameters, and the source of its random numbers."""
 
     t: int
     delta: float
@@ -51,14 +51,14 @@ class SubGenHolding(Holding):
     """Tokens while they fit; then clusters of keys and samples of values."""
 
     def __init__(self, told: Told, room: Callable[[int], int], sizes: Callable[[int, int], Sizes]) -> None:
-        """`room(count)` tokens fit when `count` came; `sizes` are those for keys and values of two widths."""
+        """`room(count)` tokens fit when `count` have come; `sizes` takes the widths of keys and of values."""
         self.told, self.room, self.sizes = told, room, sizes
         self.exact = (Growing(dim=1), Growing(dim=1))  # keys and values, while they fit
         self.clusters: Clusters | None = None
         self.samples: ValueSamples | None = None
         self.log_size: Tensor | None = None  # [l, m·t]: log n/t of every key sample
         self.log_value: Tensor | None = None  # [l, s]: log μ/(s‖v‖²) of every value sample
-        self.longest_query: Tensor | None = None  # [l]: r of what was asked so far, times the scale
+        self.longest_query: Tensor | None = None  # [l]: r, the longest query so far, times the scale
 
     def write(self, new: Arriving) -> None:
         """Hold the tokens; when there is no room any more, cluster and sample all of them in their order."""
@@ -78,14 +78,14 @@ class SubGenHolding(Holding):
             self.clusters = Clusters.none(new.keys, self.told.t, self.told.delta)
             self.samples = ValueSamples.none(new.keys, new.values)
         sizes, end = self.sizes(new.keys.shape[2], new.values.shape[2]), new.after - 1
-        # A call may use all the clusters there is room for at its end: δ would be learnt on a few otherwise.
+        # A call may use all clusters that there is room for at its end; otherwise δ would be learnt on a few.
         room = (sizes.clusters.stratum_of(end)[0] + 1) * sizes.clusters.slots
         self.clusters.make_slots(room)
         self.samples.make_slots(sizes.samples.stratum_of(end)[0] + 1, sizes.samples.slots)
         draws = Draws(self.told.seed, self.told.layer, new.heads)
         for start in range(0, new.count, BLOCK):
             block = new.part(start, min(start + BLOCK, new.count))
-            if new.few:  # what they taught of δ while there was less room is unlearnt
+            if new.few:  # unlearn how δ grew while there was less room
                 self.clusters.shrink(room, self.told.growth, self.told.delta)
             self.clusters.take(block, room, self.told.growth, draws)
             self.samples.take(block, sizes.samples, draws)
@@ -105,8 +105,8 @@ class SubGenHolding(Holding):
         """z / τ. Lines 29-31, in logarithms.
 
         The weights of z alone estimate the denominator as well, since E[μ / (s‖v‖²)] = 1. `normalizer="larger"`
-        divides by the larger of the two estimates, so that no answer is longer than the longest value; "clusters"
-        is the paper's, cut off where numbers of this precision end.
+        divides by the larger of the two estimates, so that no answer is longer than the longest value;
+        `"clusters"` is the paper's form, cut off where numbers of this precision end.
         """
         queries, scale, softcap = query.queries, query.scale, query.softcap
         if self.clusters is None:
@@ -126,7 +126,7 @@ class SubGenHolding(Holding):
         return Answer(Partial(share[..., None] * z.out, log_tau))
 
     def observe(self, query: Query, read: Tensor | None, lse: Tensor | None) -> None:
-        """Note the longest query that clusters were asked: the theorem's promise depends on it."""
+        """Note the longest query that clusters have answered: the theorem's bound depends on it."""
         if query.queries.shape[2] == 0 or self.clusters is None:
             return
         norms = fold_groups(query.queries.detach().float(), len(self.clusters.number))[0].norm(dim=2)
@@ -136,7 +136,7 @@ class SubGenHolding(Holding):
     # -- reports
 
     def count_entries(self) -> int | Int64[Tensor, " l"]:
-        """Value samples that are taken, and clusters with their samples by the bytes of their keys."""
+        """Value samples in use, and the clusters' keys (representatives and samples), counted by their bytes."""
         if self.clusters is None or self.samples is None:
             return self.exact[0].length
         width, wide = self.samples.keys.shape[2], self.samples.values.shape[2]
@@ -144,7 +144,7 @@ class SubGenHolding(Holding):
         return (self.samples.norms > 0).sum(1) + (keys * width / (width + wide)).ceil().long()
 
     def details(self, count: int) -> dict[str, float]:
-        """Clusters, their δ, how often it grew; and by what factor, as a logarithm, keys of a cluster may differ."""
+        """Clusters, their δ, how often it grew; and the log of the factor by which a cluster's keys may differ."""
         if self.clusters is None:
             return {}
         found = {
@@ -156,13 +156,13 @@ class SubGenHolding(Holding):
         return found if spread is None else found | {"log spread": spread}
 
     def _log_spread(self) -> float | None:
-        """The theorem's 2δr: δ is what clusters reach, r the longest query so far; a mean over heads."""
+        """The theorem's 2δr: δ is how far clusters reach, r the longest query so far; a mean over heads."""
         if self.clusters is None or self.longest_query is None:
             return None
         return float((2 * self.clusters.reach.amax(1) * self.longest_query).mean())
 
     def warning(self) -> str | None:
-        """Where the condition of the theorem fails by far, and with it what it promises."""
+        """A warning if the theorem's condition fails by far, and with it the theorem's bound."""
         spread = self._log_spread()
         if spread is None or spread <= math.log(self.told.t) + 1:
             return None
@@ -195,7 +195,7 @@ class SubGenHolding(Holding):
                 raise ValueError(f"{count} tokens came, and keys of {tuple(keys.shape)} are held exactly")
             self.exact = (Growing(1, keys), Growing(1, values))
             return
-        # Blocks of memory of their own, to be written to.
+        # Each in one block of memory, to be written to.
         self.clusters = made_of(Clusters, {name: x.contiguous() for name, x in clusters.items()})
         self.samples = made_of(ValueSamples, {name: x.contiguous() for name, x in samples.items()})
         if len(self.clusters.number) != len(self.samples.mass):

@@ -1,7 +1,7 @@
 """SubGen's samples of values for all rows and heads: UpdateMatrixProduct, lines 24-28.
 
-One head: `algorithms/subgen.py`. Samples of what is gone cannot be added later: a budget that grows has strata,
-each with samples and a mass of its own (see `algorithms/sampling.Plan`).
+One head: `algorithms/subgen.py`. Tokens that are gone cannot be sampled later, so a budget that grows has strata, each
+with samples and a mass of its own (see `algorithms/sampling.Plan`).
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from kvsketch.attention import NO_MASS
 from kvsketch.caches.core.tokens import Arriving
 from kvsketch.caches.forgetting.subgen.slots import Draws, Slots
 
-VALUE = 1  # what numbers are drawn for
+VALUE = 1  # what random numbers are drawn for
 
 
 @dataclass
@@ -39,7 +39,7 @@ class ValueSamples(Slots):
         )
 
     def make_slots(self, strata: int, slots: int) -> None:
-        """Have so many strata at least, of `slots` each."""
+        """Have at least `strata` strata, of `slots` each."""
         self.resize({"mass": strata} | dict.fromkeys(("keys", "values", "norms"), strata * slots))
 
     def take(self, block: Arriving, plan: Plan, draws: Draws) -> None:
@@ -54,7 +54,7 @@ class ValueSamples(Slots):
     def _take_into(
         self, block: Arriving, stratum: int, norms: Float[Tensor, "l n"], drawn: Float[Tensor, "l n s"]
     ) -> None:
-        """Tokens whose norm is given as 0 are of another stratum, or have values of zero: never adopted."""
+        """Let a stratum's samples adopt tokens, never those with norm 0: another stratum's, or with a value of zero."""
         totals = torch.cat([self.mass[:, stratum, None], norms], 1).cumsum(1)
         self.mass[:, stratum] = totals[:, -1]
         adopts = drawn * totals[:, 1:, None] < norms[..., None]

@@ -189,7 +189,7 @@ def _rooms(shape: Shape, sizes: Sequence[int]) -> list[Tensor]:
 
 
 def _projected(shape: Shape, slices: int) -> Tensor:
-    """The size of a projection by dimension; not 0 only where tokens still match over thousands of others."""
+    """The size of a projection by dimension; 0 but for those that still match over thousands of tokens."""
     slow = (shape.turns < SLOW).repeat(2)[:, None]
     return slow * SHARPNESS * (len(slow) / slow.sum()) ** 0.25 / (slices * shape.code) ** 0.5
 

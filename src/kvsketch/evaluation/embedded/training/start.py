@@ -4,10 +4,10 @@ Every block is the stock one. A token's code has two parts, each in a slice of t
 tokens, and both together identify the token. Layer 0 starts as shift heads: through constant biases of queries and
 keys, head h attends to the token h + 1 back, and copies the first part of its code into a slice of its own. Layer 1
 starts as matching heads: a query made from the codes at some offsets matches keys made from the codes at others,
-through the same random projection. So a head finds a token that followed the latest tokens before, and hands its code
-to the output. One head links the beginning of a value to the earlier values of its name. Layer 2 starts with heads for
-what takes two steps: a name's value after the one said last, and chains of variables. All weights can change.
-`heads.py` makes the heads of layers 1 and 2; `shape.py` says what each slice is for.
+through the same random projection. So a head finds a token that followed the latest tokens earlier in the text, and
+hands its code to the output. One head links the beginning of a value to the earlier values of its name. Layer 2 starts
+with heads for what takes two steps: a name's value after the one said last, and chains of variables. All weights can
+change. `heads.py` makes the heads of layers 1 and 2; `shape.py` says what each slice is for.
 """
 
 from collections.abc import Sequence
