@@ -1,7 +1,7 @@
 """Compare layers that read few tokens with exact attention: `python -m benchmarks.selectivity -o FOLDER`.
 
-All tokens are kept, the first and the latest are read in full, and methods look up some of the tokens between. Run it again
-to go on after an interruption.
+All tokens are kept, the first and the latest are read in full, and methods look up some of the tokens between. Run it
+again to go on after an interruption.
 """
 
 import sys
@@ -47,7 +47,8 @@ Window = Annotated[
 ]
 Asking = Annotated[int | None, typer.Option(help="How many of the last tokens are used as queries; 64.")]
 Top = Annotated[
-    int | None, typer.Option(min=1, max=MOST, help="How many of the largest keys have their attention shown; 256.")
+    int | None,
+    typer.Option(min=1, max=MOST, help="How many keys, those with most attention, have their share shown; 256."),
 ]
 Heads = Annotated[
     str | None,
