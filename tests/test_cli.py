@@ -332,7 +332,6 @@ def test_what_needs_no_model_loads_nothing_heavy(argument):
     "sign",
     [
         "torch.storage",  # in the middle of torch's import
-        pytest.param("transformers.utils", marks=pytest.mark.slow),
         pytest.param("inside the package", marks=pytest.mark.slow),
         pytest.param("Loading weights", marks=pytest.mark.slow),
     ],

@@ -7,4 +7,4 @@ from histories import SPECS, play
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_whatever_happens(spec):
-    play(spec, histories=3)
+    play(spec, histories=2)
