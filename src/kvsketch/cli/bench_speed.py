@@ -57,7 +57,13 @@ EndToEnd = Annotated[
     typer.Option(help='Context lengths, with commas, at which a whole Llama with random weights is timed; "": none.'),
 ]
 Prompts = Annotated[
-    int, typer.Option(min=0, max=MOST, help="Longest prompt, in tokens, that this Llama reads; longer ones take hours.")
+    int,
+    typer.Option(
+        min=0,
+        max=MOST,
+        help="Longest prompt, in tokens, that this Llama reads: longer ones take hours, so caches are filled with "
+        "random numbers instead.",
+    ),
 ]
 Layers = Annotated[int, typer.Option(min=1, max=1000, help="Layers of this Llama.")]
 Real = Annotated[bool, typer.Option("--real/--no-real", help="Also time smollm2 at 8,192 tokens.")]
