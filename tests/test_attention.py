@@ -231,6 +231,19 @@ def test_no_tokens_at_all_get_no_answer(kernels):
     assert not found.lse.numel()
 
 
+@pytest.mark.parametrize("kernels", [nullcontext, native.off], ids=["C", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float64, *DTYPES], ids=str)
+def test_no_rows_at_all_get_no_answer(dtype, kernels):
+    for queries, entries in itertools.product((1, QUERIES, 64), (0, 64)):
+        query, keys, values = (x[:0] for x in draw(dtype, queries=queries, entries=entries))
+        tokens = WeightedTokens(keys, values, torch.zeros(0, 1, entries))
+        with kernels():
+            found = [chosen(query, tokens, SCALE), chosen(query, WeightedTokens(keys, values), SCALE)]
+            if entries == queries:
+                found.append(causal_attention(query, keys, values, SCALE))
+        assert all(one.out.shape == query.shape and one.lse.shape == query.shape[:3] for one in found)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_causal_attention_without_c_is_bitwise_torchs_own(dtype):
     query, keys, values = draw(dtype, entries=77, queries=77)

@@ -136,8 +136,8 @@ def logits_of(
 
 def fold_groups(query: Float[Tensor, "b hg q d"], heads: int) -> Float[Tensor, "b h gq d"]:
     """Queries of the heads that share a KV head, as rows of one matrix: the keys are read once, not g times."""
-    rows, _, queries, width = query.shape
-    return query.reshape(rows, heads, -1, width) if queries else query.new_empty(rows, heads, 0, width)
+    rows, query_heads, queries, width = query.shape
+    return query.reshape(rows, heads, query_heads // heads * queries, width)
 
 
 def unfold_groups(out: Float[Tensor, "b h gq e"], query_heads: int) -> Float[Tensor, "b hg q e"]:

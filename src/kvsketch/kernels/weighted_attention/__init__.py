@@ -80,7 +80,7 @@ def causal_attention(
     if found is not None:
         return found
     count = keys.shape[2]
-    size = max(16, MASK_AT_ONCE // (keys.shape[0] * count))
+    size = max(16, MASK_AT_ONCE // max(1, keys.shape[0] * count))
     blocks = [
         _causal_block(query, keys, values, scale, valid, softcap, start, min(start + size, count))
         for start in range(0, count, size)
