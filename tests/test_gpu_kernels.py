@@ -506,7 +506,7 @@ def test_a_decode_step_waits_for_no_number(name, monkeypatch):
     assert len(waits_of(KINDS[name](**SMALL[name]), steps=16)) <= (name in BLOCKS)
 
 
-@pytest.mark.parametrize("name", ["saap, estimated", "lsh", "lsh, magicpig", "retrieval"])
+@pytest.mark.parametrize("name", ["saap, estimated", "kmeans", "lsh", "lsh, magicpig", "random_buckets", "retrieval"])
 def test_looking_up_waits_for_no_number(name, tmp_path):
     """Where rows are read as they lie; torch alone copies as many as there are."""
     given = SMALL[name] | ({"index": make_index(tmp_path, heads=HEADS, width=WIDTH)} if "index" in SMALL[name] else {})
